@@ -1,7 +1,5 @@
 """What every test shares: folders of its own, run folders, the engine, and the logs of a failed run."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex
@@ -53,7 +51,7 @@ sys.addaudithook(_refuse_fixed_ports)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def state(tmp_path_factory) -> Iterator[None]:
     """A state folder of the tests' own, where it is noted which runs were started."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
@@ -70,7 +68,7 @@ def signal_handlers() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def isolation(tmp_path, monkeypatch):
     """Runs and data in the test's own folder, and none of the variables that tasks are started with."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
@@ -90,7 +88,7 @@ def isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
+def make_run(tmp_path) -> Callable[..., RunFolder]:
     """Makes a run folder as `invoke up` leaves it before the first task starts; takes `spec.build`'s options."""
 
     def make(name: str = "run", **topology: Any) -> RunFolder:
@@ -112,7 +110,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def nvidia_smi(tmp_path, monkeypatch) -> Callable[[str], None]:
     """Puts an `nvidia-smi` on the PATH that says what is recorded of a host; see `nvidia/README.md`."""
 
     def put(host: str) -> None:
@@ -160,7 +158,7 @@ def require_engine() -> engine.Answer:
 
 
 @pytest.fixture
-def mount_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+def mount_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
     """Mounts a disk of the given size, to be filled."""
     disk = tmp_path / "disk"
 

@@ -1,7 +1,5 @@
 """The least that a debugger says, in the Debug Adapter Protocol, and a port of its own."""
 
-from __future__ import annotations
-
 import json
 import socket
 from typing import Any

@@ -4,8 +4,6 @@ It needs nothing but Python, and is a program, too, for other containers: it pri
 was given where a server speaks.
 """
 
-from __future__ import annotations
-
 import fcntl
 import socket
 import struct

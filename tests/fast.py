@@ -6,8 +6,6 @@ the right set by itself. A test that takes seconds for any other reason is marke
 otherwise.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 from collections.abc import Generator, Sequence

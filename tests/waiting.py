@@ -1,7 +1,5 @@
 """Waiting for a condition, with a bound: no test sleeps for a fixed time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

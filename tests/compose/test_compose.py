@@ -7,8 +7,6 @@ change that is meant to alter them, renew them and look at the difference:
     UPDATE_GOLDEN=1 python -m pytest tests/compose && git diff compose
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,7 +14,7 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -46,7 +44,7 @@ Config = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def compose_cli(unavailable: Callable[[str], NoReturn]) -> None:
+def compose_cli(unavailable):
     """Docker Compose; its `config` needs no engine. Without it a test is skipped, with CI=true it fails."""
     try:
         subprocess.run(["docker", "compose", "version"], capture_output=True, check=True, timeout=20)
@@ -55,7 +53,7 @@ def compose_cli(unavailable: Callable[[str], NoReturn]) -> None:
 
 
 @pytest.fixture
-def config(compose_cli: None, tmp_path: Path) -> Config:
+def config(compose_cli, tmp_path) -> Config:
     """Returns the services and networks of a topology, as `docker compose config` understands them."""
 
     def read(
@@ -87,14 +85,14 @@ def seconds(duration: str) -> float:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_a_run_has_a_service_for_each_task_and_nothing_else(config: Config, topology: dict[str, Any]) -> None:
+def test_a_run_has_a_service_for_each_task_and_nothing_else(config, topology):
     read = config(**topology)
     assert [task.name for task in spec.build(**topology).tasks] == sorted(read["services"], key=EVERY_TASK.index)
     assert {"cluster"} == set(read["networks"])  # TensorBoard and its network are no part of a run
     assert read["name"].startswith("tf-cluster-a-run-")
 
 
-def test_every_task_is_locked_down(config: Config) -> None:
+def test_every_task_is_locked_down(config):
     read = config(**TOPOLOGIES["parameter servers"])
     assert EVERY_TASK == sorted(read["services"], key=EVERY_TASK.index)
     assert read["networks"]["cluster"]["internal"]
@@ -110,7 +108,7 @@ def test_every_task_is_locked_down(config: Config) -> None:
         assert 0 < task["pids_limit"] <= 4096, name
 
 
-def test_a_task_has_so_much_memory_and_no_swap(config: Config) -> None:
+def test_a_task_has_so_much_memory_and_no_swap(config):
     services = [config(**TOPOLOGIES["parameter servers"]), config(workers=1, brought={"way_out": True})]
     services += [config(workers=1, brought=with_gpus(way)) for way in ("reserve", "cdi", "nvidia")]
     for name, task in ((name, task) for read in services for name, task in read["services"].items()):
@@ -118,7 +116,7 @@ def test_a_task_has_so_much_memory_and_no_swap(config: Config) -> None:
         assert "limits" not in task.get("deploy", {}).get("resources", {}), name
 
 
-def test_every_task_can_be_watched_stopped_and_brought_back(config: Config) -> None:
+def test_every_task_can_be_watched_stopped_and_brought_back(config):
     for name, task in config(**TOPOLOGIES["parameter servers"])["services"].items():
         # An agent that was killed comes back; one that saw the run's end exits 0 and does not.
         assert "on-failure" == task["restart"], name
@@ -130,7 +128,7 @@ def test_every_task_can_be_watched_stopped_and_brought_back(config: Config) -> N
         assert {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}} == task["logging"], name
 
 
-def test_a_task_sees_its_run_and_the_data_and_no_more_of_the_host(config: Config, tmp_path: Path) -> None:
+def test_a_task_sees_its_run_and_the_data_and_no_more_of_the_host(config, tmp_path):
     for task in config(**TOPOLOGIES["parameter servers"])["services"].values():
         run, data = task["volumes"]
         assert ("bind", str(tmp_path / "runs" / "a-run"), "/runs/a-run") == (run["type"], run["source"], run["target"])
@@ -138,7 +136,7 @@ def test_a_task_sees_its_run_and_the_data_and_no_more_of_the_host(config: Config
         assert (False, True) == (run.get("read_only", False), data["read_only"])
 
 
-def test_every_task_gets_its_own_tf_config(config: Config) -> None:
+def test_every_task_gets_its_own_tf_config(config):
     services = config(workers=2, ps=1, evaluator=True)["services"]
     cluster = '{"cluster":{"chief":["chief:2222"],"worker":["worker-0:2222","worker-1:2222"],"ps":["ps-0:2222"]}'
     for name, role, index in [("chief", "chief", 0), ("worker-1", "worker", 1), ("evaluator", "evaluator", 0)]:
@@ -151,11 +149,11 @@ def test_every_task_gets_its_own_tf_config(config: Config) -> None:
         assert name == services[name]["hostname"]  # what the addresses in TF_CONFIG resolve
 
 
-def test_the_chief_alone_gets_no_tf_config(config: Config) -> None:
+def test_the_chief_alone_gets_no_tf_config(config):
     assert "TF_CONFIG" not in config(workers=0)["services"]["chief"]["environment"]
 
 
-def test_hostile_words_stay_words(config: Config, tmp_path: Path) -> None:
+def test_hostile_words_stay_words(config, tmp_path):
     nasty = [
         "${X:-y}",
         "$$",
@@ -180,20 +178,20 @@ def test_hostile_words_stay_words(config: Config, tmp_path: Path) -> None:
     assert "privileged" not in task
 
 
-def test_a_colon_in_a_folder_s_name_mounts_no_other(compose_cli: None) -> None:
+def test_a_colon_in_a_folder_s_name_mounts_no_other(compose_cli):
     read = read_config(commands.tensorboard(Path("/a:/b"), 6007, "config", "--format", "json"))
     (runs,) = read["services"]["tensorboard"]["volumes"]
     assert ("/a:/b", "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
 
 
-def test_a_dollar_sign_is_no_variable(config: Config, tmp_path: Path) -> None:
+def test_a_dollar_sign_is_no_variable(config, tmp_path):
     task = config(["--", "sh", "-c", "echo $HOME ${X}"], data_dir="$HOME", workers=0)["services"]["chief"]
     # What `config` prints can be read again, so a dollar sign is doubled there.
     assert ["--", "sh", "-c", "echo $$HOME $${X}"] == task["command"]
     assert f"{tmp_path}/$$HOME" == task["volumes"][1]["source"]
 
 
-def test_built_in_training_needs_no_command(config: Config) -> None:
+def test_built_in_training_needs_no_command(config):
     assert config(workers=0)["services"]["chief"].get("command") is None
 
 
@@ -208,9 +206,7 @@ def brought(cluster: ClusterSpec, *, way_out: bool = True) -> dict[str, Any]:
     return {"mounts": SCRIPT.mounts(), "environment": task_environment(SCRIPT, cluster), "way_out": way_out}
 
 
-def test_a_script_gets_its_folders_read_only_and_a_way_out(
-    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_script_gets_its_folders_read_only_and_a_way_out(config, monkeypatch, tmp_path):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
     read = config(SCRIPT.mounted().command(), brought=brought(spec.build(2)), workers=2)
     assert (True, False) == tuple(read["networks"][name].get("internal", False) for name in ("cluster", "egress"))
@@ -230,13 +226,13 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(
         assert "http://proxy" == environment["HTTPS_PROXY"]  # as Compose finds it, the overlay does not hold it
 
 
-def test_the_built_in_trainer_has_no_way_out(config: Config) -> None:
+def test_the_built_in_trainer_has_no_way_out(config):
     read = config(brought=brought(spec.build(2), way_out=False), workers=2)
     assert {"cluster"} == set(read["networks"])
     assert [{"cluster": None}] * 3 == [task["networks"] for task in read["services"].values()]
 
 
-def test_the_built_in_trainer_gets_a_way_out_where_it_is_requested(config: Config) -> None:
+def test_the_built_in_trainer_gets_a_way_out_where_it_is_requested(config):
     read = config(brought=brought(spec.build(1), way_out=False) | {"egress": True}, workers=1)
     for name in ("chief", "worker-0"):
         task = read["services"][name]
@@ -245,7 +241,7 @@ def test_the_built_in_trainer_gets_a_way_out_where_it_is_requested(config: Confi
         assert "ports" not in task
 
 
-def test_a_secret_is_in_a_file_and_nowhere_else(config: Config, tmp_path: Path) -> None:
+def test_a_secret_is_in_a_file_and_nowhere_else(config, tmp_path):
     key = tmp_path / "key"
     key.write_text("precious\n")
     payload = Payload(secrets={"WANDB_API_KEY": key})
@@ -260,7 +256,7 @@ def test_a_secret_is_in_a_file_and_nowhere_else(config: Config, tmp_path: Path) 
     assert "precious" not in json.dumps(read)
 
 
-def test_up_names_every_task_and_neither_builds_nor_pulls() -> None:
+def test_up_names_every_task_and_neither_builds_nor_pulls():
     words = shlex.split(commands.up(Path("/runs/r/compose.json"), spec.build(1)))
     assert ["docker", "compose"] == words[:2]
     assert ["up", "--detach", "--no-build", "--pull", "never", "chief", "worker-0"] == words[-7:]
@@ -269,7 +265,7 @@ def test_up_names_every_task_and_neither_builds_nor_pulls() -> None:
 # TensorBoard
 
 
-def test_tensorboard_is_published_on_loopback_only(compose_cli: None, tmp_path: Path) -> None:
+def test_tensorboard_is_published_on_loopback_only(compose_cli, tmp_path):
     read = read_config(commands.tensorboard(tmp_path / "runs", 6007, "config", "--format", "json"))
     assert ["tensorboard"] == list(read["services"])
     board = read["services"]["tensorboard"]
@@ -295,7 +291,7 @@ def with_gpus(way: str = "reserve", nccl_debug: str = "WARN") -> dict[str, Any]:
     ("way", "driver", "ids"),
     [("reserve", "nvidia", ["2", "3"]), ("cdi", "cdi", ["nvidia.com/gpu=2", "nvidia.com/gpu=3"])],
 )
-def test_a_task_reserves_its_own_gpus(config: Config, way: str, driver: str, ids: list[str]) -> None:
+def test_a_task_reserves_its_own_gpus(config, way, driver, ids):
     task = config(brought=with_gpus(way), workers=1)["services"]["worker-0"]
     device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
     assert [device] == task["deploy"]["resources"]["reservations"]["devices"]
@@ -303,7 +299,7 @@ def test_a_task_reserves_its_own_gpus(config: Config, way: str, driver: str, ids
     assert not {"NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} & set(task["environment"])
 
 
-def test_the_older_runtime_gets_the_list_of_gpus(config: Config) -> None:
+def test_the_older_runtime_gets_the_list_of_gpus(config):
     services = config(brought=with_gpus("nvidia"), workers=1)["services"]
     for name, ids in (("chief", "0,1"), ("worker-0", "2,3")):
         assert "nvidia" == services[name]["runtime"]
@@ -313,7 +309,7 @@ def test_the_older_runtime_gets_the_list_of_gpus(config: Config) -> None:
 
 
 @pytest.mark.parametrize("way", ["reserve", "cdi", "nvidia"])
-def test_a_task_with_gpus_has_what_nccl_needs_and_is_locked_down_all_the_same(config: Config, way: str) -> None:
+def test_a_task_with_gpus_has_what_nccl_needs_and_is_locked_down_all_the_same(config, way):
     services = config(brought=with_gpus(way, "INFO"), workers=1)["services"]
     for name in ("chief", "worker-0"):
         task = services[name]
@@ -331,7 +327,7 @@ def test_a_task_with_gpus_has_what_nccl_needs_and_is_locked_down_all_the_same(co
 
 
 @pytest.mark.parametrize("way", ["reserve", "cdi", "nvidia"])
-def test_beside_tasks_with_gpus_the_others_see_none(config: Config, way: str) -> None:
+def test_beside_tasks_with_gpus_the_others_see_none(config, way):
     services = config(brought=with_gpus(way), workers=1, ps=1, evaluator=True)["services"]
     for name in ("ps-0", "evaluator"):
         task = services[name]
@@ -346,9 +342,7 @@ def test_beside_tasks_with_gpus_the_others_see_none(config: Config, way: str) ->
 # Tasks whose code is being worked on
 
 
-def test_every_task_is_replaced_when_the_code_in_its_image_changes(
-    compose_cli: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_task_is_replaced_when_the_code_in_its_image_changes(compose_cli, tmp_path, monkeypatch):
     (bundle := tmp_path / "its $own.pem").touch()
     monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
@@ -381,16 +375,14 @@ def test_every_task_is_replaced_when_the_code_in_its_image_changes(
     ("uid", "gid", "expected"),
     [(1000, 1000, "1000:1000"), (0, 0, "10001:10001"), (1000, 0, "1000:10001")],
 )
-def test_tasks_run_as_the_caller_but_never_as_root(
-    monkeypatch: pytest.MonkeyPatch, uid: int, gid: int, expected: str
-) -> None:
+def test_tasks_run_as_the_caller_but_never_as_root(monkeypatch, uid, gid, expected):
     monkeypatch.setattr(os, "getuid", lambda: uid)
     monkeypatch.setattr(os, "getgid", lambda: gid)
     assert expected == overlay.task_user()
 
 
 @pytest.mark.parametrize("name", ["a", "Fashion_MNIST-2026.01.01", "x" * 63, "A.-_", "9"])
-def test_a_project_s_name_is_legal_and_of_one_folder(name: str) -> None:
+def test_a_project_s_name_is_legal_and_of_one_folder(name):
     project = overlay.project(Path("/here/runs") / name)
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", project)
     assert project != overlay.project(Path("/there/runs") / name)
@@ -412,7 +404,7 @@ def example(*, gpus: bool) -> str:
 
 
 @pytest.mark.parametrize(("path", "gpus"), [(EXAMPLE, False), (GPU_EXAMPLE, True)])
-def test_the_example_is_what_the_code_makes(path: Path, gpus: bool) -> None:
+def test_the_example_is_what_the_code_makes(path, gpus):
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(example(gpus=gpus))
     assert path.read_text() == example(gpus=gpus)
@@ -422,6 +414,6 @@ def test_the_example_is_what_the_code_makes(path: Path, gpus: bool) -> None:
     ("path", "names"),
     [(EXAMPLE, {"chief", "worker-0", "worker-1", "ps-0", "evaluator"}), (GPU_EXAMPLE, {"chief", "worker-0", "ps-0"})],
 )
-def test_the_example_is_a_whole_project(compose_cli: None, path: Path, names: set[str]) -> None:
+def test_the_example_is_a_whole_project(compose_cli, path, names):
     files = shlex.join(["-f", str(path), "-f", str(FILES / "compose.yaml")])
     assert names == set(read_config(f"docker compose {files} config --format json")["services"])

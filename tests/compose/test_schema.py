@@ -4,11 +4,8 @@ Compose itself reads leniently where its release knows less or more; the specifi
 schema comes with check-jsonschema, which keeps a copy of it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -62,16 +59,14 @@ def rendered(topology: dict[str, Any], device_request: str = "", *, scripted: bo
 
 
 @pytest.mark.parametrize("path", sorted(FILES.iterdir()), ids=lambda path: path.name)
-def test_a_file_of_the_checkout_is_what_the_specification_says(validator: Draft202012Validator, path: Path) -> None:
+def test_a_file_of_the_checkout_is_what_the_specification_says(validator, path):
     assert [] == complaints(validator, YAML(typ="safe").load(path))  # JSON is YAML
 
 
 @pytest.mark.parametrize("scripted", [False, True], ids=["trainer", "script"])
 @pytest.mark.parametrize("device_request", ["", *DEVICE_REQUESTS], ids=["cpu", *DEVICE_REQUESTS])
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_an_overlay_is_what_the_specification_says(
-    validator: Draft202012Validator, topology: dict[str, Any], device_request: str, scripted: bool
-) -> None:
+def test_an_overlay_is_what_the_specification_says(validator, topology, device_request, scripted):
     assert [] == complaints(validator, rendered(topology, device_request, scripted=scripted))
 
 
@@ -91,9 +86,7 @@ def reservation(task: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["a key of no service", "runtimes", "no limit", "no capabilities", "no such key of a device", "no list"],
 )
-def test_the_specification_says_enough(
-    validator: Draft202012Validator, spoil: Callable[[dict[str, Any]], object]
-) -> None:
+def test_the_specification_says_enough(validator, spoil):
     made = rendered({"workers": 0}, "reserve")
     spoilt = copy.deepcopy(made)
     spoil(spoilt["services"]["chief"])

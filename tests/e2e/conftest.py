@@ -1,12 +1,10 @@
 """Fixtures of the scenarios: real commands, real processes, real containers."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
 
 
 @pytest.fixture(autouse=True)
-def image_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def image_names(monkeypatch):
     """The images of the tests, also for what runs in pytest's own process."""
     for name, value in IMAGES.items():
         monkeypatch.setenv(name, value)
@@ -31,7 +29,7 @@ def data() -> Path:
 
 
 @pytest.fixture(scope="module")
-def clusters(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+def clusters(data, tmp_path_factory) -> Iterator[Clusters]:
     """Commands on a fresh folder of runs; what they leave behind is ended, and that nothing is left is checked."""
     cluster = Clusters(tmp_path_factory.mktemp("runs"))
     yield cluster
@@ -41,13 +39,13 @@ def clusters(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 @pytest.fixture
-def small(data: Path, mount_disk: Callable[[str], Path]) -> Clusters:
+def small(data, mount_disk) -> Clusters:
     """Commands on a folder of runs that is a small disk, to be filled."""
     return Clusters(mount_disk("560m"))
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> None:
+def images(tmp_path_factory):
     """Both images, built from this checkout with the project's own task, by one process of pytest after the other."""
     with (tmp_path_factory.getbasetemp().parent / "images.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,5 @@
 """What scenarios do: bring up clusters with the project's own commands, wait for conditions, read run folders."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,10 +1,8 @@
 """A run from a checkout whose folder is called anything: the shell, Compose and pip take the name as it is."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ OWN_IMAGES = "tf-cluster-tests-paths"
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, data: Path, copy_checkout: Callable[..., None]) -> Path:
+def checkout(tmp_path, data, copy_checkout) -> Path:
     """A copy of the checkout, with its data."""
     folder = tmp_path / NAME
     copy_checkout(folder)
@@ -39,7 +37,7 @@ def check(checkout: Path) -> None:
     assert [] == list(ROOT.glob("PWNED*"))
 
 
-def test_a_run_as_local_processes_must_succeed(checkout: Path) -> None:
+def test_a_run_as_local_processes_must_succeed(checkout):
     clusters = clusters_in(checkout)
     clusters.invoke("up", *OPTIONS, "--runtime=local", "--", *TRAINING)
     clusters.invoke("down")
@@ -56,7 +54,7 @@ def own_images() -> Iterator[str]:
 
 @pytest.mark.docker
 @pytest.mark.usefixtures("images")
-def test_a_run_in_containers_must_succeed_under_any_umask(checkout: Path, own_images: str) -> None:
+def test_a_run_in_containers_must_succeed_under_any_umask(checkout, own_images):
     for path in [checkout, *checkout.rglob("*")]:
         path.chmod(0o700 if path.is_dir() else 0o600)
     before = os.umask(0o077)

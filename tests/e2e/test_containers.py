@@ -1,7 +1,5 @@
 """The same clusters in containers: closed door, nothing left behind. The same bits: `test_training.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -53,7 +51,7 @@ def callbacks(run_dir, task):
 
 
 @pytest.fixture(scope="module")
-def training(clusters: Clusters, port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
+def training(clusters, port, tmp_path_factory) -> Iterator[RunFolder]:
     """Chief and a worker in containers, training for longer than any test looks at them."""
     (folder := tmp_path_factory.mktemp("theirs") / "lazy").mkdir(mode=0o755)
     (folder / "lazy.py").write_text(LAZY)
@@ -85,7 +83,7 @@ def containers(run: RunFolder) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("task", ["chief", "worker-0"])
-def test_a_task_must_hold_no_privilege(training: RunFolder, task: str) -> None:
+def test_a_task_must_hold_no_privilege(training, task):
     found = containers(training)[task]
     host = found["HostConfig"]
     assert found["Config"]["User"] == overlay.task_user()
@@ -105,7 +103,7 @@ def test_a_task_must_hold_no_privilege(training: RunFolder, task: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["chief", "worker-0"])
-def test_a_secret_must_be_known_to_a_task_and_shown_nowhere(training: RunFolder, task: str) -> None:
+def test_a_secret_must_be_known_to_a_task_and_shown_nowhere(training, task):
     log = training.log(task)
     wait_for(lambda: log.exists() and "a key of 2 words" in log.read_text(), f"the secret to be known to {task}")
     assert SECRET not in json.dumps(containers(training)[task])
@@ -114,14 +112,14 @@ def test_a_secret_must_be_known_to_a_task_and_shown_nowhere(training: RunFolder,
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
 
 
-def test_a_task_must_become_healthy(training: RunFolder) -> None:
+def test_a_task_must_become_healthy(training):
     wait_for(
         lambda: {each["State"]["Health"]["Status"] for each in containers(training).values()} == {"healthy"},
         "every container to be healthy",
     )
 
 
-def test_the_network_must_be_internal(training: RunFolder) -> None:
+def test_the_network_must_be_internal(training):
     (network,) = containers(training)["chief"]["NetworkSettings"]["Networks"]
     _, text = engine.ask("network", "inspect", network)
     assert json.loads(text)[0]["Internal"] is True
@@ -137,7 +135,7 @@ def another_network() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def ports(training: RunFolder) -> list[tuple[str, int]]:
+def ports(training) -> list[tuple[str, int]]:
     """The address and port of every task's TensorFlow server, all of which answer in the network of the run."""
     found = [
         (network["IPAddress"], spec.TASK_PORT)
@@ -160,33 +158,33 @@ def reached(network: str, ports: list[tuple[str, int]]) -> list[tuple[str, int]]
     return [(line.split()[0], int(line.split()[1])) for line in text.splitlines()]
 
 
-def test_no_port_must_be_reached_from_the_engine_s_default_network(ports: list[tuple[str, int]]) -> None:
+def test_no_port_must_be_reached_from_the_engine_s_default_network(ports):
     assert [] == reached("bridge", ports)
 
 
-def test_no_port_must_be_reached_from_another_network(ports: list[tuple[str, int]], another_network: str) -> None:
+def test_no_port_must_be_reached_from_another_network(ports, another_network):
     assert [] == reached(another_network, ports)
 
 
-def test_no_port_must_be_reached_from_the_host(ports: list[tuple[str, int]]) -> None:
+def test_no_port_must_be_reached_from_the_host(ports):
     here = [(address, spec.TASK_PORT) for address in doors.addresses()]
     assert ("127.0.0.1", spec.TASK_PORT) in here
     assert [] == [port for port in [*ports, *here] if doors.speaks(*port)]
 
 
-def test_local_tasks_in_a_container_must_get_the_reason_why_they_have_no_network_of_their_own() -> None:
+def test_local_tasks_in_a_container_must_get_the_reason_why_they_have_no_network_of_their_own():
     program = Path(namespaces.__file__).read_text() + "\nprint(refusal().why)"
     run = ("run", "--rm", "--network=none", "--entrypoint=python", TRAIN_IMAGE)
     assert (0, "system calls are filtered") == engine.ask(*run, "-c", program, timeout_s=60)
 
 
-def test_tf_config_must_name_the_services(training: RunFolder) -> None:
+def test_tf_config_must_name_the_services(training):
     environment = dict(entry.split("=", 1) for entry in containers(training)["worker-0"]["Config"]["Env"])
     cluster = {"chief": ["chief:2222"], "worker": ["worker-0:2222"]}
     assert {"cluster": cluster, "task": {"type": "worker", "index": 0}} == json.loads(environment["TF_CONFIG"])
 
 
-def test_tensorboard_must_show_the_run_on_loopback_only(training: RunFolder, port: int) -> None:
+def test_tensorboard_must_show_the_run_on_loopback_only(training, port):
     _, ids = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
     _, text = engine.ask("inspect", ids)
     bindings = json.loads(text)[0]["HostConfig"]["PortBindings"]
@@ -252,9 +250,7 @@ def answers(address: str, *where: str) -> bool:
 
 
 @pytest.mark.needs("ip")
-def test_a_neighbour_must_not_reach_tensorboard(
-    training: RunFolder, port: int, neighbour: list[str], beside: Callable[..., str]
-) -> None:
+def test_a_neighbour_must_not_reach_tensorboard(training, port, neighbour, beside):
     _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
     _, settings = engine.ask("inspect", "--format={{json .HostConfig.Sysctls}}", board)
     (setting,) = json.loads(settings).items()
@@ -267,14 +263,14 @@ def test_a_neighbour_must_not_reach_tensorboard(
     assert not answers(address_of(board), *neighbour)
 
 
-def test_a_container_that_died_must_come_back_and_all_go_on(clusters: Clusters, training: RunFolder) -> None:
+def test_a_container_that_died_must_come_back_and_all_go_on(clusters, training):
     result = json.loads(clusters.invoke("chaos", "kill", "worker-0", "--whole", "--run=contained", "--json"))
     assert None is result["ended"]
     assert [0, 1] == [containers(training)[task]["RestartCount"] for task in ("chief", "worker-0")]
     assert {1} == {beat["generation"] for beat in training.heartbeats().values()}
 
 
-def test_stop_must_save_and_down_must_leave_nothing(clusters: Clusters, training: RunFolder) -> None:
+def test_stop_must_save_and_down_must_leave_nothing(clusters, training):
     wait_for(lambda: step_of(training) >= 10, "step 10")
     clusters.invoke("stop", "contained")
     assert "stopped" == summary(training)["state"]
@@ -291,7 +287,7 @@ def test_stop_must_save_and_down_must_leave_nothing(clusters: Clusters, training
 
 
 @pytest.mark.long  # as local processes, `test_kill_matrix.py` does so each time
-def test_parameter_servers_must_train_in_containers(clusters: Clusters) -> None:
+def test_parameter_servers_must_train_in_containers(clusters):
     run = clusters.up("ps-docker", "--workers=2 --ps=1 --evaluator -- --max-steps 40", runtime="docker")
     assert "succeeded" == summary(run)["state"]
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "evaluator": 0} == summary(run)["tasks"]

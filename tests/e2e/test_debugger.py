@@ -1,7 +1,5 @@
 """A task that waits for a debugger, attached to with the protocol of debuggers."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -38,12 +36,12 @@ def debug(clusters: Clusters, name: str, runtime: str, *, hold_s: float = 0) -> 
     assert ("succeeded", []) == (summary(run)["state"], summary(run)["restarts"])
 
 
-def test_a_process_is_debugged(clusters: Clusters) -> None:
+def test_a_process_is_debugged(clusters):
     debug(clusters, "debugged", "local")
 
 
 @pytest.mark.long
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_a_container_is_held_for_longer_than_a_silent_task_may_last(clusters: Clusters) -> None:
+def test_a_container_is_held_for_longer_than_a_silent_task_may_last(clusters):
     debug(clusters, "debugged-docker", "docker", hold_s=SILENT_S + 2)

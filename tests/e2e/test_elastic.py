@@ -1,7 +1,5 @@
 """Elastic runs: a worker that stays away is left out, and the weights are those of a run that had it all the time."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -25,7 +23,7 @@ ELASTIC = ("--workers=2", "--min-workers=1", "--bitwise-elastic=4")
 
 
 @pytest.fixture(autouse=True)
-def patience(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+def patience(clusters, monkeypatch):
     monkeypatch.setitem(clusters.environment, "BARRIER_TIMEOUT_S", AWAY_S)
     monkeypatch.setenv("BARRIER_TIMEOUT_S", AWAY_S)
 
@@ -47,9 +45,7 @@ def check_bits(clusters: Clusters, run: RunFolder) -> None:
     assert summary(undisturbed)["weights_sha256"] == ended["weights_sha256"]
 
 
-def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(
-    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(clusters, monkeypatch):
     start = supervisor.start
 
     def start_without(run: RunFolder) -> None:
@@ -80,7 +76,7 @@ def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(
 
 
 @pytest.mark.long
-def test_a_lost_worker_that_returns_must_be_taken_in(clusters: Clusters) -> None:
+def test_a_lost_worker_that_returns_must_be_taken_in(clusters):
     run = begin(clusters, "grows", *ELASTIC, "--grow")
     lost = chaos.inflict(run, Fault("lose", "worker-1", at_step=20), SLOW_MACHINE_S)
     assert lost.ended is None
@@ -90,7 +86,7 @@ def test_a_lost_worker_that_returns_must_be_taken_in(clusters: Clusters) -> None
 
 
 @pytest.mark.long
-def test_a_frozen_worker_must_do_no_harm_when_it_thaws(clusters: Clusters) -> None:
+def test_a_frozen_worker_must_do_no_harm_when_it_thaws(clusters):
     """Its agent and its program go on from where they were, in a generation that is long over."""
     run = begin(clusters, "thaws", *ELASTIC)
     injector = registry.of(run).faults(run)
@@ -108,7 +104,7 @@ def test_a_frozen_worker_must_do_no_harm_when_it_thaws(clusters: Clusters) -> No
 
 
 @pytest.mark.long
-def test_scale_must_bring_in_a_worker_that_waits(clusters: Clusters) -> None:
+def test_scale_must_bring_in_a_worker_that_waits(clusters):
     run = begin(clusters, "scaled", *ELASTIC)
     chaos.inflict(run, Fault("lose", "worker-0", at_step=20), SLOW_MACHINE_S)
     wait_for(lambda: (run.heartbeat("worker-0") or {}).get("state") == "waiting", "worker-0 to wait", SLOW_MACHINE_S)
@@ -121,7 +117,7 @@ def test_scale_must_bring_in_a_worker_that_waits(clusters: Clusters) -> None:
 
 
 @pytest.mark.long
-def test_the_chief_must_go_on_alone(clusters: Clusters) -> None:
+def test_the_chief_must_go_on_alone(clusters):
     run = begin(clusters, "alone-at-last", "--workers=1", "--min-workers=0", "--bitwise-elastic=4", "--grow")
     injector = registry.of(run).faults(run)
     injector.lose("worker-0")
@@ -133,7 +129,7 @@ def test_the_chief_must_go_on_alone(clusters: Clusters) -> None:
 
 
 @pytest.mark.alone
-def test_a_storm_with_lost_workers_must_lose_no_run_and_change_no_bit(clusters: Clusters) -> None:
+def test_a_storm_with_lost_workers_must_lose_no_run_and_change_no_bit(clusters):
     run = begin(clusters, "stormy", *ELASTIC, "--grow")
     kinds = ["lose", "kill", "lose", "corrupt"]
     assert [None] * 8 == [result.ended for result in storm.deal(run, 8, 5, kinds, print, SLOW_MACHINE_S)]
@@ -144,7 +140,7 @@ def test_a_storm_with_lost_workers_must_lose_no_run_and_change_no_bit(clusters: 
 @pytest.mark.long
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_a_container_that_is_lost_must_be_taken_in_again(clusters: Clusters) -> None:
+def test_a_container_that_is_lost_must_be_taken_in_again(clusters):
     run = begin(clusters, "contained", *ELASTIC, "--grow", runtime="docker")
     lost = chaos.inflict(run, Fault("lose", "worker-1", at_step=20), SLOW_MACHINE_S)
     assert lost.ended is None

@@ -1,7 +1,5 @@
 """The examples, each run by the commands of its README, from a copy of its folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,13 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from tests.e2e.scenario import ROOT, Clusters, summary
+from tests.e2e.scenario import ROOT, summary
 
 EXAMPLES = ROOT / "examples"
 NO_ENGINE = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
@@ -29,7 +26,7 @@ def commands(example: str) -> list[str]:
 
 
 @pytest.fixture
-def typed(clusters: Clusters, tmp_path: Path) -> Callable[[str], RunFolder]:
+def typed(clusters, tmp_path) -> Callable[[str], RunFolder]:
     """Types the commands of an example's README; returns the run that they make."""
 
     def type_in(example: str) -> RunFolder:
@@ -67,18 +64,18 @@ def metrics(run: RunFolder) -> dict[str, Any]:
     return found
 
 
-def test_every_example_is_listed_and_takes_two_commands() -> None:
+def test_every_example_is_listed_and_takes_two_commands():
     folders = {path.parent.name for path in EXAMPLES.glob("*/README.md")}
     assert folders == set(re.findall(r"\]\((\w+)/README.md\)", (EXAMPLES / "README.md").read_text()))
     assert {2} == {len(commands(name)) for name in folders}
 
 
 @pytest.mark.long
-def test_a_regression_on_a_csv_file_must_learn(typed: Callable[[str], RunFolder]) -> None:
+def test_a_regression_on_a_csv_file_must_learn(typed):
     assert metrics(typed("csv_regression"))["eval_absolute_error"] < 0.3
 
 
-def test_a_loop_of_one_s_own_must_find_the_line(typed: Callable[[str], RunFolder]) -> None:
+def test_a_loop_of_one_s_own_must_find_the_line(typed):
     run = typed("own_loop")
     assert "succeeded" == summary(run)["state"]
     line = json.loads((run.work("chief") / "line.json").read_text())
@@ -86,15 +83,15 @@ def test_a_loop_of_one_s_own_must_find_the_line(typed: Callable[[str], RunFolder
 
 
 @pytest.mark.long
-def test_images_from_a_folder_must_be_told_apart(typed: Callable[[str], RunFolder]) -> None:
+def test_images_from_a_folder_must_be_told_apart(typed):
     assert metrics(typed("images"))["eval_accuracy"] > 0.8
 
 
 @pytest.mark.long
-def test_a_text_must_be_understood(typed: Callable[[str], RunFolder]) -> None:
+def test_a_text_must_be_understood(typed):
     assert metrics(typed("text"))["eval_accuracy"] > 0.8
 
 
 @pytest.mark.long
-def test_fine_tuning_must_learn_from_few_images(typed: Callable[[str], RunFolder]) -> None:
+def test_fine_tuning_must_learn_from_few_images(typed):
     assert metrics(typed("fine_tuning"))["eval_accuracy"] > 0.8

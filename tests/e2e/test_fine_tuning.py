@@ -1,12 +1,10 @@
 """A training that ends early on two tasks, keeps its best checkpoint, and another one that begins with its weights."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
-from tests.e2e.scenario import Clusters, summary
+from tests.e2e.scenario import summary
 from train.saving.files import BEST, finished
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -15,7 +13,7 @@ WORSE_AT_ONCE = ("--best.metric", "eval_loss", "--best.mode", "max", "--best.pat
 """The loss falls, so the first evaluation stays the best, and the second ends the training."""
 
 
-def test_a_run_must_end_early_in_every_task_and_another_begin_with_its_weights(clusters: Clusters) -> None:
+def test_a_run_must_end_early_in_every_task_and_another_begin_with_its_weights(clusters):
     base = clusters.up("base", f"--workers=1 -- --evaluate-every 5 {' '.join(WORSE_AT_ONCE)}")
     assert ("succeeded", 10) == (summary(base)["state"], summary(base)["steps"])
     assert {10} == {beat["step"] for beat in base.heartbeats().values()}
@@ -26,7 +24,7 @@ def test_a_run_must_end_early_in_every_task_and_another_begin_with_its_weights(c
     assert tuned.losses()[1] < base.losses()[1]
 
 
-def test_a_best_metric_that_no_evaluation_has_must_be_refused_before_anything_starts(clusters: Clusters) -> None:
+def test_a_best_metric_that_no_evaluation_has_must_be_refused_before_anything_starts(clusters):
     output = clusters.invoke(
         "up",
         "--name=mistyped",

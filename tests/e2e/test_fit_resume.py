@@ -1,7 +1,5 @@
 """`--loop fit`: a run killed inside of an epoch ends with the bits of one that was not."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.e2e.scenario import Clusters, summary
@@ -52,7 +50,7 @@ def killed_once(run_dir, task):
 
 
 @pytest.fixture(scope="module")
-def own(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Clusters:
+def own(clusters, tmp_path_factory) -> Clusters:
     """Clusters whose user has these parts and has prepared the data."""
     folder, data = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("data")
     (folder / "fit_parts.py").write_text(PARTS)
@@ -70,7 +68,7 @@ def words(name: str, workers: int, callbacks: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(0, marks=pytest.mark.long)])
-def test_a_run_killed_inside_of_an_epoch_must_end_with_the_same_bits(own: Clusters, workers: int) -> None:
+def test_a_run_killed_inside_of_an_epoch_must_end_with_the_same_bits(own, workers):
     own.invoke(*words(f"whole-{workers}", workers, "undisturbed"))
     own.invoke(*words(f"killed-{workers}", workers, "killed_once"))
     run = own.run(f"killed-{workers}")

@@ -1,7 +1,5 @@
 """A frozen process of any kind, alone or with another: the run must recover or end within 90 s, and name it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
@@ -19,7 +17,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.system import processes
 from cluster.system.json_files import read_json
 from cluster.system.process_table import ProcessTable
-from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, Clusters, step_of, summary
+from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, step_of, summary
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.usefixtures("data"), pytest.mark.long, pytest.mark.alone]
@@ -41,7 +39,7 @@ SECONDS = (5.0, 30.0, None)
 
 
 @pytest.fixture(autouse=True)
-def with_standby_processes(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_standby_processes(clusters, monkeypatch):
     """As users have them."""
     monkeypatch.setitem(clusters.environment, "WARM_SPARE", "1")
 
@@ -91,9 +89,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize("seconds", SECONDS, ids=["5s", "30s", "permanent"])
 @pytest.mark.parametrize(("strategy", "frozen"), cases())
-def test_a_frozen_process_must_not_hold_up_the_run(
-    clusters: Clusters, strategy: str, frozen: list[tuple[Frozen, ...]], seconds: float | None
-) -> None:
+def test_a_frozen_process_must_not_hold_up_the_run(clusters, strategy, frozen, seconds):
     name = f"{strategy}-{seconds or 'permanent'}"
     run = clusters.up(name, *TOPOLOGIES[strategy], "--detach", "--", *ENDLESS)
     for together in frozen:
@@ -111,7 +107,7 @@ def test_a_frozen_process_must_not_hold_up_the_run(
     assert "stopped" == summary(run)["state"]
 
 
-def test_a_run_with_a_frozen_task_must_stop_and_end(clusters: Clusters) -> None:
+def test_a_run_with_a_frozen_task_must_stop_and_end(clusters):
     for command in ("stop", "down"):
         name = f"frozen-{command}"
         run = clusters.up(name, "--workers=1", "--detach", "--", *ENDLESS)

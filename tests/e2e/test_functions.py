@@ -1,12 +1,9 @@
 """Datasets as functions of (split, shard) in whole runs: the files of a user's own, read by each task."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -89,7 +86,7 @@ SLOW = ("--dataset", "made:slow", "--evaluate-every", "100000", "--max-steps", "
 
 
 @pytest.fixture(scope="module")
-def own(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Clusters:
+def own(clusters, tmp_path_factory) -> Clusters:
     """Clusters whose user has a module with two dataset functions."""
     folder, data = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("data")
     (folder / "made.py").write_text(MADE)
@@ -109,21 +106,21 @@ def train(own: Clusters, name: str, topology: str, *overrides: str) -> RunFolder
     return run
 
 
-def test_two_tasks_read_shards_of_their_own(own: Clusters) -> None:
+def test_two_tasks_read_shards_of_their_own(own):
     train(own, "streamed", "--workers=1", "--dataset", "made:streamed", "--micro-batches", "2")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dataset", ["made:streamed", "made:indexed"])
 @pytest.mark.parametrize("loop", ["custom", "fit"])
-def test_parameter_servers_read_them(own: Clusters, loop: str, dataset: str) -> None:
+def test_parameter_servers_read_them(own, loop, dataset):
     name = f"ps-{loop}-{dataset.partition(':')[2]}"
     train(own, name, "--workers=1 --ps=1", "--dataset", dataset, "--loop", loop)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("topology", ["several", "mirrored"])
-def test_both_loops_train_on_the_same_batches(own: Clusters, topology: str) -> None:
+def test_both_loops_train_on_the_same_batches(own, topology):
     def of_loop(loop: str) -> list[float]:
         run = train(own, f"{loop}-{topology}", TOPOLOGIES[topology], "--loop", loop, "--dataset", "made:streamed")
         return [*losses(run).values()]
@@ -132,7 +129,7 @@ def test_both_loops_train_on_the_same_batches(own: Clusters, topology: str) -> N
 
 
 @pytest.mark.long
-def test_random_access_gives_the_same_bits_at_any_number_of_tasks(own: Clusters) -> None:
+def test_random_access_gives_the_same_bits_at_any_number_of_tasks(own):
     hashes = {
         summary(train(own, f"elastic-{workers}", f"--workers={workers}", "--bitwise-elastic", "4"))["weights_sha256"]
         for workers in (0, 1)
@@ -141,7 +138,7 @@ def test_random_access_gives_the_same_bits_at_any_number_of_tasks(own: Clusters)
 
 
 @pytest.fixture(scope="module")
-def alone(own: Clusters) -> RunFolder:
+def alone(own) -> RunFolder:
     """A run that reads by itself."""
     return train(own, "alone", "--workers=0", *SLOW)
 
@@ -163,7 +160,7 @@ def disturbed(own: Clusters, name: str, topology: str, kills: dict[str, int], ru
 
 
 @pytest.mark.long
-def test_killed_data_workers_and_dispatchers_come_back_alone_and_the_bits_stay(own: Clusters, alone: RunFolder) -> None:
+def test_killed_data_workers_and_dispatchers_come_back_alone_and_the_bits_stay(own, alone):
     kills = {"data-worker-0": 100, "data-dispatcher": 250}
     run = disturbed(own, "prepared", "--workers=0 --data-workers=2", kills)
     assert summary(alone)["weights_sha256"] == summary(run)["weights_sha256"]
@@ -175,14 +172,14 @@ def test_killed_data_workers_and_dispatchers_come_back_alone_and_the_bits_stay(o
 
 
 @pytest.mark.long
-def test_a_killed_data_worker_of_parameter_servers_comes_back_alone(own: Clusters) -> None:
+def test_a_killed_data_worker_of_parameter_servers_comes_back_alone(own):
     disturbed(own, "prepared-servers", "--workers=1 --ps=1 --data-workers=2", {"data-worker-0": 100})
 
 
 @pytest.mark.long
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_data_workers_in_containers_come_back_alone_and_the_bits_stay(own: Clusters, alone: RunFolder) -> None:
+def test_data_workers_in_containers_come_back_alone_and_the_bits_stay(own, alone):
     kills = {"data-worker-0": 100, "data-dispatcher": 250}
     run = disturbed(own, "contained", "--workers=0 --data-workers=2", kills, runtime="docker")
     assert summary(alone)["weights_sha256"] == summary(run)["weights_sha256"]
@@ -191,13 +188,13 @@ def test_data_workers_in_containers_come_back_alone_and_the_bits_stay(own: Clust
 @pytest.mark.long
 @pytest.mark.parametrize("dataset", ["made:streamed", "made:indexed"])
 @pytest.mark.parametrize("topology", ["several", "servers"])
-def test_data_workers_feed_several_tasks(own: Clusters, topology: str, dataset: str) -> None:
+def test_data_workers_feed_several_tasks(own, topology, dataset):
     name = f"fed-{topology}-{dataset.partition(':')[2]}"
     train(own, name, f"{TOPOLOGIES[topology]} --data-workers=1", "--dataset", dataset)
 
 
 @pytest.mark.long
-def test_a_streamed_dataset_gives_the_same_bits_after_a_kill_under_three_strategies(tmp_path: Path) -> None:
+def test_a_streamed_dataset_gives_the_same_bits_after_a_kill_under_three_strategies(tmp_path):
     """`STREAMED_GB` sets its size in gigabytes."""
     folders = {"RUNS_DIR": str(tmp_path / "runs"), "DATA_DIR": str(tmp_path / "data")}
     command = [sys.executable, "-m", "benchmarks.streamed", "--gigabytes", os.environ.get("STREAMED_GB", "1")]

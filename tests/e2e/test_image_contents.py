@@ -1,7 +1,5 @@
 """The images as they are built: what they hold, what they lack, and that they run with nothing but their own files."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -44,18 +42,18 @@ def python(image: str, script: str) -> str:
 
 
 @pytest.mark.parametrize("image", [TRAIN, BOARD])
-def test_an_image_must_not_run_as_root(image: str) -> None:
+def test_an_image_must_not_run_as_root(image):
     assert "10001:10001" == json.loads(docker(f"image inspect --format='{{{{json .Config.User}}}}' {image}"))
 
 
-def test_a_task_must_start_the_agent_and_stop_on_sigterm() -> None:
+def test_a_task_must_start_the_agent_and_stop_on_sigterm():
     config = json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {TRAIN}"))
     assert ["python", "-m", "cluster.agent"] == config["Entrypoint"]
     assert "SIGTERM" == config["StopSignal"]
 
 
 @pytest.mark.parametrize("image", [TRAIN, BOARD])
-def test_labels_must_report_what_is_inside(image: str) -> None:
+def test_labels_must_report_what_is_inside(image):
     config = json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {image}"))
     labels = {name.removeprefix("org.opencontainers.image."): text for name, text in config["Labels"].items()}
     assert {"title", "description", "base.name"} <= labels.keys()
@@ -64,7 +62,7 @@ def test_labels_must_report_what_is_inside(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", [TRAIN, BOARD])
-def test_the_manifest_must_name_image_and_base(image: str) -> None:
+def test_the_manifest_must_name_image_and_base(image):
     found = images.inspect(image)
     assert found["id"].startswith("sha256:")
     assert found["base_digest"].startswith("sha256:")
@@ -72,7 +70,7 @@ def test_the_manifest_must_name_image_and_base(image: str) -> None:
 
 
 @pytest.mark.parametrize(("image", "target"), LOCKED)
-def test_an_image_must_hold_what_is_locked_and_no_more(image: str, target: str) -> None:
+def test_an_image_must_hold_what_is_locked_and_no_more(image, target):
     script = (
         "import importlib.metadata, re\n"
         "for each in importlib.metadata.distributions():\n"
@@ -83,7 +81,7 @@ def test_an_image_must_hold_what_is_locked_and_no_more(image: str, target: str) 
     assert {(pin.name, pin.version) for pin in expected} == installed
 
 
-def test_all_that_tasks_use_must_import_from_compiled_files_with_legacy_keras_beside_it() -> None:
+def test_all_that_tasks_use_must_import_from_compiled_files_with_legacy_keras_beside_it():
     script = (
         "import os; os.environ['TF_USE_LEGACY_KERAS'] = '1'\n"
         "import cluster.agent, json, keras, sys, tensorboard, tensorflow, tensorflow_datasets, tf_keras, tyro\n"
@@ -94,13 +92,13 @@ def test_all_that_tasks_use_must_import_from_compiled_files_with_legacy_keras_be
     assert ["2.21.0", True, []] == json.loads(python(TRAIN, script))
 
 
-def test_nothing_to_build_with_must_be_left() -> None:
+def test_nothing_to_build_with_must_be_left():
     found = sh(TRAIN, "find /opt/venv \\( -name '*.h' -o -name pip -o -name tests -o -name libclang.so \\) | head")
     assert [] == found.split()
 
 
 @pytest.mark.parametrize("image", [TRAIN, BOARD])
-def test_certificates_must_be_the_bases(image: str) -> None:
+def test_certificates_must_be_the_bases(image):
     folders = ". /usr/local/share/ca-certificates /run/secrets"
     script = f"cd /etc/ssl/certs; sha256sum ca-certificates.crt; find {folders} 2>&1 || :"
     assert sh(images.inspect(image)["base"], script) == sh(image, script)
@@ -114,7 +112,7 @@ def archive_of() -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.fixture(scope="module")
-def held(archive_of: Callable[[str], Path]) -> Callable[[str], contents.Image]:
+def held(archive_of) -> Callable[[str], contents.Image]:
     """Reads every file of an image once."""
     return functools.cache(lambda image: contents.read(archive_of(image)))
 
@@ -124,9 +122,7 @@ def run(command: str) -> None:
 
 
 @pytest.mark.parametrize("image", [pytest.param(TRAIN, marks=pytest.mark.long), BOARD])
-def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(
-    image: str, held: Callable[[str], contents.Image]
-) -> None:
+def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(image, held):
     """An engine packs a layer either folder by folder or sorted by path, see docs/internals/decisions/0011."""
     base = json.loads(docker(f"image inspect --format='{{{{json .RootFS.Layers}}}}' {images.inspect(image)['base']}"))
     built = held(image).layers[len(base) :]
@@ -136,14 +132,14 @@ def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(
 
 
 @pytest.mark.long
-def test_the_last_files_must_be_the_code(held: Callable[[str], contents.Image]) -> None:
+def test_the_last_files_must_be_the_code(held):
     """So a change of the code alone makes no other layer anew."""
     files = [{path for path, entry in layer.entries.items() if entry.type != "folder"} for layer in held(TRAIN).layers]
     (number,) = [number for number, paths in enumerate(files) if any(path.startswith("/app/") for path in paths)]
     assert [] == [path for paths in files[number:] for path in paths if not path.startswith("/app/")]
 
 
-def test_an_image_must_hold_the_code_that_tasks_run_and_no_other() -> None:
+def test_an_image_must_hold_the_code_that_tasks_run_and_no_other():
     held = {Path(path) for path in sh(TRAIN, "cd /app; find . -type f").splitlines()}
     assert {"cluster", "train"} == {path.parts[0] for path in held}
     on_the_host = {path.name for path in (ROOT / "cluster").iterdir() if path.is_dir()}
@@ -154,13 +150,7 @@ def test_an_image_must_hold_the_code_that_tasks_run_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("image", [pytest.param("train", marks=pytest.mark.long), "tensorboard"])
-def test_every_package_must_be_listed_with_its_hash(
-    image: str,
-    archive_of: Callable[[str], Path],
-    held: Callable[[str], contents.Image],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_package_must_be_listed_with_its_hash(image, archive_of, held, tmp_path, monkeypatch):
     name = images.name(image, "cpu")
     monkeypatch.setattr(contents, "read", lambda path: held(name))  # of the same archive, in which it takes long
 
@@ -194,7 +184,7 @@ def test_every_package_must_be_listed_with_its_hash(
 
 @pytest.mark.long
 @pytest.mark.parametrize("image", images.IMAGES)
-def test_building_from_nothing_must_give_the_same_bytes(image: str) -> None:
+def test_building_from_nothing_must_give_the_same_bytes(image):
     """As the image in use, which the cache may have made; file by file, so that a failure names what differs."""
     verdict = reproduction.examine(image, "cpu", images.name(image, "cpu"), run)
     assert verdict.identical, "\n".join(verdict.lines())

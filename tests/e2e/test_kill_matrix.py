@@ -1,7 +1,5 @@
 """Any task may be killed in any phase: the run must succeed, and where it is synchronous with the same bits."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import Clusters, summary
+from tests.e2e.scenario import summary
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -39,7 +37,7 @@ def words(name: str, strategy: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(clusters: Clusters) -> str:
+def undisturbed(clusters) -> str:
     """The hash that every synchronous run must end with."""
     clusters.invoke(*words("undisturbed", "multiworker"))
     return summary(clusters.run("undisturbed"))["weights_sha256"]
@@ -51,9 +49,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("strategy", "task", "phase"), cases())
-def test_a_task_killed_in_any_phase_must_not_stop_the_run(
-    clusters: Clusters, request: pytest.FixtureRequest, strategy: str, task: str, phase: str
-) -> None:
+def test_a_task_killed_in_any_phase_must_not_stop_the_run(clusters, request, strategy, task, phase):
     name = f"{strategy}-{task}-{phase}"
     process = clusters.popen(*words(name, strategy))
     run = clusters.run(name)

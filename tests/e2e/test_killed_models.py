@@ -1,7 +1,5 @@
 """Models of other forms than images to classes, killed once: they end with the bits of an undisturbed training."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -59,7 +57,7 @@ TOPOLOGIES = {
 
 
 @pytest.fixture(scope="module")
-def own(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Clusters:
+def own(clusters, tmp_path_factory) -> Clusters:
     """Clusters whose user has the two-input model of the documentation, and prepared data."""
     folder, data = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("data")
     text = (ROOT / "docs" / "guides" / "your-model.md").read_text()
@@ -99,7 +97,7 @@ def long(*case: str) -> object:
         long("tuned", "servers", "custom"),
     ],
 )
-def test_a_run_that_was_killed_must_end_with_the_same_bits(own: Clusters, model: str, topology: str, loop: str) -> None:
+def test_a_run_that_was_killed_must_end_with_the_same_bits(own, model, topology, loop):
     if model == "tuned" and not own.run("base").ended:
         own.invoke(*words("base", f"{MODELS['parcels']} --workers=0", "undisturbed", "--seed=5"))
     options, name = f"{MODELS[model]} {TOPOLOGIES[topology]} --loop={loop}", f"{model}-{topology}-{loop}"
@@ -116,7 +114,7 @@ def test_a_run_that_was_killed_must_end_with_the_same_bits(own: Clusters, model:
     assert losses[STEPS] < losses[1]
 
 
-def test_two_inputs_and_outputs_must_be_evaluated_exported_and_predicted_by_name(own: Clusters) -> None:
+def test_two_inputs_and_outputs_must_be_evaluated_exported_and_predicted_by_name(own):
     """Of the run in which it was killed, if that was before, or a short one."""
     run = own.run("parcels-several-custom-killed")
     if not run.ended:

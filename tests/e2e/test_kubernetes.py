@@ -4,8 +4,6 @@ No Kubernetes is here. What is tried is what the pods themselves do: laying out 
 the names in the manifests, without privileges, and the exit codes that the manifests' failure policy goes by.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -21,7 +19,7 @@ from ruamel.yaml import YAML
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime.kubernetes.pods import RECORDS, SHARED
 from cluster.system.errors import EXIT_INTERRUPTED
-from tests.e2e.scenario import DATA, TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
+from tests.e2e.scenario import DATA, TRAIN_IMAGE, TRAINING, step_of, summary
 from tests.unit.host.runtime.kubernetes.test_manifests import expanded
 from tests.waiting import wait_for
 
@@ -111,7 +109,7 @@ def docker(*words: str) -> str:
 
 
 @pytest.fixture
-def pods(clusters: Clusters, tmp_path: Path) -> Iterator[Pods]:
+def pods(clusters, tmp_path) -> Iterator[Pods]:
     """Chief and a worker, rendered and not started."""
     shared = tmp_path / "shared"
     (shared / "data").mkdir(parents=True)
@@ -127,12 +125,12 @@ def pods(clusters: Clusters, tmp_path: Path) -> Iterator[Pods]:
 
 
 @pytest.fixture(scope="module")
-def local_hash(clusters: Clusters) -> str:
+def local_hash(clusters) -> str:
     """The weights of the same training as local processes."""
     return summary(clusters.up("as-processes", "--workers 1 -- --max-steps 80"))["weights_sha256"]
 
 
-def test_pods_survive_the_loss_of_one_and_the_eviction_of_another(pods: Pods, local_hash: str) -> None:
+def test_pods_survive_the_loss_of_one_and_the_eviction_of_another(pods, local_hash):
     pods.start()
     chief, worker = (f"{pods.network}-{role}-0" for role in ("chief", "worker"))
     wait_for(lambda: step_of(pods.run) >= 10, "step 10", timeout_s=90)
@@ -148,7 +146,7 @@ def test_pods_survive_the_loss_of_one_and_the_eviction_of_another(pods: Pods, lo
 
 
 @pytest.mark.parametrize("role", ["worker", "chief"])
-def test_a_pod_that_another_has_replaced_ends_and_changes_nothing(pods: Pods, local_hash: str, role: str) -> None:
+def test_a_pod_that_another_has_replaced_ends_and_changes_nothing(pods, local_hash, role):
     pods.start()
     older = f"{pods.network}-{role}-0"
     wait_for(lambda: step_of(pods.run) >= 10, "step 10", timeout_s=90)

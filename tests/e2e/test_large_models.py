@@ -4,8 +4,6 @@ What processes may allocate is limited by `RLIMIT_DATA`, which includes the stac
 and all of it runs on two cores, which the number of threads follows from.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -31,7 +29,7 @@ SIZE = ("--transformer.layers=4", "--transformer.width=1024", "--transformer.con
 
 
 @pytest.fixture(scope="module")
-def large(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Clusters:
+def large(clusters, tmp_path_factory) -> Clusters:
     """Clusters for a model of 50 million weights, which takes 1.6 GB to train."""
     folder = tmp_path_factory.mktemp("short")
     (folder / "short_text.py").write_text(TEXT)
@@ -42,7 +40,7 @@ def large(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Clust
 
 
 @pytest.fixture(scope="module")
-def limited(large: Clusters) -> Clusters:
+def limited(large) -> Clusters:
     """The same where no process may allocate more than the limit."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
     limits = ("prlimit", f"--data={LIMIT_MIB * 2**20}", f"--stack={STACK_MIB * 2**20}")
@@ -58,19 +56,19 @@ def train(clusters: Clusters, name: str, *options: str, runtime: str = "local", 
 
 
 @pytest.fixture(scope="module")
-def enough(large: Clusters) -> dict[str, Any]:
+def enough(large) -> dict[str, Any]:
     """The summary of one task without a limit."""
     train(large, "enough", "--workers=0")
     return summary(large.run("enough"))
 
 
-def test_one_task_must_say_in_one_line_that_its_memory_is_too_small(limited: Clusters) -> None:
+def test_one_task_must_say_in_one_line_that_its_memory_is_too_small(limited):
     train(limited, "too-large", "--workers=0", expect=1)
     assert summary(limited.run("too-large"))["cause"]["error"].startswith("out of memory")
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_more_stages_must_hold_it(limited: Clusters, enough: dict[str, Any], stages: int) -> None:
+def test_more_stages_must_hold_it(limited, enough, stages):
     train(limited, f"stages-{stages}", "--strategy=pipeline", f"--stages={stages}", "--schedule=1f1b")
     found = summary(limited.run(f"stages-{stages}"))
     assert enough["weights_sha256"] == found["weights_sha256"]
@@ -79,7 +77,7 @@ def test_more_stages_must_hold_it(limited: Clusters, enough: dict[str, Any], sta
 
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_containers_must_hold_in_two_stages_what_one_cannot(large: Clusters, enough: dict[str, Any]) -> None:
+def test_containers_must_hold_in_two_stages_what_one_cannot(large, enough):
     memory = f"--memory={CONTAINER_MIB}MiB"
     output = train(large, "one-container", "--workers=0", memory, runtime="docker", expect=1)
     assert "killed for memory" in output

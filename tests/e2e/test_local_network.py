@@ -1,7 +1,5 @@
 """Real TensorFlow servers of local processes: they listen for everybody, and nobody is there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from cluster.host.runtime.local import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import read_json
 from tests import doors
-from tests.e2e.scenario import ENDLESS, TRAINING, Clusters, step_of
+from tests.e2e.scenario import ENDLESS, TRAINING, step_of
 from tests.waiting import wait_for
 
 LISTENS = "0A"
@@ -30,7 +28,7 @@ def listening(pid: int) -> set[int]:
 
 
 @pytest.mark.parametrize("network", ["private", pytest.param("host", marks=pytest.mark.long)])
-def test_servers_must_be_reached_in_the_machine_s_network_alone(clusters: Clusters, network: str) -> None:
+def test_servers_must_be_reached_in_the_machine_s_network_alone(clusters, network):
     if network == "private" and (refused := namespaces.refusal()):
         pytest.skip(refused.why)
     options = (f"--name={network}", "--runtime=local", "--tensorboard-port=0", f"--network={network}", "--workers=1")

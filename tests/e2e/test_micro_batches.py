@@ -1,9 +1,5 @@
 """`--micro-batches`: the same bits under every strategy that has as many replicas, in both loops."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.e2e.scenario import Clusters, losses, summary
@@ -24,7 +20,7 @@ def model(feature_shape, num_outputs):
 """With all that goes wrong on several replicas without its guard."""
 
 
-def test_two_tasks_must_give_the_bits_of_two_devices_wherever_they_are(clusters: Clusters, tmp_path: Path) -> None:
+def test_two_tasks_must_give_the_bits_of_two_devices_wherever_they_are(clusters, tmp_path):
     (tmp_path / "guarded.py").write_text(MODEL)
     own = Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path)})
     training = f"{MICRO} -- --max-steps {STEPS} --model guarded:model"

@@ -1,16 +1,13 @@
 """The notebook, run from its first cell to its last."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.scenario import ROOT, Clusters, summary
+from tests.e2e.scenario import ROOT, summary
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 EXECUTE = "from nbclient.cli import NbClientApp; NbClientApp.launch_instance()"
@@ -18,7 +15,7 @@ EXECUTE = "from nbclient.cli import NbClientApp; NbClientApp.launch_instance()"
 
 @pytest.mark.long
 @pytest.mark.usefixtures("data")
-def test_a_notebook_must_start_a_cluster_plot_its_metrics_and_stop_it(clusters: Clusters, tmp_path: Path) -> None:
+def test_a_notebook_must_start_a_cluster_plot_its_metrics_and_stop_it(clusters, tmp_path):
     for library in ("nbclient", "ipykernel", "matplotlib"):
         pytest.importorskip(library, reason=f"{library} is in requirements/dev.lock")
     folders = {name: str(tmp_path) for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
@@ -41,7 +38,7 @@ def test_a_notebook_must_start_a_cluster_plot_its_metrics_and_stop_it(clusters: 
     assert summary(run)["steps"] >= 150
 
 
-def test_a_notebook_is_kept_with_what_it_shows() -> None:
+def test_a_notebook_is_kept_with_what_it_shows():
     text = NOTEBOOK.read_text()
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert list(range(1, len(cells) + 1)) == [cell["execution_count"] for cell in cells]

@@ -1,11 +1,9 @@
 """What is seen of a run while it trains, which must change nothing of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from tests.e2e.scenario import ENDLESS, Clusters, step_of, summary
+from tests.e2e.scenario import ENDLESS, step_of, summary
 from tests.waiting import wait_for
 
 FEWEST_STEPS = 40
@@ -13,7 +11,7 @@ FEWEST_STEPS = 40
 
 
 @pytest.fixture(scope="module")
-def seen(clusters: Clusters) -> RunFolder:
+def seen(clusters) -> RunFolder:
     """A run of which worker-0 was profiled while it trained."""
     run = clusters.up("seen", "--workers=1", "--detach", "--", *ENDLESS)
     lines = clusters.invoke("profile", "worker-0", "--steps", "3", "--run", "seen").splitlines()
@@ -25,14 +23,12 @@ def seen(clusters: Clusters) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def unseen(clusters: Clusters, seen: RunFolder) -> RunFolder:
+def unseen(clusters, seen) -> RunFolder:
     """A run of as many steps that nobody looked at."""
     return clusters.up("unseen", f"--workers=1 -- --max-steps {summary(seen)['steps']}")
 
 
-def test_profiling_worker_0_must_leave_a_trace_and_not_change_the_bits(
-    clusters: Clusters, seen: RunFolder, unseen: RunFolder
-) -> None:
+def test_profiling_worker_0_must_leave_a_trace_and_not_change_the_bits(clusters, seen, unseen):
     (trace,) = (seen.tensorboard("worker-0") / "plugins" / "profile").glob("*/*.xplane.pb")
     assert trace.stat().st_size > 10_000
     assert not list(seen.tensorboard("chief").glob("plugins/profile/*"))
@@ -41,7 +37,7 @@ def test_profiling_worker_0_must_leave_a_trace_and_not_change_the_bits(
     assert "run 'seen' has ended, so nothing trains in it" in refused
 
 
-def test_every_task_must_report_its_pace_and_the_chief_where_the_time_went(unseen: RunFolder) -> None:
+def test_every_task_must_report_its_pace_and_the_chief_where_the_time_went(unseen):
     ended = summary(unseen)
     assert {"chief", "worker-0"} == set(ended["pace"]["tasks"])
     for pace in ended["pace"]["tasks"].values():

@@ -1,7 +1,5 @@
 """Models of a user's own, from outside of the project's tree: the very files of docs/guides/your-model.md."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -29,7 +27,7 @@ ALL_STEPS = ("--steps-per-loop", "20")
 
 
 @pytest.fixture(scope="module")
-def own(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Clusters:
+def own(clusters, tmp_path_factory) -> Clusters:
     """Clusters whose user has the files of the documentation, and a table of plants, in a folder of theirs."""
     folder = tmp_path_factory.mktemp("own")
     text = (ROOT / "docs" / "guides" / "your-model.md").read_text()
@@ -56,27 +54,27 @@ def train(own: Clusters, preset: str, strategy: str, *overrides: str, name: str 
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "MirroredStrategy", "ParameterServerStrategy"])
-def test_a_small_resnet_must_learn_under(own: Clusters, strategy: str) -> None:
+def test_a_small_resnet_must_learn_under(own, strategy):
     run = train(own, "small_resnet", strategy)
     assert summary(run)["metrics"]["eval_accuracy"] > 0.9
 
 
 @pytest.mark.long
-def test_a_resnet_must_give_the_same_bits_again(own: Clusters) -> None:
+def test_a_resnet_must_give_the_same_bits_again(own):
     """Of branches that are computed at once, and of convolutions which not every library computes the same twice."""
     own.rerun("small_resnet-MirroredStrategy", "--runtime=local")
 
 
 @pytest.mark.long  # it does so below in bfloat16
 @pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "OneDeviceStrategy", "ParameterServerStrategy"])
-def test_a_regression_on_a_csv_file_must_learn_under(own: Clusters, strategy: str) -> None:
+def test_a_regression_on_a_csv_file_must_learn_under(own, strategy):
     metrics = summary(train(own, "plants", strategy))["metrics"]
     assert {"eval_loss", "eval_absolute_error"} == set(metrics)
     assert metrics["eval_absolute_error"] < 0.25  # heights lie between 0 and 5
 
 
 @pytest.fixture(scope="module")
-def half(own: Clusters) -> RunFolder:
+def half(own) -> RunFolder:
     """A training in bfloat16, of a model that knows nothing of precisions, evaluated by its averages."""
     own.invoke(
         "up", "--name=half", "--runtime=local", "--tensorboard-port=0", "--preset=plants:preset", "--workers=1",
@@ -86,7 +84,7 @@ def half(own: Clusters) -> RunFolder:
     return own.run("half")
 
 
-def test_bfloat16_must_learn_and_export_float32(own: Clusters, half: RunFolder) -> None:
+def test_bfloat16_must_learn_and_export_float32(own, half):
     """Its evaluation afterwards is that of the training."""
     metrics = summary(half)["metrics"]
     assert {"eval_loss", "eval_absolute_error"} == set(metrics)
@@ -100,13 +98,13 @@ def test_bfloat16_must_learn_and_export_float32(own: Clusters, half: RunFolder) 
 
 
 @pytest.mark.long  # the sums are those of `test_precision.py`
-def test_bfloat16_must_give_the_same_bits_again(own: Clusters, half: RunFolder) -> None:
+def test_bfloat16_must_give_the_same_bits_again(own, half):
     output, again = own.rerun("half", "--runtime=local")
     assert "identical: the losses of 200 logged steps and the final weights are the same bits" in output
     assert summary(half)["weights_sha256"] == summary(again)["weights_sha256"]
 
 
-def test_a_typo_in_a_users_function_must_be_reported_before_anything_starts(own: Clusters) -> None:
+def test_a_typo_in_a_users_function_must_be_reported_before_anything_starts(own):
     output = own.invoke("up", "--name=typo", "--preset=plants:preset", "--", "--model", "plants:modle", expect=2)
     assert "did you mean 'model'?" in output
     assert not own.run("typo").path.exists()

@@ -1,7 +1,5 @@
 """What may surround a pipeline: standby processes, an evaluator, containers. The bits are those of one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -43,7 +41,7 @@ def standby_of(run: RunFolder, task: str) -> set[int]:
     return {int(pid) for pid in children.split()} - {pids["program"]}
 
 
-def test_a_standby_process_must_take_the_place_of_a_killed_stage_while_an_evaluator_runs(clusters: Clusters) -> None:
+def test_a_standby_process_must_take_the_place_of_a_killed_stage_while_an_evaluator_runs(clusters):
     warm = Clusters(clusters.runs_dir, {"WARM_SPARE": "1", "WARM_SPARE_DELAY_S": "0"})
     warm.invoke(*up("warm", "--runtime=local", *PIPELINE, "--evaluator", "--detach"))
     run = clusters.run("warm")
@@ -64,7 +62,7 @@ def test_a_standby_process_must_take_the_place_of_a_killed_stage_while_an_evalua
 
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_stages_in_containers_must_outlive_a_killed_one(clusters: Clusters) -> None:
+def test_stages_in_containers_must_outlive_a_killed_one(clusters):
     clusters.invoke(*up("contained", "--runtime=docker", *PIPELINE, "--detach"), timeout_s=400)
     run = clusters.run("contained")
     wait_for(lambda: run.saved_steps != [], "a checkpoint", 120)

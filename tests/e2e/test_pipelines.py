@@ -1,10 +1,7 @@
 """A pipeline must give the weights of one device that takes the same micro-batches, whatever happens to its stages."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,15 +26,13 @@ def words(name: str, *options: str, steps: int = STEPS) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def one_device(clusters: Clusters) -> dict[str, Any]:
+def one_device(clusters) -> dict[str, Any]:
     """The summary of one device that takes the same micro-batches in order."""
     clusters.invoke(*words("one-device", "--workers=0"))
     return summary(clusters.run("one-device"))
 
 
-def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_weights(
-    clusters: Clusters, one_device: dict[str, Any]
-) -> None:
+def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_weights(clusters, one_device):
     options = ("--stages=3", "--schedule=1f1b", "--partition-by=measured")
     process = clusters.popen(*words("killed-stage", *PIPELINE, *options, steps=STEPS - 5))
     run = clusters.run("killed-stage")
@@ -67,7 +62,7 @@ def _check_timeline(clusters: Clusters, run: RunFolder) -> None:
     assert any(b"stages/timeline" in file.read_bytes() for file in run.tensorboard("chief").glob("events.*"))
 
 
-def test_the_devices_of_one_task_must_give_the_same_weights(clusters: Clusters, one_device: dict[str, Any]) -> None:
+def test_the_devices_of_one_task_must_give_the_same_weights(clusters, one_device):
     clusters.invoke(*words("devices", *PIPELINE, "--workers=0", "--stages=2"))
     assert one_device["weights_sha256"] == summary(clusters.run("devices"))["weights_sha256"]
 
@@ -84,7 +79,7 @@ def trained_on_text(clusters: Clusters, name: str, *options: str, training: tupl
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_stages_of_a_transformer_must_have_the_weights_of_one_device(clusters: Clusters, precision: str) -> None:
+def test_stages_of_a_transformer_must_have_the_weights_of_one_device(clusters, precision):
     training = (f"--precision={precision}",)
     alone = trained_on_text(clusters, f"alone-{precision}", "--workers=0", training=training)
     cases = [("2", "gpipe"), ("4", "1f1b")] if precision == "fp32" else [("2", "1f1b")]
@@ -96,9 +91,7 @@ def test_stages_of_a_transformer_must_have_the_weights_of_one_device(clusters: C
 
 
 @pytest.mark.long
-def test_frozen_layers_averages_first_weights_and_the_best_checkpoint_must_be_those_of_one_device(
-    clusters: Clusters,
-) -> None:
+def test_frozen_layers_averages_first_weights_and_the_best_checkpoint_must_be_those_of_one_device(clusters):
     trained_on_text(clusters, "first", *PIPELINE, "--stages=2")
     each = ("--freeze=embedding,layer_0*", "--optimizer.ema=0.9", "--evaluate-every=2", "--best.metric=eval_loss")
     start = "--init-from=first"
@@ -143,9 +136,7 @@ def model(feature_shape, outputs):
 
 
 @pytest.mark.long
-def test_weights_that_the_first_and_the_last_stage_share_must_be_those_of_one_device(
-    clusters: Clusters, tmp_path: Path
-) -> None:
+def test_weights_that_the_first_and_the_last_stage_share_must_be_those_of_one_device(clusters, tmp_path):
     (tmp_path / "tied.py").write_text(TIED)
     own = Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path), "DATA_DIR": str(tmp_path / "data")})
     training = ("--dataset=tied:data", "--model=tied:model", "--global-batch=8", "--optimizer.schedule=cosine")
@@ -158,7 +149,7 @@ def test_weights_that_the_first_and_the_last_stage_share_must_be_those_of_one_de
 
 
 @pytest.mark.long
-def test_two_pipelines_of_two_stages_must_have_the_weights_of_two_of_one(clusters: Clusters) -> None:
+def test_two_pipelines_of_two_stages_must_have_the_weights_of_two_of_one(clusters):
     two = trained_on_text(clusters, "two-by-two", *PIPELINE, "--stages=2", "--workers=3")
     one = trained_on_text(clusters, "two-by-one", *PIPELINE, "--stages=1", "--workers=1")
     assert one["weights_sha256"] == two["weights_sha256"]
@@ -166,7 +157,7 @@ def test_two_pipelines_of_two_stages_must_have_the_weights_of_two_of_one(cluster
 
 
 @pytest.mark.long
-def test_pipedream_must_give_the_weights_of_its_simulation_in_one_process(clusters: Clusters) -> None:
+def test_pipedream_must_give_the_weights_of_its_simulation_in_one_process(clusters):
     pipedream = [word for word in words("delays", *PIPELINE, "--schedule=pipedream") if "clip" not in word]
     clusters.invoke(*pipedream[:2], "--stages=2", *pipedream[2:])
     alone = [word.replace("delays", "simulated") for word in pipedream]

@@ -1,9 +1,6 @@
 """What the recovery promises, with real processes: a step fails whenever it comes, a model sleeps."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +35,7 @@ def sleeping(shape, outputs):
 
 
 @pytest.fixture
-def own(clusters: Clusters, tmp_path: Path) -> Clusters:
+def own(clusters, tmp_path) -> Clusters:
     """Clusters whose user has code that goes wrong; the crash is at a random step."""
     step = random.randint(20, 40)  # pytest shows it where the test fails
     (tmp_path / "wrong.py").write_text(WRONG.format(step=step))
@@ -46,9 +43,7 @@ def own(clusters: Clusters, tmp_path: Path) -> Clusters:
     return Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path)})
 
 
-def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempts(
-    own: Clusters, tmp_path: Path
-) -> None:
+def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempts(own, tmp_path):
     step = int((tmp_path / "step").read_text())
     words = ("--workers=1", "--checkpoint-every=7", "--max-restarts=1")
     training = ("--", "--steps-per-loop=25", "--callbacks=wrong:crashing", "--max-steps=60")
@@ -64,7 +59,7 @@ def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempt
 
 
 @pytest.mark.long
-def test_single_steps_after_a_failure_must_not_change_a_bit(own: Clusters) -> None:
+def test_single_steps_after_a_failure_must_not_change_a_bit(own):
     weights = []
     for name, callbacks in (("once", "crashing_once"), ("calm", "harmless")):
         training = ("--", "--steps-per-loop=25", "--max-steps=60", f"--callbacks=wrong:{callbacks}")
@@ -75,7 +70,7 @@ def test_single_steps_after_a_failure_must_not_change_a_bit(own: Clusters) -> No
 
 
 @pytest.mark.long
-def test_a_model_function_that_sleeps_must_be_found(own: Clusters) -> None:
+def test_a_model_function_that_sleeps_must_be_found(own):
     words = ("--workers=1", "--hang-timeout=10", "--max-restarts=0", "--", "--model=wrong:sleeping", "--max-steps=100")
     own.invoke("up", "--name=sleep", *OPTIONS, *words, expect=1, timeout_s=300)
     cause = summary(own.run("sleep"))["cause"]

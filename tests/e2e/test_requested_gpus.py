@@ -3,12 +3,9 @@
 The plans are those of a recorded host with eight GPUs, and the CPU image stands in for that with CUDA: there is no GPU.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from invoke import Config, Context, Exit
@@ -34,7 +31,7 @@ FAKE = "FAKE_GPU_"
 
 
 @pytest.fixture(scope="module")
-def noted(unavailable: Callable[[str], NoReturn]) -> Path:
+def noted(unavailable) -> Path:
     """The folder where the engine's stand-in keeps what containers ask for: WAY/ID.json."""
     _, text = engine.ask("info", "--format", "{{json .Runtimes}}")
     folder = Path(json.loads(text).get("nvidia", {}).get("path", "/absent/runtime")).parent / "asked"
@@ -44,13 +41,13 @@ def noted(unavailable: Callable[[str], NoReturn]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> Clusters:
+def clusters(tmp_path_factory) -> Clusters:
     """Commands on a fresh folder of runs, without prepared data."""
     return Clusters(tmp_path_factory.mktemp("gpus"))
 
 
 @pytest.fixture
-def host(clusters: Clusters, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
+def host(clusters, nvidia_smi, monkeypatch) -> Iterator[Context]:
     """A host with eight GPUs, and the CPU image in place of the GPU image; what its commands run with."""
     nvidia_smi("8-h100-nvswitch")
     monkeypatch.setenv("RUNS_DIR", str(clusters.runs_dir))
@@ -81,9 +78,7 @@ def requested(noted: Path, container: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
-def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(
-    clusters: Clusters, noted: Path, host: Context, tmp_path: Path, way: str
-) -> None:
+def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(clusters, noted, host, tmp_path, way):
     script = tmp_path / "theirs" / "pause.py"
     script.parent.mkdir()
     script.parent.chmod(0o755)
@@ -106,9 +101,7 @@ def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(
 
 
 @pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
-def test_an_evaluator_must_ask_for_none(
-    clusters: Clusters, noted: Path, host: Context, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_an_evaluator_must_ask_for_none(clusters, noted, host, monkeypatch, way):
     monkeypatch.setattr(Payload, "command", lambda payload: ["--", "sleep", "infinity"])
     monkeypatch.setattr(startup, "_data_commands", lambda plan: [])
     asked_for = {"gpus": "5,", "gpu_runtime": way, "runtime": "docker", "tensorboard_port": "0"}
@@ -118,7 +111,7 @@ def test_an_evaluator_must_ask_for_none(
     assert {"chief": {way: ["5"]}, "evaluator": {}} == found
 
 
-def test_the_doctor_must_find_every_way_that_the_engine_can(noted: Path) -> None:
+def test_the_doctor_must_find_every_way_that_the_engine_can(noted):
     assert set(placement.DEVICE_REQUESTS) == set(inside.ways())
 
 
@@ -131,13 +124,11 @@ def test_the_doctor_must_find_every_way_that_the_engine_can(noted: Path) -> None
         ("cdi", (), list("01234567")),
     ],
 )
-def test_the_doctor_s_container_must_ask_for_the_gpus_that_it_looks_at(
-    noted: Path, host: Context, way: str, ids: tuple[str, ...], expected: list[str]
-) -> None:
+def test_the_doctor_s_container_must_ask_for_the_gpus_that_it_looks_at(noted, host, way, ids, expected):
     code, name = inside.run(way, ids, {}, "-c", "import socket; print(socket.gethostname())", timeout_s=60)
     assert (0, {way: expected}) == (code, requested(noted, name))
 
 
-def test_the_doctor_must_report_why_its_container_does_not_start(noted: Path, host: Context) -> None:
+def test_the_doctor_must_report_why_its_container_does_not_start(noted, host):
     finding = inside.judge(*inside.run("cdi", ("9",), {}, "-c", "", timeout_s=60), count=1)
     assert "unresolvable CDI devices nvidia.com/gpu=9" in finding.detail

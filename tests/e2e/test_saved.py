@@ -1,7 +1,5 @@
 """What a run gave and saved: golden losses; restored under another strategy, evaluated, exported, served."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,7 +11,7 @@ from PIL import Image
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import DATA, Clusters, losses, summary
+from tests.e2e.scenario import DATA, losses, summary
 from tests.golden import losses as golden
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -37,13 +35,13 @@ print(plain.serve(images).numpy().argmax(-1).tolist())
 
 
 @pytest.fixture(scope="module")
-def alone(clusters: Clusters) -> RunFolder:
+def alone(clusters) -> RunFolder:
     """The chief alone, undisturbed."""
     return golden.train(clusters, "fashion_mnist")
 
 
 @pytest.fixture(scope="module")
-def crossing(clusters: Clusters) -> RunFolder:
+def crossing(clusters) -> RunFolder:
     """Begun under MultiWorkerMirroredStrategy, ended under OneDeviceStrategy."""
     run = clusters.up("crossing", "--workers=1 -- --global-batch 192 --max-steps 10")
     assert "MultiWorkerMirroredStrategy" == summary(run)["strategy"]
@@ -53,7 +51,7 @@ def crossing(clusters: Clusters) -> RunFolder:
     return run
 
 
-def test_the_first_losses_must_be_the_golden_ones(alone: RunFolder) -> None:
+def test_the_first_losses_must_be_the_golden_ones(alone):
     """Bit for bit on the processor and the packages that they were recorded with, otherwise nearly."""
     expected, found = read_json(golden.path_of("fashion_mnist")), golden.describe(alone)
     assert golden.THREADS == found["threads"]
@@ -62,19 +60,19 @@ def test_the_first_losses_must_be_the_golden_ones(alone: RunFolder) -> None:
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=RELATIVE)
 
 
-def test_a_checkpoint_must_go_on_under_another_strategy(alone: RunFolder, crossing: RunFolder) -> None:
+def test_a_checkpoint_must_go_on_under_another_strategy(alone, crossing):
     assert list(range(1, 21)) == list(losses(crossing))
     assert max(abs(losses(crossing)[step] / loss - 1) for step, loss in losses(alone).items()) < 1e-5
 
 
-def test_evaluate_must_give_what_the_run_gave(clusters: Clusters, alone: RunFolder) -> None:
+def test_evaluate_must_give_what_the_run_gave(clusters, alone):
     value = json.loads(clusters.invoke("evaluate", alone.name, "--json"))
     assert (alone.name, 20, 10_000) == (value["run"], value["step"], value["examples"])
     assert summary(alone)["metrics"]["eval_accuracy"] == value["eval_accuracy"]
     assert pytest.approx(summary(alone)["metrics"]["eval_loss"], rel=1e-6) == value["eval_loss"]
 
 
-def test_an_export_must_serve_with_and_without_a_strategy(clusters: Clusters, alone: RunFolder) -> None:
+def test_an_export_must_serve_with_and_without_a_strategy(clusters, alone):
     before = (alone.export / "saved_model.pb").stat().st_mtime_ns
     assert "step 20" in clusters.invoke("export", alone.name)
     assert (alone.export / "saved_model.pb").stat().st_mtime_ns > before
@@ -91,7 +89,7 @@ def test_an_export_must_serve_with_and_without_a_strategy(clusters: Clusters, al
     assert 32 == len(json.loads(done.stdout))
 
 
-def test_predict_must_name_the_likeliest_classes(clusters: Clusters, alone: RunFolder) -> None:
+def test_predict_must_name_the_likeliest_classes(clusters, alone):
     Image.fromarray(np.zeros((40, 40, 3), np.uint8)).save(alone.path / "image.png")
     lines = clusters.invoke("predict", alone.name, f"--image={alone.path / 'image.png'}").splitlines()
     assert 3 == len(lines)
@@ -103,8 +101,8 @@ def test_predict_must_name_the_likeliest_classes(clusters: Clusters, alone: RunF
 
 
 def test_a_report_must_show_what_the_export_confuses_and_a_comparison_how_far_weights_are_apart(
-    clusters: Clusters, alone: RunFolder, crossing: RunFolder
-) -> None:
+    clusters, alone, crossing
+):
     clusters.invoke("report", alone.name)
     shown = (alone.path / "report.html").read_text()
     assert "Ankle boot" in shown

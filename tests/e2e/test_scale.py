@@ -1,7 +1,5 @@
 """`invoke scale`: a run goes on with other workers, and its loss curve as if nothing had happened."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -54,13 +52,13 @@ def check_curve(run: RunFolder, undisturbed: RunFolder, scaled_at: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(clusters: Clusters) -> RunFolder:
+def undisturbed(clusters) -> RunFolder:
     """Chief and two workers, whose size stays."""
     return clusters.up("undisturbed", f"--workers=2 -- {' '.join(LONGER)}")
 
 
 @pytest.mark.long
-def test_more_workers_must_go_on_with_the_same_curve_in_the_foreground(clusters: Clusters) -> None:
+def test_more_workers_must_go_on_with_the_same_curve_in_the_foreground(clusters):
     alone = clusters.up("alone", f"--workers=0 -- {' '.join(LONGER)}")
     words = ("up", "--name=more", "--runtime=local", "--tensorboard-port=0", "--workers=0", "--", *TRAINING, *LONGER)
     shown = clusters.popen(*words)
@@ -76,7 +74,7 @@ def test_more_workers_must_go_on_with_the_same_curve_in_the_foreground(clusters:
 
 
 @pytest.mark.long
-def test_parameter_server_must_be_scaled_with_its_evaluator(clusters: Clusters) -> None:
+def test_parameter_server_must_be_scaled_with_its_evaluator(clusters):
     run = begin(clusters, "ps-more", "--workers=1", "--ps=1", "--evaluator")
     scaled_at = scale(clusters, run, "--workers=2", "--run=ps-more")
     again_at = scale(clusters, run, "--workers=1", "--ps=2", "--run=ps-more")
@@ -90,7 +88,7 @@ def test_parameter_server_must_be_scaled_with_its_evaluator(clusters: Clusters) 
 
 
 @pytest.mark.long
-def test_a_scaler_that_dies_must_leave_a_run_that_can_go_on(clusters: Clusters, undisturbed: RunFolder) -> None:
+def test_a_scaler_that_dies_must_leave_a_run_that_can_go_on(clusters, undisturbed):
     run = begin(clusters, "orphan", "--workers=2")
     assert run.request_stop("a scaler that died", then="scale")
     wait_for(lambda: not supervisor.processes_left(run), "the end of all processes")
@@ -104,7 +102,7 @@ def test_a_scaler_that_dies_must_leave_a_run_that_can_go_on(clusters: Clusters, 
 @pytest.mark.long
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_containers_must_be_scaled(clusters: Clusters, undisturbed: RunFolder) -> None:
+def test_containers_must_be_scaled(clusters, undisturbed):
     run = begin(clusters, "contained", "--workers=2", runtime="docker")
     waits = clusters.popen("wait", "contained")
     scaled_at = scale(clusters, run, "--workers=1", "--run=contained")

@@ -1,7 +1,5 @@
 """Scripts that know nothing of this project run unmodified: written as for TF_CONFIG set by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -154,7 +152,7 @@ print("ways out:", sum(route[1] == "00000000" for route in routes), os.getcwd())
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> Path:
+def theirs(tmp_path) -> Path:
     """A folder with scripts, as somebody has it."""
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o755)
@@ -166,7 +164,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+def clusters(tmp_path_factory) -> Iterator[Clusters]:
     """Commands on a fresh folder of runs, without prepared data: a script has its own."""
     folder = tmp_path_factory.mktemp("scripts")
     cluster = Clusters(folder / "runs", {"DATA_DIR": str(folder / "data")})
@@ -193,7 +191,7 @@ def check_fit(run: RunFolder, workers: int) -> None:
     assert history["loss"][-1] < history["loss"][0]
 
 
-def test_killing_a_script_must_restart_the_gang(clusters: Clusters, theirs: Path) -> None:
+def test_killing_a_script_must_restart_the_gang(clusters, theirs):
     script = theirs / "fit.py"
     up = ("up", "--name=killed", "--runtime=local", "--tensorboard-port=0", f"--script={script}", "--detach")
     clusters.invoke(*up, "--workers=1", "--separate-chief", "--", "12")
@@ -210,8 +208,8 @@ def test_killing_a_script_must_restart_the_gang(clusters: Clusters, theirs: Path
 @pytest.mark.long
 @pytest.mark.parametrize(("workers", "weights"), [(1, "sample"), (2, "class")])
 def test_a_script_with_all_that_fit_takes_must_end_with_the_same_bits_after_a_kill(
-    clusters: Clusters, tmp_path: Path, workers: int, weights: str
-) -> None:
+    clusters, tmp_path, workers, weights
+):
     script = tmp_path / "everything.py"
     script.write_text(EVERYTHING)
     results = []
@@ -236,7 +234,7 @@ def script_of(run: RunFolder, task: str) -> int:
     raise AssertionError(f"{task} has no script")
 
 
-def test_servers_must_end_with_the_coordinator(clusters: Clusters, theirs: Path) -> None:
+def test_servers_must_end_with_the_coordinator(clusters, theirs):
     run = run_script(clusters, "coordinate", theirs / "coordinate.py", "--workers=1", "--ps=1")
     ended = summary(run)
     assert ("succeeded", "ParameterServerStrategy") == (ended["state"], ended["strategy"])
@@ -248,7 +246,7 @@ def test_servers_must_end_with_the_coordinator(clusters: Clusters, theirs: Path)
 
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_keras_fit_must_train_in_containers(clusters: Clusters, theirs: Path) -> None:
+def test_keras_fit_must_train_in_containers(clusters, theirs):
     run = run_script(clusters, "fit-docker", theirs / "fit.py", "--workers=1", "--", "2", runtime="docker")
     check_fit(run, 1)
     assert {} == containers(run)
@@ -256,9 +254,7 @@ def test_keras_fit_must_train_in_containers(clusters: Clusters, theirs: Path) ->
 
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_a_script_in_a_container_must_have_a_way_out_and_leave_its_folder_alone(
-    clusters: Clusters, theirs: Path
-) -> None:
+def test_a_script_in_a_container_must_have_a_way_out_and_leave_its_folder_alone(clusters, theirs):
     run = run_script(clusters, "routes", theirs / "routes.py", "--workers=1", runtime="docker")
     assert "succeeded" == summary(run)["state"]
     for task in ("chief", "worker-0"):

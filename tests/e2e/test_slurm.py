@@ -1,7 +1,5 @@
 """Runs as jobs of the Slurm that `.ci/slurm` sets up: the weights of local processes, whatever happens to the job."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -11,7 +9,6 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -38,7 +35,7 @@ DAEMONS = Path("/var/lib/tf-cluster-slurm")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def site(unavailable: Callable[[str], NoReturn]) -> None:
+def site(unavailable):
     """A Slurm with three nodes, of `.ci/slurm`: its nodes may be killed."""
     found = slurm.Slurm().probe()
     if not found.ready or not (DAEMONS / "n3.pid").exists():
@@ -46,7 +43,7 @@ def site(unavailable: Callable[[str], NoReturn]) -> None:
 
 
 @pytest.fixture(scope="module")
-def local_hash(clusters: Clusters) -> str:
+def local_hash(clusters) -> str:
     """The weights of the same training as local processes."""
     return trained_locally(clusters, "as-processes", STEPS)
 
@@ -58,13 +55,13 @@ def trained_locally(clusters: Clusters, name: str, steps: str, *words: str) -> s
 
 
 @pytest.fixture
-def job(clusters: Clusters, local_hash: str, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
+def job(clusters, local_hash, request) -> Iterator[RunFolder]:
     """A run that trains as a job on two of the three nodes, called after the test."""
     yield from queued(clusters, request.node.name, STEPS)
 
 
 @pytest.fixture
-def long_job(clusters: Clusters, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
+def long_job(clusters, request) -> Iterator[RunFolder]:
     """A run that trains as a job until it is stopped."""
     yield from queued(clusters, request.node.name, *ENDLESS)
 
@@ -89,7 +86,7 @@ def attempts(run: RunFolder) -> list[Path]:
 
 
 @pytest.mark.site
-def test_a_job_must_train_to_the_weights_of_processes(clusters: Clusters, local_hash: str) -> None:
+def test_a_job_must_train_to_the_weights_of_processes(clusters, local_hash):
     words = ("--name=three", "--nodes=3", "--runtime=slurm", "--tensorboard-port=0")
     clusters.invoke("up", *words, "--", *TRAINING, STEPS)
     run = clusters.run("three")
@@ -101,7 +98,7 @@ def test_a_job_must_train_to_the_weights_of_processes(clusters: Clusters, local_
 
 
 @pytest.mark.site
-def test_a_script_must_run_in_every_task_of_a_job(clusters: Clusters, tmp_path: Path) -> None:
+def test_a_script_must_run_in_every_task_of_a_job(clusters, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import json, os\nprint('task', json.loads(os.environ['TF_CONFIG'])['task'])\n")
     clusters.invoke("up", "--name=script", "--runtime=slurm", "--tensorboard-port=0", f"--script={script}")
@@ -111,7 +108,7 @@ def test_a_script_must_run_in_every_task_of_a_job(clusters: Clusters, tmp_path: 
         assert f"task {{'type': 'worker', 'index': {index}}}" in run.log(task).read_text()
 
 
-def test_every_command_must_mean_the_same_for_a_job(clusters: Clusters, long_job: RunFolder) -> None:
+def test_every_command_must_mean_the_same_for_a_job(clusters, long_job):
     name = f"--run={long_job.name}"
     status = json.loads(clusters.invoke("status", "--json", name))
     assert ("training", 3) == (status["state"], len(status["tasks"]))
@@ -128,7 +125,7 @@ def test_every_command_must_mean_the_same_for_a_job(clusters: Clusters, long_job
 
 
 @pytest.fixture(scope="module")
-def apptainer_image(images: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def apptainer_image(images, tmp_path_factory) -> Path:
     """The image of the tasks, as Apptainer has it: a folder."""
     if shutil.which("apptainer") is None:
         pytest.skip("there is no Apptainer")
@@ -140,9 +137,7 @@ def apptainer_image(images: None, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.docker
-def test_a_job_in_an_image_must_train_to_the_weights_of_processes(
-    clusters: Clusters, local_hash: str, apptainer_image: Path
-) -> None:
+def test_a_job_in_an_image_must_train_to_the_weights_of_processes(clusters, local_hash, apptainer_image):
     words = ("--name=contained", f"--apptainer={apptainer_image}", *OPTIONS)
     clusters.invoke("up", *words, "--", *TRAINING, STEPS)
     run = clusters.run("contained")
@@ -193,18 +188,14 @@ def preempt(_: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("event", [end_node, end_task, preempt])
-def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(
-    event: Callable[[RunFolder], None], job: RunFolder, clusters: Clusters, local_hash: str
-) -> None:
+def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(event, job, clusters, local_hash):
     event(job)
     clusters.invoke("wait", job.name, timeout_s=400)
     assert ("succeeded", local_hash) == (summary(job)["state"], summary(job)["weights_sha256"])
     assert (2, True) == (len(attempts(job)), job.generation > 0)
 
 
-def test_a_job_whose_node_restarts_before_slurm_misses_it_must_go_on(
-    clusters: Clusters, local_hash: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_whose_node_restarts_before_slurm_misses_it_must_go_on(clusters, local_hash, monkeypatch):
     """The daemon is back, its task is not, and Slurm waits: the other tasks queue the job again."""
     monkeypatch.setitem(clusters.environment, "BARRIER_TIMEOUT_S", "8")
     for run in queued(clusters, "restarts", STEPS, nodes=3):
@@ -216,7 +207,7 @@ def test_a_job_whose_node_restarts_before_slurm_misses_it_must_go_on(
 
 
 @pytest.fixture
-def elastic_job(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunFolder]]:
+def elastic_job(clusters, monkeypatch) -> Iterator[Callable[..., RunFolder]]:
     """Starts an elastic run that trains on three nodes until it is stopped."""
     monkeypatch.setitem(clusters.environment, "BARRIER_TIMEOUT_S", "20")
     begun: list[RunFolder] = []
@@ -247,9 +238,7 @@ def check_bits(clusters: Clusters, run: RunFolder) -> None:
     assert summary(clusters.run(name))["weights_sha256"] == summary(run)["weights_sha256"]
 
 
-def test_an_elastic_job_must_replace_a_task_whose_node_died(
-    elastic_job: Callable[..., RunFolder], clusters: Clusters
-) -> None:
+def test_an_elastic_job_must_replace_a_task_whose_node_died(elastic_job, clusters):
     run = elastic_job("grows", "--grow")
     (attempt,) = attempts(run)
     lost = read_json(attempt / "worker-1.json")
@@ -264,9 +253,7 @@ def test_an_elastic_job_must_replace_a_task_whose_node_died(
     wait_for(lambda: not queue.Queue().jobs(slurm.job_name(run), parts=True), "the end of all jobs of the run")
 
 
-def test_an_elastic_job_must_go_on_without_a_node_until_it_is_scaled(
-    elastic_job: Callable[..., RunFolder], clusters: Clusters
-) -> None:
+def test_an_elastic_job_must_go_on_without_a_node_until_it_is_scaled(elastic_job, clusters):
     run = elastic_job("outlives")
     end_node(run)
     await_members(run, "worker-1")
@@ -277,7 +264,7 @@ def test_an_elastic_job_must_go_on_without_a_node_until_it_is_scaled(
     check_bits(clusters, run)
 
 
-def test_a_job_at_its_time_limit_must_save_and_go_on(long_job: RunFolder, clusters: Clusters) -> None:
+def test_a_job_at_its_time_limit_must_save_and_go_on(long_job, clusters):
     limit(long_job, 2)  # it is warned two minutes before: by then Slurm looks only every 30 s
     wait_for(lambda: len(attempts(long_job)) > 1, "a second attempt", timeout_s=240)
     limit(long_job, 60)
@@ -301,9 +288,7 @@ def limit(run: RunFolder, minutes: int) -> None:
 
 
 @pytest.mark.site
-def test_a_job_that_is_cancelled_must_save_and_not_be_queued_again(
-    job: RunFolder, clusters: Clusters, local_hash: str
-) -> None:
+def test_a_job_that_is_cancelled_must_save_and_not_be_queued_again(job, clusters, local_hash):
     subprocess.run(["scancel", number_of(job)], check=True)
     wait_for(lambda: not number_of(job), "the end of the job")
     clusters.invoke("wait", job.name, expect=130)

@@ -1,7 +1,5 @@
 """Real faults on real runs: every run must go on, and a synchronous one end with the bits of an undisturbed one."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import secrets
@@ -67,7 +65,7 @@ def check_stopped(clusters: Clusters, run: RunFolder, *words: str) -> None:
     assert summary(undisturbed)["weights_sha256"] == ended["weights_sha256"]
 
 
-def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters: Clusters) -> None:
+def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters):
     words, length = ("--workers=1", "--checkpoint-every=10"), ("--max-steps=100",)
     undisturbed = calm(clusters, *words, length=length)
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +92,7 @@ def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters: Clust
 
 
 @pytest.mark.long
-def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(clusters: Clusters) -> None:
+def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(clusters):
     words = ("--workers=2", "--checkpoint-every=20")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(clusters.environment, "WARM_SPARE", "1")
@@ -112,7 +110,7 @@ def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(c
 
 
 @pytest.mark.alone
-def test_a_storm_of_twenty_faults_must_not_change_a_bit(clusters: Clusters) -> None:
+def test_a_storm_of_twenty_faults_must_not_change_a_bit(clusters):
     words, length = ("--workers=2", "--checkpoint-every=20"), ("--epochs=10", "--max-steps=1200")
     undisturbed = calm(clusters, *words, length=length)
     run = start(clusters, "storm", *words, length=length)
@@ -125,7 +123,7 @@ def test_a_storm_of_twenty_faults_must_not_change_a_bit(clusters: Clusters) -> N
 
 @pytest.mark.alone
 @pytest.mark.parametrize("strategy", STORMS)
-def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters: Clusters, strategy: str) -> None:
+def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters, strategy):
     """At the defaults; STORM_SEED repeats the faults of a failure."""
     words = STORMS[strategy]
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
@@ -138,7 +136,7 @@ def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters: Cluste
 
 @pytest.mark.alone
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.runtime == "local"])
-def test_faults_in_any_phase_must_lose_no_run_and_change_no_bit(clusters: Clusters, case: str) -> None:
+def test_faults_in_any_phase_must_lose_no_run_and_change_no_bit(clusters, case):
     """STORM_SEED repeats the faults of a failure."""
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
     words = ("chaos", "campaign", "--faults=1", f"--cases={case}", f"--seed={seed}", "--json")
@@ -146,7 +144,7 @@ def test_faults_in_any_phase_must_lose_no_run_and_change_no_bit(clusters: Cluste
 
 
 @pytest.mark.alone
-def test_parameter_servers_must_lose_no_more_than_since_the_last_checkpoint(clusters: Clusters) -> None:
+def test_parameter_servers_must_lose_no_more_than_since_the_last_checkpoint(clusters):
     run = start(clusters, "ps-storm", "--workers=2", "--ps=1", "--checkpoint-every=20")
     results = storm.deal(run, FAULTS, 3, [], print)
     clusters.invoke("stop", "ps-storm", timeout_s=SLOW_MACHINE_S)
@@ -157,7 +155,7 @@ def test_parameter_servers_must_lose_no_more_than_since_the_last_checkpoint(clus
 @pytest.mark.alone
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_containers_must_outlive_what_only_an_engine_can_do(clusters: Clusters) -> None:
+def test_containers_must_outlive_what_only_an_engine_can_do(clusters):
     words = ("--workers=1", "--checkpoint-every=20")
     run = start(clusters, "contained", *words, runtime="docker")
     whole = Fault("kill", "worker-0", whole=True)
@@ -171,7 +169,7 @@ def test_containers_must_outlive_what_only_an_engine_can_do(clusters: Clusters) 
 
 
 @pytest.mark.alone
-def test_a_full_disk_must_end_the_run_and_lose_no_good_checkpoint(small: Clusters) -> None:
+def test_a_full_disk_must_end_the_run_and_lose_no_good_checkpoint(small):
     run = start(small, "full", "--workers=1", "--checkpoint-every=50")
     wait_for((run.checkpoints / "ckpt-50.index").exists, "the first checkpoint", SLOW_MACHINE_S)
     output = small.invoke("chaos", "diskfull", "chief")
@@ -186,7 +184,7 @@ def test_a_full_disk_must_end_the_run_and_lose_no_good_checkpoint(small: Cluster
 
 
 @pytest.mark.alone
-def test_faults_five_steps_apart_must_let_the_run_move_on(clusters: Clusters) -> None:
+def test_faults_five_steps_apart_must_let_the_run_move_on(clusters):
     """At the defaults, and with steps slow enough to be counted from outside."""
     words, length = ("--workers=2",), ("--global-batch=2400", "--steps-per-loop=25", f"--max-steps={STORM_STEPS}")
     undisturbed = calm(clusters, *words, length=length)

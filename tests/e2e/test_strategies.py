@@ -1,13 +1,10 @@
 """The support table is what real trainings give: every strategy that this machine can run, and both loops."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,9 +33,7 @@ def check(rows: list[dict[str, Any]], cases: tuple[Case, ...]) -> None:
         assert set(verify.table(rows)) <= set(written), f"{path.name}: renew it with invoke verify --write"
 
 
-def test_a_case_of_every_strategy_must_be_ok_on_cpu(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_of_every_strategy_must_be_ok_on_cpu(data, tmp_path, monkeypatch):
     monkeypatch.setenv("DATA_DIR", str(data))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(verify, "CASES", SAMPLE)
@@ -49,9 +44,7 @@ def test_a_case_of_every_strategy_must_be_ok_on_cpu(
 
 
 @pytest.mark.alone
-def test_verify_must_do_so_with_both_loops_in_less_than_five_minutes_and_leave_nothing(
-    data: Path, tmp_path: Path
-) -> None:
+def test_verify_must_do_so_with_both_loops_in_less_than_five_minutes_and_leave_nothing(data, tmp_path):
     written, began = [path.read_text() for path in verify.DOCUMENTS], time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "invoke", "verify", "--json"],

@@ -1,15 +1,12 @@
 """Runs on the two hosts of `.ci/swarm`: the weights of local processes, whatever happens to a host."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -33,7 +30,7 @@ def at(host: str, *words: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def swarm(clusters: Clusters, images: None, unavailable: Callable[[str], NoReturn]) -> Clusters:
+def swarm(clusters, images, unavailable) -> Clusters:
     """Commands whose engine is that of the manager, which has the images of this checkout."""
     try:
         at("h1", "node", "ls")
@@ -61,14 +58,14 @@ def load_images() -> None:
 
 
 @pytest.fixture(scope="module")
-def local_hash(clusters: Clusters) -> str:
+def local_hash(clusters) -> str:
     """The weights of the same training as local processes."""
     clusters.invoke("up", "--name=as-processes", "--runtime=local", *OPTIONS, "--", *TRAINING)
     return summary(clusters.run("as-processes"))["weights_sha256"]
 
 
 @pytest.fixture
-def run(swarm: Clusters, local_hash: str, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
+def run(swarm, local_hash, request) -> Iterator[RunFolder]:
     """A run that trains on both hosts, called after the test."""
     name = re.sub("[^a-z0-9]+", "-", request.node.name)[-40:].strip("-")
     swarm.invoke("up", f"--name={name}", "--runtime=swarm", "--detach", *OPTIONS, "--", *TRAINING, timeout_s=500)
@@ -95,7 +92,7 @@ def await_same_weights(swarm: Clusters, run: RunFolder, expected: str) -> None:
 
 
 @pytest.mark.site
-def test_hosts_must_train_to_the_weights_of_processes(run: RunFolder, swarm: Clusters, local_hash: str) -> None:
+def test_hosts_must_train_to_the_weights_of_processes(run, swarm, local_hash):
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
     swarm.invoke("chaos", "kill", "worker-0", timeout_s=300)
     await_same_weights(swarm, run, local_hash)
@@ -127,9 +124,7 @@ def both_hosts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("both_hosts")
 @pytest.mark.parametrize("event", [cut_off, drain])
-def test_a_run_that_loses_a_host_must_go_on_to_the_same_weights(
-    event: Callable[[RunFolder], None], run: RunFolder, swarm: Clusters, local_hash: str
-) -> None:
+def test_a_run_that_loses_a_host_must_go_on_to_the_same_weights(event, run, swarm, local_hash):
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
     event(run)
     assert run.outcome is None or run.goes_on, "the run ended before the event did"
@@ -138,9 +133,7 @@ def test_a_run_that_loses_a_host_must_go_on_to_the_same_weights(
 
 
 @pytest.mark.usefixtures("both_hosts")
-def test_an_elastic_run_must_go_on_without_a_host_and_grow_again(
-    swarm: Clusters, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_elastic_run_must_go_on_without_a_host_and_grow_again(swarm, monkeypatch):
     monkeypatch.setitem(swarm.environment, "BARRIER_TIMEOUT_S", "25")
     memory = int(at("h1", "info", "--format={{.MemTotal}}")) * 6 // 10 // 2**20  # so that no host has room for two
     training = (*TRAINING[1:], "--global-batch=48", "--steps-per-loop=5")
@@ -161,7 +154,7 @@ def test_an_elastic_run_must_go_on_without_a_host_and_grow_again(
     swarm.invoke("down", "elastic")
 
 
-def test_every_command_must_mean_the_same_on_hosts(swarm: Clusters) -> None:
+def test_every_command_must_mean_the_same_on_hosts(swarm):
     at("h2", "image", "rm", "--force", TRAIN_IMAGE)  # and no host can pull it
     (port,) = free_ports(1)
     words = ("--name=ps", "--runtime=swarm", "--workers=1", "--ps=1", f"--tensorboard-port={port}", "--detach")
@@ -190,7 +183,7 @@ def test_every_command_must_mean_the_same_on_hosts(swarm: Clusters) -> None:
 
 
 @pytest.mark.site
-def test_a_script_must_get_its_secret_on_every_host(swarm: Clusters, tmp_path: Path) -> None:
+def test_a_script_must_get_its_secret_on_every_host(swarm, tmp_path):
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
     script = tmp_path / "script.py"

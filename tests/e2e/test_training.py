@@ -1,19 +1,16 @@
 """The main job: topologies train, repeat themselves bit for bit, and agree with each other."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import DATA, ENDLESS, ROOT, STEPS, TRAINING, Clusters, losses, step_of, summary
+from tests.e2e.scenario import DATA, ENDLESS, ROOT, STEPS, TRAINING, losses, step_of, summary
 from tests.e2e.test_containers import containers
 from tests.waiting import wait_for
 from train.model import variables
@@ -28,12 +25,12 @@ LONGER = (
 
 
 @pytest.fixture(scope="module")
-def three(clusters: Clusters) -> RunFolder:
+def three(clusters) -> RunFolder:
     """Chief and two workers, as local processes, undisturbed."""
     return clusters.up("three")
 
 
-def test_chief_and_two_workers_must_train_under_multi_worker_mirrored(three: RunFolder) -> None:
+def test_chief_and_two_workers_must_train_under_multi_worker_mirrored(three):
     ended = summary(three)
     assert ("succeeded", "MultiWorkerMirroredStrategy", 3, STEPS) == (
         ended["state"],
@@ -47,7 +44,7 @@ def test_chief_and_two_workers_must_train_under_multi_worker_mirrored(three: Run
     assert [] == ended["restarts"]
 
 
-def test_a_run_must_leave_everything_that_the_contract_lists(three: RunFolder) -> None:
+def test_a_run_must_leave_everything_that_the_contract_lists(three):
     kept = ("config.json", "cluster.json", "compose.json", "environment.json", "manifest.json", "events.jsonl")
     for part in (*kept, "export/saved_model.pb"):
         assert (three.path / part).exists(), part
@@ -62,13 +59,13 @@ def test_a_run_must_leave_everything_that_the_contract_lists(three: RunFolder) -
     assert {*variables.DEFAULTS, "TF_ENABLE_ONEDNN_OPTS"} <= set(read_json(three.environment)["variables"])
 
 
-def test_every_task_must_log_the_same_loss(three: RunFolder) -> None:
+def test_every_task_must_log_the_same_loss(three):
     assert list(range(1, STEPS + 1)) == list(losses(three))
     assert losses(three) == losses(three, "worker-0") == losses(three, "worker-1")
 
 
 @pytest.mark.long  # in containers each time
-def test_the_same_seed_must_give_the_same_bits_again(clusters: Clusters, three: RunFolder) -> None:
+def test_the_same_seed_must_give_the_same_bits_again(clusters, three):
     output, again = clusters.rerun(three.name)
     assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
     assert summary(three)["weights_sha256"] == summary(again)["weights_sha256"]
@@ -77,7 +74,7 @@ def test_the_same_seed_must_give_the_same_bits_again(clusters: Clusters, three: 
 
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_containers_must_give_the_same_bits_as_processes(clusters: Clusters, three: RunFolder) -> None:
+def test_containers_must_give_the_same_bits_as_processes(clusters, three):
     output, contained = clusters.rerun(three.name, "--runtime=docker")
     assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
     assert ("succeeded", STEPS) == (summary(contained)["state"], summary(contained)["steps"])
@@ -91,7 +88,7 @@ def test_containers_must_give_the_same_bits_as_processes(clusters: Clusters, thr
 @pytest.mark.long
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_processes_must_give_the_same_bits_as_containers(clusters: Clusters) -> None:
+def test_processes_must_give_the_same_bits_as_containers(clusters):
     contained = clusters.up("in-containers", "--workers=1", runtime="docker")
     output, again = clusters.rerun(contained.name, "--runtime=local")
     assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
@@ -99,13 +96,13 @@ def test_processes_must_give_the_same_bits_as_containers(clusters: Clusters) -> 
 
 
 @pytest.fixture(scope="module")
-def longer(clusters: Clusters) -> RunFolder:
+def longer(clusters) -> RunFolder:
     """Chief and two workers, undisturbed for as many steps as those that are stopped and frozen."""
     return clusters.up("longer", f"--workers=2 -- {' '.join(LONGER)}")
 
 
 @pytest.mark.long  # `test_storms.py` stops and resumes a run too
-def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters: Clusters, longer: RunFolder) -> None:
+def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters, longer):
     words = ("up", "--name=stopped", "--runtime=local", "--tensorboard-port=0", "--detach")
     clusters.invoke(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("stopped")
@@ -123,9 +120,7 @@ def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters: Clusters, l
 
 
 @pytest.mark.long
-def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(
-    clusters: Clusters, longer: RunFolder
-) -> None:
+def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(clusters, longer):
     words = ("up", "--name=frozen", "--runtime=local", "--tensorboard-port=0", "--detach", "--checkpoint-every=5")
     clusters.invoke(*words, "--", *TRAINING, *LONGER)
     run = clusters.run("frozen")
@@ -138,7 +133,7 @@ def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_must_be_passed_over(clusters: Clusters) -> None:
+def test_a_damaged_checkpoint_must_be_passed_over(clusters):
     whole = clusters.up("whole", "--workers=0 --checkpoint-every=10 -- --max-steps 40")
     damaged = clusters.up("damaged", "--workers=0 --checkpoint-every=10 -- --max-steps 30")
     newest = damaged.checkpoints / "ckpt-30.data-00000-of-00001"
@@ -151,7 +146,7 @@ def test_a_damaged_checkpoint_must_be_passed_over(clusters: Clusters) -> None:
 
 
 @pytest.mark.long
-def test_a_streamed_run_must_go_on_in_the_middle_of_an_epoch(clusters: Clusters) -> None:
+def test_a_streamed_run_must_go_on_in_the_middle_of_an_epoch(clusters):
     words = "--workers=0 -- --source stream --max-steps"
     whole = clusters.up("streamed", f"{words} 30")
     halved = clusters.up("streamed-halves", f"{words} 15")
@@ -160,7 +155,7 @@ def test_a_streamed_run_must_go_on_in_the_middle_of_an_epoch(clusters: Clusters)
     assert summary(whole)["weights_sha256"] == summary(halved)["weights_sha256"]
 
 
-def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
+def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters):
     words = ("up", "--name=interrupted", "--runtime=local", "--tensorboard-port=0", "--workers=1")
     process = clusters.popen(*words, "--", *TRAINING, *ENDLESS)
     run = clusters.run("interrupted")
@@ -174,7 +169,7 @@ def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters: Clusters) -> None:
     assert "invoke up --resume interrupted" in output
 
 
-def test_truncated_data_must_end_in_one_line(clusters: Clusters, tmp_path: Path) -> None:
+def test_truncated_data_must_end_in_one_line(clusters, tmp_path):
     arrays = tmp_path / "arrays" / "fashion_mnist-3.0.1"
     arrays.mkdir(parents=True)
     for path in (DATA / "arrays" / "fashion_mnist-3.0.1").iterdir():
@@ -198,7 +193,7 @@ def test_truncated_data_must_end_in_one_line(clusters: Clusters, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_three_epochs_must_end_above_088(clusters: Clusters) -> None:
+def test_three_epochs_must_end_above_088(clusters):
     clusters.invoke("up", "--name=full", "--runtime=local", "--tensorboard-port=0", timeout_s=500)
     ended = summary(clusters.run("full"))
     assert ended["metrics"]["eval_accuracy"] > 0.88

@@ -1,7 +1,5 @@
 """`--bitwise-elastic 6`: one hash whatever the number of tasks, also when it changes on the way."""
 
-from __future__ import annotations
-
 import pytest
 
 from cluster.contract.run.folder import RunFolder
@@ -16,7 +14,7 @@ LONGER = f"-- --max-steps {STEPS} --global-batch 192"
 
 
 @pytest.fixture(scope="module")
-def alone(clusters: Clusters) -> RunFolder:
+def alone(clusters) -> RunFolder:
     """The chief alone, which computes all six shards."""
     return clusters.up("alone", f"--workers=0 {ELASTIC} {LONGER}")
 
@@ -49,7 +47,7 @@ def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local", e
     return run
 
 
-def test_a_run_scaled_to_an_uneven_number_of_tasks_must_give_the_bits_of_one(clusters: Clusters) -> None:
+def test_a_run_scaled_to_an_uneven_number_of_tasks_must_give_the_bits_of_one(clusters):
     """6 shards on 2 tasks, then on 4, of which two have one shard more."""
     run = scaled(clusters, "uneven", 1, 3, ending="stop")
     steps = summary(run)["steps"]
@@ -61,19 +59,17 @@ def test_a_run_scaled_to_an_uneven_number_of_tasks_must_give_the_bits_of_one(clu
 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_any_number_of_tasks_must_give_the_bits_of_one(clusters: Clusters, alone: RunFolder, workers: int) -> None:
+def test_any_number_of_tasks_must_give_the_bits_of_one(clusters, alone, workers):
     check_same(clusters.up(f"workers-{workers}", f"--workers={workers} {ELASTIC} {LONGER}"), alone)
 
 
 @pytest.mark.long
-def test_a_run_scaled_to_as_many_tasks_as_shards_must_give_the_bits_of_one(
-    clusters: Clusters, alone: RunFolder
-) -> None:
+def test_a_run_scaled_to_as_many_tasks_as_shards_must_give_the_bits_of_one(clusters, alone):
     check_same(scaled(clusters, "scaled", 2, 1, 5), alone)
 
 
 @pytest.mark.long
 @pytest.mark.docker
 @pytest.mark.usefixtures("images")
-def test_containers_must_give_the_bits_of_one_process(clusters: Clusters, alone: RunFolder) -> None:
+def test_containers_must_give_the_bits_of_one_process(clusters, alone):
     check_same(scaled(clusters, "contained", 1, 2, runtime="docker"), alone)

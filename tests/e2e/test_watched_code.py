@@ -1,13 +1,10 @@
 """A run in containers whose code is worked on: what is saved trains, from where training was."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,7 +18,7 @@ CHANGED = "this is the changed code"
 
 
 @pytest.fixture
-def edited(data: Path, tmp_path: Path, copy_checkout: Callable[..., None]) -> Iterator[Clusters]:
+def edited(data, tmp_path, copy_checkout) -> Iterator[Clusters]:
     """Commands of a copy of the checkout, with images of its own."""
     folder = tmp_path / "checkout"
     copy_checkout(folder)
@@ -35,7 +32,7 @@ def edited(data: Path, tmp_path: Path, copy_checkout: Callable[..., None]) -> It
 @pytest.mark.long
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
-def test_a_change_of_the_code_must_start_every_task_again(edited: Clusters) -> None:
+def test_a_change_of_the_code_must_start_every_task_again(edited):
     options = ("--name=edited", "--workers=1", "--runtime=docker", "--tensorboard-port=0", "--detach")
     edited.invoke("up", *options, "--", *TRAINING, *ENDLESS, "--checkpoint-every", "50", timeout_s=900)
     run, log = edited.run("edited"), edited.checkout / "watch.log"

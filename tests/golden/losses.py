@@ -5,8 +5,6 @@ A change of numerics, ours or of a newer library, shows in `make test`. `invoke 
     python -m tests.golden.losses
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

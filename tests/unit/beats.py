@@ -1,7 +1,5 @@
 """Records that the tasks of a run leave."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

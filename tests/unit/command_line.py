@@ -1,7 +1,5 @@
 """The command line, called as a user does, and its tasks, called as functions."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

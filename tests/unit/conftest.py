@@ -1,7 +1,5 @@
 """Fixtures of the unit tests."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -32,14 +30,14 @@ from tests.unit.launching import CONFIG
 
 
 @pytest.fixture(scope="session", autouse=True)
-def results(tmp_path_factory: pytest.TempPathFactory) -> None:
+def results(tmp_path_factory):
     """A folder for what is measured once; one of pytest's several processes has its own in that of all."""
     own = tmp_path_factory.getbasetemp()
     measured.results = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(autouse=True)
-def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+def unsynced(monkeypatch):
     """Nothing is flushed to the disk: tests have no power failures, and a busy disk takes most of a test's time."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
@@ -62,7 +60,7 @@ def start_run() -> Iterator[Callable[[RunFolder], Gang]]:
 
 
 @pytest.fixture
-def start_gang(make_run: Callable[..., RunFolder], start_run: Callable[[RunFolder], Gang], tmp_path: Path) -> StartGang:
+def start_gang(make_run, start_run, tmp_path) -> StartGang:
     """Starts a cluster whose every task runs the given lines of Python.
 
     `imports` goes before the lines; `absent` tasks are in the cluster but never started; `stopped` asks the run to stop
@@ -112,7 +110,7 @@ def start_gang(make_run: Callable[..., RunFolder], start_run: Callable[[RunFolde
 
 
 @pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def hurried(monkeypatch):
     """Watchers for whom nearly a second passes between two looks."""
     ticks = itertools.count(0.0, 0.9)
     monkeypatch.setattr(watch, "POLL_S", 0.001)
@@ -121,19 +119,19 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+def resolved(monkeypatch):
     """The configuration, without the process that checks it."""
     monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), ""))
 
 
 @pytest.fixture
-def recorded_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded_configuration(monkeypatch):
     """The configuration of the run that goes on, without the process that checks it."""
     monkeypatch.setattr(configuration, "resolve", lambda request, base, *_: (read_json(base), (), ""))
 
 
 @pytest.fixture
-def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def docker(tmp_path, monkeypatch) -> Callable[[str], Path]:
     """Puts a `docker` with this script on the PATH, alone; returns the file that lists how it was called."""
 
     def put(script: str) -> Path:

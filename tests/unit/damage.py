@@ -1,7 +1,5 @@
 """Run folders as they really are, and what a power failure, a careless hand or a hostile task may make of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

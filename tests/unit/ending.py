@@ -1,7 +1,5 @@
 """How a test ends a run that has no tasks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cluster.contract.results import summary

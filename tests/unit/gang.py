@@ -1,7 +1,5 @@
 """A cluster of fake trainers under way: real agents as real processes under the real supervisor, without TensorFlow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

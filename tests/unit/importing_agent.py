@@ -1,7 +1,5 @@
 """An agent that imports what its programs need, as one in a container: its arguments are the module and the program."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What tests of the way from a request to a started run share; the fixtures are in `conftest.py`."""
 
-from __future__ import annotations
-
 import pytest
 
 from cluster.host.launch import planning

@@ -1,7 +1,5 @@
 """What the chief records of each generation, for tests that leave such records."""
 
-from __future__ import annotations
-
 from typing import Any
 
 LEDGER: dict[str, Any] = {

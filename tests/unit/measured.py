@@ -4,8 +4,6 @@ What is measured needs several logical devices, a cluster, or Keras without `ker
 Each of these is decided once a process, and all other unit tests share pytest's.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import json

@@ -1,7 +1,5 @@
 """What a supervisor imports before its tasks begin as its copies, in tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -11,8 +11,6 @@ programs without TensorFlow. Every few actions all commands are ended, and then
 - after `clean` no run folder is left.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

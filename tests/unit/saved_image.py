@@ -1,7 +1,5 @@
 """Small archives of images, as `docker image save` writes them."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

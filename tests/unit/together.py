@@ -1,7 +1,5 @@
 """The same thing several times at once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

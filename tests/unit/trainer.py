@@ -3,8 +3,6 @@
 It passes the gate when it is imported. Tests write a few lines after `from tests.unit.trainer import *`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,24 +1,20 @@
 """The failure policy: fake trainers die in every way, and the agents do what the contract says."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 
 from cluster.agent import agent
 from cluster.agent.gang.board import Board
-from cluster.contract.run.folder import RunFolder
 from cluster.host.control import watch
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
 from cluster.system.processes import start_ticks
-from tests.unit.gang import SIGKILLED, StartGang, assert_ended
+from tests.unit.gang import SIGKILLED, assert_ended
 from tests.waiting import wait_for
 
 ALL_FINISH = "train(5), meet(), finish()"
@@ -33,7 +29,7 @@ def ended(pid: int) -> bool:
 # The end of a run
 
 
-def test_a_run_that_succeeds_writes_its_summary(start_gang: StartGang) -> None:
+def test_a_run_that_succeeds_writes_its_summary(start_gang):
     summary = start_gang(ALL_FINISH, workers=2).summary()
     assert_ended(
         summary,
@@ -45,13 +41,13 @@ def test_a_run_that_succeeds_writes_its_summary(start_gang: StartGang) -> None:
     )
 
 
-def test_the_chief_alone_needs_no_cluster(start_gang: StartGang) -> None:
+def test_the_chief_alone_needs_no_cluster(start_gang):
     summary = start_gang("assert 'TF_CONFIG' not in os.environ\n" + ALL_FINISH, workers=0).summary()
     assert ("succeeded", {"chief": 0}) == (summary["state"], summary["tasks"])
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang: StartGang, code: int) -> None:
+def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang, code):
     lines = f"train(3)\nif NAME == 'worker-0': print('error: loss is nan at step 3\\n'); sys.exit({code})\nwork()"
     gang = start_gang(lines, workers=1)
     summary = gang.summary()
@@ -63,14 +59,14 @@ def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang: StartGang, c
     assert {"chief": "stopped", "worker-0": "failed"} == {n: beat["state"] for n, beat in gang.run.heartbeats().items()}
 
 
-def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang: StartGang) -> None:
+def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang):
     gang = start_gang("sys.exit('a wrong installation')", imports="import sys", absent=("worker-0",), workers=1)
     outcome = gang.outcome()  # long before the rendezvous' end
     cause = ("failed", "chief", 1, "exit code 1, last line: a wrong installation")
     assert cause == tuple(outcome[key] for key in ("state", "task", "exit_code", "error"))
 
 
-def test_a_task_that_dies_after_the_end_changes_nothing(start_gang: StartGang) -> None:
+def test_a_task_that_dies_after_the_end_changes_nothing(start_gang):
     gang = start_gang(
         "if NAME == 'chief': train(5), meet(), finish()\ntrain(5), until(lambda: run.outcome), die()", workers=1
     )
@@ -78,7 +74,7 @@ def test_a_task_that_dies_after_the_end_changes_nothing(start_gang: StartGang) -
     assert ("succeeded", [], 0) == (summary["state"], summary["restarts"], gang.run.generation)
 
 
-def test_what_a_program_started_ends_with_it(start_gang: StartGang) -> None:
+def test_what_a_program_started_ends_with_it(start_gang):
     lines = """
 import subprocess
 if NAME == 'worker-0' and not GENERATION:
@@ -97,7 +93,7 @@ train(5), finish()
 # Synchronous strategies: the gang starts and ends together
 
 
-def test_killing_a_worker_restarts_the_gang(start_gang: StartGang) -> None:
+def test_killing_a_worker_restarts_the_gang(start_gang):
     gang = start_gang("train(5)\nif not GENERATION: work()\ntrain(6), meet(), finish()", workers=2)
     for task in ("chief", "worker-0", "worker-1"):
         gang.await_step(task, 5)
@@ -113,7 +109,7 @@ def test_killing_a_worker_restarts_the_gang(start_gang: StartGang) -> None:
     assert not set(first_pids.values()) & {gang.pid(task) for task in first_pids}
 
 
-def test_contact_lost_waits_for_the_task_that_really_died(start_gang: StartGang) -> None:
+def test_contact_lost_waits_for_the_task_that_really_died(start_gang):
     lines = """
 train(3)
 if GENERATION: finish()
@@ -130,14 +126,14 @@ die()
     assert [("worker-0", SIGKILLED)] == [(r["task"], r["cause"]) for r in summary["restarts"]]
 
 
-def test_contact_lost_without_a_culprit_restarts_the_gang(start_gang: StartGang) -> None:
+def test_contact_lost_without_a_culprit_restarts_the_gang(start_gang):
     lines = "train(3)\nif GENERATION: finish()\nif NAME == 'chief': meet(), sys.exit(75)\nwork()"
     summary = start_gang(lines, workers=1).summary()
     assert "succeeded" == summary["state"]
     assert [("chief", "lost contact with the cluster")] == [(r["task"], r["cause"]) for r in summary["restarts"]]
 
 
-def test_a_killed_agent_comes_back_and_restarts_the_gang(start_gang: StartGang) -> None:
+def test_a_killed_agent_comes_back_and_restarts_the_gang(start_gang):
     gang = start_gang("train(5)\nif not GENERATION: work()\ntrain(5), meet(), finish()", workers=1)
     gang.await_step("worker-0", 5)
     agent, program = gang.pid("worker-0", "agent"), gang.pid("worker-0")
@@ -150,7 +146,7 @@ def test_a_killed_agent_comes_back_and_restarts_the_gang(start_gang: StartGang) 
 
 
 @pytest.mark.parametrize("task", ["chief", "worker-0"])
-def test_an_agent_killed_when_its_program_is_done_does_not_train_again(start_gang: StartGang, task: str) -> None:
+def test_an_agent_killed_when_its_program_is_done_does_not_train_again(start_gang, task):
     lines = f"""
 train(5), meet()
 if NAME != '{task}': until(lambda: (run.path / 'killed').exists())
@@ -172,7 +168,7 @@ finish()
 # Parameter servers
 
 
-def test_a_worker_under_ps_restarts_alone(start_gang: StartGang) -> None:
+def test_a_worker_under_ps_restarts_alone(start_gang):
     lines = """
 if NAME == 'worker-0' and not RESTARTS: train(3), die()
 if NAME.startswith(('worker', 'ps')): serve()
@@ -193,7 +189,7 @@ train(3), until(lambda: any(event['event'] == 'resumed' for event in run.events(
 
 
 @pytest.mark.parametrize("task", ["ps-0", "chief"])
-def test_a_ps_or_its_chief_that_dies_restarts_the_gang(start_gang: StartGang, task: str) -> None:
+def test_a_ps_or_its_chief_that_dies_restarts_the_gang(start_gang, task):
     lines = f"if NAME == '{task}' and not GENERATION: train(3), die()\n{SERVERS_SERVE}"
     lines += "if not GENERATION: work()\ntrain(5), meet(), finish()"
     gang = start_gang(lines, workers=1, ps=1)
@@ -202,9 +198,7 @@ def test_a_ps_or_its_chief_that_dies_restarts_the_gang(start_gang: StartGang, ta
     assert [1, 1, 1] == [gang.pid(name, "generation") for name in ("chief", "worker-0", "ps-0")]
 
 
-def test_a_gang_restart_waits_for_a_worker_that_once_restarted_alone(
-    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gang_restart_waits_for_a_worker_that_once_restarted_alone(start_gang, monkeypatch):
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "5")
     lines = """
 if NAME == 'worker-0' and not RESTARTS: train(3), die()
@@ -216,7 +210,7 @@ if NAME == 'ps-0' and not GENERATION: until(lambda: run.heartbeats()['worker-0']
     assert {"chief": 1, "worker-0": 2, "ps-0": 1} == {n: beat["restarts"] for n, beat in gang.run.heartbeats().items()}
 
 
-def test_a_killed_agent_of_a_worker_under_ps_restarts_only_that_worker(start_gang: StartGang) -> None:
+def test_a_killed_agent_of_a_worker_under_ps_restarts_only_that_worker(start_gang):
     lines = SERVERS_SERVE + "train(3), until(lambda: (run.path / 'enough').exists()), finish()"
     gang = start_gang(lines, workers=1, ps=1)
     wait_for(lambda: gang.beat("worker-0")["state"] == "training", "the worker")
@@ -234,7 +228,7 @@ def test_a_killed_agent_of_a_worker_under_ps_restarts_only_that_worker(start_gan
 
 
 @pytest.mark.parametrize("end", ["sys.exit('no checkpoint can be read')", "die()"])
-def test_an_evaluator_never_fails_the_run(start_gang: StartGang, end: str) -> None:
+def test_an_evaluator_never_fails_the_run(start_gang, end):
     lines = f"""
 if NAME == 'evaluator': until(lambda: run.heartbeats().get('chief', {{}}).get('step') == 3), {end}
 train(3)
@@ -246,7 +240,7 @@ finish()
     assert ("succeeded", [], 0) == (summary["state"], summary["restarts"], summary["tasks"]["chief"])
 
 
-def test_an_evaluator_stops_after_the_last_checkpoint(start_gang: StartGang) -> None:
+def test_an_evaluator_stops_after_the_last_checkpoint(start_gang):
     last = "import signal; signal.signal(signal.SIGTERM, lambda *_: finish('stopped') if run.outcome else die())"
     gang = start_gang(f"if NAME == 'evaluator': {last}\ntrain(3), work(saving_s=0.5)", workers=1, evaluator=True)
     for task in ("chief", "worker-0", "evaluator"):
@@ -258,7 +252,7 @@ def test_an_evaluator_stops_after_the_last_checkpoint(start_gang: StartGang) -> 
 # Stops
 
 
-def test_sigterm_to_one_agent_stops_every_task(start_gang: StartGang) -> None:
+def test_sigterm_to_one_agent_stops_every_task(start_gang):
     gang = start_gang("train(3), work()", workers=2, evaluator=True)
     for task in ("chief", "worker-0", "worker-1", "evaluator"):
         gang.await_step(task, 3)
@@ -269,7 +263,7 @@ def test_sigterm_to_one_agent_stops_every_task(start_gang: StartGang) -> None:
     assert {"stopped"} == {beat["state"] for beat in gang.run.heartbeats().values()}
 
 
-def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang: StartGang) -> None:
+def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang):
     gang = start_gang(SERVERS_SERVE + "train(3), work(saving_s=0.5)", workers=1, ps=1)
     gang.await_step("chief", 3)
     gang.run.request_stop("a test")
@@ -277,21 +271,19 @@ def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang: StartGa
     assert {"chief": 0, "worker-0": 0, "ps-0": 0} == gang.summary()["tasks"]
 
 
-def test_a_stop_while_tasks_wait_for_each_other_ends_the_run(start_gang: StartGang) -> None:
+def test_a_stop_while_tasks_wait_for_each_other_ends_the_run(start_gang):
     gang = start_gang(ALL_FINISH, absent=("worker-0",), workers=1)
     wait_for(lambda: gang.beat("chief")["state"] == "waiting", "the chief at the rendezvous")
     gang.run.request_stop("a test")
     assert "stopped" == gang.outcome()["state"]
 
 
-def test_a_stop_before_the_start_ends_the_run(start_gang: StartGang) -> None:
+def test_a_stop_before_the_start_ends_the_run(start_gang):
     summary = start_gang("until(lambda: False)", workers=1, stopped=True).summary()
     assert ("stopped", 0) == (summary["state"], summary["steps"])
 
 
-def test_a_task_that_comes_after_the_end_does_not_hold_it_up(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_comes_after_the_end_does_not_hold_it_up(make_run, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the agents run in this very process
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the summary waits for a task that never ran"))
     run = make_run(workers=1)
@@ -304,9 +296,7 @@ def test_a_task_that_comes_after_the_end_does_not_hold_it_up(
 # The start
 
 
-def test_a_missing_task_is_named_and_the_start_ends_with_4(
-    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_task_is_named_and_the_start_ends_with_4(start_gang, monkeypatch):
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
     gang = start_gang(ALL_FINISH, absent=("worker-1",), workers=2)
     outcome = gang.outcome()
@@ -326,9 +316,7 @@ def test_a_missing_task_is_named_and_the_start_ends_with_4(
         ({"TASK": "chief", "TF_CONFIG": "{}"}, "TF_CONFIG '{}'"),
     ],
 )
-def test_an_agent_that_was_started_wrongly_says_so_in_one_line(
-    make_run: Callable[..., RunFolder], environment: dict[str, str], message: str
-) -> None:
+def test_an_agent_that_was_started_wrongly_says_so_in_one_line(make_run, environment, message):
     run = {"RUN_DIR": str(make_run(workers=1).path)} if environment else {}
     command = [sys.executable, "-m", "cluster.agent"]
     done = subprocess.run(command, env=os.environ | run | environment, capture_output=True, text=True, timeout=300)

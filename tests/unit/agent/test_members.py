@@ -1,7 +1,5 @@
 """Elastic runs with real agents: who is left out runs nothing, decides nothing, waits, and is taken in again."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 
@@ -17,7 +15,7 @@ from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import REQUEUE, RunFolder
 from cluster.contract.run.heartbeat import Heartbeat
 from cluster.system.json_files import read_json, write_json
-from tests.unit.gang import Gang, StartGang
+from tests.unit.gang import Gang
 from tests.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
@@ -32,7 +30,7 @@ assert 0 == cluster['task']['index'], cluster
 
 
 @pytest.fixture
-def begin(start_gang: StartGang, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gang]:
+def begin(start_gang, monkeypatch) -> Callable[..., Gang]:
     """Starts a gang of a chief and two workers without worker-0, and the chief once worker-1 waits for it."""
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "2")
 
@@ -46,7 +44,7 @@ def begin(start_gang: StartGang, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     return start
 
 
-def test_a_run_goes_on_without_a_worker_that_stays_away(begin: Callable[..., Gang]) -> None:
+def test_a_run_goes_on_without_a_worker_that_stays_away(begin):
     gang = begin(CHECKED + "train(5), meet(), finish()", min_workers=1)
     summary = gang.summary()
     assert ("succeeded", 2) == (summary["state"], summary["replicas"])
@@ -60,16 +58,14 @@ def test_a_run_goes_on_without_a_worker_that_stays_away(begin: Callable[..., Gan
     assert 3 == len(gang.run.load_cluster().tasks)  # which is what was requested
 
 
-def test_a_run_that_needs_the_worker_fails_and_names_it(begin: Callable[..., Gang]) -> None:
+def test_a_run_that_needs_the_worker_fails_and_names_it(begin):
     gang = begin("train(5), meet(), finish()", min_workers=2)
     outcome = gang.outcome()
     assert ("failed", 4) == (outcome["state"], outcome["exit_code"])
     assert "missing worker-0 (" in outcome["error"]
 
 
-def test_a_worker_that_returns_waits_and_a_failure_of_the_others_does_not_bring_it_in(
-    begin: Callable[..., Gang],
-) -> None:
+def test_a_worker_that_returns_waits_and_a_failure_of_the_others_does_not_bring_it_in(begin):
     lines = "train(3)\nif GENERATION == 1: until(lambda: (run.path / 'go').exists())\n"
     gang = begin(lines + "if GENERATION == 1 and NAME == 'worker-1': die()\nwork()", min_workers=1)
     gang.await_step("worker-1", 3)
@@ -97,7 +93,7 @@ def record(run: RunFolder, **elasticity: object) -> None:
 
 
 @pytest.fixture
-def without(make_run: MakeRun) -> RunFolder:
+def without(make_run) -> RunFolder:
     """A run of a chief and two workers that goes on without worker-1, in generation 1."""
     run = make_run(workers=2)
     record(run, min_workers=1, grow=True)
@@ -108,7 +104,7 @@ def without(make_run: MakeRun) -> RunFolder:
     return run
 
 
-def test_only_the_chief_leaves_a_task_out(make_run: MakeRun) -> None:
+def test_only_the_chief_leaves_a_task_out(make_run):
     run = make_run(workers=2)
     record(run, min_workers=0)
     cluster = run.load_cluster()
@@ -122,8 +118,8 @@ def test_only_the_chief_leaves_a_task_out(make_run: MakeRun) -> None:
     [([], 0, True), ([], 1, True), ([], 2, False), ([0], 2, True), ([0], 3, False), ([0, 3], 5, True)],
 )
 def test_a_job_is_queued_again_for_a_lost_task_unless_its_cluster_is_never_complete(
-    complete: list[int], generation: int, again: bool, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    complete, generation, again, make_run, monkeypatch
+):
     run = make_run(workers=2)
     for each in complete:
         run.event("chief", "cluster complete", generation=each)
@@ -133,7 +129,7 @@ def test_a_job_is_queued_again_for_a_lost_task_unless_its_cluster_is_never_compl
     assert again == members.are_queued_again(generation)
 
 
-def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without: RunFolder) -> None:
+def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without):
     cluster, chief = without.load_cluster(), without.load_cluster().task("chief")
     assert not Members(without, cluster, chief).go_on_without(Recovery(without, cluster, chief), 1, {"worker-0"}, 60)
     record(without, min_workers=0)
@@ -144,19 +140,19 @@ def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without: RunFo
     assert ((), "") == (alone.members, members.variables(alone)["TF_CONFIG"])
 
 
-def test_a_loss_never_counts_as_a_failure_of_the_program(without: RunFolder) -> None:
+def test_a_loss_never_counts_as_a_failure_of_the_program(without):
     assert [PLANNED] == [attempt.kind for attempt in attempts.of_gang(without, 1)]
     assert 1 == attempts.restarts(without, "chief")
 
 
-def test_the_agent_of_a_task_that_was_left_out_reports_no_death(without: RunFolder) -> None:
+def test_the_agent_of_a_task_that_was_left_out_reports_no_death(without):
     Heartbeat(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")
     killed = agent.Agent(Board(without.path), "worker-1", ["false"], rendezvous_timeout_s=1)
     killed._report_own_death()
     assert (1, None) == (without.generation, without.outcome)
 
 
-def test_sigterm_to_a_task_that_was_left_out_ends_its_agent_alone(without: RunFolder) -> None:
+def test_sigterm_to_a_task_that_was_left_out_ends_its_agent_alone(without):
     with pytest.raises(SystemExit):
         agent.Agent(Board(without.path), "worker-1", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
     assert not without.stop_requested
@@ -164,7 +160,7 @@ def test_sigterm_to_a_task_that_was_left_out_ends_its_agent_alone(without: RunFo
     assert without.stop_requested
 
 
-def test_sigterm_to_a_task_whose_code_was_changed_ends_its_agent_alone(make_run: Callable[..., RunFolder]) -> None:
+def test_sigterm_to_a_task_whose_code_was_changed_ends_its_agent_alone(make_run):
     run = make_run(workers=1)
     write_json(run.replaced, {})
     with pytest.raises(SystemExit):
@@ -173,7 +169,7 @@ def test_sigterm_to_a_task_whose_code_was_changed_ends_its_agent_alone(make_run:
 
 
 @pytest.fixture
-def returned(without: RunFolder) -> Iterator[RunFolder]:
+def returned(without) -> Iterator[RunFolder]:
     """The same, and worker-1's agent is back."""
     over = threading.Event()
     cluster = without.load_cluster()
@@ -195,9 +191,7 @@ def look(run: RunFolder, saved: int) -> None:
     members.take_in_returned(recovery, run.generation)
 
 
-def test_a_task_that_returned_and_can_be_reached_is_taken_in(
-    returned: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_returned_and_can_be_reached_is_taken_in(returned, monkeypatch):
     monkeypatch.setattr(elastic.Returns, "due", lambda self, waiting, saved: frozenset(waiting))
     wait_for(lambda: look(returned, 10) or returned.generation == 2, "worker-1 to be taken in")
     assert frozenset() == membership.left_out(returned)
@@ -208,16 +202,14 @@ def test_a_task_that_returned_and_can_be_reached_is_taken_in(
     assert {"worker-1": 1} == membership.times_left_out(returned)
 
 
-def test_a_task_out_of_reach_is_not_taken_in(without: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_out_of_reach_is_not_taken_in(without, monkeypatch):
     Heartbeat(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")  # and nothing listens
     monkeypatch.setattr(elastic.Returns, "due", lambda self, waiting, saved: frozenset(waiting))
     look(without, 10)
     assert 1 == without.generation
 
 
-def test_nobody_is_taken_in_unasked_or_while_the_run_stops(
-    returned: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_is_taken_in_unasked_or_while_the_run_stops(returned, monkeypatch):
     monkeypatch.setattr(elastic.Returns, "due", lambda self, waiting, saved: frozenset(waiting))
     record(returned, grow=False)
     look(returned, 10)
@@ -227,13 +219,13 @@ def test_nobody_is_taken_in_unasked_or_while_the_run_stops(
     assert 1 == returned.generation
 
 
-def test_a_task_that_waits_answers_only_its_generation(returned: RunFolder) -> None:
+def test_a_task_that_waits_answers_only_its_generation(returned):
     chief, worker = (returned.load_cluster().task(name) for name in ("chief", "worker-1"))
     wait_for(lambda: rendezvous.reaches(chief, worker, joining.generation_token(returned, 1), 1), "an answer")
     assert not rendezvous.reaches(chief, worker, joining.generation_token(returned, 0), 1)
 
 
-def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without: RunFolder) -> None:
+def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without):
     chief = agent.Agent(Board(without.path), "chief", ["false"], rendezvous_timeout_s=1)
     Heartbeat(without, without.load_cluster().task("chief"), 1).update(state="stopped")
     without.request_stop("invoke scale", then="scale")
@@ -242,7 +234,7 @@ def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without: RunFolder)
     assert (2, {"worker-1"}) == (without.generation, membership.left_out(without))
 
 
-def test_a_frozen_task_that_returns_acts_on_nothing(without: RunFolder) -> None:
+def test_a_frozen_task_that_returns_acts_on_nothing(without):
     """Its generation is over, whatever its program ended with meanwhile."""
     zombie = agent.Agent(Board(without.path), "worker-1", ["false"], rendezvous_timeout_s=1)
     program = type("Ended", (), {"wait": lambda self: 1, "error": lambda self, code: "an error"})()
@@ -250,7 +242,7 @@ def test_a_frozen_task_that_returns_acts_on_nothing(without: RunFolder) -> None:
     assert (1, None) == (without.generation, without.outcome)
 
 
-def test_only_the_others_wait_for_the_chief_s_decision(without: RunFolder) -> None:
+def test_only_the_others_wait_for_the_chief_s_decision(without):
     cluster = without.load_cluster()
     waits = [
         Members(without, cluster, cluster.task(name)).patience_s(60, [missing])

@@ -1,7 +1,5 @@
 """The rendezvous: it is complete when everybody answers everybody, and otherwise ends in time saying who is missing."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import socket
@@ -76,14 +74,14 @@ def listening(cluster: ClusterSpec, name: str, says: bytes = b"") -> Iterator[so
             server.shutdown(socket.SHUT_RDWR)
 
 
-def test_who_has_met_an_earlier_attempt_need_not_answer_this_one(three: ClusterSpec) -> None:
+def test_who_has_met_an_earlier_attempt_need_not_answer_this_one(three):
     back = arrive(three, "worker-0", passed=lambda: frozenset({"chief", "worker-0"}))
     assert [None, None] == [
         arrival.end() for arrival in (back, arrive(three, "worker-1", passed=lambda: frozenset({"chief"})))
     ]
 
 
-def test_a_complete_cluster_passes_and_frees_its_ports(three: ClusterSpec) -> None:
+def test_a_complete_cluster_passes_and_frees_its_ports(three):
     assert [None] * 3 == [arrival.end() for arrival in [arrive(three, task.name) for task in three.tasks]]
     for task in three.tasks:  # TensorFlow's servers come next
         with socket.socket() as server:
@@ -91,7 +89,7 @@ def test_a_complete_cluster_passes_and_frees_its_ports(three: ClusterSpec) -> No
             server.bind(("127.0.0.1", task.port))
 
 
-def test_nobody_passes_before_the_last_has_come(three: ClusterSpec) -> None:
+def test_nobody_passes_before_the_last_has_come(three):
     early = [arrive(three, "chief"), arrive(three, "worker-0")]
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
@@ -99,12 +97,12 @@ def test_nobody_passes_before_the_last_has_come(three: ClusterSpec) -> None:
     assert [None] * 3 == [arrival.end() for arrival in [*early, arrive(three, "worker-1")]]
 
 
-def test_the_chief_alone_does_not_wait() -> None:
+def test_the_chief_alone_does_not_wait():
     cluster = spec.build(0, evaluator=True)
     rendezvous.wait(cluster, cluster.task("chief"), token="run/0", timeout_s=0)
 
 
-def test_a_missing_task_is_named_with_what_else_is_known(three: ClusterSpec) -> None:
+def test_a_missing_task_is_named_with_what_else_is_known(three):
     here = [
         arrive(three, name, timeout_s=0.5, explain=lambda name: f"{name}: exit code 1")
         for name in ("chief", "worker-0")
@@ -116,7 +114,7 @@ def test_a_missing_task_is_named_with_what_else_is_known(three: ClusterSpec) -> 
         assert f"the cluster was not complete after 0.5 s: missing worker-1 ({reason})" == str(error)
 
 
-def test_a_name_that_does_not_resolve_is_distinguished(three: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_does_not_resolve_is_distinguished(three, monkeypatch):
     moved = tuple(replace(task, host="gone") if task.name == "worker-1" else task for task in three.tasks)
     connect = socket.create_connection
 
@@ -140,14 +138,14 @@ def test_a_name_that_does_not_resolve_is_distinguished(three: ClusterSpec, monke
         (b"\0\0\0\x20" + bytes(32) + b"\0\0\0\x20" + bytes(32), "answers with something else"),  # a wrong proof
     ],
 )
-def test_somebody_else_on_a_task_s_address_is_not_that_task(says: bytes, message: str) -> None:
+def test_somebody_else_on_a_task_s_address_is_not_that_task(says, message):
     cluster = spec.build(1, ports=free_ports(2))
     with listening(cluster, "worker-0", says):
         error = arrive(cluster, "chief", timeout_s=0.4).end()
     assert f"worker-0 ({cluster.task('worker-0').address} {message}" in str(error)
 
 
-def test_tasks_of_different_generations_do_not_meet() -> None:
+def test_tasks_of_different_generations_do_not_meet():
     cluster, over = spec.build(1, ports=free_ports(2)), threading.Event()
     left_over = arrive(cluster, "worker-0", "run/0", abandon=over.is_set)
     assert "is not worker-0 of this generation" in str(arrive(cluster, "chief", "run/1", timeout_s=0.5).end())
@@ -155,7 +153,7 @@ def test_tasks_of_different_generations_do_not_meet() -> None:
     assert isinstance(left_over.end(), ports.Abandoned)
 
 
-def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself() -> None:
+def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself():
     cluster = spec.build(1, ports=free_ports(2))
     worker = cluster.task("worker-0")
     listener = ports.listen(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)
@@ -165,7 +163,7 @@ def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself() -> None
     assert "worker-0 (answers, but cannot reach this task)" in str(error)
 
 
-def test_a_port_that_stays_taken_is_an_error_in_the_end(three: ClusterSpec) -> None:
+def test_a_port_that_stays_taken_is_an_error_in_the_end(three):
     reported: list[str] = []
     with listening(three, "worker-0"):
         error = arrive(three, "worker-0", timeout_s=0.4, report=reported.append).end()
@@ -177,7 +175,7 @@ def test_a_port_that_stays_taken_is_an_error_in_the_end(three: ClusterSpec) -> N
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_port_is_waited_for_until_who_holds_it_has_ended(alone: bool) -> None:
+def test_a_port_is_waited_for_until_who_holds_it_has_ended(alone):
     cluster = spec.build(1, ports=free_ports(2))
     taken, reported = threading.Event(), []
 
@@ -201,7 +199,7 @@ def test_a_port_is_waited_for_until_who_holds_it_has_ended(alone: bool) -> None:
     assert [True, False] == reported
 
 
-def test_the_barrier_is_left_when_waiting_lost_its_purpose(three: ClusterSpec) -> None:
+def test_the_barrier_is_left_when_waiting_lost_its_purpose(three):
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
     over.set()
@@ -215,7 +213,7 @@ def connect_to(task: Task) -> socket.socket:
             return socket.create_connection((task.host, task.port))
 
 
-def test_strangers_do_not_keep_the_cluster_from_meeting(three: ClusterSpec) -> None:
+def test_strangers_do_not_keep_the_cluster_from_meeting(three):
     chief = arrive(three, "chief")
     strangers = []
     brackets = b"[" * 4000 + b"\n"  # too deep for a JSON parser
@@ -228,7 +226,7 @@ def test_strangers_do_not_keep_the_cluster_from_meeting(three: ClusterSpec) -> N
         stranger.close()
 
 
-def test_who_does_not_know_the_token_cannot_pass_as_a_task(three: ClusterSpec) -> None:
+def test_who_does_not_know_the_token_cannot_pass_as_a_task(three):
     chief = arrive(three, "chief", timeout_s=1)
     for token in ("run/1", "name/0", "run/0 worker-0", ""):
         assert rendezvous._greeting(three.task("worker-0"), three.task("chief"), token, 5)
@@ -237,7 +235,7 @@ def test_who_does_not_know_the_token_cannot_pass_as_a_task(three: ClusterSpec) -
     assert {"worker-0", "worker-1"} == error.missing
 
 
-def test_an_answer_of_another_task_does_not_count(three: ClusterSpec) -> None:
+def test_an_answer_of_another_task_does_not_count(three):
     chief = arrive(three, "chief", timeout_s=1)
     connect_to(three.task("chief")).close()
     moved = replace(three.task("worker-1"), port=three.task("chief").port)
@@ -248,12 +246,12 @@ def test_an_answer_of_another_task_does_not_count(three: ClusterSpec) -> None:
 # Servers
 
 
-def test_a_server_that_speaks_http2_is_there(three: ClusterSpec) -> None:
+def test_a_server_that_speaks_http2_is_there(three):
     with listening(three, "chief", b"\0\0\0\4"):
         assert ports.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
 
 
-def test_the_barrier_s_own_listener_is_no_server(three: ClusterSpec) -> None:
+def test_the_barrier_s_own_listener_is_no_server(three):
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
     assert not ports.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
@@ -262,7 +260,7 @@ def test_the_barrier_s_own_listener_is_no_server(three: ClusterSpec) -> None:
     chief.end()
 
 
-def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three: ClusterSpec) -> None:
+def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three):
     began = time.monotonic()
     assert not ports.await_servers([three.task("chief")], timeout_s=600, abandon=lambda: time.monotonic() > began + 0.1)
     assert time.monotonic() < began + 300
@@ -271,7 +269,7 @@ def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three: ClusterSpec)
 # A machine off its network
 
 
-def test_a_task_that_has_not_its_address_yet_tries_again(three: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_has_not_its_address_yet_tries_again(three, monkeypatch):
     tries: list[int] = []
     bind = socket.socket.bind
 
@@ -289,7 +287,7 @@ def test_a_task_that_has_not_its_address_yet_tries_again(three: ClusterSpec, mon
     assert 2 == len(tries)
 
 
-def test_a_task_that_never_gets_its_address_is_reported_in_time(three: ClusterSpec) -> None:
+def test_a_task_that_never_gets_its_address_is_reported_in_time(three):
     lost = replace(three, tasks=(replace(three.task("chief"), host="192.0.2.1"), *three.tasks[1:]))
     error = arrive(lost, "chief", timeout_s=0.3).end()
     assert isinstance(error, TimedOut)
@@ -315,7 +313,7 @@ class Gathering:
 
 
 @pytest.fixture
-def gathered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gathering]:
+def gathered(monkeypatch) -> Callable[..., Gathering]:
     """Lets tasks meet by a hub; counts who greets whom."""
     greet = rendezvous._greeting
 
@@ -332,7 +330,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gathering]:
     return make
 
 
-def test_where_a_hub_is_heard_each_greets_two(gathered: Callable[..., Gathering]) -> None:
+def test_where_a_hub_is_heard_each_greets_two(gathered):
     cluster = spec.build(7, ports=free_ports(8))
     gathering = gathered(cluster)
     arrivals = [arrive(cluster, task.name, hub=gathering.of(task.name)) for task in cluster.tasks]
@@ -350,9 +348,7 @@ def test_where_a_hub_is_heard_each_greets_two(gathered: Callable[..., Gathering]
         (40, True, None, 30.0, True),
     ],
 )
-def test_a_large_gang_greets_all_only_after_a_while(
-    number: int, heard: bool, absent: frozenset[str] | None, waited_s: float, greets_all: bool
-) -> None:
+def test_a_large_gang_greets_all_only_after_a_while(number, heard, absent, waited_s, greets_all):
     cluster = spec.build(number - 1)
     others = [task.name for task in cluster.members[1:]]
     attendance = rendezvous.Attendance.of("run/0", others)
@@ -361,7 +357,7 @@ def test_a_large_gang_greets_all_only_after_a_while(
     assert (frozenset(others) if greets_all else first) == attendance.gather(hub, first, waited_s, 60.0)
 
 
-def test_a_hub_that_falls_silent_for_a_moment_makes_nobody_greet_all() -> None:
+def test_a_hub_that_falls_silent_for_a_moment_makes_nobody_greet_all():
     cluster = spec.build(rendezvous.SMALL + 1)
     others = frozenset(task.name for task in cluster.members[1:])
     attendance = rendezvous.Attendance.of("run/0", others)
@@ -372,7 +368,7 @@ def test_a_hub_that_falls_silent_for_a_moment_makes_nobody_greet_all() -> None:
     assert others == attendance.gather(silent, first, 20.0 + rendezvous.HUB_S, 60.0)
 
 
-def test_those_who_are_still_absent_at_the_hub_are_greeted_if_they_are_few() -> None:
+def test_those_who_are_still_absent_at_the_hub_are_greeted_if_they_are_few():
     cluster = spec.build(39)
     attendance = rendezvous.Attendance.of("run/0", [task.name for task in cluster.members[1:]])
     first, absent = rendezvous.greeted_first(cluster, cluster.members[0]), frozenset({"worker-7", "worker-9"})
@@ -381,15 +377,13 @@ def test_those_who_are_still_absent_at_the_hub_are_greeted_if_they_are_few() -> 
     assert first | absent == attendance.gather(hub, first, rendezvous.GATHER_S, 60.0)
 
 
-def test_who_does_not_hear_the_hub_is_let_in(three: ClusterSpec, gathered: Callable[..., Gathering]) -> None:
+def test_who_does_not_hear_the_hub_is_let_in(three, gathered):
     gathering = gathered(three, unheard=("worker-0",))
     arrivals = [arrive(three, task.name, hub=gathering.of(task.name)) for task in three.tasks]
     assert [None] * 3 == [arrival.end() for arrival in arrivals]
 
 
-def test_who_was_met_by_greetings_alone_says_so_to_the_hub_before_it_leaves(
-    three: ClusterSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_was_met_by_greetings_alone_says_so_to_the_hub_before_it_leaves(three, monkeypatch):
     monkeypatch.setattr(rendezvous, "POLL_S", 0.3)  # all is done while both sleep
     come: set[str] = set()
     names = ("chief", "worker-0")
@@ -399,9 +393,7 @@ def test_who_was_met_by_greetings_alone_says_so_to_the_hub_before_it_leaves(
     assert set(names) == come
 
 
-def test_who_is_absent_at_the_hub_is_named_with_the_reason(
-    three: ClusterSpec, gathered: Callable[..., Gathering]
-) -> None:
+def test_who_is_absent_at_the_hub_is_named_with_the_reason(three, gathered):
     gathering = gathered(three)
     arrivals = [arrive(three, name, timeout_s=1, hub=gathering.of(name)) for name in ("chief", "worker-0")]
     for arrival in arrivals:
@@ -411,7 +403,7 @@ def test_who_is_absent_at_the_hub_is_named_with_the_reason(
         assert f"nothing listens on 127.0.0.1:{three.task('worker-1').port}" in str(error)
 
 
-def test_a_task_that_answers_is_not_missing(gathered: Callable[..., Gathering]) -> None:
+def test_a_task_that_answers_is_not_missing(gathered):
     """worker-0 greets worker-2 only once it has met the silent worker-1, so that worker-2 waits for both."""
     cluster = spec.build(3, ports=free_ports(4))
     gathering = gathered(cluster)
@@ -421,9 +413,7 @@ def test_a_task_that_answers_is_not_missing(gathered: Callable[..., Gathering]) 
     assert [{"worker-1"}] * 3 == [error.missing for error in errors if isinstance(error, rendezvous.Incomplete)]
 
 
-def test_whom_a_task_cannot_reach_it_names_although_the_hub_has_everybody(
-    three: ClusterSpec, gathered: Callable[..., Gathering]
-) -> None:
+def test_whom_a_task_cannot_reach_it_names_although_the_hub_has_everybody(three, gathered):
     gathering = gathered(three)
     gathering.absent.discard("worker-1")  # it has come, but its port is not to be reached
     error = arrive(three, "worker-0", timeout_s=1, hub=gathering.of("worker-0")).end()

@@ -1,7 +1,5 @@
 """How often the agents start again what fails: by itself a few times, killed from outside for ever, stopped at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from tests.unit.gang import Gang, StartGang
+from tests.unit.gang import Gang
 from tests.waiting import wait_for
 
 LONG_PAUSE_S = "30"
@@ -34,9 +32,7 @@ def record(run: RunFolder, generation: int) -> dict[str, Any]:
         ("os._exit(0)", "ended with exit code 0 before it was done"),
     ],
 )
-def test_a_program_that_fails_at_one_step_again_and_again_fails_the_run(
-    start_gang: StartGang, end: str, error: str
-) -> None:
+def test_a_program_that_fails_at_one_step_again_and_again_fails_the_run(start_gang, end, error):
     lines = "if NAME == 'chief': work()\ntrain(5)\nprint('step 5', flush=True)\n"
     summary = start_gang(lines + end, workers=1).summary()
     error = f"failed 4 times without progress after step 5: {error}"
@@ -45,12 +41,12 @@ def test_a_program_that_fails_at_one_step_again_and_again_fails_the_run(
     assert [(1, "worker-0"), (2, "worker-0"), (3, "worker-0")] == restarts(summary)
 
 
-def test_no_restart_may_be_wanted(start_gang: StartGang) -> None:
+def test_no_restart_may_be_wanted(start_gang):
     gang = start_gang("train(5), die(11)", workers=0, max_restarts=0)
     assert ("failed", []) == (gang.summary()["state"], gang.summary()["restarts"])
 
 
-def test_kills_from_outside_at_one_step_do_not_end_the_run(start_gang: StartGang) -> None:
+def test_kills_from_outside_at_one_step_do_not_end_the_run(start_gang):
     lines = "if GENERATION < 2 and NAME == 'chief': work()\ntrain(5)\nif GENERATION < 2: die()\nmeet(), finish()"
     gang = start_gang(lines, workers=1, max_restarts=0)
     summary = gang.summary()
@@ -60,7 +56,7 @@ def test_kills_from_outside_at_one_step_do_not_end_the_run(start_gang: StartGang
     }
 
 
-def test_kills_at_one_step_that_never_end_fail_the_run(start_gang: StartGang) -> None:
+def test_kills_at_one_step_that_never_end_fail_the_run(start_gang):
     gang = start_gang("train(5), die()", workers=0, elastic={"max_external_restarts": 2})
     summary = gang.summary()
     assert ("failed", 2) == (summary["state"], gang.run.generation)
@@ -70,7 +66,7 @@ def test_kills_at_one_step_that_never_end_fail_the_run(start_gang: StartGang) ->
         assert known in cause["error"]
 
 
-def test_a_worker_of_parameter_servers_that_cannot_work_fails_the_run(start_gang: StartGang) -> None:
+def test_a_worker_of_parameter_servers_that_cannot_work_fails_the_run(start_gang):
     lines = "if NAME == 'worker-0': sys.exit(70)\n" + SERVERS_SERVE + "train(3), work()"
     gang = start_gang(lines, workers=2, ps=1)
     summary = gang.summary()
@@ -78,14 +74,14 @@ def test_a_worker_of_parameter_servers_that_cannot_work_fails_the_run(start_gang
     assert 3 == len(gang.events("restarted"))
 
 
-def test_a_worker_of_parameter_servers_that_is_killed_comes_back_however_often(start_gang: StartGang) -> None:
+def test_a_worker_of_parameter_servers_that_is_killed_comes_back_however_often(start_gang):
     lines = "if NAME == 'worker-0' and RESTARTS < 2: die()\n" + SERVERS_SERVE
     lines += "train(3), until(lambda: run.heartbeats().get('worker-0', {}).get('restarts') == 2), meet(), finish()"
     gang = start_gang(lines, workers=1, ps=1, max_restarts=0)
     assert ("succeeded", 0) == (gang.summary()["state"], gang.run.generation)
 
 
-def test_a_server_that_ends_with_0_has_failed(start_gang: StartGang) -> None:
+def test_a_server_that_ends_with_0_has_failed(start_gang):
     lines = "if NAME == 'ps-0' and not GENERATION: sys.exit(0)\n" + SERVERS_SERVE
     gang = start_gang(lines + "if not GENERATION: work()\ntrain(3), meet(), finish()", workers=1, ps=1)
     summary = gang.summary()
@@ -93,7 +89,7 @@ def test_a_server_that_ends_with_0_has_failed(start_gang: StartGang) -> None:
     assert "ended with exit code 0 before it was done" == summary["restarts"][0]["cause"]
 
 
-def test_an_abort_that_follows_from_another_crash_is_not_the_culprit(start_gang: StartGang) -> None:
+def test_an_abort_that_follows_from_another_crash_is_not_the_culprit(start_gang):
     lines = """
 train(3)
 if GENERATION: meet(), finish()
@@ -110,7 +106,7 @@ die(11)
 
 
 @pytest.fixture
-def long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_pause(monkeypatch):
     monkeypatch.setenv("RESTART_PAUSE_S", LONG_PAUSE_S)
 
 
@@ -119,7 +115,7 @@ def pausing(gang: Gang, task: str) -> bool:
 
 
 @pytest.mark.usefixtures("long_pause")
-def test_a_stop_ends_a_pause_of_the_gang(start_gang: StartGang) -> None:
+def test_a_stop_ends_a_pause_of_the_gang(start_gang):
     gang = start_gang("train(5), die(11)", workers=1)
     wait_for(lambda: pausing(gang, "chief") and pausing(gang, "worker-0"), "the pause of both")
     began = time.monotonic()
@@ -129,7 +125,7 @@ def test_a_stop_ends_a_pause_of_the_gang(start_gang: StartGang) -> None:
 
 
 @pytest.mark.usefixtures("long_pause")
-def test_a_stop_ends_a_pause_of_the_evaluator(start_gang: StartGang) -> None:
+def test_a_stop_ends_a_pause_of_the_evaluator(start_gang):
     gang = start_gang("if NAME == 'evaluator': sys.exit('no data')\ntrain(3), work()", workers=0, evaluator=True)
     wait_for(lambda: pausing(gang, "evaluator") and gang.beat("chief")["step"] == 3, "the evaluator's pause")
     began = time.monotonic()
@@ -139,7 +135,7 @@ def test_a_stop_ends_a_pause_of_the_evaluator(start_gang: StartGang) -> None:
 
 
 @pytest.mark.usefixtures("long_pause")
-def test_a_stop_brings_back_a_worker_that_the_chief_saves_with(start_gang: StartGang) -> None:
+def test_a_stop_brings_back_a_worker_that_the_chief_saves_with(start_gang):
     lines = """
 if NAME == 'worker-0' and not RESTARTS: until(lambda: run.heartbeats().get('chief', {}).get('step') == 3), sys.exit(70)
 if NAME != 'chief': serve()
@@ -156,7 +152,7 @@ train(3), until(lambda: run.heartbeats()['worker-0']['state'] == 'training', tim
 
 
 @pytest.mark.parametrize(("task", "topology"), [("worker-0", {"workers": 1}), ("worker-0", {"workers": 1, "ps": 1})])
-def test_a_task_that_comes_back_waits_for_its_port(start_gang: StartGang, task: str, topology: dict[str, int]) -> None:
+def test_a_task_that_comes_back_waits_for_its_port(start_gang, task, topology):
     lines = "if NAME.startswith(('worker', 'ps')) and PS: serve()\ntrain(5)\n"
     lines += "until(lambda: (run.path / 'enough').exists()), meet(), finish()"
     gang = start_gang(f"PS = {'ps' in topology}\n{lines}", **topology)
@@ -188,7 +184,7 @@ def held(port: int) -> socket.socket | None:
     return holder
 
 
-def test_a_task_that_is_frozen_with_its_agent_is_the_culprit(start_gang: StartGang) -> None:
+def test_a_task_that_is_frozen_with_its_agent_is_the_culprit(start_gang):
     lines = """
 train(5)
 if GENERATION: meet(), finish()

@@ -1,7 +1,5 @@
 """Scripts that know nothing of agents: how each end is read, and what a script finds around itself."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 
 from cluster.agent import script as script_agent
-from cluster.contract.run.folder import RunFolder
 from cluster.host.control import watch
 from cluster.host.launch.inputs.scripts import lay_out
 from cluster.host.runtime.local import supervisor
@@ -53,9 +50,7 @@ StartScripts = Callable[..., Gang]
 
 
 @pytest.fixture
-def start_scripts(
-    make_run: Callable[..., RunFolder], start_run: Callable[[RunFolder], Gang], tmp_path: Path
-) -> StartScripts:
+def start_scripts(make_run, start_run, tmp_path) -> StartScripts:
     """Starts a cluster whose every task runs these lines; takes the script's arguments and `spec.build`'s options."""
 
     def start(lines: str, arguments: tuple[str, ...] = (), absent: tuple[str, ...] = (), **topology: Any) -> Gang:
@@ -93,7 +88,7 @@ def script_pid(gang: Gang, task: str) -> int:
 # The end
 
 
-def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts: StartScripts) -> None:
+def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts):
     # The chief is done first: the others go on for as long as they like.
     gang = start_scripts("if NAME != 'chief': until(lambda: beat('chief')['state'] == 'done')", workers=2)
     summary = gang.summary()
@@ -112,9 +107,7 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts: StartScrip
         ("sys.exit(75)", 75, "exit code 75"),
     ],
 )
-def test_a_script_s_own_failure_ends_the_run_at_once(
-    start_scripts: StartScripts, end: str, code: int, message: str
-) -> None:
+def test_a_script_s_own_failure_ends_the_run_at_once(start_scripts, end, code, message):
     gang = start_scripts(f"if NAME == 'worker-0': {end}\nuntil(lambda: False)", workers=1)
     summary = gang.summary()
     assert ("failed", [], 0) == (summary["state"], summary["restarts"], gang.run.generation)
@@ -126,7 +119,7 @@ def test_a_script_s_own_failure_ends_the_run_at_once(
     assert ["failed", "stopped"] == [gang.beat(task)["state"] for task in ("worker-0", "chief")]
 
 
-def test_the_first_error_is_the_root_cause(start_scripts: StartScripts) -> None:
+def test_the_first_error_is_the_root_cause(start_scripts):
     lines = """
     if NAME == 'worker-0': sys.exit('the root cause')
     until(lambda: beat('worker-0')['state'] == 'failed')
@@ -141,7 +134,7 @@ def test_the_first_error_is_the_root_cause(start_scripts: StartScripts) -> None:
 # Deaths
 
 
-def test_killing_one_script_restarts_the_gang(start_scripts: StartScripts) -> None:
+def test_killing_one_script_restarts_the_gang(start_scripts):
     lines = """
     if GENERATION: sys.exit()
     if NAME != 'worker-1': until(lambda: (RUN / 'killed').exists()); sys.exit('UnavailableError: worker-1 is gone')
@@ -159,7 +152,7 @@ def test_killing_one_script_restarts_the_gang(start_scripts: StartScripts) -> No
     assert {1} == {beat["restarts"] for beat in gang.run.heartbeats().values()}
 
 
-def test_an_error_before_a_death_is_heard_of_is_not_the_root_cause(start_scripts: StartScripts) -> None:
+def test_an_error_before_a_death_is_heard_of_is_not_the_root_cause(start_scripts):
     lines = """
     if GENERATION: sys.exit()
     if NAME == 'chief': sys.exit('UnavailableError: worker-0 is gone')
@@ -171,7 +164,7 @@ def test_an_error_before_a_death_is_heard_of_is_not_the_root_cause(start_scripts
 
 
 @pytest.mark.slow
-def test_a_script_killed_while_its_agent_stands_still_is_no_error_of_the_others(start_scripts: StartScripts) -> None:
+def test_a_script_killed_while_its_agent_stands_still_is_no_error_of_the_others(start_scripts):
     lines = """
     if GENERATION: sys.exit()
     if NAME == 'chief': until(lambda: (RUN / 'killed').exists()); sys.exit('UnavailableError: worker-0 is gone')
@@ -190,7 +183,7 @@ def test_a_script_killed_while_its_agent_stands_still_is_no_error_of_the_others(
     assert ("succeeded", ["worker-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
 
 
-def test_a_script_that_keeps_crashing_ends_the_run(start_scripts: StartScripts) -> None:
+def test_a_script_that_keeps_crashing_ends_the_run(start_scripts):
     lines = "if NAME == 'chief': until(lambda: False)\nprint('a progress bar', flush=True)\ndie(signal.SIGSEGV)"
     summary = start_scripts(lines, workers=1).summary()
     message = "failed 4 times without progress: exit code 139 (SIGSEGV: crashed in native code)"
@@ -201,7 +194,7 @@ def test_a_script_that_keeps_crashing_ends_the_run(start_scripts: StartScripts) 
 # Parameter servers
 
 
-def test_servers_are_ended_when_the_chief_s_script_is_done(start_scripts: StartScripts) -> None:
+def test_servers_are_ended_when_the_chief_s_script_is_done(start_scripts):
     gang = start_scripts("if NAME != 'chief': until(lambda: False)", workers=2, ps=1)
     summary = gang.summary()
     assert "succeeded" == summary["state"]
@@ -209,7 +202,7 @@ def test_servers_are_ended_when_the_chief_s_script_is_done(start_scripts: StartS
     assert ended_lines(gang.run, "runs/run")[0].startswith("succeeded: the chief's script ended with 0 in ")
 
 
-def test_a_killed_worker_under_ps_starts_again_alone(start_scripts: StartScripts) -> None:
+def test_a_killed_worker_under_ps_starts_again_alone(start_scripts):
     lines = """
     if NAME == 'worker-0' and os.environ['RESTARTS'] == '0': die()
     if NAME != 'chief': until(lambda: False)
@@ -224,7 +217,7 @@ def test_a_killed_worker_under_ps_starts_again_alone(start_scripts: StartScripts
     assert restart["script_started_s"] > 0
 
 
-def test_a_chief_that_cannot_go_on_without_a_killed_worker_starts_again_with_all(start_scripts: StartScripts) -> None:
+def test_a_chief_that_cannot_go_on_without_a_killed_worker_starts_again_with_all(start_scripts):
     lines = """
     if GENERATION: sys.exit() if NAME == 'chief' else until(lambda: False)
     if NAME == 'worker-0' and os.environ['RESTARTS'] == '0': die()
@@ -239,9 +232,7 @@ def test_a_chief_that_cannot_go_on_without_a_killed_worker_starts_again_with_all
 
 @pytest.mark.parametrize("skew_s", [0.0, 3600.0, -3600.0])
 @pytest.mark.parametrize(("age_s", "shortly"), [(5.0, True), (500.0, False)])
-def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(
-    make_run: Callable[..., RunFolder], skew_s: float, age_s: float, shortly: bool
-) -> None:
+def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(make_run, skew_s, age_s, shortly):
     run = make_run(workers=1, ps=1)
     agent = script_agent.ScriptAgent(run, "chief", [], 1.0)
     now = time.time() + skew_s
@@ -255,7 +246,7 @@ def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(
 
 
 @pytest.mark.parametrize("on_sigterm", ["signal.SIG_DFL", "lambda *_: sys.exit('saved')"])
-def test_a_stop_ends_every_script(start_scripts: StartScripts, on_sigterm: str) -> None:
+def test_a_stop_ends_every_script(start_scripts, on_sigterm):
     gang = start_scripts(f"signal.signal(signal.SIGTERM, {on_sigterm})\nuntil(lambda: False)", workers=1)
     wait_for(lambda: {gang.beat(task)["state"] for task in ("chief", "worker-0")} == {"training"}, "both scripts")
     gang.run.request_stop("a test")
@@ -264,9 +255,7 @@ def test_a_stop_ends_every_script(start_scripts: StartScripts, on_sigterm: str) 
     assert {"stopped"} == {beat["state"] for beat in gang.run.heartbeats().values()}
 
 
-def test_a_script_that_does_not_hear_of_a_stop_is_killed(
-    start_scripts: StartScripts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_does_not_hear_of_a_stop_is_killed(start_scripts, monkeypatch):
     monkeypatch.setenv("SCRIPT_GRACE_S", "0.2")
     gang = start_scripts("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('on')\nuntil(lambda: False)", workers=1)
     wait_for(lambda: all("on" in gang.run.log(t).read_text() for t in ("chief", "worker-0")), "both scripts")
@@ -277,9 +266,7 @@ def test_a_script_that_does_not_hear_of_a_stop_is_killed(
 # What a script finds
 
 
-def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(
-    start_scripts: StartScripts, tmp_path: Path
-) -> None:
+def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(start_scripts, tmp_path):
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / "train.py").write_text("ORIGIN = 'theirs'\n")  # this checkout has a package of that name
@@ -308,7 +295,7 @@ def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(
     assert not (folder / "out.json").exists()
 
 
-def test_this_checkout_is_taken_off_a_script_s_path() -> None:
+def test_this_checkout_is_taken_off_a_script_s_path():
     path = os.pathsep.join(["/theirs", str(script_agent.ROOT), "", "/more"])
     hook = str(script_agent.KERAS_HOOK)
     expected = {"PYTHONPATH": f"{hook}:/theirs:/more", "A": "b"}
@@ -316,9 +303,7 @@ def test_this_checkout_is_taken_off_a_script_s_path() -> None:
     assert {"PYTHONPATH": hook} == script_agent.script_environment({"PYTHONPATH": str(script_agent.ROOT)})
 
 
-def test_a_script_starts_only_when_its_cluster_is_complete(
-    start_scripts: StartScripts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkeypatch):
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
     gang = start_scripts("print('on')", absent=("worker-0",), workers=1)
     outcome = gang.outcome()
@@ -326,7 +311,7 @@ def test_a_script_starts_only_when_its_cluster_is_complete(
     assert "" == gang.run.log("chief").read_text()
 
 
-def test_status_shows_who_is_alive_and_how_who_ended(start_scripts: StartScripts, tmp_path: Path) -> None:
+def test_status_shows_who_is_alive_and_how_who_ended(start_scripts, tmp_path):
     gang = start_scripts("if NAME == 'chief': until(lambda: (RUN / 'enough').exists())", workers=1)
     wait_for(lambda: [gang.beat(t)["state"] for t in ("chief", "worker-0")] == ["training", "done"], "the worker's end")
     assert watch.until_training(gang.run, lambda value: None)
@@ -343,8 +328,8 @@ def test_status_shows_who_is_alive_and_how_who_ended(start_scripts: StartScripts
 
 
 def test_each_script_has_its_own_temporary_folder_which_survives_kills_until_the_run_ends(
-    start_scripts: StartScripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    start_scripts, tmp_path, monkeypatch
+):
     (base := tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(base))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -375,9 +360,7 @@ def marks(gang: Gang) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_run_whose_every_process_was_killed_leaves_no_temporary_files(
-    start_scripts: StartScripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_every_process_was_killed_leaves_no_temporary_files(start_scripts, tmp_path, monkeypatch):
     (base := tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(base))
     monkeypatch.setattr(tempfile, "tempdir", None)

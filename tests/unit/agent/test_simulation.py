@@ -4,11 +4,9 @@
 invariant names its seed; `SEED=<it> SCHEDULES=1` runs that schedule again, exactly.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 import pytest
@@ -26,7 +24,7 @@ ORDINARY = 1200
 
 
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def simulated(monkeypatch) -> pytest.MonkeyPatch:
     machine.install(monkeypatch)
     return monkeypatch
 
@@ -48,7 +46,7 @@ def run_all(seeds: Iterable[int]) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_no_schedule_breaks_an_invariant(simulated: pytest.MonkeyPatch) -> None:
+def test_no_schedule_breaks_an_invariant(simulated):
     counts = run_all(range(ORDINARY))
     assert ORDINARY == counts["schedules"]
     assert {"state succeeded", "state stopped", "state failed"} <= counts.keys()
@@ -71,39 +69,35 @@ def test_no_schedule_breaks_an_invariant(simulated: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_many_schedules_break_no_invariant(simulated: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_schedules_break_no_invariant(simulated, capsys):
     first, number = int(os.environ.get("SEED", str(ORDINARY))), int(os.environ.get("SCHEDULES", "10000"))
     counts = run_all(range(first, first + number))
     with capsys.disabled():
         print(f"\n{counts.pop('schedules')} schedules from seed {first}: {dict(sorted(counts.items()))}")
 
 
-def test_a_script_outlives_a_peer_that_reports_its_death_slowly(simulated: pytest.MonkeyPatch) -> None:
+def test_a_script_outlives_a_peer_that_reports_its_death_slowly(simulated):
     outcomes = [schedule.run()["state"] for schedule in islice(slow_reports(simulated), 200)]
     assert ["succeeded"] * 200 == outcomes
 
 
-def test_a_script_outlives_a_peer_that_crashed_and_whose_host_is_replaced_at_once(
-    simulated: pytest.MonkeyPatch,
-) -> None:
+def test_a_script_outlives_a_peer_that_crashed_and_whose_host_is_replaced_at_once(simulated):
     drawn = Drawn({"workers": 1}, scripted=True, steps=8, save_every=3, linked=True)
     drawn.fails_at, drawn.faults = {2: ("chief", -11, 1)}, [(4.0, "second copy", "chief", 40.0)]
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
 
 
-def test_a_script_outlives_a_peer_that_was_killed_while_its_agent_stood_still(
-    simulated: pytest.MonkeyPatch,
-) -> None:
+def test_a_script_outlives_a_peer_that_was_killed_while_its_agent_stood_still(simulated):
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(mute(simulated), 200)}
 
 
-def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated: pytest.MonkeyPatch) -> None:
+def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated):
     drawn = Drawn({"workers": 1}, scripted=True, steps=15, save_every=5)
     drawn.faults = [(8.0, "kill task", "worker-0", 20.0), (10.5, "stop", "", 0.0)]
     assert {"stopped"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
 
 
-def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated: pytest.MonkeyPatch) -> None:
+def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated):
     lost = [(1.0, "lose task", "worker-0", 200.0), (90.0, "kill program", "chief", 0.0)]
     drawn = Drawn({"workers": 1}, scripted=False, steps=40, save_every=5, min_workers=0, standby_s=0.0, faults=lost)
     alone = list(islice(schedules(drawn=drawn), 20))
@@ -111,26 +105,24 @@ def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated:
     assert any(standby_cluster.PORTS_KEY in each for schedule in alone for each in schedule.begun)
 
 
-def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated: pytest.MonkeyPatch) -> None:
+def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated):
     away = [(8.0, "lose task", "worker-0", 100.0), (8.0, "freeze task", "worker-1", 90.0)]
     drawn = Drawn({"workers": 2}, scripted=False, steps=40, save_every=5, min_workers=1, faults=away)
     outcomes = [schedule.run() for schedule in islice(schedules(drawn=drawn), 20)]
     assert {("failed", EXIT_TIMEOUT)} == {(each["state"], each["exit_code"]) for each in outcomes}
 
 
-def test_an_older_copy_whose_rendezvous_timed_out_fails_nothing(simulated: pytest.MonkeyPatch) -> None:
+def test_an_older_copy_whose_rendezvous_timed_out_fails_nothing(simulated):
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=HELD_UP), 50)}
 
 
 @pytest.mark.parametrize("drawn", [mutations.NEVER_JOINS, mutations.NEVER_BEGINS, mutations.NEVER_RECORDS])
-def test_a_run_survives_or_names_a_process_that_is_frozen_permanently(
-    simulated: pytest.MonkeyPatch, drawn: Drawn
-) -> None:
+def test_a_run_survives_or_names_a_process_that_is_frozen_permanently(simulated, drawn):
     for schedule in islice(schedules(drawn=drawn), 30):
         schedule.run()
 
 
-def test_a_schedule_can_be_repeated_exactly(simulated: pytest.MonkeyPatch) -> None:
+def test_a_schedule_can_be_repeated_exactly(simulated):
     def trace(seed: int) -> list[tuple[float, str, str]]:
         schedule = Schedule(seed)
         schedule.run()
@@ -174,9 +166,7 @@ def test_a_schedule_can_be_repeated_exactly(simulated: pytest.MonkeyPatch) -> No
         (mutations.only_the_chief_records_the_end, "stuck"),
     ],
 )
-def test_without_its_protection_an_invariant_breaks(
-    simulated: pytest.MonkeyPatch, mutation: Callable[[pytest.MonkeyPatch], Iterator[Schedule]], invariant: str
-) -> None:
+def test_without_its_protection_an_invariant_breaks(simulated, mutation, invariant):
     assert decisions.POLL_S == machine.POLL_S
     broken = []
     for schedule in mutation(simulated):

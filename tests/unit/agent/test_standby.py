@@ -1,7 +1,5 @@
 """The standby process: the next attempt's program is there before it is needed, and gone after the run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -16,7 +14,7 @@ from cluster.contract.recovery import standby_cluster
 from cluster.host.runtime.local import supervisor
 from cluster.system import processes
 from cluster.system.json_files import write_json
-from tests.unit.gang import Gang, StartGang
+from tests.unit.gang import Gang
 from tests.waiting import wait_for
 
 DIES_AS_STANDBY = """
@@ -66,12 +64,12 @@ def read_text(path: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+def enabled(monkeypatch):
     monkeypatch.setenv("WARM_SPARE", "1")
     monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
 
 
-def test_after_a_death_the_standby_processes_become_the_next_generation(start_gang: StartGang) -> None:
+def test_after_a_death_the_standby_processes_become_the_next_generation(start_gang):
     gang = start_gang(LINES, workers=1)
     # A supervisor, and for each task its agent, its program and the standby process.
     wait_for(lambda: len(supervisor.processes_left(gang.run)) == 8, "the standby processes")
@@ -84,7 +82,7 @@ def test_after_a_death_the_standby_processes_become_the_next_generation(start_ga
     assert [1, 1] == [gang.beat(task)["restarts"] for task in ("chief", "worker-0")]
 
 
-def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_ports(start_gang: StartGang) -> None:
+def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_ports(start_gang):
     gang = start_gang(FORMED, workers=1, config=IN_CLUSTER)
     for generation, victim in enumerate(("worker-0", "chief")):
         wait_for(lambda at=generation: ready(gang, at), "the cluster of the standby processes")
@@ -101,7 +99,7 @@ def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_port
     assert 2 == len(ports)
 
 
-def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang: StartGang) -> None:
+def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang):
     """Its standby process is ready, so that the next generation could begin without a rendezvous."""
     gang = start_gang(FORMED, workers=1, config=IN_CLUSTER)
     wait_for(lambda: ready(gang, 0), "the cluster of the standby processes")
@@ -121,7 +119,7 @@ def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang: StartGang) -
     assert ("succeeded", "chief") == (summary["state"], summary["restarts"][0]["task"])
 
 
-def test_a_run_goes_on_where_one_of_these_died_at_the_last_moment(start_gang: StartGang) -> None:
+def test_a_run_goes_on_where_one_of_these_died_at_the_last_moment(start_gang):
     dies = f"import os\nif os.environ['TASK'] == 'worker-0' and 'STANDBY' in os.environ:{DIES_IN_CLUSTER}"
     imports = f"{dies}\nfrom tests.unit.trainer import *"
     gang = start_gang(DEAD_AT_THE_LAST_MOMENT, imports=imports, workers=1, config=IN_CLUSTER)
@@ -140,15 +138,13 @@ def test_a_run_goes_on_where_one_of_these_died_at_the_last_moment(start_gang: St
         (IN_CLUSTER, {"workers": 1, "strategy": "pipeline"}, False),
     ],
 )
-def test_only_some_trainings_can_prepare_a_cluster(
-    make_run: Any, config: dict[str, str], topology: dict[str, Any], possible: bool
-) -> None:
+def test_only_some_trainings_can_prepare_a_cluster(make_run, config, topology, possible):
     run = make_run(**topology)
     write_json(run.config, config)
     assert possible is standby_cluster.possible(run, run.load_cluster())
 
 
-def test_a_standby_process_that_died_is_not_used(start_gang: StartGang) -> None:
+def test_a_standby_process_that_died_is_not_used(start_gang):
     gang = start_gang(
         LINES,
         imports=f"{DIES_AS_STANDBY}\nfrom tests.unit.trainer import *",
@@ -184,9 +180,7 @@ class Process:
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("for_memory", [False, True])
-def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(
-    monkeypatch: pytest.MonkeyPatch, stopped: bool, for_memory: bool
-) -> None:
+def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeypatch, stopped, for_memory):
     started: list[Process] = []
     now, kills = 100.0, 0
 
@@ -223,7 +217,7 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(
         assert restarts + 1 == len(started)
 
 
-def test_without_enough_memory_there_is_no_standby_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_enough_memory_there_is_no_standby_process(monkeypatch):
     monkeypatch.setattr(standby.memory, "available_bytes", lambda: standby.RESERVE_BYTES)
     standing_by = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1)
     standing_by.keep(training=True)
@@ -231,7 +225,7 @@ def test_without_enough_memory_there_is_no_standby_process(monkeypatch: pytest.M
     assert standing_by.take() is None
 
 
-def test_a_standby_process_with_a_cluster_takes_as_much_memory_as_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_process_with_a_cluster_takes_as_much_memory_as_the_program(monkeypatch):
     used = standby.memory.used_bytes(os.getpid())
     assert 2**20 < used < standby.memory.total_bytes()
     monkeypatch.setattr(standby, "MEMORY_BYTES", used // 2)

@@ -1,13 +1,10 @@
 """Tasks that live but do nothing: found by their heartbeat or their step, reported, and started again."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +17,13 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import Heartbeat
 from cluster.contract.run.liveness import HANG_TIMEOUT_S
 from cluster.system.json_files import read_json, write_json
-from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 
 SHOWS_STACKS = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n"
 WORKS_THEN_ENDS = "train(5)\nif not GENERATION: work()\ntrain(6), meet(), finish()"
 
 
-def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang: StartGang) -> None:
+def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang):
     gang = start_gang(WORKS_THEN_ENDS, workers=1, max_restarts=0)
     for task in ("chief", "worker-0"):
         gang.await_step(task, 5)
@@ -41,7 +37,7 @@ def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang: StartGa
     assert ["worker-0"] == [event["task"] for event in gang.events("frozen")]
 
 
-def test_a_frozen_worker_of_parameter_servers_starts_again_alone(start_gang: StartGang) -> None:
+def test_a_frozen_worker_of_parameter_servers_starts_again_alone(start_gang):
     gang = start_gang(
         "if NAME == 'chief': until(lambda: any(e['event'] == 'resumed' for e in run.events())), train(3), finish()\n"
         "serve()",
@@ -55,7 +51,7 @@ def test_a_frozen_worker_of_parameter_servers_starts_again_alone(start_gang: Sta
     assert ["worker-0"] == [restart["task"] for restart in summary["restarts"]]
 
 
-def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang: StartGang) -> None:
+def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang):
     gang = start_gang(
         SHOWS_STACKS + "train(3 if NAME == 'worker-1' else 5)\nif not GENERATION: work()\ntrain(6), meet(), finish()",
         workers=2,
@@ -83,7 +79,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch) -> Clock:
     fake = Clock()
     monkeypatch.setattr(watchdog.time, "monotonic", fake.monotonic)
     return fake
@@ -119,16 +115,14 @@ def elapse(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Fin
     return None
 
 
-def test_nothing_is_found_while_a_task_is_debugged(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+def test_nothing_is_found_while_a_task_is_debugged(make_run, clock):
     run = make_run(workers=1)
     write_json(run.control / "started.json", {"hang_timeout_s": 0})
     beats(run)
     assert after(watch(run, "chief"), clock, 3600) is None
 
 
-def test_in_a_large_gang_only_the_chiefs_agent_reads_every_heartbeat_often(
-    make_run: Callable[..., RunFolder], clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_large_gang_only_the_chiefs_agent_reads_every_heartbeat_often(make_run, clock, monkeypatch):
     run, read = make_run(workers=63), Counter[str]()
 
     def heartbeat(self: RunFolder, task: str) -> dict[str, Any]:
@@ -145,7 +139,7 @@ def test_in_a_large_gang_only_the_chiefs_agent_reads_every_heartbeat_often(
     assert read["worker-62"] <= 11
 
 
-def test_a_silent_task_is_found_by_the_others(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+def test_a_silent_task_is_found_by_the_others(make_run, clock):
     run = make_run(workers=1)
     beats(run)
     dog = watch(run, "chief")
@@ -155,7 +149,7 @@ def test_a_silent_task_is_found_by_the_others(make_run: Callable[..., RunFolder]
     assert ("worker-0", "silent") == (found.task, found.kind)
 
 
-def test_a_task_that_does_not_join_a_generation_is_found(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+def test_a_task_that_does_not_join_a_generation_is_found(make_run, clock):
     """A generation that begins with standby processes has no rendezvous; an earlier program may still be alive."""
     run = make_run(workers=2, evaluator=True)
     beats(run)
@@ -171,9 +165,7 @@ def test_a_task_that_does_not_join_a_generation_is_found(make_run: Callable[...,
     assert ("worker-0", "silent") == (found.task, found.kind)
 
 
-def test_a_program_that_a_signal_keeps_stopped_is_found_before_its_first_heartbeat(
-    make_run: Callable[..., RunFolder], clock: Clock
-) -> None:
+def test_a_program_that_a_signal_keeps_stopped_is_found_before_its_first_heartbeat(make_run, clock):
     run = make_run(workers=0)
     beats(run, chief={"state": "waiting"})
     dog = watch(run)
@@ -186,9 +178,7 @@ def test_a_program_that_a_signal_keeps_stopped_is_found_before_its_first_heartbe
     assert watch(run).examine(watchdog.FROZEN_S) is None
 
 
-def test_a_task_that_imports_may_be_silent_for_longer(
-    make_run: Callable[..., RunFolder], clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_imports_may_be_silent_for_longer(make_run, clock, monkeypatch):
     monkeypatch.setattr(watchdog, "IMPORT_S", 2 * watchdog.SILENT_S)
     run = make_run(workers=2, ps=1)
     beats(run, worker_1={"state": "starting", "importing": True})
@@ -201,7 +191,7 @@ def test_a_task_that_imports_may_be_silent_for_longer(
     assert ("worker-1", "silent") == (found.task, found.kind)
 
 
-def test_a_task_whose_agent_reported_its_end_is_not_silent(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+def test_a_task_whose_agent_reported_its_end_is_not_silent(make_run, clock):
     """All lose contact when one is cut off: none of those that wait for the culprit to speak up is it."""
     run = make_run(workers=2)
     beats(run)
@@ -216,9 +206,7 @@ def test_a_task_whose_agent_reported_its_end_is_not_silent(make_run: Callable[..
     assert ("", 0.0) == dog.longest_silent()
 
 
-def test_a_task_is_alive_once_it_is_seen_to_write_a_heartbeat_again(
-    make_run: Callable[..., RunFolder], clock: Clock
-) -> None:
+def test_a_task_is_alive_once_it_is_seen_to_write_a_heartbeat_again(make_run, clock):
     """Not by a heartbeat that this machine has only read for the first time: it may be old."""
     run = make_run(workers=2, evaluator=True)
     beats(run, worker_1={"state": "failed"})
@@ -238,13 +226,8 @@ def test_a_task_is_alive_once_it_is_seen_to_write_a_heartbeat_again(
     [(None, "worker-0", False), (frozenset({"worker-0"}), "worker-0", False), (frozenset(), "", True)],
 )
 def test_where_the_folder_hides_a_first_heartbeat_the_hub_decides(
-    make_run: Callable[..., RunFolder],
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    unlinked: frozenset[str] | None,
-    silent: str,
-    alive: bool,
-) -> None:
+    make_run, clock, monkeypatch, unlinked, silent, alive
+):
     monkeypatch.setattr(Board, "script", {"script": "train.py"})
     monkeypatch.setattr(Board, "_news", lambda self: News(unlinked=unlinked))
     dog = watch(make_run(workers=1), "chief")
@@ -255,7 +238,7 @@ def test_where_the_folder_hides_a_first_heartbeat_the_hub_decides(
     assert (silent, alive) == (dog.longest_silent()[0], dog.all_are_alive)
 
 
-def test_a_task_that_has_not_come_yet_is_not_silent(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+def test_a_task_that_has_not_come_yet_is_not_silent(make_run, clock):
     """A program may end in the rendezvous: its own failure must not wait for whoever is not even there."""
     dog = watch(make_run(workers=1), "chief")
     assert ("", 0.0) == dog.longest_silent()
@@ -264,15 +247,13 @@ def test_a_task_that_has_not_come_yet_is_not_silent(make_run: Callable[..., RunF
 
 
 @pytest.mark.parametrize("state", ["done", "failed", "stopped"])
-def test_a_task_that_has_ended_may_be_silent(make_run: Callable[..., RunFolder], clock: Clock, state: str) -> None:
+def test_a_task_that_has_ended_may_be_silent(make_run, clock, state):
     run = make_run(workers=0)
     beats(run, chief={"state": state})
     assert after(watch(run), clock, 1000) is None
 
 
-def test_a_program_that_still_imports_may_be_silent_for_longer(
-    make_run: Callable[..., RunFolder], clock: Clock
-) -> None:
+def test_a_program_that_still_imports_may_be_silent_for_longer(make_run, clock):
     run = make_run(workers=0)
     beats(run, chief={"state": "waiting"})
     dog = watch(run)
@@ -281,7 +262,7 @@ def test_a_program_that_still_imports_may_be_silent_for_longer(
     assert elapse(dog, clock, watchdog.IMPORT_S) is not None
 
 
-def test_a_silent_evaluator_is_left_alone(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+def test_a_silent_evaluator_is_left_alone(make_run, clock):
     run = make_run(workers=0, evaluator=True)
     beats(run)
     dog = watch(run)
@@ -290,9 +271,7 @@ def test_a_silent_evaluator_is_left_alone(make_run: Callable[..., RunFolder], cl
 
 
 @pytest.mark.parametrize("state", ["starting", "compiling"])
-def test_a_first_step_that_does_not_come_is_a_hang(
-    make_run: Callable[..., RunFolder], clock: Clock, state: str
-) -> None:
+def test_a_first_step_that_does_not_come_is_a_hang(make_run, clock, state):
     run = make_run(workers=0)
     beats(run, chief={"state": state, "step": 0})
     assert hang(watch(run), run, clock, 9 * HANG_TIMEOUT_S) is None
@@ -301,7 +280,7 @@ def test_a_first_step_that_does_not_come_is_a_hang(
     assert ("chief", "hang") == (found.task, found.kind)
 
 
-def test_changes_of_state_before_the_first_step_win_no_time(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+def test_changes_of_state_before_the_first_step_win_no_time(make_run, clock):
     run = make_run(workers=0)
     dog = watch(run)
     for state in ("starting", "compiling"):
@@ -310,7 +289,7 @@ def test_changes_of_state_before_the_first_step_win_no_time(make_run: Callable[.
     assert found is not None
 
 
-def test_the_task_that_still_builds_its_model_is_named(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+def test_the_task_that_still_builds_its_model_is_named(make_run, clock):
     run = make_run(workers=2)
     beats(
         run,
@@ -323,9 +302,7 @@ def test_the_task_that_still_builds_its_model_is_named(make_run: Callable[..., R
     assert "worker-1" == found.task
 
 
-def test_an_evaluator_that_never_begins_is_found_by_its_own_agent(
-    make_run: Callable[..., RunFolder], clock: Clock
-) -> None:
+def test_an_evaluator_that_never_begins_is_found_by_its_own_agent(make_run, clock):
     run = make_run(workers=0, evaluator=True)
     beats(run, evaluator={"state": "starting", "step": 0})
     found = hang(watch(run, "evaluator"), run, clock, 11 * HANG_TIMEOUT_S)
@@ -335,7 +312,7 @@ def test_an_evaluator_that_never_begins_is_found_by_its_own_agent(
     assert hang(watch(run, "evaluator"), run, clock, 11 * HANG_TIMEOUT_S) is None
 
 
-def test_time_in_which_an_agent_was_stopped_does_not_count(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+def test_time_in_which_an_agent_was_stopped_does_not_count(make_run, clock):
     run = make_run(workers=1)
     beats(run)
     dog = watch(run)
@@ -346,7 +323,7 @@ def test_time_in_which_an_agent_was_stopped_does_not_count(make_run: Callable[..
     assert found is not None
 
 
-def test_evaluating_may_take_ten_times_as_long(make_run: Callable[..., RunFolder], clock: Clock) -> None:
+def test_evaluating_may_take_ten_times_as_long(make_run, clock):
     run = make_run(workers=0)
     beats(run, chief={"state": "evaluating"})
     assert hang(watch(run), run, clock, 9 * HANG_TIMEOUT_S) is None

@@ -1,7 +1,5 @@
 """Figures as benchmarks find them, made up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks import results

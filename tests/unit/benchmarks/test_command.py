@@ -1,7 +1,5 @@
 """`invoke bench`: what is chosen, kept and refused. Nothing here is timed."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util
@@ -30,7 +28,7 @@ from tests.unit.benchmarks.sampled import COST, SCALING, START, rows
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def measured(tmp_path, monkeypatch) -> list[str]:
     """Benchmarks that measure nothing and find made-up figures; what was asked of them."""
     requested: list[str] = []
 
@@ -55,28 +53,26 @@ def invoked(**options: Any) -> tuple[int, str]:
     return ended.value.code, ended.value.message or ""
 
 
-def test_every_benchmark_must_be_there() -> None:
+def test_every_benchmark_must_be_there():
     for name in (*command.NAMES, *command.ON_REQUEST):
         assert callable(importlib.import_module(f"benchmarks.{name}").measure)
 
 
-def test_an_unknown_benchmark_must_be_refused_with_the_nearest(measured: list[str]) -> None:
+def test_an_unknown_benchmark_must_be_refused_with_the_nearest(measured):
     assert (EXIT_USAGE, "error: --only 'throughptu' is no benchmark; did you mean 'throughput'?") == invoked(
         only="start,throughptu"
     )
     assert [] == measured
 
 
-def test_all_must_be_chosen_where_none_is_named_and_none_twice() -> None:
+def test_all_must_be_chosen_where_none_is_named_and_none_twice():
     assert list(command.NAMES) == command.chosen("")
     assert ["telemetry", "elastic"] == command.chosen("telemetry,elastic,telemetry")
     with pytest.raises(UsageError, match="known: "):
         command.chosen("xyz")
 
 
-def test_a_missing_matplotlib_must_be_reported_in_one_line(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_matplotlib_must_be_reported_in_one_line(measured, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, message = invoked(only="start")
     assert EXIT_PREREQUISITE == code
@@ -85,9 +81,7 @@ def test_a_missing_matplotlib_must_be_reported_in_one_line(
     assert [] == measured
 
 
-def test_what_is_found_must_be_kept_and_a_missed_goal_is_exit_code_1(
-    measured: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_found_must_be_kept_and_a_missed_goal_is_exit_code_1(measured, capsys):
     assert (0, "") == invoked(only="start", json=True)
     printed = json.loads(capsys.readouterr().out)["figures"]
     assert ["start"] == [row["name"] for row in printed] == [row["name"] for row in results.read()]
@@ -96,9 +90,7 @@ def test_what_is_found_must_be_kept_and_a_missed_goal_is_exit_code_1(
     assert ["start", "plots", "telemetry", "plots"] == measured
 
 
-def test_a_benchmark_that_fails_must_not_cost_the_others(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_that_fails_must_not_cost_the_others(measured, monkeypatch, capsys):
     measure = command._measure
 
     def fails(name: str, runs: Bench) -> list[Figure]:
@@ -116,15 +108,13 @@ def test_a_benchmark_that_fails_must_not_cost_the_others(
     assert EXIT_FAILED == invoked(only="scaling,start", quick=True)[0]
 
 
-def test_a_quick_try_must_keep_nothing(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_try_must_keep_nothing(measured, monkeypatch):
     monkeypatch.setattr(results, "renew", lambda found: pytest.fail("it renews the table"))
     assert 0 == invoked(only="telemetry", quick=True, write=True)[0]
     assert [] == results.read()
 
 
-def test_without_an_engine_what_needs_one_must_be_left_out_unless_it_is_named(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_an_engine_what_needs_one_must_be_left_out_unless_it_is_named(measured, monkeypatch, capsys):
     invoked(quick=True)
     assert [name for name in command.NAMES if name != "images"] == measured[:-1]
     assert "images: left out" in capsys.readouterr().err
@@ -133,7 +123,7 @@ def test_without_an_engine_what_needs_one_must_be_left_out_unless_it_is_named(
         weighing.measure(Bench(Path()))
 
 
-def test_steps_and_rounds_must_be_few_in_a_quick_try() -> None:
+def test_steps_and_rounds_must_be_few_in_a_quick_try():
     quick, whole = Bench(Path(), quick=True), Bench(Path(), rounds=3)
     assert (75, 150) == (quick.steps(150), whole.steps(150))
     assert ([0], [0, 1, 2]) == (list(quick.turns()), list(whole.turns()))

@@ -1,7 +1,5 @@
 """The benchmark of images: their weight, and what is built for it."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -20,7 +18,7 @@ from cluster.system.errors import (
 from cluster.system.paths import ROOT
 
 
-def test_an_image_s_weight_must_be_that_of_its_layers_compressed(tmp_path: Path) -> None:
+def test_an_image_s_weight_must_be_that_of_its_layers_compressed(tmp_path):
     layers = {"plain/layer.tar": b"a" * 5_000_000, "blobs/packed": gzip.compress(b"b" * 1000)}
     parts = {"manifest.json": json.dumps([{"Config": "c", "Layers": list(layers)}]).encode(), **layers}
     with tarfile.open(tmp_path / "image.tar", "w") as archive:
@@ -32,9 +30,7 @@ def test_an_image_s_weight_must_be_that_of_its_layers_compressed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_images_must_be_built_under_names_of_their_own_that_go_again(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_images_must_be_built_under_names_of_their_own_that_go_again(monkeypatch, fails):
     there: set[str] = set()
     contexts: list[str] = []
 

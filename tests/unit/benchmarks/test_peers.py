@@ -1,7 +1,5 @@
 """What a benchmark compares with: the environments of others, and the setting that suits each best."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ from cluster.system.errors import (
 )
 
 
-def test_only_a_peer_without_an_environment_must_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_peer_without_an_environment_must_get_one(tmp_path, monkeypatch):
     made: list[str] = []
     monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
     monkeypatch.setattr(peers, "_make", lambda peer: made.append(peer.module))
@@ -36,7 +34,7 @@ def test_only_a_peer_without_an_environment_must_get_one(tmp_path: Path, monkeyp
     assert [] == peers.chosen(Bench(Path(), peers=True))
 
 
-def test_an_environment_that_cannot_be_made_must_be_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_cannot_be_made_must_be_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
     monkeypatch.setattr(peers.subprocess, "run", lambda command, **options: SimpleNamespace(returncode=1))
     monkeypatch.delenv("TORCH_PYTHON", raising=False)
@@ -58,7 +56,7 @@ def contender(rates: dict[str, list[float]]) -> Contender:
     return Contender("other", lambda tasks: [Setting(name) for name in rates], run)
 
 
-def test_the_setting_of_the_fastest_run_must_be_measured() -> None:
+def test_the_setting_of_the_fastest_run_must_be_measured():
     rates = {"plain": [100.0], "tuned": [300.0, 90.0], "other": [200.0, 250.0]}
     setting, tried = fastest(Bench(Path(), log=lambda line: None), contender(rates), tasks=2)
     assert "tuned" == setting.name
@@ -67,7 +65,7 @@ def test_the_setting_of_the_fastest_run_must_be_measured() -> None:
     }
 
 
-def test_a_program_that_fails_must_be_tried_again_once() -> None:
+def test_a_program_that_fails_must_be_tried_again_once():
     outcomes: list[Any] = [RunFailed("address in use"), [{"step": step, "time": step} for step in (25, 50, 75)]]
 
     def run(*_words: Any) -> list[dict[str, Any]]:
@@ -82,7 +80,7 @@ def test_a_program_that_fails_must_be_tried_again_once() -> None:
         flaky.rate(bench, 2, 75, Setting("as is"))
 
 
-def test_ours_must_stand_against_the_fastest_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_must_stand_against_the_fastest_of_the_others(monkeypatch):
     slow, fast = contender({"as is": [10.0] * 9}), contender({"one": [30.0] * 9, "two": [50.0] * 9})
     steps = [{"step": step, "time": step * GLOBAL_BATCH / 100.0} for step in (25, 50, 75)]
     monkeypatch.setattr(Bench, "train", lambda *words, **options: steps)
@@ -94,7 +92,7 @@ def test_ours_must_stand_against_the_fastest_of_the_others(monkeypatch: pytest.M
     assert {"fast: one", "fast: two", "slow: as is"} == set(figure.to_json()["tried"])
 
 
-def test_every_setting_must_be_tried_on_a_task_s_share_of_the_cores_and_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_setting_must_be_tried_on_a_task_s_share_of_the_cores_and_on_all(monkeypatch):
     monkeypatch.setattr(contenders, "cores", lambda: 4)
     assert [2, 4] == contenders.threads(2)
     assert [4] == contenders.threads(1)

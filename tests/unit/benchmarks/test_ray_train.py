@@ -1,7 +1,5 @@
 """The program that is written with Ray reports nothing to anybody; a stand-in for Ray says what it is started with."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -19,7 +17,7 @@ def init(**_):
 """
 
 
-def test_ray_sends_no_usage_report(tmp_path: Path) -> None:
+def test_ray_sends_no_usage_report(tmp_path):
     (tmp_path / "ray" / "train").mkdir(parents=True)
     (tmp_path / "ray" / "__init__.py").write_text(RAY)
     (tmp_path / "ray" / "train" / "__init__.py").write_text("RunConfig = ScalingConfig = None\n")

@@ -1,10 +1,7 @@
 """What benchmarks find: its arithmetic, what is kept of it, the tables and plots made of it. Nothing is timed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,18 +16,18 @@ from tests.unit.benchmarks.sampled import COST, RECOVERY, SCALING, START, TASKS,
 # Arithmetic
 
 
-def test_a_value_must_be_the_median_of_the_pairs_ratios_not_the_ratio_of_medians() -> None:
+def test_a_value_must_be_the_median_of_the_pairs_ratios_not_the_ratio_of_medians():
     assert 1.5 == TOGETHER.value
     assert {"ours": 3000.0, "hand-written loop": 2000.0} == TOGETHER.medians
     assert [1.5, 1.25, 2.0] == figures.ratios(*TOGETHER.variants.values())
 
 
-def test_a_plain_value_must_be_ours_and_a_cost_what_is_above_one() -> None:
+def test_a_plain_value_must_be_ours_and_a_cost_what_is_above_one():
     assert 5.5 == START.value
     assert pytest.approx(0.03) == COST.value
 
 
-def test_pairs_must_be_whole() -> None:
+def test_pairs_must_be_whole():
     with pytest.raises(ValueError, match="shorter"):
         figures.ratios([1.0, 2.0], [1.0])
 
@@ -46,28 +43,28 @@ def test_pairs_must_be_whole() -> None:
         (Goal(6.0, at_least=True), float("nan"), False),
     ],
 )
-def test_a_goal_must_be_met_on_its_own_side(goal: Goal, value: float, met: bool) -> None:
+def test_a_goal_must_be_met_on_its_own_side(goal, value, met):
     assert met == goal.met(value)
 
 
-def test_growth_must_be_counted_from_a_task_a_core() -> None:
+def test_growth_must_be_counted_from_a_task_a_core():
     assert [1.0] == figures.growth({1: [3.0], 2: [4.0], 4: [8.0], 8: [16.0]}, cores=2)
     assert [1.5] == figures.growth({1: [1.0], 2: [4.0], 4: [12.0], 8: [16.0]}, cores=2)  # worst at 4
     assert [0.5, 2.0] == figures.growth({1: [4.0, 1.0], 2: [4.0, 4.0]}, cores=1)
 
 
-def test_growth_on_more_cores_than_tasks_must_be_counted_from_the_most_tasks_below() -> None:
+def test_growth_on_more_cores_than_tasks_must_be_counted_from_the_most_tasks_below():
     assert [pytest.approx(1.2)] == figures.growth({1: [3.0], 2: [4.0], 4: [6.4]}, cores=3)
 
 
-def test_a_step_must_be_timed_after_it_is_warm_and_at_the_same_steps_on_both_sides() -> None:
+def test_a_step_must_be_timed_after_it_is_warm_and_at_the_same_steps_on_both_sides():
     ours = [{"step": step, "time": time} for step, time in [(25, 50.0), (50, 60.0), (75, 65.0), (100, 70.0)]]
     theirs = [{"step": 1, "time": 30.0}, *ours, {"step": 110, "time": 1000.0}]
     assert [0.2, 0.2] == figures.spans(ours) == figures.spans(theirs)
     assert 0.2 == figures.step_seconds(theirs)
 
 
-def test_the_parts_of_a_step_must_add_up_to_it() -> None:
+def test_the_parts_of_a_step_must_add_up_to_it():
     warm = [{"computed": [0.0], "summed": [0.0]}] * 2
     chief = [*warm, {"computed": [1.0, 3.0], "summed": [2.0, 5.0]}, {"computed": [7.0, 9.0], "summed": [8.0, 11.0]}]
     worker = [*warm, {"computed": [1.0, 4.0], "summed": [2.0, 5.0]}, {"computed": [7.0, 10.0], "summed": [8.0, 11.0]}]
@@ -80,7 +77,7 @@ def test_the_parts_of_a_step_must_add_up_to_it() -> None:
 # Results
 
 
-def test_a_row_must_hold_every_sample_and_the_conditions() -> None:
+def test_a_row_must_hold_every_sample_and_the_conditions():
     assert {
         "name": "throughput-together",
         "title": "examples/s, chief and 1 worker, against the hand-written loop",
@@ -101,7 +98,7 @@ def test_a_row_must_hold_every_sample_and_the_conditions() -> None:
     assert (None, None, 0.34) == (without["goal"], without["met"], without["ratio"])
 
 
-def test_conditions_must_name_machine_commit_and_version() -> None:
+def test_conditions_must_name_machine_commit_and_version():
     found = results.conditions()
     assert set(UNDER) == set(found)
     assert set(UNDER["hardware"]) == set(found["hardware"])
@@ -110,7 +107,7 @@ def test_conditions_must_name_machine_commit_and_version() -> None:
     json.dumps(found, allow_nan=False)
 
 
-def test_what_was_measured_again_must_replace_itself_and_nothing_else(tmp_path: Path) -> None:
+def test_what_was_measured_again_must_replace_itself_and_nothing_else(tmp_path):
     path = tmp_path / "results.json"
     assert [] == results.read(path)
     results.write(rows(), path)
@@ -121,13 +118,13 @@ def test_what_was_measured_again_must_replace_itself_and_nothing_else(tmp_path: 
     assert ["2030-01-02", "2030-02-03"] == [row["date"] for row in kept[:2]]
 
 
-def test_a_damaged_file_of_results_must_be_reported(tmp_path: Path) -> None:
+def test_a_damaged_file_of_results_must_be_reported(tmp_path):
     (path := tmp_path / "results.json").write_text("{")
     with pytest.raises(ClusterError, match=r"results\.json cannot be read"):
         results.read(path)
 
 
-def test_the_table_must_report_figures_goals_and_what_they_were_measured_on() -> None:
+def test_the_table_must_report_figures_goals_and_what_they_were_measured_on():
     assert [
         "| figure | measured | against | result | goal | reached |",
         "|---|---|---|---|---|---|",
@@ -143,12 +140,12 @@ def test_the_table_must_report_figures_goals_and_what_they_were_measured_on() ->
     ] == results.table(rows())
 
 
-def test_the_spread_of_a_cost_must_be_that_of_its_ratios() -> None:
+def test_the_spread_of_a_cost_must_be_that_of_its_ratios():
     several = dataclasses.replace(COST, variants={"with": [11.0, 9.0], "without": [10.0, 10.0]}, ratios=[1.1, 0.9])
     assert "| 0.0% (-10.0% to 10.0%) |" in results.table(rows(several))[2]
 
 
-def test_the_terminal_must_report_what_was_reached() -> None:
+def test_the_terminal_must_report_what_was_reached():
     assert [
         "start: 5.50 s (goal under 6 s: reached)  `up` to the first step: up 5.50 s, by hand 6.50 s",
         "telemetry: 3.0% (goal under 2%: missed)  cost of it all: with 10.3 s for 400 steps, without 10.0 s for 400 "
@@ -157,7 +154,7 @@ def test_the_terminal_must_report_what_was_reached() -> None:
     ] == results.lines(rows(START, COST, RECOVERY))
 
 
-def test_what_was_measured_elsewhere_must_be_marked() -> None:
+def test_what_was_measured_elsewhere_must_be_marked():
     lines = results.table([*rows(START), *rows(RECOVERY, date="2030-02-03", commit="0123456789abcdef-dirty")])
     assert "; commit 0123456789ab-dirty; " in lines[-1]
     assert lines[2].startswith("| `up` to the first step | ")
@@ -166,12 +163,12 @@ def test_what_was_measured_elsewhere_must_be_marked() -> None:
     assert lines[-1].endswith("2030-02-03")
 
 
-def test_the_documents_must_have_the_tables_of_the_results() -> None:
+def test_the_documents_must_have_the_tables_of_the_results():
     for path, expected in results.tables(results.read()).items():
         assert expected == places.written(path, results.BEGIN), "`invoke bench --write` renews it"
 
 
-def test_only_its_own_table_of_a_document_must_be_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_its_own_table_of_a_document_must_be_renewed(tmp_path, monkeypatch):
     path = tmp_path / "one.md"
     other = f"{places.begin('invoke other')}\nkept\n{places.END}\n"
     path.write_text(f"{other}between\n{results.BEGIN}\nold\n{places.END}\nafter\n")
@@ -186,7 +183,7 @@ def test_only_its_own_table_of_a_document_must_be_renewed(tmp_path: Path, monkey
 # Plots
 
 
-def test_every_plot_must_be_drawn_of_what_was_measured_and_no_other(tmp_path: Path) -> None:
+def test_every_plot_must_be_drawn_of_what_was_measured_and_no_other(tmp_path):
     pytest.importorskip("matplotlib")
     alone = Figure("throughput-alone", "alone", "examples/s", TOGETHER.variants, TOGETHER.ratios, "times")
     parts, tasks = ("start", "kill", "stop", "end", "share", "files"), {"16 tasks": [3.0], "8 tasks": [1.0]}

@@ -1,9 +1,5 @@
 """Which configurations a cluster can train with: what is refused, and with which advice."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +9,7 @@ from cluster.system.errors import UsageError
 
 
 @pytest.mark.parametrize("source", ["memory", "stream"])
-def test_data_workers_need_a_dataset_function(source: str) -> None:
+def test_data_workers_need_a_dataset_function(source):
     cluster = spec.build(1, data_workers=2)
     compatibility.check_data_workers(cluster, {"source": "function"})
     with pytest.raises(UsageError):
@@ -22,7 +18,7 @@ def test_data_workers_need_a_dataset_function(source: str) -> None:
 
 
 @given(st.integers(1, 10**6), st.integers(1, 600))
-def test_the_offered_global_batches_divide(global_batch: int, divisor: int) -> None:
+def test_the_offered_global_batches_divide(global_batch, divisor):
     if global_batch % divisor == 0:
         compatibility.check_global_batch(global_batch, divisor)
         return
@@ -40,7 +36,7 @@ def test_the_offered_global_batches_divide(global_batch: int, divisor: int) -> N
         (2, "global_batch=2 is not divisible by 3 replicas; use 3: -- --global-batch 3"),
     ],
 )
-def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_batch: int, message: str) -> None:
+def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_batch, message):
     with pytest.raises(UsageError) as refused:
         compatibility.check_global_batch(global_batch, 3)
     assert message == str(refused.value)
@@ -54,13 +50,13 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_
         ({"workers": 1, "devices": 4}, "--bitwise-elastic 6: 8 replicas share 6 virtual shards"),
     ],
 )
-def test_a_cluster_that_cannot_share_virtual_shards_is_refused(topology: dict[str, int], expected: str) -> None:
+def test_a_cluster_that_cannot_share_virtual_shards_is_refused(topology, expected):
     with pytest.raises(UsageError, match=f"^{expected}"):
         compatibility.check_shards(spec.build(**topology), 6)
 
 
 @pytest.mark.parametrize("topology", [{"workers": 0}, {"workers": 3}, {"workers": 5}, {"workers": 2, "devices": 2}])
-def test_any_number_of_replicas_up_to_theirs_can_share_virtual_shards(topology: dict[str, int]) -> None:
+def test_any_number_of_replicas_up_to_theirs_can_share_virtual_shards(topology):
     compatibility.check_shards(spec.build(**topology), 6)
 
 
@@ -71,22 +67,22 @@ def test_any_number_of_replicas_up_to_theirs_can_share_virtual_shards(topology: 
         ({"workers": 0, "devices": 8, "strategy": "tpu"}, "TPUStrategy has no float16"),
     ],
 )
-def test_a_cluster_that_cannot_train_in_float16_is_refused(topology: dict[str, Any], expected: str) -> None:
+def test_a_cluster_that_cannot_train_in_float16_is_refused(topology, expected):
     with pytest.raises(UsageError, match=f"^--precision fp16: {expected}; use --precision bf16$"):
         compatibility.check_precision(spec.build(**topology), "fp16")
     compatibility.check_precision(spec.build(**topology), "bf16")
 
 
 @pytest.mark.parametrize("topology", [{"workers": 0}, {"workers": 2}, {"workers": 0, "devices": 2}])
-def test_synchronous_clusters_train_in_any_precision(topology: dict[str, int]) -> None:
+def test_synchronous_clusters_train_in_any_precision(topology):
     for precision in strategies.PRECISIONS:
         compatibility.check_precision(spec.build(**topology), precision)
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 1.6), ("sqrt", 0.4)])
-def test_a_learning_rate_follows_the_global_batch_by_its_rule(rule: str, rate: float) -> None:
+def test_a_learning_rate_follows_the_global_batch_by_its_rule(rule, rate):
     assert pytest.approx(rate) == compatibility.scale_rate(0.1, rule, 4096, 256)
 
 
-def test_without_a_rule_the_learning_rate_keeps_its_bits() -> None:
+def test_without_a_rule_the_learning_rate_keeps_its_bits():
     assert 2e-3 == compatibility.scale_rate(2e-3, "none", 192, 7)

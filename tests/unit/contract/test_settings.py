@@ -1,7 +1,5 @@
 """This project's own variables: what they may be, and what an empty one is."""
 
-from __future__ import annotations
-
 import os
 import pwd
 from pathlib import Path
@@ -20,9 +18,7 @@ from tests.unit.launching import refusal
 
 @pytest.mark.parametrize("name", [*settings.SECONDS, *settings.SWITCHES])
 @pytest.mark.parametrize("value", ["abc", "nan", "inf", "-1", "1e9", "1 2", "yes"])
-def test_a_value_that_a_setting_cannot_have_is_refused_before_anything_starts(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_value_that_a_setting_cannot_have_is_refused_before_anything_starts(name, value, monkeypatch, tmp_path):
     monkeypatch.setenv(name, value)
     refused = refusal(Request(runtime="local"))
     assert isinstance(refused, UsageError)
@@ -32,7 +28,7 @@ def test_a_value_that_a_setting_cannot_have_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("name", [*settings.SECONDS, *settings.SWITCHES])
-def test_an_empty_setting_is_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_setting_is_not_set(name, monkeypatch):
     monkeypatch.setenv(name, "")
     settings.check()
     default = settings.SECONDS[name].default if name in settings.SECONDS else True
@@ -40,9 +36,7 @@ def test_an_empty_setting_is_not_set(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_without_a_folder_it_is_this_checkout_s(
-    value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_folder_it_is_this_checkout_s(value, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("RUNS_DIR", "DATA_DIR"):
         monkeypatch.delenv(name)
@@ -52,7 +46,7 @@ def test_without_a_folder_it_is_this_checkout_s(
 
 
 @pytest.mark.parametrize("value", [None, "", "not/absolute"])
-def test_a_user_may_have_no_home_folder(value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_user_may_have_no_home_folder(value, monkeypatch, tmp_path):
     def unknown(user: int) -> pwd.struct_passwd:
         raise KeyError(user)
 
@@ -70,7 +64,7 @@ def test_a_user_may_have_no_home_folder(value: str | None, monkeypatch: pytest.M
         provenance.prepare()
 
 
-def test_a_home_folder_that_nobody_knows_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_home_folder_that_nobody_knows_is_reported(monkeypatch, tmp_path):
     with pytest.raises(UsageError, match="--script '~nobody-here/s.py'"):
         check_script("~nobody-here/s.py", tmp_path / "runs")
     assert settings.home() == Path(os.environ["HOME"])

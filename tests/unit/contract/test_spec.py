@@ -1,7 +1,5 @@
 """The cluster's description: which strategy a topology gets, what its tasks are called, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,9 +20,7 @@ from cluster.system.errors import UsageError
         (3, 2, 2, "ParameterServerStrategy", 6, 2),
     ],
 )
-def test_the_topology_chooses_the_strategy(
-    workers: int, ps: int, devices: int, expected: str, replicas: int, divisor: int
-) -> None:
+def test_the_topology_chooses_the_strategy(workers, ps, devices, expected, replicas, divisor):
     cluster = spec.build(workers, ps, devices=devices)
     assert (expected, replicas, divisor) == (cluster.strategy_class, cluster.replicas, cluster.batch_divisor)
 
@@ -33,7 +29,7 @@ def test_the_topology_chooses_the_strategy(
     ("strategy", "workers", "ps", "devices"),
     [("one", 0, 0, 1), ("mirrored", 0, 0, 1), ("central", 0, 0, 2), ("multiworker", 1, 0, 1), ("ps", 1, 1, 1)],
 )
-def test_a_strategy_that_fits_the_topology_is_taken(strategy: str, workers: int, ps: int, devices: int) -> None:
+def test_a_strategy_that_fits_the_topology_is_taken(strategy, workers, ps, devices):
     assert strategy == spec.build(workers, ps, strategy=strategy, devices=devices).strategy
 
 
@@ -49,9 +45,7 @@ def test_a_strategy_that_fits_the_topology_is_taken(strategy: str, workers: int,
         ("ps", 2, 0, 1, "--workers 1 or more and --ps 1 or more"),
     ],
 )
-def test_a_strategy_that_does_not_fit_is_refused_with_what_would(
-    strategy: str, workers: int, ps: int, devices: int, use: str
-) -> None:
+def test_a_strategy_that_does_not_fit_is_refused_with_what_would(strategy, workers, ps, devices, use):
     with pytest.raises(UsageError) as refused:
         spec.build(workers, ps, strategy=strategy, devices=devices)
     requested = f"--strategy {strategy} cannot run on --workers {workers} --ps {ps} --devices {devices}"
@@ -74,20 +68,20 @@ def test_a_strategy_that_does_not_fit_is_refused_with_what_would(
         ({"strategy": "xyz"}, "known: auto, central, mirrored, multiworker, one, pipeline, ps, tpu"),
     ],
 )
-def test_what_cannot_be_a_cluster_is_refused(options: dict[str, object], message: str) -> None:
+def test_what_cannot_be_a_cluster_is_refused(options, message):
     with pytest.raises(UsageError) as refused:
         spec.build(**options)
     assert message in str(refused.value)
 
 
-def test_tasks_are_named_after_role_and_index() -> None:
+def test_tasks_are_named_after_role_and_index():
     cluster = spec.build(2, 1, evaluator=True)
     assert ["chief", "worker-0", "worker-1", "ps-0", "evaluator"] == [task.name for task in cluster.tasks]
     assert "worker-1:2222" == cluster.task("worker-1").address
     assert ["worker-0", "worker-1"] == [task.name for task in cluster.of(Role.WORKER)]
 
 
-def test_data_workers_and_their_dispatcher_are_no_members_of_the_cluster() -> None:
+def test_data_workers_and_their_dispatcher_are_no_members_of_the_cluster():
     cluster = spec.build(1, data_workers=2)
     assert ["chief", "worker-0"] == [task.name for task in cluster.members]
     assert ["data-dispatcher", "data-worker-0", "data-worker-1"] == [task.name for task in cluster.tasks[2:]]
@@ -96,12 +90,12 @@ def test_data_workers_and_their_dispatcher_are_no_members_of_the_cluster() -> No
     assert cluster == ClusterSpec.from_json(cluster.to_json())
 
 
-def test_an_unknown_task_is_refused_with_the_nearest() -> None:
+def test_an_unknown_task_is_refused_with_the_nearest():
     with pytest.raises(UsageError, match=r"no task 'worker-2' in this cluster; did you mean 'worker-1'\?"):
         spec.build(2).task("worker-2")
 
 
-def test_local_tasks_get_an_address_each() -> None:
+def test_local_tasks_get_an_address_each():
     cluster = spec.build(1, 1, ports=(7001, 7002, 7003))
     assert ["127.0.0.1:7001", "127.0.0.1:7002", "127.0.0.1:7003"] == [task.address for task in cluster.tasks]
 
@@ -115,25 +109,25 @@ def test_local_tasks_get_an_address_each() -> None:
         ({"workers": 1, "data_workers": 1}, ["data-dispatcher", "data-worker-0"], ["data-dispatcher", "data-worker-0"]),
     ],
 )
-def test_who_restarts_alone_and_who_only_serves(topology: dict[str, int], alone: list[str], serving: list[str]) -> None:
+def test_who_restarts_alone_and_who_only_serves(topology, alone, serving):
     cluster = spec.build(**topology)
     assert alone == [task.name for task in cluster.tasks if cluster.restarts_alone(task)]
     assert serving == [task.name for task in cluster.tasks if cluster.serves(task)]
 
 
 @given(st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4))
-def test_a_cluster_survives_its_json(workers: int, ps: int, evaluator: bool, devices: int) -> None:
+def test_a_cluster_survives_its_json(workers, ps, evaluator, devices):
     cluster = spec.build(workers, ps if workers else 0, evaluator, devices=devices)
     assert cluster == ClusterSpec.from_json(cluster.to_json())
 
 
 @pytest.mark.parametrize("name", ["a", "fashion_mnist-20260101-101010", "A.b-c_9", "x" * 63])
-def test_a_run_name_is_what_a_folder_and_a_compose_project_allow(name: str) -> None:
+def test_a_run_name_is_what_a_folder_and_a_compose_project_allow(name):
     assert name == spec.check_run_name(name)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "-x", "a b", "ä", "x" * 64, "a\n", "$HOME"])
-def test_any_other_run_name_is_refused(name: str) -> None:
+def test_any_other_run_name_is_refused(name):
     with pytest.raises(UsageError) as refused:
         spec.check_run_name(name)
     assert repr(name) in str(refused.value)
@@ -147,6 +141,6 @@ def test_any_other_run_name_is_refused(name: str) -> None:
         ({"workers": 0}, {"chief": []}),
     ],
 )
-def test_who_calls_whom_first(topology: dict[str, int], expected: dict[str, list[str]]) -> None:
+def test_who_calls_whom_first(topology, expected):
     cluster = spec.build(**topology)
     assert expected == {task.name: [other.name for other in cluster.calls_first(task)] for task in cluster.tasks}

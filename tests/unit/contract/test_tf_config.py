@@ -1,7 +1,5 @@
 """TF_CONFIG: exactly what TensorFlow reads, for every topology."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,7 +11,7 @@ from cluster.contract.spec import Role
 from cluster.system.errors import UsageError
 
 
-def test_a_worker_beside_a_parameter_server_gets_this_very_text() -> None:
+def test_a_worker_beside_a_parameter_server_gets_this_very_text():
     cluster = spec.build(2, 1, evaluator=True)
     expected = (
         '{"cluster":{"chief":["chief:2222"],"worker":["worker-0:2222","worker-1:2222"],"ps":["ps-0:2222"]},'
@@ -22,18 +20,18 @@ def test_a_worker_beside_a_parameter_server_gets_this_very_text() -> None:
     assert expected == tf_config.dumps(cluster, cluster.task("worker-1"))
 
 
-def test_without_parameter_servers_the_cluster_does_not_name_them() -> None:
+def test_without_parameter_servers_the_cluster_does_not_name_them():
     cluster = spec.build(1)  # MultiWorkerMirroredStrategy waits for ever for a `ps` that is listed
     assert ["chief", "worker"] == list(tf_config.render(cluster, cluster.task("chief"))["cluster"])
 
 
 @pytest.mark.parametrize("evaluator", [False, True])
-def test_the_chief_alone_gets_none(evaluator: bool) -> None:
+def test_the_chief_alone_gets_none(evaluator):
     cluster = spec.build(0, evaluator=evaluator)
     assert [None] * len(cluster.tasks) == [tf_config.dumps(cluster, task) for task in cluster.tasks]
 
 
-def test_tasks_keep_their_names_where_others_are_left_out_and_tensorflow_counts_those_that_are_there() -> None:
+def test_tasks_keep_their_names_where_others_are_left_out_and_tensorflow_counts_those_that_are_there():
     cluster = spec.build(3).without({"worker-0", "worker-1"})
     expected = {
         "cluster": {"chief": ["chief:2222"], "worker": ["worker-2:2222"]},
@@ -44,14 +42,14 @@ def test_tasks_keep_their_names_where_others_are_left_out_and_tensorflow_counts_
     assert None is tf_config.render(alone, alone.task("chief"))
 
 
-def test_tasks_that_prepare_data_get_none_and_are_in_none() -> None:
+def test_tasks_that_prepare_data_get_none_and_are_in_none():
     cluster = spec.build(1, data_workers=1)
     assert tf_config.render(spec.build(1), spec.build(1).task("chief")) == tf_config.render(cluster, cluster.tasks[0])
     assert [None, None] == [tf_config.dumps(cluster, task) for task in cluster.tasks if task.role.prepares]
 
 
 @pytest.mark.parametrize(("task", "index"), [("chief", 0), ("worker-0", 1), ("worker-1", 2)])
-def test_without_a_separate_chief_it_is_worker_0(task: str, index: int) -> None:
+def test_without_a_separate_chief_it_is_worker_0(task, index):
     cluster = spec.build(2, separate_chief=False)
     assert {
         "cluster": {"worker": ["chief:2222", "worker-0:2222", "worker-1:2222"]},
@@ -59,13 +57,13 @@ def test_without_a_separate_chief_it_is_worker_0(task: str, index: int) -> None:
     } == tf_config.render(cluster, cluster.task(task))
 
 
-def test_beside_parameter_servers_the_chief_is_always_separate() -> None:
+def test_beside_parameter_servers_the_chief_is_always_separate():
     one, other = spec.build(2, 1, separate_chief=False), spec.build(2, 1)
     assert [tf_config.render(other, task) for task in other.tasks] == [tf_config.render(one, t) for t in one.tasks]
 
 
 @given(st.integers(1, 20), st.integers(0, 4), st.booleans())
-def test_what_is_rendered_is_read_back(workers: int, ps: int, evaluator: bool) -> None:
+def test_what_is_rendered_is_read_back(workers, ps, evaluator):
     described = spec.build(workers, ps, evaluator)
     for task in described.tasks:
         addresses, role, index = tf_config.parse(tf_config.dumps(described, task))
@@ -99,7 +97,7 @@ CHIEF = {"type": "chief", "index": 0}
         (json.dumps({"cluster": {"chief": ["chief:http"]}, "task": CHIEF}), "'chief:http' is not host:port"),
     ],
 )
-def test_anything_else_is_refused_with_an_example(text: str, message: str) -> None:
+def test_anything_else_is_refused_with_an_example(text, message):
     with pytest.raises(UsageError) as refused:
         tf_config.parse(text)
     assert message in str(refused.value)

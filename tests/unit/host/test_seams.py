@@ -1,7 +1,5 @@
 """A runtime, a fault and a strategy added from outside: nothing else has to change for them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -104,7 +102,7 @@ class Toy(Runtime):
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+def toy(monkeypatch) -> Toy:
     """A runtime that is registered like ours, and a kind of fault."""
     made = Toy()
     monkeypatch.setitem(registry.RUNTIMES, made.name, made)
@@ -113,7 +111,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path) -> Path:
     """A script that never ends."""
     path = tmp_path / "own" / "script.py"
     path.parent.mkdir()
@@ -121,7 +119,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_runtime_from_outside_is_planned(toy: Toy, script: Path) -> None:
+def test_a_runtime_from_outside_is_planned(toy, script):
     planned = planning.plan(Request(runtime="toy", script=str(script), workers="1", tensorboard_port="0"))
     assert ("toy", "toys: made of wood") == (planned.runtime.name, planned.why_runtime)
     assert ["play with chief", "play with worker-0"] == startup.commands(planned)
@@ -133,7 +131,7 @@ def test_a_runtime_from_outside_is_planned(toy: Toy, script: Path) -> None:
         planning.plan(Request(runtime="toy", script=str(script), memory="2GiB"))
 
 
-def test_a_runtime_from_outside_runs_a_cluster(toy: Toy, script: Path) -> None:
+def test_a_runtime_from_outside_runs_a_cluster(toy, script):
     fast.leave_out("starts a cluster")
     sh = Commands()
     request = Request(runtime="toy", script=str(script), workers="1", tensorboard_port="0")
@@ -152,7 +150,7 @@ def test_a_runtime_from_outside_runs_a_cluster(toy: Toy, script: Path) -> None:
     assert [] == sh
 
 
-def test_what_is_left_on_a_runtime_from_outside_is_found_and_ended(toy: Toy, script: Path) -> None:
+def test_what_is_left_on_a_runtime_from_outside_is_found_and_ended(toy, script):
     fast.leave_out("starts a cluster")
     sh = Commands()
     request = Request(runtime="toy", script=str(script), workers="0", tensorboard_port="0")
@@ -181,7 +179,7 @@ def _disturb(run: RunFolder) -> None:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Strategy:
+def pair(monkeypatch) -> Strategy:
     """A strategy of two devices in one process, registered like ours."""
     record = Strategy(
         name="pair",
@@ -195,7 +193,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Strategy:
     return record
 
 
-def test_a_strategy_from_outside_is_planned_and_its_record_read(pair: Strategy, resolved: None) -> None:
+def test_a_strategy_from_outside_is_planned_and_its_record_read(pair, resolved):
     request = Request(strategy="pair", devices="2", runtime="local", tensorboard_port="0")
     planned = planning.plan(request)
     assert ("PairStrategy", 2) == (planned.to_json()["strategy"], planned.cluster.replicas)
@@ -206,7 +204,7 @@ def test_a_strategy_from_outside_is_planned_and_its_record_read(pair: Strategy, 
         planning.plan(Request(strategy="pair", devices="3", runtime="local"))
 
 
-def test_a_strategy_from_outside_is_built_and_runs_a_step(pair: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_from_outside_is_built_and_runs_a_step(pair, monkeypatch):
     fast.leave_out("imports TensorFlow")
     import tensorflow as tf
 
@@ -224,7 +222,7 @@ def test_a_strategy_from_outside_is_built_and_runs_a_step(pair: Strategy, monkey
     assert 2.0 == variable.numpy()
 
 
-def test_images_hold_the_agent_the_contract_and_the_system_and_nothing_of_the_host() -> None:
+def test_images_hold_the_agent_the_contract_and_the_system_and_nothing_of_the_host():
     """An image that lacks one of them starts no task."""
     copied = {line for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!cluster")}
     assert {"!cluster/__init__.py", "!cluster/agent", "!cluster/contract", "!cluster/system"} == copied

@@ -1,7 +1,5 @@
 """What training on 4 virtual shards gives on 1, 2 and 3 replicas, bit for bit: `python -m ... RESULT 3 [all]`."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

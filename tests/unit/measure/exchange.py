@@ -1,7 +1,5 @@
 """What two tasks have after they have added up tensors: by the swap, and by the ring that it takes the place of."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What `--loop fit` gives on two devices of one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

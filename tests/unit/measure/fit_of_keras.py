@@ -1,7 +1,5 @@
 """What `Model.fit` of Keras 3 gives on the tasks of the cluster that TF_CONFIG names, or in one process without it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 `python -m ... RESULT 3`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """What training and evaluation compute of padded sequences, on one device, on two, in parts; and plain Keras."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """What training in micro-batches gives on 1, 2 and 3 replicas: `python -m ... RESULT 3`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """What Keras does to a parameter-server cluster: two workers and a parameter server, all of them in this process."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

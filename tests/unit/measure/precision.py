@@ -1,7 +1,5 @@
 """What clipping, loss scaling and half precision give on 1, 2 and 3 replicas: `python -m ... RESULT 3`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """Two steps of a training in a cluster, after a rehearsal or without one."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

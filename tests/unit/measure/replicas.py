@@ -3,8 +3,6 @@
 One process can have collectives over 2 devices or over 3, not both: `python -m ... RESULT 2`, `... RESULT 3`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """What a TPU would be given, as far as a CPU can show it: no TPU, static shapes, a step that XLA compiles, bfloat16."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

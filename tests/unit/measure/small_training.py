@@ -1,7 +1,5 @@
 """One small training with any optimizer, precision, micro-batches and virtual shards, for what is measured of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A layer with the kinds of state that users give their own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole files: many write, none reads half of anything, and what only one may create has one owner."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -13,16 +11,13 @@ from typing import IO, Any
 
 import pytest
 
-from cluster.contract.run.folder import RunFolder
 from cluster.system import files
 from cluster.system.files import sha256
 from cluster.system.json_files import DamagedError, create_json, read_json, write_json
 from tests.unit.together import together
 
 
-def test_a_file_that_was_replaced_on_another_host_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_replaced_on_another_host_is_read_again(tmp_path, monkeypatch):
     path, opened = tmp_path / "value.json", []
     write_json(path, 7)
 
@@ -40,7 +35,7 @@ def test_a_file_that_was_replaced_on_another_host_is_read_again(
         files.read_start(path, 9)
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+def test_a_reader_never_sees_half_a_file(tmp_path):
     path, over = tmp_path / "value.json", threading.Event()
     write_json(path, [0] * 5000)
 
@@ -62,7 +57,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert [path] == list(tmp_path.iterdir())  # and no scratch file is left
 
 
-def test_what_several_claim_belongs_to_one(tmp_path: Path) -> None:
+def test_what_several_claim_belongs_to_one(tmp_path):
     path, claims = tmp_path / "owner.json", {}
     together(lambda at: claims.update({at: create_json(path, {"owner": at})}))
     (owner,) = [at for at, got_it in claims.items() if got_it]
@@ -71,7 +66,7 @@ def test_what_several_claim_belongs_to_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [b"", b" \n", b'{"sta', b"[]", b"null", b"\xff\xfe{", b"[" * 100_000])
-def test_what_a_power_failure_left_claims_nothing(tmp_path: Path, left: bytes) -> None:
+def test_what_a_power_failure_left_claims_nothing(tmp_path, left):
     def check(value: Any) -> None:
         if not isinstance(value, dict):
             raise ValueError
@@ -86,7 +81,7 @@ def test_what_a_power_failure_left_claims_nothing(tmp_path: Path, left: bytes) -
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")])
-def test_neither_does_what_is_no_file(make_run: Callable[..., RunFolder], make: Callable[[Path], None]) -> None:
+def test_neither_does_what_is_no_file(make_run, make):
     run = make_run()
     make(run.control / "outcome.json")
     assert run.outcome is None
@@ -94,7 +89,7 @@ def test_neither_does_what_is_no_file(make_run: Callable[..., RunFolder], make: 
     assert "failed" == run.outcome["state"]
 
 
-def test_a_record_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
     """A file system may write a rename before the bytes of the file, unless it is made to."""
     path, done = tmp_path / "value.json", []
     for call in ("fsync", "replace", "link"):
@@ -116,7 +111,7 @@ def test_a_record_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: py
     assert ["replace"] == done
 
 
-def test_a_write_that_is_interrupted_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_is_interrupted_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "value.json"
     write_json(path, 1)
 
@@ -131,9 +126,7 @@ def test_a_write_that_is_interrupted_leaves_the_file_as_it_was(tmp_path: Path, m
     assert [path] == list(tmp_path.iterdir())
 
 
-def test_scratch_files_of_processes_that_are_called_the_same_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scratch_files_of_processes_that_are_called_the_same_differ(tmp_path, monkeypatch):
     """In containers process ids and threads are the same everywhere."""
     monkeypatch.setattr(os, "getpid", lambda: 7)
     monkeypatch.setattr(threading, "get_ident", lambda: 7)
@@ -146,9 +139,7 @@ def test_scratch_files_of_processes_that_are_called_the_same_differ(
 
 
 @pytest.mark.parametrize("size", [0, 10])
-def test_a_damaged_record_is_not_there_and_that_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
-) -> None:
+def test_a_damaged_record_is_not_there_and_that_is_said_once(tmp_path, caplog, size):
     path = tmp_path / "\x1b[2J.json"
     path.write_bytes(b"{" * size)
     assert [None, None] == [read_json(path, None), read_json(path, None)]
@@ -158,21 +149,21 @@ def test_a_damaged_record_is_not_there_and_that_is_said_once(
         read_json(path)
 
 
-def test_no_more_is_read_than_a_record_may_hold(tmp_path: Path) -> None:
+def test_no_more_is_read_than_a_record_may_hold(tmp_path):
     path = tmp_path / "value.json"
     with path.open("wb") as file:
         file.truncate(10**12)
     assert None is read_json(path, None)
 
 
-def test_an_absent_file_is_its_default(tmp_path: Path) -> None:
+def test_an_absent_file_is_its_default(tmp_path):
     assert {} == read_json(tmp_path / "absent.json", {})
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize("size", [0, 1, 1_000_000])
-def test_a_hash_is_that_of_all_the_bytes(tmp_path: Path, size: int) -> None:
+def test_a_hash_is_that_of_all_the_bytes(tmp_path, size):
     path = tmp_path / "file"
     path.write_bytes(b"a" * size)
     assert hashlib.sha256(b"a" * size).hexdigest() == sha256(path)

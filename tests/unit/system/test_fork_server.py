@@ -1,7 +1,5 @@
 """Tasks that are forked from their supervisor: to everything else they are like any other process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -32,7 +30,7 @@ from tests.unit import preloaded
 
 
 @pytest.fixture
-def start(start_gang: StartGang) -> StartGang:
+def start(start_gang) -> StartGang:
     return partial(start_gang, preload="tests.unit.preloaded")
 
 
@@ -40,7 +38,7 @@ BeforeStart = Callable[[Callable[[RunFolder], object]], None]
 
 
 @pytest.fixture
-def before_start(monkeypatch: pytest.MonkeyPatch) -> BeforeStart:
+def before_start(monkeypatch) -> BeforeStart:
     """Takes what is done to a run's folder before its supervisor starts."""
 
     def prepare(change: Callable[[RunFolder], object]) -> None:
@@ -66,7 +64,7 @@ def loaded_by(gang: Gang, generation: int = 0) -> dict[str, str]:
     return {path.name.split(".")[0]: path.read_text() for path in gang.run.path.glob(f"*.{generation}.loaded")}
 
 
-def test_every_program_is_forked_from_the_supervisor(start: StartGang) -> None:
+def test_every_program_is_forked_from_the_supervisor(start):
     gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
     loader = supervisor_of(gang)
     summary = gang.summary()
@@ -75,7 +73,7 @@ def test_every_program_is_forked_from_the_supervisor(start: StartGang) -> None:
     assert not gang.run.log("supervisor").read_text()
 
 
-def test_a_killed_program_is_forked_again(start: StartGang) -> None:
+def test_a_killed_program_is_forked_again(start):
     gang = start(f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
     loader = supervisor_of(gang)
     gang.await_step("worker-0", 3)
@@ -85,7 +83,7 @@ def test_a_killed_program_is_forked_again(start: StartGang) -> None:
     assert dict.fromkeys(("chief", "worker-0"), f"[{loader}]") == loaded_by(gang, generation=1)
 
 
-def test_a_killed_agent_takes_its_program_with_it_and_comes_back(start: StartGang) -> None:
+def test_a_killed_agent_takes_its_program_with_it_and_comes_back(start):
     gang = start("train(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
     for task in ("chief", "worker-0"):
         gang.await_step(task, 3)
@@ -97,7 +95,7 @@ def test_a_killed_agent_takes_its_program_with_it_and_comes_back(start: StartGan
     assert not processes.alive(program)
 
 
-def test_everything_dies_with_the_supervisor(start: StartGang) -> None:
+def test_everything_dies_with_the_supervisor(start):
     gang = start("train(2), work()", workers=1)
     for task in ("chief", "worker-0"):
         gang.await_step(task, 2)
@@ -106,19 +104,19 @@ def test_everything_dies_with_the_supervisor(start: StartGang) -> None:
     wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=3)
 
 
-def test_the_end_of_a_forked_process_is_reported(start: StartGang) -> None:
+def test_the_end_of_a_forked_process_is_reported(start):
     gang = start("train(2), print('error: the value', file=sys.stderr), sys.exit(3)", workers=0)
     cause = gang.summary()["cause"]
     assert ("failed", 3, "the value") == (gang.summary()["state"], cause["exit_code"], cause["error"])
 
 
-def test_an_unknown_error_ends_a_forked_process_with_its_traceback(start: StartGang) -> None:
+def test_an_unknown_error_ends_a_forked_process_with_its_traceback(start):
     gang = start("train(2), [][1]", workers=0)
     assert "IndexError: list index out of range" == gang.summary()["cause"]["error"]
     assert "Traceback (most recent call last)" in gang.run.log("chief").read_text()
 
 
-def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(start: StartGang, before_start: BeforeStart) -> None:
+def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(start, before_start):
     before_start(lambda run: (run.path / "import-lasts").touch())
     gang = start("train(2), finish()", workers=1)
     wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
@@ -130,7 +128,7 @@ def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(start: StartGang
     assert ("stopped", []) == (gang.summary()["state"], gang.summary()["restarts"])
 
 
-def test_if_the_import_fails_each_task_reports_it(start: StartGang, before_start: BeforeStart) -> None:
+def test_if_the_import_fails_each_task_reports_it(start, before_start):
     before_start(lambda run: (run.path / "import-fails").touch())
     gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
     assert "succeeded" == gang.summary()["state"]
@@ -138,7 +136,7 @@ def test_if_the_import_fails_each_task_reports_it(start: StartGang, before_start
     assert gang.run.log("supervisor").read_text().endswith("ImportError: no such library\n")
 
 
-def test_only_tasks_of_the_training_program_without_accelerator_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tasks_of_the_training_program_without_accelerator_are_forked(monkeypatch):
     def plan(command: list[str], gpus: Placement | None = None, **topology: Any) -> str | None:
         cluster = spec.build(workers=0, ports=(7001,), **topology)
         return processes_of(cluster, Path("/runs/r"), Path("/data"), command, gpus=gpus).get("preload")
@@ -157,7 +155,7 @@ KILLED_ONCE = f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(),
 
 
 @pytest.fixture
-def start_apart(start: StartGang) -> StartGang:
+def start_apart(start) -> StartGang:
     return partial(start, apart=True)
 
 
@@ -166,7 +164,7 @@ def agents(gang: Gang) -> dict[str, str]:
     return {name: f"[{gang.pid(name, 'agent')}]" for name in ("chief", "worker-0")}
 
 
-def test_an_agent_forks_every_program_from_itself(start_apart: StartGang) -> None:
+def test_an_agent_forks_every_program_from_itself(start_apart):
     gang = start_apart(KILLED_ONCE, workers=1)
     gang.await_step("worker-0", 3)
     importers = agents(gang)
@@ -176,7 +174,7 @@ def test_an_agent_forks_every_program_from_itself(start_apart: StartGang) -> Non
     assert importers == loaded_by(gang) == loaded_by(gang, generation=1)
 
 
-def test_an_agent_that_comes_back_reports_its_death_before_it_imports(start_apart: StartGang) -> None:
+def test_an_agent_that_comes_back_reports_its_death_before_it_imports(start_apart):
     gang = start_apart(KILLED_ONCE, workers=1)
     gang.await_step("worker-0", 3)
     before = agents(gang)
@@ -192,7 +190,7 @@ def test_an_agent_that_comes_back_reports_its_death_before_it_imports(start_apar
     assert before["worker-0"] != after["worker-0"] != "[]"
 
 
-def test_an_agent_that_comes_back_to_do_nothing_imports_nothing(start_apart: StartGang) -> None:
+def test_an_agent_that_comes_back_to_do_nothing_imports_nothing(start_apart):
     gang = start_apart("train(2)\nif NAME == 'chief': work()\nfinish()", workers=1)
     wait_for(lambda: gang.beat("worker-0")["state"] == "done", "the end of worker-0's work")
     (gang.run.path / "import-fails").touch()
@@ -205,7 +203,7 @@ def test_an_agent_that_comes_back_to_do_nothing_imports_nothing(start_apart: Sta
     assert "importing" not in beat
 
 
-def test_a_run_whose_agents_import_can_be_stopped(start_apart: StartGang, before_start: BeforeStart) -> None:
+def test_a_run_whose_agents_import_can_be_stopped(start_apart, before_start):
     before_start(lambda run: (run.path / "import-lasts").touch())
     gang = start_apart("train(2), finish()", workers=1)
     wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
@@ -223,9 +221,7 @@ def test_a_run_whose_agents_import_can_be_stopped(start_apart: StartGang, before
         ("import-kills", {}),
     ],
 )
-def test_where_an_agent_cannot_import_each_program_does(
-    start_apart: StartGang, before_start: BeforeStart, how: str, variables: dict[str, str]
-) -> None:
+def test_where_an_agent_cannot_import_each_program_does(start_apart, before_start, how, variables):
     def spoil(run: RunFolder) -> None:
         started = read_json(run.compose)
         for task in started["tasks"].values():
@@ -257,7 +253,7 @@ def begin(code, **more):
 
 
 @pytest.fixture
-def parent(tmp_path: Path) -> Callable[[str], Any]:
+def parent(tmp_path) -> Callable[[str], Any]:
     """Runs lines in a process that may fork; returns their output, as JSON."""
 
     def run(lines: str) -> Any:
@@ -270,7 +266,7 @@ def parent(tmp_path: Path) -> Callable[[str], Any]:
     return run
 
 
-def test_a_forked_process_has_the_environment_files_and_arguments_it_was_given(parent: Callable[[str], Any]) -> None:
+def test_a_forked_process_has_the_environment_files_and_arguments_it_was_given(parent):
     printed = parent('''
 code = """
 import json, os, sys
@@ -297,20 +293,18 @@ print(json.dumps([said, kept[0], forked.pid, forked.wait(10), type(forked).__nam
         ("import os; os._exit(5)", 5),
     ],
 )
-def test_a_forked_process_ends_as_a_new_one_would(parent: Callable[[str], Any], code: str, ended: int) -> None:
+def test_a_forked_process_ends_as_a_new_one_would(parent, code, ended):
     assert ended == parent(f"print(begin({code!r}).wait(10))")
 
 
-def test_what_a_forked_process_prints_is_not_lost_when_it_is_killed(parent: Callable[[str], Any]) -> None:
+def test_what_a_forked_process_prints_is_not_lost_when_it_is_killed(parent):
     assert "a line\n" == parent("""
 forked = begin("import os, signal; print('a line'); os.kill(os.getpid(), signal.SIGKILL)")
 print(json.dumps(forked.stdout.read().decode()))
 """)
 
 
-def test_a_forked_process_uses_the_temporary_folder_that_it_is_given(
-    parent: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_a_forked_process_uses_the_temporary_folder_that_it_is_given(parent, tmp_path):
     """Where an agent deletes them after its program, however that ended."""
     printed = parent(f"""
 import tempfile
@@ -321,7 +315,7 @@ print(json.dumps([before, forked.stdout.read().decode().strip()]))
     assert str(tmp_path) == printed[1] != printed[0]
 
 
-def test_waiting_for_a_forked_process_has_a_timeout(parent: Callable[[str], Any]) -> None:
+def test_waiting_for_a_forked_process_has_a_timeout(parent):
     printed = parent("""
 forked = begin("import signal; signal.pause()", process_group=0)
 try:
@@ -336,7 +330,7 @@ print(json.dumps([late, before, forked.wait(10), forked.poll()]))
     assert [0.05, None, -signal.SIGTERM, -signal.SIGTERM] == printed
 
 
-def test_a_command_other_than_python_is_a_new_process(parent: Callable[[str], Any]) -> None:
+def test_a_command_other_than_python_is_a_new_process(parent):
     assert "Popen" == parent("""
 new = fork_server.start(["true"], env={}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
 new.wait(10)

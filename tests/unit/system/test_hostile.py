@@ -1,7 +1,5 @@
 """Hostile words: they stay the words that they are, in commands, overlays, paths and TF_CONFIG, or are refused."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -79,13 +77,13 @@ def refused(task: str, c: Context | None = None, **options: Any) -> str:
 
 @pytest.mark.parametrize("name", ["..", "../x", "/etc", "a/b", "a\0b", "a\n", "a\nb", "-rf", ".x", "~", "x" * 64, "é"])
 @pytest.mark.parametrize("task", ["status", "logs", "wait", "stop", "down", "rerun", "export"])
-def test_no_task_takes_a_run_name_that_is_none(name: str, task: str) -> None:
+def test_no_task_takes_a_run_name_that_is_none(name, task):
     assert "run name " in refused(task, run=name)
 
 
 @unhurried
 @given(ANY)
-def test_a_run_lies_in_the_folder_of_runs(name: str) -> None:
+def test_a_run_lies_in_the_folder_of_runs(name):
     taken = outcome(spec.check_run_name, name)
     if taken == name:
         run = RunFolder(folders.runs_dir() / name)
@@ -97,14 +95,14 @@ def test_a_run_lies_in_the_folder_of_runs(name: str) -> None:
 
 @unhurried
 @given(ANY, ANY)
-def test_a_run_that_was_not_named_has_a_name_that_can_be_one(preset: str, script: str) -> None:
+def test_a_run_that_was_not_named_has_a_name_that_can_be_one(preset, script):
     spec.check_run_name(Request(preset=preset).run_name())
     spec.check_run_name(Request(script=script).run_name())
 
 
 @unhurried
 @given(ANY)
-def test_a_script_is_a_file_that_is_there(name: str) -> None:
+def test_a_script_is_a_file_that_is_there(name):
     with pytest.raises(UsageError) as error:
         check_script(f"{name}/nowhere.py", folders.runs_dir())
     assert str(error.value).isprintable()
@@ -112,7 +110,7 @@ def test_a_script_is_a_file_that_is_there(name: str) -> None:
 
 @pytest.mark.parametrize("path", ["a\0b", "a\nb", "\x1b[2J"])
 @pytest.mark.parametrize("option", ["script", "requirements"])
-def test_a_path_that_is_no_line_is_refused(option: str, path: str) -> None:
+def test_a_path_that_is_no_line_is_refused(option, path):
     c = MockContext()
     c._set(remainder="")
     assert f"--{option} {path!r}: a path without control characters" in refused("plan", c, **{option: path})
@@ -122,7 +120,7 @@ def test_a_path_that_is_no_line_is_refused(option: str, path: str) -> None:
 @given(ANY)
 @example("all\n")
 @example("0,1\n")
-def test_gpus_are_ids_or_refused(word: str) -> None:
+def test_gpus_are_ids_or_refused(word):
     for gpus, per_task in ((word, ""), ("", word)):
         expected = outcome(placement.parse, gpus, per_task)
         if not isinstance(expected, UsageError):
@@ -136,7 +134,7 @@ def test_gpus_are_ids_or_refused(word: str) -> None:
 @example("nan")
 @example("inf")
 @example("-1")
-def test_numbers_are_numbers_or_refused(word: str) -> None:
+def test_numbers_are_numbers_or_refused(word):
     for parse in (rerun.parse_tolerance, lambda text: spec.parse_count("workers", text, 0, 512)):
         taken = outcome(parse, word)
         assert isinstance(taken, UsageError) or 0 <= taken < float("inf")
@@ -144,7 +142,7 @@ def test_numbers_are_numbers_or_refused(word: str) -> None:
 
 @unhurried
 @given(name=ANY.filter(lambda name: name not in ("chief", "worker-0")))
-def test_a_task_is_one_of_the_cluster(name: str) -> None:
+def test_a_task_is_one_of_the_cluster(name):
     with pytest.raises(UsageError) as error:
         spec.build(1).task(name)
     assert str(error.value).isprintable()
@@ -152,7 +150,7 @@ def test_a_task_is_one_of_the_cluster(name: str) -> None:
 
 @unhurried
 @given(ANY)
-def test_whatever_an_error_quotes_it_is_one_harmless_line(text: str) -> None:
+def test_whatever_an_error_quotes_it_is_one_harmless_line(text):
     def body(c: Context) -> None:
         raise UsageError(text)
 
@@ -174,7 +172,7 @@ def words_of(command: str) -> tuple[dict[str, str], list[str]]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path) -> Path:
     folder = tmp_path / "their $HOME; `id`"
     folder.mkdir()
     (folder / "fit it.py").touch()
@@ -183,9 +181,7 @@ def script(tmp_path: Path) -> Path:
 
 @unhurried
 @given(arguments=st.lists(TEXT, max_size=4), data=FILE)
-def test_a_dry_run_s_commands_are_the_words_that_were_meant(
-    script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], data: str
-) -> None:
+def test_a_dry_run_s_commands_are_the_words_that_were_meant(script, monkeypatch, tmp_path, arguments, data):
     monkeypatch.setenv("DATA_DIR", str(tmp_path / data))
     requested = Request(script=str(script), overrides=arguments, runtime="local", workers="1", name="one")
     for line in startup.commands(planning.plan(requested)):
@@ -195,7 +191,7 @@ def test_a_dry_run_s_commands_are_the_words_that_were_meant(
         assert {"worker"} == set(json.loads(variables["TF_CONFIG"])["cluster"])
 
 
-def test_a_shell_reads_them_so(tmp_path: Path) -> None:
+def test_a_shell_reads_them_so(tmp_path):
     show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['DATA_DIR']]))"
     rendered = processes_of(spec.build(0), tmp_path, tmp_path / "".join(NASTY).replace("/", ""), [])["tasks"]["chief"]
     rendered["command"] = [sys.executable, "-c", show, *NASTY]
@@ -208,9 +204,7 @@ def test_a_shell_reads_them_so(tmp_path: Path) -> None:
 
 @unhurried
 @given(folder=FILE, name=TEXT, path=st.lists(FILE, max_size=2))
-def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(
-    folder: str, name: str, path: list[str]
-) -> None:
+def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(folder, name, path):
     overlay = Path("/runs") / folder / "compose.json"
     assert str(overlay) in words_of(commands.up(overlay, spec.build(1)))[1]
     assert ["chief", "worker-0"] == words_of(commands.up(overlay, spec.build(1)))[1][-2:]
@@ -226,9 +220,7 @@ def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(
 @given(base=TEXT, folder=FILE)
 @example(base="x", folder="a,type=env,b")
 @example(base="x", folder='a"b,c')
-def test_an_image_s_build_is_the_words_that_were_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, folder: str
-) -> None:
+def test_an_image_s_build_is_the_words_that_were_meant(tmp_path, monkeypatch, base, folder):
     bundle = tmp_path / folder[:20]
     bundle.touch()
     monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
@@ -241,7 +233,7 @@ def test_an_image_s_build_is_the_words_that_were_meant(
 
 @unhurried
 @given(preset=TEXT, override=TEXT)
-def test_a_preset_and_an_override_are_words_of_no_shell(preset: str, override: str) -> None:
+def test_a_preset_and_an_override_are_words_of_no_shell(preset, override):
     requested: list[list[str]] = []
 
     class Process(subprocess.Popen[bytes]):
@@ -262,9 +254,7 @@ def test_a_preset_and_an_override_are_words_of_no_shell(preset: str, override: s
 
 
 @pytest.mark.parametrize("pid", ["1; id", "$(id)", None, [1]])
-def test_a_process_id_that_a_task_made_up_is_no_command(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, pid: Any
-) -> None:
+def test_a_process_id_that_a_task_made_up_is_no_command(make_run, monkeypatch, pid):
     run, requested = make_run(), []
     monkeypatch.setattr(ContainerFaults, "_container", lambda self, task: "c")
     monkeypatch.setattr(engine, "ask", lambda *words, **options: requested.append(words))
@@ -288,9 +278,7 @@ def strings(value: Any) -> Iterator[str]:
 
 @unhurried
 @given(folder=FILE, data=FILE, value=TEXT, command=st.lists(TEXT, max_size=3), gpu=TEXT)
-def test_an_overlay_holds_what_was_meant_and_no_variable(
-    folder: str, data: str, value: str, command: list[str], gpu: str
-) -> None:
+def test_an_overlay_holds_what_was_meant_and_no_variable(folder, data, value, command, gpu):
     given_gpus = Placement({"chief": (gpu,)})
     run_dir, mounts = Path("/runs") / folder, [(Path("/") / data, "/code/0")]
     containers = Containers(
@@ -340,7 +328,7 @@ LIKE_ONE = st.fixed_dictionaries(
 @example('{"cluster": {"chief": ["a b:1"]}, "task": {"type": "chief", "index": 0}}')
 @example('{"cluster": {"chief": ["a: 1"]}, "task": {"type": "chief", "index": 0}}')
 @example('{"cluster": {"chief": ["a:1"], "x\\n": []}, "task": {"type": "chief", "index": 0}}')
-def test_tf_config_is_one_or_refused_in_one_line(text: str) -> None:
+def test_tf_config_is_one_or_refused_in_one_line(text):
     taken = outcome(tf_config.parse, text)
     if isinstance(taken, UsageError):
         assert len(str(taken)) < 1500
@@ -357,7 +345,7 @@ SECRET = "hunter2-do-not-tell"
 
 
 @pytest.fixture
-def secretive(monkeypatch: pytest.MonkeyPatch) -> None:
+def secretive(monkeypatch):
     """A caller whose environment holds secrets, as they often lie there."""
     for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "DATABASE_PASSWORD"):
         monkeypatch.setenv(name, SECRET)
@@ -369,14 +357,8 @@ def secretive(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("runtime", ["local", "docker"])
 @pytest.mark.parametrize("scripted", [False, True])
 def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
-    secretive: None,
-    resolved: None,
-    script: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    runtime: str,
-    scripted: bool,
-    tmp_path: Path,
-) -> None:
+    secretive, resolved, script, monkeypatch, runtime, scripted, tmp_path
+):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     monkeypatch.setattr(registry, "choose", lambda *_: (registry.get(runtime), "requested"))
     monkeypatch.setattr(engine, "ask", lambda *words, **options: (1, ""))

@@ -1,7 +1,5 @@
 """JSON Lines files: what one writer leaves unfinished costs no other line, and each look reads what is new."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from tests.unit.together import together
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path) -> Path:
     return tmp_path / "lines.jsonl"
 
 
@@ -26,14 +24,14 @@ def known(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def test_lines_of_several_writers_do_not_mix(path: Path) -> None:
+def test_lines_of_several_writers_do_not_mix(path):
     together(lambda at: [append_json(path, {"writer": at, "text": str(at) * 500}) for _ in range(20)])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert 8 * 20 == len(lines)
     assert all(line["text"] == str(line["writer"]) * 500 for line in lines)
 
 
-def test_a_line_cut_short_by_a_crash_is_left_out(path: Path) -> None:
+def test_a_line_cut_short_by_a_crash_is_left_out(path):
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert [{"step": 1}, {"step": 2}] == list(read_json_lines(path))
     append_json(path, {"step": 3})
@@ -41,7 +39,7 @@ def test_a_line_cut_short_by_a_crash_is_left_out(path: Path) -> None:
     assert [1, 2, 3] == [line["step"] for line in Journal(path, known).read()]
 
 
-def test_short_writes_do_not_cut_lines(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_do_not_cut_lines(path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, bytes(data)[:3]))
     together(lambda at: [append_json(path, {"step": at}) for _ in range(5)])
@@ -49,9 +47,7 @@ def test_short_writes_do_not_cut_lines(path: Path, monkeypatch: pytest.MonkeyPat
     assert 8 * 5 == len(list(read_json_lines(path)))
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_line_costs_that_line_alone(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_in_the_middle_of_a_line_costs_that_line_alone(path, monkeypatch):
     append_json(path, {"step": 1})
     real, left = os.write, [5]
 
@@ -73,17 +69,17 @@ def test_a_disk_that_is_full_in_the_middle_of_a_line_costs_that_line_alone(
     [b"", b"x", b"[]", b"3", b"null", b"\xff\xfe", b"\0" * 100, b"[" * 100_000, b'{"step": 1' + b"0" * 5000 + b"}",
      b'{"step": "' + b"x" * 2 * LINE_BYTES + b'"}'],
 )  # fmt: skip
-def test_what_is_no_line_is_left_out(path: Path, line: bytes) -> None:
+def test_what_is_no_line_is_left_out(path, line):
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
     assert [1, 2] == [found["step"] for found in read_json_lines(path)]
     assert [1, 2] == [found["step"] for found in Journal(path, known).read()]
 
 
-def test_an_absent_file_has_no_lines(path: Path) -> None:
+def test_an_absent_file_has_no_lines(path):
     assert [] == list(read_json_lines(path)) == Journal(path, known).read()
 
 
-def test_each_look_reads_only_what_is_new(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_look_reads_only_what_is_new(path, monkeypatch):
     lines, parsed = Journal(path, known), []
     real: Callable[..., Any] = journal.parse_json
     monkeypatch.setattr(journal, "parse_json", lambda *words: parsed.append(words) or real(*words))
@@ -95,7 +91,7 @@ def test_each_look_reads_only_what_is_new(path: Path, monkeypatch: pytest.Monkey
     assert len(parsed) < 40
 
 
-def test_a_file_that_is_replaced_or_cut_short_is_read_anew(path: Path) -> None:
+def test_a_file_that_is_replaced_or_cut_short_is_read_anew(path):
     lines = Journal(path, known)
     for step in (1, 2, 3):
         append_json(path, {"step": step})
@@ -109,7 +105,7 @@ def test_a_file_that_is_replaced_or_cut_short_is_read_anew(path: Path) -> None:
     assert [] == lines.read()
 
 
-def test_of_a_huge_file_the_newest_lines_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_huge_file_the_newest_lines_are_read(path, monkeypatch):
     for bound in ("NEWEST_BYTES", "KEPT_BYTES"):
         monkeypatch.setattr(journal, bound, 100)
     for step in range(1, 100):
@@ -120,7 +116,7 @@ def test_of_a_huge_file_the_newest_lines_are_read(path: Path, monkeypatch: pytes
     assert newest == [line["step"] for line in Journal(path, known).read()]
 
 
-def test_whoever_keeps_the_lock_holds_up_nobody_for_long(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_keeps_the_lock_holds_up_nobody_for_long(path, monkeypatch):
     monkeypatch.setattr(journal, "LOCK_TIMEOUT_S", 0.05)
     append_json(path, {"step": 1})
     with path.open("rb") as hoarder:

@@ -1,7 +1,5 @@
 """Links that a task leaves in its run's folder: whoever looks after the run follows none out of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time
@@ -29,7 +27,7 @@ SECRET = '{"state": "done", "task": "chief", "updated_at": 0, "step": 0, "secret
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Path:
+def outside(tmp_path) -> Path:
     """A folder that is none of the run's business, with what reads and writes there would be seen by."""
     folder = tmp_path / "outside"
     folder.mkdir()
@@ -39,7 +37,7 @@ def outside(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def untouched(outside: Path) -> Callable[[], bool]:
+def untouched(outside) -> Callable[[], bool]:
     """Whether nothing has changed there."""
     seen = {path.name: path.read_text() for path in outside.iterdir()}
     return lambda: seen == {path.name: path.read_text() for path in outside.iterdir()}
@@ -74,9 +72,7 @@ AT = {
 
 
 @pytest.mark.parametrize("what", READS)
-def test_no_file_of_a_run_is_read_through_a_link(
-    make_run: MakeRun, outside: Path, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_file_of_a_run_is_read_through_a_link(make_run, outside, what, capsys):
     run = make_run()
     swap(run.path / AT[what], outside / "secret")
     if what in ("logs", "hash"):
@@ -89,9 +85,7 @@ def test_no_file_of_a_run_is_read_through_a_link(
 
 
 @pytest.mark.parametrize("what", ["status", "events"])
-def test_that_there_is_one_is_said_once(
-    make_run: MakeRun, outside: Path, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_that_there_is_one_is_said_once(make_run, outside, what, caplog):
     run = make_run()
     swap(run.path / AT[what], outside / "secret")
     assert not READS[what](run)
@@ -101,9 +95,7 @@ def test_that_there_is_one_is_said_once(
 
 
 @pytest.mark.parametrize("what", ["status", "logs"])
-def test_nor_through_a_folder_that_is_one(
-    make_run: MakeRun, outside: Path, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nor_through_a_folder_that_is_one(make_run, outside, what, capsys):
     run = make_run()
     swap((run.path / AT[what]).parent, outside)
     if what == "logs":
@@ -116,7 +108,7 @@ def test_nor_through_a_folder_that_is_one(
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.mkdir()])
 @pytest.mark.parametrize("at", sorted(set(AT.values())))
-def test_what_is_no_plain_file_is_not_waited_for(make_run: MakeRun, make: Callable[[Path], None], at: str) -> None:
+def test_what_is_no_plain_file_is_not_waited_for(make_run, make, at):
     run = make_run()
     make(run.path / at)
     with pytest.raises(json_files.DamagedError):
@@ -136,9 +128,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("folder", WRITES)
-def test_nothing_is_written_through_a_folder_that_is_a_link(
-    make_run: MakeRun, outside: Path, untouched: Callable[[], bool], folder: str
-) -> None:
+def test_nothing_is_written_through_a_folder_that_is_a_link(make_run, outside, untouched, folder):
     run = make_run()
     swap(run.path / folder, outside)
     with pytest.raises(files.LinkError):
@@ -147,9 +137,7 @@ def test_nothing_is_written_through_a_folder_that_is_a_link(
 
 
 @pytest.mark.parametrize("mode", ["ab", "wb", "r+b"])
-def test_no_file_is_written_through_a_link(
-    make_run: MakeRun, outside: Path, untouched: Callable[[], bool], mode: str
-) -> None:
+def test_no_file_is_written_through_a_link(make_run, outside, untouched, mode):
     run = make_run()
     swap(run.events_log, outside / "secret")
     with pytest.raises(files.LinkError):
@@ -161,9 +149,7 @@ def test_no_file_is_written_through_a_link(
     assert untouched()
 
 
-def test_a_file_that_is_replaced_takes_the_place_of_a_link(
-    make_run: MakeRun, outside: Path, untouched: Callable[[], bool]
-) -> None:
+def test_a_file_that_is_replaced_takes_the_place_of_a_link(make_run, outside, untouched):
     run = make_run()
     swap(run.summary, outside / "secret")
     json_files.write_json(run.summary, {"state": "failed"})
@@ -174,21 +160,21 @@ def test_a_file_that_is_replaced_takes_the_place_of_a_link(
     assert untouched()
 
 
-def test_a_heartbeat_goes_nowhere_else(make_run: MakeRun, outside: Path, untouched: Callable[[], bool]) -> None:
+def test_a_heartbeat_goes_nowhere_else(make_run, outside, untouched):
     run = make_run()
     swap(run.path / "status", outside)
     Heartbeat(run, run.load_cluster().task("chief"), 0).write()
     assert untouched()
 
 
-def test_dots_lead_nowhere(make_run: MakeRun) -> None:
+def test_dots_lead_nowhere(make_run):
     run = make_run()
     for path in (run.path / "..", run.control / ".." / "config.json"):
         with pytest.raises(files.LinkError):
             files.open_file(path, "rb")
 
 
-def test_a_run_may_itself_lie_behind_a_link(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_run_may_itself_lie_behind_a_link(make_run, tmp_path):
     run = make_run()
     (tmp_path / "named").symlink_to(run.path)
     linked = RunFolder(tmp_path / "named")
@@ -196,7 +182,7 @@ def test_a_run_may_itself_lie_behind_a_link(make_run: MakeRun, tmp_path: Path) -
     assert ["noted"] == [event["event"] for event in run.events()]
 
 
-def test_a_full_disk_makes_no_room_outside(make_run: MakeRun, outside: Path) -> None:
+def test_a_full_disk_makes_no_room_outside(make_run, outside):
     run = make_run()
     (outside / "reserve").touch()
     swap(run.control, outside)
@@ -208,9 +194,7 @@ def test_a_full_disk_makes_no_room_outside(make_run: MakeRun, outside: Path) -> 
 # Commands
 
 
-def test_logs_shows_nothing_but_the_run_s_own(
-    make_run: MakeRun, outside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_shows_nothing_but_the_run_s_own(make_run, outside, monkeypatch, capsys):
     run = make_run()
     monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
     swap(run.log("chief"), outside / "secret")
@@ -220,9 +204,7 @@ def test_logs_shows_nothing_but_the_run_s_own(
 
 
 @pytest.mark.parametrize("part", ["export", "checkpoints/ckpt-1.index", "metrics"])
-def test_tensorflow_is_given_nothing_with_links_to_read_or_write(
-    make_run: MakeRun, outside: Path, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_tensorflow_is_given_nothing_with_links_to_read_or_write(make_run, outside, monkeypatch, part):
     run = make_run()
     monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
     swap(run.path / part, outside)
@@ -230,9 +212,7 @@ def test_tensorflow_is_given_nothing_with_links_to_read_or_write(
         tasks.ns["export"](Context(), run.name)  # a context that would really run it
 
 
-def test_corrupting_a_checkpoint_damages_no_other_file(
-    make_run: MakeRun, outside: Path, untouched: Callable[[], bool]
-) -> None:
+def test_corrupting_a_checkpoint_damages_no_other_file(make_run, outside, untouched):
     run = make_run()
     for name in (str(outside / "secret"), "../../../outside/secret", "link"):
         json_files.write_json(run.checkpoints / "ckpt-1.json", {"files": {name: {"size_bytes": 1}}})
@@ -244,7 +224,7 @@ def test_corrupting_a_checkpoint_damages_no_other_file(
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path) -> Path:
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / "fit.py").touch()
@@ -252,9 +232,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("part", ["status", "work", "work/chief", "control"])
-def test_what_goes_on_or_begins_again_touches_nothing_outside(
-    script: Path, outside: Path, untouched: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_what_goes_on_or_begins_again_touches_nothing_outside(script, outside, untouched, monkeypatch, part):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     options = {"runtime": "local", "tensorboard_port": "0", "workers": "1"}
     planned = planning.plan(Request(script=str(script), name="one", **options))
@@ -276,9 +254,7 @@ def test_what_goes_on_or_begins_again_touches_nothing_outside(
     assert (planned.run.work("chief") / "fit.py").is_symlink()  # our own, into the folder
 
 
-def test_nor_does_what_is_copied_or_kept_for_later(
-    script: Path, outside: Path, untouched: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nor_does_what_is_copied_or_kept_for_later(script, outside, untouched, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "requirements.txt").touch()
@@ -296,9 +272,7 @@ def test_nor_does_what_is_copied_or_kept_for_later(
     assert untouched()
 
 
-def test_handing_over_a_folder_hands_over_no_more(
-    make_run: MakeRun, outside: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handing_over_a_folder_hands_over_no_more(make_run, outside, monkeypatch):
     run, handed = make_run(), []
     monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
     (run.path / "to-folder").symlink_to(outside)
@@ -315,7 +289,7 @@ def test_handing_over_a_folder_hands_over_no_more(
     assert all(path.is_relative_to(run.path) for path in handed)
 
 
-def test_a_script_s_tmp_is_mounted_from_where_no_task_can_put_a_link() -> None:
+def test_a_script_s_tmp_is_mounted_from_where_no_task_can_put_a_link():
     run = RunFolder(Path("/runs/one"))
     cluster = spec.build(1)
     containers = overlay.Containers(run.path, Path("/data"), "image", "1:1", 2**30, way_out=True)

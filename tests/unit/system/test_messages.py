@@ -1,14 +1,11 @@
 """Errors in one line, each with what it is about, whatever the system or the user's own code says."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from invoke import Context, Exit
@@ -28,7 +25,7 @@ def failure_of(body: Callable[[], object]) -> OSError:
     return failed.value
 
 
-def test_an_error_of_the_system_names_what_it_is_about(tmp_path: Path) -> None:
+def test_an_error_of_the_system_names_what_it_is_about(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     cases: list[tuple[OSError, str]] = [
         (failure_of((tmp_path / "a").read_text), f"{tmp_path}/a: No such file or directory"),
@@ -54,7 +51,7 @@ def exit_of(body: Callable[[Context], object]) -> tuple[int, str]:
     return ended.value.code, str(ended.value.message)
 
 
-def test_a_full_disk_without_a_name_is_reported_with_what_can_be_done() -> None:
+def test_a_full_disk_without_a_name_is_reported_with_what_can_be_done():
     def body(_c: Context) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -64,7 +61,7 @@ def test_a_full_disk_without_a_name_is_reported_with_what_can_be_done() -> None:
     assert "None" not in message
 
 
-def test_a_linked_run_folder_is_not_replaced(tmp_path: Path) -> None:
+def test_a_linked_run_folder_is_not_replaced(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").mkdir()
     for target in ("elsewhere", "nowhere"):
@@ -89,12 +86,12 @@ class Evil(Exception):
         (SystemExit(), "it ends the program with sys.exit(None)"),
     ],
 )
-def test_an_error_of_the_user_s_own_is_one_line_that_only_shows(error: BaseException, expected: str) -> None:
+def test_an_error_of_the_user_s_own_is_one_line_that_only_shows(error, expected):
     assert expected == described(error)
     assert described(error).isprintable()
 
 
-def test_a_folder_that_was_removed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_removed_is_reported(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -102,7 +99,7 @@ def test_a_folder_that_was_removed_is_reported(tmp_path: Path, monkeypatch: pyte
     assert (2, True) == (code, "current folder" in message)
 
 
-def test_python_s_own_variables_do_not_reach_our_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_s_own_variables_do_not_reach_our_programs(monkeypatch):
     for name in ("PYTHONSAFEPATH", "PYTHONOPTIMIZE", "PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONPATH"):
         monkeypatch.setenv(name, "1")
     caller.normalise()
@@ -125,7 +122,7 @@ def test_python_s_own_variables_do_not_reach_our_programs(monkeypatch: pytest.Mo
         {"COLUMNS": "abc"},
     ],
 )
-def test_commands_work_in_an_unusual_environment(variables: dict[str, str], tmp_path: Path) -> None:
+def test_commands_work_in_an_unusual_environment(variables, tmp_path):
     preset, code = ("mnist", 0) if len(variables) < 2 else ("n\u00f6", 2)  # the error has to be encoded, too
     usual = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "RUNS_DIR": str(tmp_path / "runs")}
     command = [sys.executable, "-m", "invoke", "plan", "--runtime=local", "--workers=0", f"--preset={preset}"]
@@ -137,5 +134,5 @@ def test_commands_work_in_an_unusual_environment(variables: dict[str, str], tmp_
 
 
 @pytest.mark.parametrize(("cause", "expected"), [(2, 1), (3, 3), (4, 4), (1, 1), (70, 1), (None, 1)])
-def test_wrong_usage_is_never_how_a_run_ends_that_was_started(cause: int | None, expected: int) -> None:
+def test_wrong_usage_is_never_how_a_run_ends_that_was_started(cause, expected):
     assert expected == watch.exit_code({"state": "failed", "cause": {"exit_code": cause}})

@@ -1,7 +1,5 @@
 """A run's own network: nobody on this machine reaches its ports, its tasks reach each other and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -10,18 +8,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime.local import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
 from tests import doors
-from tests.unit.gang import Gang, StartGang
+from tests.unit.gang import Gang
 from tests.waiting import wait_for
 
 SOMEBODY = 12345
@@ -42,7 +39,7 @@ print(json.dumps({"refused": refused and refused.why, "user": os.getuid(), "inte
 
 
 @pytest.fixture
-def private() -> None:
+def private():
     """A machine that gives processes a network of their own, as another program than ours finds."""
     if refused := namespaces.refusal():
         words = ["unshare", *(["--user"] if os.getuid() else []), "--net", "true"]
@@ -89,7 +86,7 @@ def under_way(gang: Gang) -> Gang:
     return gang
 
 
-def test_no_port_of_a_run_in_its_own_network_is_reached_from_this_machine(private: None, start_gang: StartGang) -> None:
+def test_no_port_of_a_run_in_its_own_network_is_reached_from_this_machine(private, start_gang):
     gang = under_way(start_gang("train(2), work()", workers=1, ps=1, network="private"))
     assert set() == reached(gang)
     assert {"chief", "worker-0", "ps-0"} == {event["task"] for event in gang.events("cluster complete")}
@@ -97,7 +94,7 @@ def test_no_port_of_a_run_in_its_own_network_is_reached_from_this_machine(privat
     assert "stopped" == gang.summary()["state"]
 
 
-def test_every_port_of_a_run_in_the_machine_s_network_is_reached_at_every_address(start_gang: StartGang) -> None:
+def test_every_port_of_a_run_in_the_machine_s_network_is_reached_at_every_address(start_gang):
     """What the network of its own keeps out is there without it: the test before this one can fail."""
     gang = under_way(start_gang("train(2), work()", workers=1, network="host"))
     everywhere = {(address, task) for address in doors.addresses() for task in ("chief", "worker-0")}
@@ -105,13 +102,13 @@ def test_every_port_of_a_run_in_the_machine_s_network_is_reached_at_every_addres
     wait_for(lambda: everywhere == reached(gang), "all ports to be open")
 
 
-def test_tasks_have_a_loopback_and_nothing_else(private: None, start_gang: StartGang) -> None:
+def test_tasks_have_a_loopback_and_nothing_else(private, start_gang):
     gang = start_gang(INTERFACES + "train(2), finish()", workers=0, network="private")
     assert "succeeded" == gang.summary()["state"]
     assert "['lo']" == gang.run.log("chief").read_text().strip()
 
 
-def test_a_task_that_comes_back_is_in_its_run_s_network_again(private: None, start_gang: StartGang) -> None:
+def test_a_task_that_comes_back_is_in_its_run_s_network_again(private, start_gang):
     gang = under_way(start_gang("train(4), work()", workers=1, network="private"))
     before, killed = network_of(gang.pid("chief")), gang.pid("worker-0", "agent")
     os.kill(killed, 9)
@@ -122,16 +119,14 @@ def test_a_task_that_comes_back_is_in_its_run_s_network_again(private: None, sta
     assert before != network_of(os.getpid())
 
 
-def test_two_runs_are_in_two_networks(private: None, start_gang: StartGang) -> None:
+def test_two_runs_are_in_two_networks(private, start_gang):
     gangs = [start_gang("work()", name=name, workers=0, network="private") for name in ("one", "other")]
     for gang in gangs:
         wait_for(lambda gang=gang: gang.beat("chief")["state"] == "training", "the training")
     assert 2 == len({network_of(gang.pid("chief")) for gang in gangs})
 
 
-def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(make_run, monkeypatch, tmp_path):
     def refuse() -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -144,7 +139,7 @@ def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(
     assert not (tmp_path / "started").exists()
 
 
-def test_users_who_are_not_root_stay_who_they_are(a_folder: Path) -> None:
+def test_users_who_are_not_root_stay_who_they_are(a_folder):
     user = os.getuid() or SOMEBODY
     done = as_user(user, AS_SOMEBODY, str(a_folder / "written"))
     assert 0 == done.returncode, done.stderr
@@ -155,7 +150,7 @@ def test_users_who_are_not_root_stay_who_they_are(a_folder: Path) -> None:
     assert user == (a_folder / "written").stat().st_uid
 
 
-def test_asking_changes_nothing_here() -> None:
+def test_asking_changes_nothing_here():
     before = network_of(os.getpid())
     namespaces.refusal()
     assert before == network_of(os.getpid())
@@ -171,9 +166,7 @@ def test_asking_changes_nothing_here() -> None:
         ("user/max_user_namespaces", "96365", "the kernel says 'No space left on device'", "user_namespaces(7)"),
     ],
 )
-def test_what_forbids_it_is_named_with_what_allows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, why: str, fix: str
-) -> None:
+def test_what_forbids_it_is_named_with_what_allows_it(tmp_path, monkeypatch, setting, value, why, fix):
     def refuse() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -188,7 +181,7 @@ def test_what_forbids_it_is_named_with_what_allows_it(
     assert fix in refused.fix
 
 
-def test_a_container_s_filter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_s_filter_is_named(tmp_path, monkeypatch):
     def refuse() -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -200,7 +193,7 @@ def test_a_container_s_filter_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert "system calls are filtered" == refused.why
 
 
-def test_a_loopback_that_is_not_there_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loopback_that_is_not_there_is_a_refusal(tmp_path, monkeypatch):
     if os.getuid() != 0:
         pytest.skip("only root enters a network without a user namespace")
     monkeypatch.setattr(namespaces, "_bring_up", lambda interface: None)

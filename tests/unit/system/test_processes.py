@@ -1,7 +1,5 @@
 """Processes: how they ended in words, which one an id still means, who dies with whom."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -35,13 +33,11 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         (["/bin/sleep", "60"], (124, "", "/bin/sleep did not answer in 0.2 s")),
     ],
 )
-def test_a_program_that_gives_no_answer_is_reported_as_a_shell_would(
-    command: list[str], answer: tuple[int, str, str]
-) -> None:
+def test_a_program_that_gives_no_answer_is_reported_as_a_shell_would(command, answer):
     assert answer == processes.run(command, 0.2 if "60" in command else 30)
 
 
-def test_what_cannot_be_run_is_no_answer(tmp_path: Path) -> None:
+def test_what_cannot_be_run_is_no_answer(tmp_path):
     program = tmp_path / "garbage"
     program.write_bytes(b"\0")
     program.chmod(0o755)
@@ -53,9 +49,7 @@ def no_pidfd(_pid: int) -> int:
 
 
 @pytest.mark.parametrize("told_by_the_kernel", [True, False])
-def test_a_child_s_end_is_waited_for(
-    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, told_by_the_kernel: bool
-) -> None:
+def test_a_child_s_end_is_waited_for(child, monkeypatch, told_by_the_kernel):
     if not told_by_the_kernel:
         monkeypatch.setattr(os, "pidfd_open", no_pidfd)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -64,9 +58,7 @@ def test_a_child_s_end_is_waited_for(
     assert -signal.SIGKILL == processes.wait(child, 30) == processes.wait(child)
 
 
-def test_an_agent_that_waits_costs_its_program_nothing(
-    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_waits_costs_its_program_nothing(child, monkeypatch):
     looks: list[None] = []
     look = child.poll
     monkeypatch.setattr(child, "poll", lambda: looks.append(None) or look())
@@ -87,15 +79,15 @@ def test_an_agent_that_waits_costs_its_program_nothing(
         (255, "exit code 255"),
     ],
 )
-def test_an_exit_is_reported_in_words(code: int, message: str) -> None:
+def test_an_exit_is_reported_in_words(code, message):
     assert message == processes.describe_exit(code)
 
 
-def test_a_live_process_is_the_recorded_one(child: subprocess.Popen[bytes]) -> None:
+def test_a_live_process_is_the_recorded_one(child):
     assert processes.alive(processes.identity(child.pid))
 
 
-def test_another_process_with_the_same_id_is_not_the_recorded_one(child: subprocess.Popen[bytes]) -> None:
+def test_another_process_with_the_same_id_is_not_the_recorded_one(child):
     recorded = processes.identity(child.pid)
     earlier = recorded | {"start_ticks": recorded["start_ticks"] - 1}
     assert not processes.alive(earlier)
@@ -103,7 +95,7 @@ def test_another_process_with_the_same_id_is_not_the_recorded_one(child: subproc
     assert child.poll() is None
 
 
-def test_an_ended_process_that_nobody_waited_for_is_not_alive(child: subprocess.Popen[bytes]) -> None:
+def test_an_ended_process_that_nobody_waited_for_is_not_alive(child):
     recorded = processes.identity(child.pid)
     assert processes.kill(recorded, signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and still there as a zombie
@@ -114,7 +106,7 @@ def test_an_ended_process_that_nobody_waited_for_is_not_alive(child: subprocess.
 LEAVES_A_CHILD = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
 
 
-def test_what_an_ended_child_left_in_its_group_is_killed() -> None:
+def test_what_an_ended_child_left_in_its_group_is_killed():
     command = [sys.executable, "-c", LEAVES_A_CHILD]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as leader:
         assert leader.stdout
@@ -124,9 +116,7 @@ def test_what_an_ended_child_left_in_its_group_is_killed() -> None:
     wait_for(lambda: not processes.alive(left), "the end of what it left")
 
 
-def test_the_group_of_a_reaped_child_is_not_signalled(
-    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_group_of_a_reaped_child_is_not_signalled(child, monkeypatch):
     """Its id may be another process's by now."""
     signalled: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append((group, number)))
@@ -138,12 +128,12 @@ def test_the_group_of_a_reaped_child_is_not_signalled(
     assert 2 == len(signalled)
 
 
-def test_nothing_recorded_is_not_alive() -> None:
+def test_nothing_recorded_is_not_alive():
     assert not processes.alive(None)
     assert not processes.kill(None, signal.SIGKILL)
 
 
-def test_a_signal_is_handled_once_there_is_a_handler(tmp_path: Path) -> None:
+def test_a_signal_is_handled_once_there_is_a_handler(tmp_path):
     lines = """
 import faulthandler, signal, sys, time
 faulthandler.register(signal.SIGUSR1)
@@ -159,7 +149,7 @@ time.sleep(60)
     assert not processes.handles(child.pid, signal.SIGUSR1)
 
 
-def test_a_process_that_was_stopped_is_distinguished_from_one_that_waits(child: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_was_stopped_is_distinguished_from_one_that_waits(child):
     assert processes.stopped_at(child.pid) is None
     child.send_signal(signal.SIGSTOP)
     wait_for(lambda: processes.stopped_at(child.pid) is not None, "the stop")
@@ -169,7 +159,7 @@ def test_a_process_that_was_stopped_is_distinguished_from_one_that_waits(child: 
     assert processes.stopped_at(2**30) is None
 
 
-def test_processes_are_found_by_their_environment(tmp_path: Path) -> None:
+def test_processes_are_found_by_their_environment(tmp_path):
     def found(value: str) -> list[int]:
         return sorted(ProcessTable().with_environment("RUN_DIR", value))
 
@@ -180,7 +170,7 @@ def test_processes_are_found_by_their_environment(tmp_path: Path) -> None:
         child.kill()
 
 
-def test_a_process_dies_with_its_parent(tmp_path: Path) -> None:
+def test_a_process_dies_with_its_parent(tmp_path):
     lines = """
 import subprocess, sys, time
 from cluster.system.processes import die_with_parent

@@ -1,7 +1,5 @@
 """Commands import TensorFlow without its noise; whatever else is printed meanwhile is shown."""
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -11,7 +9,7 @@ from cluster.system import quiet
 from cluster.system.messages import NOISE
 
 
-def test_the_noise_is_left_out_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_noise_is_left_out_and_nothing_else(capfd):
     with quiet.imports():
         for part in NOISE:
             os.write(2, b"I0000 00:00:1 7 port.cc:153] " + part + b" More.\n")
@@ -27,7 +25,7 @@ def cannot_import() -> None:
     raise ImportError
 
 
-def test_what_was_printed_before_an_error_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_was_printed_before_an_error_is_shown(capfd):
     with pytest.raises(ImportError):
         cannot_import()
     assert "cannot open a library\n" == capfd.readouterr().err

@@ -1,7 +1,5 @@
 """Temporary folders: removed by who made them, or once that was killed by the next process; never while in use."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -24,14 +22,14 @@ with scratch_folder() as path:
 
 
 @pytest.fixture(autouse=True)
-def tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tmpdir(tmp_path, monkeypatch) -> Path:
     """The folder of temporary files, which only this test uses."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
 
 
-def test_a_folder_is_removed_at_the_end_and_never_before(tmpdir: Path) -> None:
+def test_a_folder_is_removed_at_the_end_and_never_before(tmpdir):
     with scratch_folder() as first:
         with scratch_folder() as second:
             remove_abandoned()
@@ -40,7 +38,7 @@ def test_a_folder_is_removed_at_the_end_and_never_before(tmpdir: Path) -> None:
     assert [] == list(tmpdir.iterdir())
 
 
-def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmpdir: Path) -> None:
+def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmpdir):
     other = tmpdir / "tf-cluster-of-somebody-else"
     other.mkdir()
     with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True) as process:
@@ -53,7 +51,7 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmpdir: Path) -> 
         assert {mine, other} == set(tmpdir.iterdir())
 
 
-def test_a_link_is_not_followed(tmpdir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_link_is_not_followed(tmpdir, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "file").touch()
     (tmpdir / "tf-cluster-tmp-link").symlink_to(elsewhere)

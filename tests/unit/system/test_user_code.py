@@ -1,7 +1,5 @@
 """Code of the user's own in programs of ours: whatever it does is reported in one line, and nothing waits for ever."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -26,7 +24,7 @@ Resolve = Callable[[str], dict[str, object]]
 
 
 @pytest.fixture
-def resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolve:
+def resolve(tmp_path, monkeypatch) -> Resolve:
     """Resolves the configuration of a preset that is the function `mine` of these lines."""
 
     def of(lines: str) -> dict[str, object]:
@@ -46,9 +44,7 @@ def resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolve:
         "import subprocess\ndef mine():\n    subprocess.Popen(['sleep', '600'])\n    return TrainConfig(seed=7)",
     ],
 )
-def test_what_a_preset_prints_and_starts_is_no_part_of_the_answer(
-    lines: str, resolve: Resolve, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_preset_prints_and_starts_is_no_part_of_the_answer(lines, resolve, capfd):
     assert 7 == resolve(lines)["seed"]
     printed = capfd.readouterr()
     assert "" == printed.out
@@ -67,9 +63,7 @@ def test_what_a_preset_prints_and_starts_is_no_part_of_the_answer(
         "def mine(): return TrainConfig(epochs='\\x1b[2J')",
     ],
 )
-def test_a_preset_that_gives_nothing_is_refused_in_one_line(
-    lines: str, resolve: Resolve, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preset_that_gives_nothing_is_refused_in_one_line(lines, resolve, capfd):
     with pytest.raises(ClusterError) as refused:
         resolve(lines)
     assert isinstance(refused.value, UsageError)
@@ -78,9 +72,7 @@ def test_a_preset_that_gives_nothing_is_refused_in_one_line(
     assert ("", "") == capfd.readouterr()
 
 
-def test_a_preset_that_never_returns_is_ended_with_all_that_it_started(
-    resolve: Resolve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_preset_that_never_returns_is_ended_with_all_that_it_started(resolve, monkeypatch, tmp_path):
     monkeypatch.setenv("PRESET_TIMEOUT_S", "2")
     began = time.monotonic()
     with pytest.raises(TimedOut, match="PRESET_TIMEOUT_S"):
@@ -95,7 +87,7 @@ def test_a_preset_that_never_returns_is_ended_with_all_that_it_started(
     wait_for(lambda: not processes.start_ticks(started), "the end of what it started")
 
 
-def test_ctrl_c_ends_a_preset_that_never_returns(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_preset_that_never_returns(tmp_path):
     (tmp_path / "own_preset.py").write_text(
         f"import os, time\ndef mine():\n    open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} ')\n"
         "    time.sleep(600)\n"
@@ -114,9 +106,7 @@ def test_ctrl_c_ends_a_preset_that_never_returns(tmp_path: Path) -> None:
     wait_for(lambda: not processes.start_ticks(pid), "the preset's end")
 
 
-def test_temporary_files_of_a_preset_are_removed(
-    resolve: Resolve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temporary_files_of_a_preset_are_removed(resolve, tmp_path, monkeypatch):
     """As those of TensorFlow's autograph are, which a program that leaves with `os._exit` leaves behind."""
     (scratch := tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))

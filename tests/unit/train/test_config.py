@@ -1,7 +1,5 @@
 """The training configuration: presets, overrides, ranges; a typo is refused with the nearest name."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -9,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +26,7 @@ def refusal(*overrides: str, preset: str = "fashion_mnist") -> str:
 
 
 @pytest.mark.parametrize("preset", presets.names())
-def test_a_preset_is_complete_and_in_range(preset: str) -> None:
+def test_a_preset_is_complete_and_in_range(preset):
     resolved = resolve(preset, [])
     assert preset == resolved.preset
     assert resolved == TrainConfig.from_json(resolved.to_json())
@@ -58,18 +55,18 @@ def test_a_preset_is_complete_and_in_range(preset: str) -> None:
         (["--seed", "7", "--seed", "8"], "seed", 8),
     ],
 )
-def test_an_override_changes_that_value_alone(overrides: list[str], name: str, value: object) -> None:
+def test_an_override_changes_that_value_alone(overrides, name, value):
     expected = dataclasses.replace(presets.find("fashion_mnist")(), **{name: value}).pin()
     assert expected == resolve("fashion_mnist", overrides)
 
 
-def test_a_dotted_override_reaches_inside() -> None:
+def test_a_dotted_override_reaches_inside():
     resolved = resolve("mnist", ["--optimizer.learning-rate", "0.01", "--optimizer.name", "sgd"])
     assert ("sgd", 0.01) == (resolved.optimizer.name, resolved.optimizer.learning_rate)
     assert presets.find("mnist")().optimizer.momentum == resolved.optimizer.momentum
 
 
-def test_a_resumed_run_starts_from_its_own_configuration() -> None:
+def test_a_resumed_run_starts_from_its_own_configuration():
     saved = resolve("mnist", ["--seed", "7", "--global-batch", "96"])
     resumed = resolve("fashion_mnist", ["--epochs", "6"], TrainConfig.from_json(saved.to_json()))
     assert dataclasses.replace(saved, epochs=6.0) == resumed
@@ -79,19 +76,19 @@ def test_a_resumed_run_starts_from_its_own_configuration() -> None:
     ("typed", "meant"),
     [("--epoch", "--epochs"), ("--batch", "--global-batch"), ("--learning-rate", "--optimizer.learning-rate")],
 )
-def test_a_typo_is_refused_with_the_nearest_name(typed: str, meant: str) -> None:
+def test_a_typo_is_refused_with_the_nearest_name(typed, meant):
     expected = f"override '{typed}' is not an option of the training config; did you mean '{meant}'?"
     assert expected == refusal(typed, "3")
 
 
-def test_an_unknown_preset_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_preset_is_refused_with_the_nearest_name():
     expected = (
         "--preset 'fashon' is neither built in nor of the form package.module:name; did you mean 'fashion_mnist'?"
     )
     assert expected == refusal(preset="fashon")
 
 
-def test_the_preset_cannot_be_overridden_behind_its_back() -> None:
+def test_the_preset_cannot_be_overridden_behind_its_back():
     assert "override '--preset' is not an option" in refusal("--preset", "mnist")
 
 
@@ -104,7 +101,7 @@ def test_the_preset_cannot_be_overridden_behind_its_back() -> None:
         (["500"], "Unrecognized options: 500"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], message: str) -> None:
+def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides, message):
     words = refusal(*overrides)
     assert words.startswith(f"override {' '.join(overrides)!r}: ")
     assert message in words.removeprefix(f"override {' '.join(overrides)!r}: ")
@@ -142,7 +139,7 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides: list[str], 
         ("--optimizer.ema", "1", "a number from 0 to below 1, such as 0.999"),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_the_range(option: str, value: str, expected: str) -> None:
+def test_a_value_out_of_range_is_refused_with_the_range(option, value, expected):
     assert f"{option} {value}: expected {expected}" == refusal(option, value)
 
 
@@ -150,7 +147,7 @@ NO_INTERVALS = ["0", "-1", "30m", "abc", "s", "-5s", "0s", "0.05s", ".5s", "2.5"
 
 
 @pytest.mark.parametrize("value", NO_INTERVALS)
-def test_what_is_neither_steps_nor_seconds_nor_auto_is_no_interval(value: str) -> None:
+def test_what_is_neither_steps_nor_seconds_nor_auto_is_no_interval(value):
     message = refusal(f"--checkpoint-every={value}")
     assert message.startswith("--checkpoint-every ")
     assert message.endswith(
@@ -171,7 +168,7 @@ def test_what_is_neither_steps_nor_seconds_nor_auto_is_no_interval(value: str) -
         ("--source", "memory:x", "did you mean 'memory'?"),
     ],
 )
-def test_an_unknown_choice_is_refused_with_the_nearest(option: str, typed: str, message: str) -> None:
+def test_an_unknown_choice_is_refused_with_the_nearest(option, typed, message):
     assert f"{option} {typed!r}; {message}" == refusal(option, typed)
 
 
@@ -184,7 +181,7 @@ def test_an_unknown_choice_is_refused_with_the_nearest(option: str, typed: str, 
         ("--callbacks", "tutorials", "tutorial"),
     ],
 )
-def test_an_unknown_part_is_refused_with_the_nearest(option: str, typed: str, meant: str) -> None:
+def test_an_unknown_part_is_refused_with_the_nearest(option, typed, meant):
     expected = f"{option} {typed!r} is neither built in nor of the form package.module:name; did you mean {meant!r}?"
     assert expected == refusal(option, typed)
 
@@ -201,11 +198,11 @@ def test_an_unknown_part_is_refused_with_the_nearest(option: str, typed: str, me
         ("--optimizer.schedule", "cosine", "--callbacks", "tutorial"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, ...]) -> None:
+def test_settings_that_contradict_each_other_are_refused(overrides):
     assert refusal(*overrides).startswith("--optimizer.")
 
 
-def test_a_stream_can_be_of_any_tfds_dataset() -> None:
+def test_a_stream_can_be_of_any_tfds_dataset():
     assert "cifar10" == resolve("mnist", ["--source", "stream", "--dataset", "cifar10"]).dataset
     assert "--dataset 'cifar10' is neither built in" in refusal("--dataset", "cifar10")
 
@@ -214,7 +211,7 @@ def test_a_stream_can_be_of_any_tfds_dataset() -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
+def own(tmp_path, monkeypatch) -> Iterator[Callable[[str], Path]]:
     """Writes the user's module `own_parts`, whose folder is on the path."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_parts", raising=False)
@@ -228,7 +225,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
     sys.modules.pop("own_parts", None)
 
 
-def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str], Path]) -> None:
+def test_a_preset_of_the_users_own_is_a_base_like_any_other(own):
     folder = own("def mine(): return TrainConfig(seed=7, global_batch=96, model='own_parts:net')\ndef net(s, k): pass")
     resolved = resolve("own_parts:mine", ["--seed", "8"])
     expected = TrainConfig(preset="own_parts:mine", seed=8, global_batch=96, model="own_parts:net")
@@ -269,22 +266,20 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own: Callable[[str],
         ("def min(): pass", "has no 'mine'; did you mean 'min'?"),
     ],
 )
-def test_a_preset_that_makes_no_configuration_is_refused_in_one_line(
-    text: str, message: str, own: Callable[[str], Path]
-) -> None:
+def test_a_preset_that_makes_no_configuration_is_refused_in_one_line(text, message, own):
     own(text)
     words = refusal(preset="own_parts:mine")
     assert words.startswith("--preset 'own_parts:mine'")
     assert message in words
 
 
-def test_a_preset_out_of_range_is_refused(own: Callable[[str], Path]) -> None:
+def test_a_preset_out_of_range_is_refused(own):
     own("def mine(): return TrainConfig(global_batch=0)")
     assert "--global-batch 0: expected a whole number from 1 to 2147483647" == refusal(preset="own_parts:mine")
 
 
 @pytest.mark.parametrize("option", ["--dataset", "--model", "--loss", "--callbacks"])
-def test_a_part_of_the_users_own_is_checked_without_running_its_module(option: str, own: Callable[[str], Path]) -> None:
+def test_a_part_of_the_users_own_is_checked_without_running_its_module(option, own):
     folder = own("raise RuntimeError('run')\ndef part(): pass")
     resolved = resolve("fashion_mnist", [option, "own_parts:part"])
     assert "own_parts:part" == getattr(resolved, option.removeprefix("--"))
@@ -292,11 +287,11 @@ def test_a_part_of_the_users_own_is_checked_without_running_its_module(option: s
     assert "has no 'prt'; did you mean 'part'?" in refusal(option, "own_parts:prt")
 
 
-def test_built_in_parts_need_no_folder() -> None:
+def test_built_in_parts_need_no_folder():
     assert [] == resolve("fashion_mnist", ["--callbacks", "tutorial"]).code_dirs()
 
 
-def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own: Callable[[str], Path]) -> None:
+def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own):
     own("def mine(): return TrainConfig(model='own_parts:net')\ndef net(s, k): pass")
     saved = TrainConfig.from_json(resolve("own_parts:mine", []).to_json())
     resumed = resolve("fashion_mnist", ["--epochs", "6"], saved)
@@ -306,12 +301,12 @@ def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own: Callable[[
         resolve("fashion_mnist", [], saved)
 
 
-def test_a_resumed_run_needs_its_preset_no_more() -> None:
+def test_a_resumed_run_needs_its_preset_no_more():
     saved = TrainConfig(preset="gone:preset", seed=7, threads=3, onednn="off")
     assert saved == resolve("fashion_mnist", [], saved)
 
 
-def test_mnist_differs_from_fashion_mnist_by_its_data_alone() -> None:
+def test_mnist_differs_from_fashion_mnist_by_its_data_alone():
     """So the golden losses of one (`tests/golden/losses.py`) hold the numerics of both."""
     assert (
         dataclasses.replace(presets.find("mnist")(), preset="fashion_mnist", dataset="fashion_mnist")
@@ -319,7 +314,7 @@ def test_mnist_differs_from_fashion_mnist_by_its_data_alone() -> None:
     )
 
 
-def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch):
     """The bits depend on them; on another machine it would have others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     begun = resolve("fashion_mnist", [])
@@ -343,9 +338,7 @@ def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch: p
         ("off", "two_conv_cnn", True, "off"),
     ],
 )
-def test_onednn_is_on_for_models_whose_bits_repeat_with_it(
-    requested: str, model: str, deterministic: bool, written: str
-) -> None:
+def test_onednn_is_on_for_models_whose_bits_repeat_with_it(requested, model, deterministic, written):
     assert written == TrainConfig(model=model, deterministic=deterministic, onednn=requested).pin().onednn
 
 
@@ -364,7 +357,7 @@ def test_onednn_is_on_for_models_whose_bits_repeat_with_it(
         ),
     ],
 )
-def test_virtual_shards_that_cannot_be_are_refused(overrides: list[str], expected: str) -> None:
+def test_virtual_shards_that_cannot_be_are_refused(overrides, expected):
     assert expected == refusal(*overrides)
 
 
@@ -378,15 +371,15 @@ def test_virtual_shards_that_cannot_be_are_refused(overrides: list[str], expecte
         ({"epochs": 1, "global_batch": 100, "max_steps": 500}, 1000, 10),
     ],
 )
-def test_training_ends_after_its_epochs_or_its_steps(values: dict[str, Any], num_examples: int, expected: int) -> None:
+def test_training_ends_after_its_epochs_or_its_steps(values, num_examples, expected):
     assert expected == dataclasses.replace(presets.find("fashion_mnist")(), **values).total_steps(num_examples)
 
 
-def test_the_epoch_follows_from_the_step() -> None:
+def test_the_epoch_follows_from_the_step():
     assert 0.5 == dataclasses.replace(presets.find("mnist")(), global_batch=100).epoch(5, 1000)
 
 
-def test_printing_the_configuration_does_not_import_tensorflow() -> None:
+def test_printing_the_configuration_does_not_import_tensorflow():
     lines = (
         "import sys; from train import __main__ as m; m.main(['--print-config']); print(*sys.modules, file=sys.stderr)"
     )

@@ -1,7 +1,5 @@
 """`Model.fit` of Keras 3 on two tasks, mended, gives the numbers of one process; and the layer is still needed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -13,7 +11,7 @@ from tests.unit.measured import finish, start
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory) -> list[dict[str, Any]]:
     """What two tasks measure, and one process."""
     folder = tmp_path_factory.mktemp("keras3")
     workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
@@ -39,7 +37,7 @@ def same(one: Any, other: Any, names: tuple[str, ...] = ("loss", "accuracy")) ->
         np.testing.assert_allclose(weight, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_layer_must_still_be_needed(found: list[dict[str, Any]]) -> None:
+def test_the_layer_must_still_be_needed(found):
     """https://github.com/keras-team/keras/issues/20585
 
     Once this fails, Keras has mended it: drop what is no longer replaced from `train/keras3/`.
@@ -54,24 +52,24 @@ def test_the_layer_must_still_be_needed(found: list[dict[str, Any]]) -> None:
     assert [expected] * 3 == [task["replaced"] for task in found]
 
 
-def test_the_layer_must_step_aside_where_it_is_not_needed(found: list[dict[str, Any]]) -> None:
+def test_the_layer_must_step_aside_where_it_is_not_needed(found):
     assert [[[], []]] * 3 == [task["again"] for task in found]
 
 
-def test_training_with_validation_and_callbacks_must_be_that_of_one_process(found: list[dict[str, Any]]) -> None:
+def test_training_with_validation_and_callbacks_must_be_that_of_one_process(found):
     first, second, alone = (task["callbacks"]["whole"] for task in found)
     assert first == second
     same(first, alone, ("loss", "accuracy", "val_loss", "val_accuracy"))
 
 
-def test_a_training_that_goes_on_from_a_backup_must_end_with_the_same_bits(found: list[dict[str, Any]]) -> None:
+def test_a_training_that_goes_on_from_a_backup_must_end_with_the_same_bits(found):
     for task in found:
         whole, resumed = task["callbacks"]["whole"], task["callbacks"]["resumed"]
         assert [3] == resumed["epochs"]  # it was interrupted before the second epoch, and before the fourth
         assert whole["weights"] == resumed["weights"]
 
 
-def test_the_chief_alone_must_write_what_callbacks_save(found: list[dict[str, Any]]) -> None:
+def test_the_chief_alone_must_write_what_callbacks_save(found):
     chief, worker, alone = (task["callbacks"] for task in found)
     assert 0 < worker["saved"] == chief["saved"] == alone["saved"]
     assert [] == worker["shared"]
@@ -80,19 +78,19 @@ def test_the_chief_alone_must_write_what_callbacks_save(found: list[dict[str, An
 
 
 @pytest.mark.parametrize("what", ["sample_weights", "class_weights"])
-def test_weights_of_examples_must_count_as_in_one_process(found: list[dict[str, Any]], what: str) -> None:
+def test_weights_of_examples_must_count_as_in_one_process(found, what):
     first, second, alone = (task[what] for task in found)
     assert first == second
     same(first, alone, tuple(alone["history"]))
 
 
-def test_several_steps_of_one_execution_must_be_the_same_steps(found: list[dict[str, Any]]) -> None:
+def test_several_steps_of_one_execution_must_be_the_same_steps(found):
     """Five batches, two at a time: the last execution has one."""
     for task in found:
         assert task["sample_weights"] == task["execution"]
 
 
-def test_a_model_with_a_train_step_and_no_call_must_train_as_in_one_process(found: list[dict[str, Any]]) -> None:
+def test_a_model_with_a_train_step_and_no_call_must_train_as_in_one_process(found):
     first, second, alone = found
     assert first["without_call"] == second["without_call"]
     for weight, expected in zip(first["without_call"], alone["without_call"], strict=True):
@@ -100,18 +98,18 @@ def test_a_model_with_a_train_step_and_no_call_must_train_as_in_one_process(foun
     assert "Autoencoder" in first["unbuilt"]
 
 
-def test_evaluation_and_prediction_must_be_those_of_one_process(found: list[dict[str, Any]]) -> None:
+def test_evaluation_and_prediction_must_be_those_of_one_process(found):
     first, second, alone = found
     assert (first["evaluate"], first["predict"]) == (second["evaluate"], second["predict"])
     np.testing.assert_allclose(first["evaluate"], alone["evaluate"], rtol=1e-6)
     np.testing.assert_allclose(first["predict"], alone["predict"], rtol=1e-5, atol=1e-6)
 
 
-def test_replicas_must_draw_masks_of_their_own(found: list[dict[str, Any]]) -> None:
+def test_replicas_must_draw_masks_of_their_own(found):
     assert found[0]["drawn"] != found[1]["drawn"]
     for task in found[:2]:
         assert {0.0, 2.0} == set(task["drawn"])
 
 
-def test_moving_averages_must_be_those_of_all_replicas(found: list[dict[str, Any]]) -> None:
+def test_moving_averages_must_be_those_of_all_replicas(found):
     assert [[0.5], [0.5]] == [task["averages"] for task in found[:2]]

@@ -1,13 +1,10 @@
 """What a script's process runs first: it mends Keras as that is imported, and says which call needs Keras 2."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -29,7 +26,7 @@ def fit():
 
 
 @pytest.fixture
-def keras(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def keras(monkeypatch) -> ModuleType:
     """Something that refuses as Keras 3 does, from the same place."""
     module = ModuleType("keras.src.callbacks")
     exec(compile(KERAS, "/x/site-packages/keras/src/callbacks.py", "exec"), vars(module))
@@ -50,7 +47,7 @@ def explained(call: str, keras: ModuleType, tmp_path: Path) -> str | None:
 
 
 @pytest.mark.parametrize("call", ["keras.Checkpoint('model')", "keras.Adam().lr"])
-def test_a_call_that_keras_3_refuses_must_be_named(call: str, keras: Any, tmp_path: Path) -> None:
+def test_a_call_that_keras_3_refuses_must_be_named(call, keras, tmp_path):
     line = explained(call, keras, tmp_path)
     assert line is not None
     assert f"line 2 of train.py, `{call}`" in line
@@ -58,9 +55,7 @@ def test_a_call_that_keras_3_refuses_must_be_named(call: str, keras: Any, tmp_pa
     assert 1 == len(line.splitlines())
 
 
-def test_the_cause_must_have_the_error_once_and_the_call(
-    keras: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cause_must_have_the_error_once_and_the_call(keras, tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("keras.Checkpoint('" + "model" * 150 + "')\n")
     with pytest.raises(ValueError, match="must end in") as raised:
@@ -75,16 +70,16 @@ def test_the_cause_must_have_the_error_once_and_the_call(
 
 
 @pytest.mark.parametrize("call", ["keras.fit()", "[].nothing", "open('/nowhere/it')"])
-def test_any_other_error_must_speak_for_itself(call: str, keras: Any, tmp_path: Path) -> None:
+def test_any_other_error_must_speak_for_itself(call, keras, tmp_path):
     assert explained(call, keras, tmp_path) is None
 
 
-def test_keras_2_must_not_be_suggested_to_itself(keras: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keras_2_must_not_be_suggested_to_itself(keras, tmp_path, monkeypatch):
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
     assert explained("keras.Adam().lr", keras, tmp_path) is None
 
 
-def test_the_hook_must_mend_what_is_imported_and_hide_nothing(tmp_path: Path) -> None:
+def test_the_hook_must_mend_what_is_imported_and_hide_nothing(tmp_path):
     """A Keras of the script's own, and a `sitecustomize` of the machine's."""
     site = tmp_path / "site"
     (site / "keras").mkdir(parents=True)

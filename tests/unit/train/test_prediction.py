@@ -1,11 +1,7 @@
 """What an export says of examples: in the types of its inputs, and as values where it does not classify."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ BEYOND_INT32 = 2**31 + 7
 
 
 @pytest.fixture
-def of_large_numbers(make_run: Callable[..., RunFolder]) -> RunFolder:
+def of_large_numbers(make_run) -> RunFolder:
     """A run whose model takes int64 and gives two values: what its input exceeds 2**31 by, and twice that."""
     run = make_run(workers=0)
     numbers = keras.Input((1,), dtype="int64")
@@ -31,7 +27,7 @@ def of_large_numbers(make_run: Callable[..., RunFolder]) -> RunFolder:
     return run
 
 
-def test_large_whole_numbers_and_several_values_are_kept(of_large_numbers: RunFolder, tmp_path: Path) -> None:
+def test_large_whole_numbers_and_several_values_are_kept(of_large_numbers, tmp_path):
     file = tmp_path / "example.json"
     file.write_text(json.dumps([BEYOND_INT32]))
     assert [7, 14] == [float(line) for line in predict(of_large_numbers, None, file)]
@@ -42,7 +38,7 @@ def test_large_whole_numbers_and_several_values_are_kept(of_large_numbers: RunFo
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int64", "uint64", "bool", "float32", "float16"])
-def test_features_are_given_in_the_type_of_an_input(dtype: str) -> None:
+def test_features_are_given_in_the_type_of_an_input(dtype):
     features = keras.Input((1,), dtype=dtype)
     taken = inputs.dtypes(keras.Model(features, keras.layers.Identity()(features)), (1,))
     assert taken == ("float32" if dtype == "float16" else dtype)
@@ -62,13 +58,13 @@ def test_features_are_given_in_the_type_of_an_input(dtype: str) -> None:
         ((1,), ["a", "b"], 1),
     ],
 )
-def test_outputs_of_any_shape_can_be_shown(shape: tuple[int, ...], names: list[str] | None, lines: int) -> None:
+def test_outputs_of_any_shape_can_be_shown(shape, names, lines):
     shown = _in_words(tf.reshape(tf.range(math.prod(shape), dtype=tf.float32), shape), names)
     assert lines == len(shown)
     assert any("%" in line for line in shown) == (names is not None and len(shape) < 3 and shape[-1] > 1)
     assert all(line.isprintable() for line in shown)
 
 
-def test_a_perplexity_may_exceed_any_number() -> None:
+def test_a_perplexity_may_exceed_any_number():
     text = objectives.build("sparse_categorical_crossentropy", classifies=True, predicts_text=True)
     assert math.inf == steps.results(np.array([[[2000.0, 0.0], [2, 2]]]), text)["eval_perplexity"]

@@ -1,10 +1,7 @@
 """What is kept of what a task's program prints."""
 
-from __future__ import annotations
-
 import os
 import sys
-from pathlib import Path
 
 from cluster.agent.program import Script, Trainer
 
@@ -15,7 +12,7 @@ print("step 1")
 """
 
 
-def test_what_tensorflow_says_at_any_log_level_is_not_logged(tmp_path: Path) -> None:
+def test_what_tensorflow_says_at_any_log_level_is_not_logged(tmp_path):
     trainer = Trainer([sys.executable, "-c", PRINTS], dict(os.environ), tmp_path / "log")
     assert 0 == trainer.wait(30)
     trainer.end(0)
@@ -23,7 +20,7 @@ def test_what_tensorflow_says_at_any_log_level_is_not_logged(tmp_path: Path) -> 
     assert "exit code 0, last line: step 1" == trainer.error(0)
 
 
-def test_a_script_s_output_is_logged_as_it_is(tmp_path: Path) -> None:
+def test_a_script_s_output_is_logged_as_it_is(tmp_path):
     script = Script([sys.executable, "-c", PRINTS], dict(os.environ), tmp_path / "log", tmp_path / "work")
     script.open_gate({})
     assert 0 == script.wait(30)
@@ -31,7 +28,7 @@ def test_a_script_s_output_is_logged_as_it_is(tmp_path: Path) -> None:
     assert 3 == len((tmp_path / "log").read_text().splitlines())
 
 
-def test_a_new_life_begins_a_new_line_of_the_log(tmp_path: Path) -> None:
+def test_a_new_life_begins_a_new_line_of_the_log(tmp_path):
     for _ in range(2):
         script = Script([sys.executable, "-c", "print('last', end='')"], dict(os.environ), tmp_path / "log", tmp_path)
         script.open_gate({})

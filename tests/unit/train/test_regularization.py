@@ -1,14 +1,12 @@
 """The loss of evaluations includes regularization, as Keras's does."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 
 from train.context import regularization, regularized
 
 
-def test_the_evaluated_loss_must_be_that_of_keras() -> None:
+def test_the_evaluated_loss_must_be_that_of_keras():
     keras.utils.set_random_seed(5)
     layers, l2 = keras.layers, keras.regularizers.L2(0.1)
     inner = keras.Sequential([layers.Dense(4, kernel_regularizer=l2, bias_regularizer="l1"), layers.Dense(3)])

@@ -1,7 +1,5 @@
 """The patch in docs/internals/upstream: its reproduction fails on the installed Keras and passes on a patched copy."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -30,7 +28,7 @@ def run(*command: str, path: Path | None = None) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def patched(tmp_path_factory) -> Path:
     """A folder with a patched copy of the installed Keras."""
     fast.leave_out("starts TensorFlow")
     folder, found = tmp_path_factory.mktemp("patched"), find_spec("keras")
@@ -42,17 +40,17 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_patch_must_be_against_the_installed_keras() -> None:
+def test_the_patch_must_be_against_the_installed_keras():
     assert f"Keras {version('keras')} " in (UPSTREAM / "keras-20585.md").read_text()
 
 
-def test_the_reproduction_must_fail_without_the_patch(patched: Path) -> None:
+def test_the_reproduction_must_fail_without_the_patch(patched):
     code, printed = run(str(UPSTREAM / "keras-20585.py"))
     assert 1 == code
     assert "PerReplica" in printed
 
 
-def test_the_reproduction_must_pass_with_the_patch(patched: Path) -> None:
+def test_the_reproduction_must_pass_with_the_patch(patched):
     code, printed = run(str(UPSTREAM / "keras-20585.py"), path=patched)
     assert 0 == code, printed
     first, second = printed.splitlines()
@@ -60,6 +58,6 @@ def test_the_reproduction_must_pass_with_the_patch(patched: Path) -> None:
     assert first == second  # one step at a time and two
 
 
-def test_the_layer_must_leave_a_mended_keras_alone(patched: Path) -> None:
+def test_the_layer_must_leave_a_mended_keras_alone(patched):
     code, printed = run("-c", MENDED, path=patched)
     assert (0, f"{patched / 'keras' / '__init__.py'} []\n") == (code, printed)

@@ -1,7 +1,5 @@
 """The hub and its links over real sockets: what a board learns, and when it goes back to the folder."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import socket
@@ -24,12 +22,12 @@ FAR_S = 1000.0
 
 
 @pytest.fixture
-def run(make_run: Callable[..., RunFolder]) -> RunFolder:
+def run(make_run) -> RunFolder:
     return make_run(workers=2)
 
 
 @pytest.fixture
-def join(run: RunFolder) -> Iterator[Callable[[str], Board]]:
+def join(run) -> Iterator[Callable[[str], Board]]:
     """Returns the board of a task that is connected to the others."""
     boards = []
 
@@ -46,7 +44,7 @@ def join(run: RunFolder) -> Iterator[Callable[[str], Board]]:
 
 
 @pytest.fixture
-def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+def blind(monkeypatch):
     """Agents that read the folder only where no hub is heard."""
     monkeypatch.setattr(board, "READ_S", FAR_S)
 
@@ -65,7 +63,7 @@ def beat(run: RunFolder, task: str, **values: Any) -> None:
 
 
 @pytest.mark.usefixtures("blind")
-def test_what_the_chief_sees_all_learn(run: RunFolder, join: Callable[[str], Board]) -> None:
+def test_what_the_chief_sees_all_learn(run, join):
     join("chief")
     worker = linked(join("worker-0"))
     run.request_stop("a user")
@@ -79,9 +77,7 @@ def test_what_the_chief_sees_all_learn(run: RunFolder, join: Callable[[str], Boa
 
 
 @pytest.mark.usefixtures("blind")
-def test_what_an_agent_knows_all_learn_although_their_folders_do_not_show_it(
-    run: RunFolder, join: Callable[[str], Board]
-) -> None:
+def test_what_an_agent_knows_all_learn_although_their_folders_do_not_show_it(run, join):
     join("chief")
     worker, other = linked(join("worker-0")), linked(join("worker-1"))
     worker.learn({"generation": 1, "time": 1.0, "pause_s": 3.0})  # as if only its host's cache showed it
@@ -91,7 +87,7 @@ def test_what_an_agent_knows_all_learn_although_their_folders_do_not_show_it(
     assert 0 == run.generation
 
 
-def test_an_agent_sees_at_once_what_it_has_recorded(run: RunFolder, join: Callable[[str], Board]) -> None:
+def test_an_agent_sees_at_once_what_it_has_recorded(run, join):
     join("chief")
     worker = linked(join("worker-0"))
     assert worker.begin_generation(1, task="worker-0")
@@ -103,7 +99,7 @@ def test_an_agent_sees_at_once_what_it_has_recorded(run: RunFolder, join: Callab
     assert not worker.begin_generation(2, task="worker-0")  # the run has ended
 
 
-def test_without_a_hub_the_folder_is_read_each_time(run: RunFolder, join: Callable[[str], Board]) -> None:
+def test_without_a_hub_the_folder_is_read_each_time(run, join):
     worker = join("worker-0")
     assert (0, None, False) == (worker.generation, worker.outcome, worker.stop_requested)
     run.begin_generation(1)
@@ -114,7 +110,7 @@ def test_without_a_hub_the_folder_is_read_each_time(run: RunFolder, join: Callab
 
 
 @pytest.mark.usefixtures("blind")
-def test_a_hub_that_is_gone_is_noticed_at_once_and_found_again(run: RunFolder, join: Callable[[str], Board]) -> None:
+def test_a_hub_that_is_gone_is_noticed_at_once_and_found_again(run, join):
     chief = join("chief")
     worker = linked(join("worker-0"))
     before = joining.invitation(run)
@@ -129,9 +125,7 @@ def test_a_hub_that_is_gone_is_noticed_at_once_and_found_again(run: RunFolder, j
     assert before == joining.invitation(run)  # whose port was free again
 
 
-def test_a_frozen_hub_is_noticed_by_its_silence(
-    run: RunFolder, join: Callable[[str], Board], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_hub_is_noticed_by_its_silence(run, join, monkeypatch):
     monkeypatch.setattr(link, "HEARD_S", 0.5)
     monkeypatch.setattr(hub, "PULSE_S", 0.1)
     chief = join("chief")
@@ -141,7 +135,7 @@ def test_a_frozen_hub_is_noticed_by_its_silence(
     linked(worker)
 
 
-def test_only_the_owner_may_read_the_token(run: RunFolder, join: Callable[[str], Board]) -> None:
+def test_only_the_owner_may_read_the_token(run, join):
     join("chief")
     assert 0o600 == stat.S_IMODE(run.token.stat().st_mode)
     token = joining.token(run)
@@ -150,9 +144,7 @@ def test_only_the_owner_may_read_the_token(run: RunFolder, join: Callable[[str],
     assert not any(token in each.read_text() for each in shown if each.exists())
 
 
-def test_a_resumed_copy_shares_neither_token_nor_port_with_the_original(
-    run: RunFolder, join: Callable[[str], Board]
-) -> None:
+def test_a_resumed_copy_shares_neither_token_nor_port_with_the_original(run, join):
     original = join("chief")
     linked(join("worker-0"))
     copy = RunFolder(run.path.with_name("copy"))
@@ -171,9 +163,7 @@ def test_a_resumed_copy_shares_neither_token_nor_port_with_the_original(
     chief.leave()
 
 
-def test_strangers_and_the_slow_keep_nobody_out(
-    run: RunFolder, join: Callable[[str], Board], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_and_the_slow_keep_nobody_out(run, join, monkeypatch):
     monkeypatch.setattr(server, "HANDSHAKE_S", 0.3)
     join("chief")
     found = joining.invitation(run)
@@ -188,9 +178,7 @@ def test_strangers_and_the_slow_keep_nobody_out(
                 pass  # a timeout would fail the test
 
 
-def test_a_peer_that_takes_nothing_is_closed_and_holds_up_nobody(
-    run: RunFolder, join: Callable[[str], Board], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_takes_nothing_is_closed_and_holds_up_nobody(run, join, monkeypatch):
     monkeypatch.setattr(hub, "PULSE_S", 0.0)
     monkeypatch.setattr(hub, "TICK_S", 0.01)
     monkeypatch.setattr(server, "MAX_UNSENT", 500_000)
@@ -216,7 +204,7 @@ def test_a_peer_that_takes_nothing_is_closed_and_holds_up_nobody(
         wait_for(lambda: worker.relieved, "the hub")
 
 
-def test_the_newest_connection_of_a_task_counts(run: RunFolder, join: Callable[[str], Board]) -> None:
+def test_the_newest_connection_of_a_task_counts(run, join):
     chief = join("chief")
     first = linked(join("worker-0"))
     second = linked(join("worker-0"))
@@ -228,9 +216,7 @@ def test_the_newest_connection_of_a_task_counts(run: RunFolder, join: Callable[[
     assert 7 == wait_for(lambda: chief._hub.beat("worker-0"), "the heartbeat")["step"]
 
 
-def test_a_hub_that_cannot_listen_leaves_the_folder(
-    run: RunFolder, join: Callable[[str], Board], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_cannot_listen_leaves_the_folder(run, join, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError("no port")
 
@@ -241,7 +227,7 @@ def test_a_hub_that_cannot_listen_leaves_the_folder(
     assert not chief.gathers
 
 
-def test_all_meet_by_the_hub(run: RunFolder, join: Callable[[str], Board]) -> None:
+def test_all_meet_by_the_hub(run, join):
     boards = [join("chief"), linked(join("worker-0")), linked(join("worker-1"))]
     wait_for(lambda: all(each.gathers for each in boards), "the hub")
     for each in boards[:2]:
@@ -254,5 +240,5 @@ def test_all_meet_by_the_hub(run: RunFolder, join: Callable[[str], Board]) -> No
         assert each.absent(1) is None
 
 
-def test_the_ports_of_containers_are_of_the_cluster_s_network() -> None:
+def test_the_ports_of_containers_are_of_the_cluster_s_network():
     assert 2224 == joining.hub_port(2222)

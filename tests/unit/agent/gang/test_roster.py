@@ -1,9 +1,5 @@
 """Tests of what the hub tells the agents, and when (cluster/agent/gang/roster.py)."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from cluster.agent.gang.roster import urgent
@@ -20,6 +16,6 @@ from cluster.agent.gang.roster import urgent
         ({"outcome": {"state": "failed", "time": 1.0}}, True),
     ],
 )
-def test_only_what_others_wait_for_is_urgent(change: dict[str, Any], waited_for: bool) -> None:
+def test_only_what_others_wait_for_is_urgent(change, waited_for):
     digest = {"number": 0, "begun": None, "outcome": None, "stop": None, "unlinked": [], "absent": None}
     assert waited_for == (urgent(digest) != urgent(digest | change))

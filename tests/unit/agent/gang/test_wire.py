@@ -1,7 +1,5 @@
 """Authenticated frames: who does not know the token, or changes, repeats or cuts a message, is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from cluster.agent.gang.wire import LENGTH_BYTES, MAX_BYTES, MAX_HANDSHAKE_BYTES, Channel, Refused
@@ -37,7 +35,7 @@ def frames(*messages: int) -> tuple[Channel, list[bytes]]:
     return hub, sent
 
 
-def test_messages_go_both_ways() -> None:
+def test_messages_go_both_ways():
     hub, agent = established()
     agent.send({"beat": None})
     agent.send({"beat": {"step": 1}})
@@ -46,20 +44,20 @@ def test_messages_go_both_ways() -> None:
     assert [{"number": 3}] == agent.receive(taken(hub))
 
 
-def test_torn_frames_are_put_together() -> None:
+def test_torn_frames_are_put_together():
     hub, sent = frames(1, 2)
     whole = b"".join(sent)
     found = [message for at in range(len(whole)) for message in hub.receive(whole[at : at + 1])]
     assert [{"number": 1}, {"number": 2}] == found
 
 
-def test_a_message_that_is_cut_short_is_none() -> None:
+def test_a_message_that_is_cut_short_is_none():
     hub, (sent,) = frames(1)
     assert [] == hub.receive(sent[:-1])
 
 
 @pytest.mark.parametrize("wrong", ["", "another token"])
-def test_the_hub_refuses_an_agent_with_another_token(wrong: str) -> None:
+def test_the_hub_refuses_an_agent_with_another_token(wrong):
     hub, stranger = Channel(TOKEN), Channel(wrong, "worker-0")
     stranger.receive(taken(hub))
     with pytest.raises(Refused):
@@ -68,7 +66,7 @@ def test_the_hub_refuses_an_agent_with_another_token(wrong: str) -> None:
     assert b"" == taken(hub)  # it proves nothing to a stranger
 
 
-def test_an_agent_refuses_a_hub_with_another_token() -> None:
+def test_an_agent_refuses_a_hub_with_another_token():
     stranger, agent = Channel("another token"), Channel(TOKEN, "worker-0")
     agent.receive(taken(stranger))
     with pytest.raises(Refused):
@@ -76,7 +74,7 @@ def test_an_agent_refuses_a_hub_with_another_token() -> None:
     assert not agent.established
 
 
-def test_a_proof_that_was_overheard_opens_nothing() -> None:
+def test_a_proof_that_was_overheard_opens_nothing():
     hub, agent = Channel(TOKEN), Channel(TOKEN, "worker-0")
     agent.receive(taken(hub))
     proof = taken(agent)
@@ -84,7 +82,7 @@ def test_a_proof_that_was_overheard_opens_nothing() -> None:
         Channel(TOKEN).receive(proof)  # another connection has another nonce
 
 
-def test_a_proof_is_not_reflected() -> None:
+def test_a_proof_is_not_reflected():
     """A stranger that listens in the hub's place sends the agent's own proof back."""
     agent = Channel(TOKEN, "worker-0")
     agent.receive(taken(Channel(TOKEN)))
@@ -93,34 +91,34 @@ def test_a_proof_is_not_reflected() -> None:
         agent.receive(len(proof).to_bytes(LENGTH_BYTES, "big") + proof)
 
 
-def test_an_agent_cannot_take_another_task_s_name() -> None:
+def test_an_agent_cannot_take_another_task_s_name():
     hub, agent = Channel(TOKEN), Channel(TOKEN, "worker-0")
     agent.receive(taken(hub))
     with pytest.raises(Refused):
         hub.receive(taken(agent).replace(b"worker-0", b"worker-1"))
 
 
-def test_a_repeated_message_is_refused() -> None:
+def test_a_repeated_message_is_refused():
     hub, (sent,) = frames(1)
     hub.receive(sent)
     with pytest.raises(Refused):
         hub.receive(sent)
 
 
-def test_messages_in_another_order_are_refused() -> None:
+def test_messages_in_another_order_are_refused():
     hub, (_, second) = frames(1, 2)
     with pytest.raises(Refused):
         hub.receive(second)
 
 
-def test_a_message_of_another_connection_is_refused() -> None:
+def test_a_message_of_another_connection_is_refused():
     _, (sent,) = frames(1)
     hub, _ = established()
     with pytest.raises(Refused):
         hub.receive(sent)
 
 
-def test_a_message_is_not_reflected() -> None:
+def test_a_message_is_not_reflected():
     hub, agent = established()
     agent.send({"number": 1})
     with pytest.raises(Refused):
@@ -128,27 +126,27 @@ def test_a_message_is_not_reflected() -> None:
     assert hub.established
 
 
-def test_a_changed_message_is_refused() -> None:
+def test_a_changed_message_is_refused():
     hub, (sent,) = frames(1)
     with pytest.raises(Refused):
         hub.receive(sent.replace(b'"number":1', b'"number":2'))
 
 
 @pytest.mark.parametrize("body", [b"", b"no JSON", b"[1]", b"[" * 100_000])
-def test_what_is_no_message_is_refused(body: bytes) -> None:
+def test_what_is_no_message_is_refused(body):
     hub, agent = established()
     agent._put(agent._mac_of(body, by_hub=False) + body)
     with pytest.raises(Refused):
         hub.receive(taken(agent))
 
 
-def test_a_long_frame_is_refused_before_it_is_kept() -> None:
+def test_a_long_frame_is_refused_before_it_is_kept():
     for channel, limit in ((Channel(TOKEN), MAX_HANDSHAKE_BYTES), (established()[0], MAX_BYTES)):
         with pytest.raises(Refused):
             channel.receive((limit + 1).to_bytes(LENGTH_BYTES, "big"))
 
 
-def test_the_token_is_never_sent() -> None:
+def test_the_token_is_never_sent():
     hub, agent = Channel(TOKEN), Channel(TOKEN, "worker-0")
     sent = b""
     for sender, receiver in ((hub, agent), (agent, hub), (hub, agent)):

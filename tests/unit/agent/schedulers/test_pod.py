@@ -1,7 +1,5 @@
 """The first process of a pod: who lays out the run folder, who opens it again, and what the exit code says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from cluster.system.errors import EXIT_TIMEOUT, TimedOut
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> Path:
+def given(tmp_path) -> Path:
     """The folder of records that a pod has."""
     return records_of(tmp_path / "given", workers=1)
 
@@ -32,12 +30,12 @@ def records_of(folder: Path, **topology: Any) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path) -> RunFolder:
     """A run that nothing was laid out of."""
     return RunFolder(tmp_path / "runs" / "a-run")
 
 
-def test_the_chief_lays_out_a_new_run(run: RunFolder, given: Path) -> None:
+def test_the_chief_lays_out_a_new_run(run, given):
     pod.begin(run, given)
     assert ["chief", "worker-0"] == [task.name for task in run.load_cluster().tasks]
     assert 8 == run.load_config()["global_batch"]
@@ -46,7 +44,7 @@ def test_the_chief_lays_out_a_new_run(run: RunFolder, given: Path) -> None:
     lifecycle.await_begin(run, 0)
 
 
-def test_a_pod_that_comes_back_leaves_a_run_under_way_alone(run: RunFolder, given: Path) -> None:
+def test_a_pod_that_comes_back_leaves_a_run_under_way_alone(run, given):
     pod.begin(run, given)
     run.begin_generation(1, resumed=True)
     pod.begin(run, given)
@@ -54,16 +52,14 @@ def test_a_pod_that_comes_back_leaves_a_run_under_way_alone(run: RunFolder, give
 
 
 @pytest.mark.parametrize("state", ["succeeded", "failed"])
-def test_a_run_that_ended_stays_ended(run: RunFolder, given: Path, state: str) -> None:
+def test_a_run_that_ended_stays_ended(run, given, state):
     pod.begin(run, given)
     run.end(state, task="chief")
     pod.begin(run, given)
     assert state == (run.outcome or {})["state"]
 
 
-def test_a_run_that_stopped_goes_on_with_the_cluster_of_the_manifests(
-    run: RunFolder, given: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_stopped_goes_on_with_the_cluster_of_the_manifests(run, given, tmp_path):
     pod.begin(run, given)
     run.request_stop("chief")
     run.end("stopped", task="chief")
@@ -87,9 +83,7 @@ def test_a_run_that_stopped_goes_on_with_the_cluster_of_the_manifests(
         (None, 130),
     ],
 )
-def test_the_exit_code_says_whether_to_start_again(
-    run: RunFolder, given: Path, outcome: dict[str, Any] | None, code: int
-) -> None:
+def test_the_exit_code_says_whether_to_start_again(run, given, outcome, code):
     pod.begin(run, given)
     if outcome:
         run.end(outcome.pop("state"), task="chief", **outcome)
@@ -105,9 +99,7 @@ def test_the_exit_code_says_whether_to_start_again(
         (None, "chief", False),
     ],
 )
-def test_an_operator_says_by_tf_config_which_task_a_pod_is(
-    task: dict[str, Any] | None, name: str, listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operator_says_by_tf_config_which_task_a_pod_is(task, name, listed, tmp_path, monkeypatch):
     """Kubeflow's lists the evaluator in the cluster, and sets none for a chief that is alone."""
     run = RunFolder(tmp_path / "runs" / "a-run")
     records = records_of(tmp_path / "given", workers=1 if listed else 0, evaluator=listed)

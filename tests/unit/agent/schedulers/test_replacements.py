@@ -1,9 +1,5 @@
 """Replacements of lost tasks of a Slurm job: when one is queued, and how it comes into the cluster."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from cluster.agent.schedulers import replacements
@@ -45,19 +41,19 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> Slurm:
+def slurm(make_run, monkeypatch) -> Slurm:
     site = Slurm(make_run(workers=2))
     monkeypatch.setenv("SLURM_JOB_NAME", "a-job")
     monkeypatch.setattr(replacements.processes, "run", site.answer)
     return site
 
 
-def test_nothing_is_queued_for_a_run_that_has_its_tasks(slurm: Slurm) -> None:
+def test_nothing_is_queued_for_a_run_that_has_its_tasks(slurm):
     slurm.look()
     assert [] == slurm.commands
 
 
-def test_a_lost_task_is_queued_once_and_withdrawn_when_it_is_back(slurm: Slurm) -> None:
+def test_a_lost_task_is_queued_once_and_withdrawn_when_it_is_back(slurm):
     (job,) = slurm.look("worker-1")
     assert {"--job-name=a-job.worker-1", "--ntasks=1", "--no-requeue"} <= set(job)
     assert "--export=ALL,REPLACED_TASK=worker-1,ATTEMPT=7.0" in job
@@ -68,7 +64,7 @@ def test_a_lost_task_is_queued_once_and_withdrawn_when_it_is_back(slurm: Slurm) 
     assert set() == slurm.queued
 
 
-def test_one_that_ends_is_queued_again_after_growing_pauses(slurm: Slurm) -> None:
+def test_one_that_ends_is_queued_again_after_growing_pauses(slurm):
     times = []
     for second in range(200):
         slurm.now = float(second)
@@ -77,13 +73,13 @@ def test_one_that_ends_is_queued_again_after_growing_pauses(slurm: Slurm) -> Non
     assert [0, 10, 70, 190] == times
 
 
-def test_a_site_that_takes_no_jobs_from_its_nodes_does_no_harm(slurm: Slurm) -> None:
+def test_a_site_that_takes_no_jobs_from_its_nodes_does_no_harm(slurm):
     slurm.refusal = "sbatch: error: Access/permission denied"
     assert 1 == len(slurm.look("worker-1"))
     assert [] == slurm.look("worker-1")
 
 
-def test_a_task_is_where_its_replacement_is_only_while_the_run_does_without_it(slurm: Slurm) -> None:
+def test_a_task_is_where_its_replacement_is_only_while_the_run_does_without_it(slurm):
     place = {"node": "n9", "host": "node-9", "port": 20009, "job": "8"}
     write_json(slurm.folder / "worker-1.json", place)
     for left_out, moved in (((), False), (("worker-1",), True)):
@@ -93,7 +89,7 @@ def test_a_task_is_where_its_replacement_is_only_while_the_run_does_without_it(s
     assert cluster.task("worker-0") == slurm.run.load_cluster().task("worker-0")
 
 
-def test_what_is_queued_ends_with_the_run(slurm: Slurm) -> None:
+def test_what_is_queued_ends_with_the_run(slurm):
     slurm.look("worker-0", "worker-1")
     slurm.replacements.start()
     slurm.replacements.end()

@@ -1,12 +1,8 @@
 """The first process of a Swarm's task: one copy of each task, and what the Swarm starts again."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +16,7 @@ ENDLESS = "import time\nopen({!r}, 'w')\nwhile True: time.sleep(0.01)"
 
 
 @pytest.fixture
-def run(make_run: Callable[..., RunFolder]) -> RunFolder:
+def run(make_run) -> RunFolder:
     return make_run(workers=1)
 
 
@@ -34,19 +30,17 @@ def stopped(run: RunFolder, then: str) -> None:
 
 
 @pytest.mark.parametrize(("then", "code"), [(REQUEUE, EXIT_PEER_LOST), ("", EXIT_DONE)])
-def test_only_a_run_that_is_to_go_on_starts_again(run: RunFolder, then: str, code: int) -> None:
+def test_only_a_run_that_is_to_go_on_starts_again(run, then, code):
     stopped(run, then)
     assert code == service.keep(agent(""), run, Copy.begin(run, "chief"))
 
 
-def test_an_agent_that_was_killed_is_started_again_by_the_swarm(run: RunFolder) -> None:
+def test_an_agent_that_was_killed_is_started_again_by_the_swarm(run):
     kill = f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
     assert 137 == service.keep(agent(kill), run, Copy.begin(run, "chief"))
 
 
-def test_an_older_copy_of_a_task_ends_without_stopping_the_run(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_copy_of_a_task_ends_without_stopping_the_run(run, tmp_path, monkeypatch):
     monkeypatch.setattr(lifecycle, "COPY_S", 0.02)
     begun = tmp_path / "begun"
     older = Copy.begin(run, "worker-0")
@@ -63,7 +57,7 @@ def test_an_older_copy_of_a_task_ends_without_stopping_the_run(
     assert not run.stop_requested
 
 
-def test_the_chief_opens_a_run_that_stopped_for_a_host(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chief_opens_a_run_that_stopped_for_a_host(run, monkeypatch):
     monkeypatch.setattr(service.summary, "SETTLE_S", 0.0)
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "0.1")
     stopped(run, REQUEUE)
@@ -74,13 +68,13 @@ def test_the_chief_opens_a_run_that_stopped_for_a_host(run: RunFolder, monkeypat
     assert (None, False, 1) == (run.outcome, run.stop_requested, run.generation)
 
 
-def test_a_run_that_stopped_for_good_stays_stopped(run: RunFolder) -> None:
+def test_a_run_that_stopped_for_good_stays_stopped(run):
     stopped(run, "")
     service.rejoin(run, "chief")
     assert (True, 0) == (run.outcome is not None, run.generation)
 
 
-def test_secrets_are_variables_of_the_agent(tmp_path: Path) -> None:
+def test_secrets_are_variables_of_the_agent(tmp_path):
     (tmp_path / "A_KEY").write_text("precious\n")
     (tmp_path / "..data").mkdir()
     assert {"A_KEY": "precious\n"} == service.secret_variables(tmp_path)

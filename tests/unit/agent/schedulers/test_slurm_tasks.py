@@ -1,12 +1,8 @@
 """The tasks of a Slurm job: where they are, what the chief makes of that, and whether the job is queued again."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +17,7 @@ from cluster.system.json_files import write_json
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def run(tmp_path, monkeypatch) -> RunFolder:
     """The folder of a run with a worker that a job is about to start, as `up` leaves it."""
     folder = RunFolder(tmp_path / "a-run")
     folder.create()
@@ -51,15 +47,13 @@ def assembled(run: RunFolder) -> list[str]:
     return [task.address for task in cluster.tasks]
 
 
-def test_the_cluster_is_where_its_tasks_are(run: RunFolder) -> None:
+def test_the_cluster_is_where_its_tasks_are(run):
     assert ["node-0:20000", "node-1:20001"] == assembled(run)
     assert 0 == run.generation
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_job_that_runs_again_goes_on_in_a_new_generation_elsewhere(
-    run: RunFolder, stopped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_runs_again_goes_on_in_a_new_generation_elsewhere(run, stopped, monkeypatch):
     assembled(run)
     monkeypatch.setattr(slurm, "LATER_S", 0.0)
     write_json(run.status("chief"), {"task": "chief", "state": "training", "updated_at": 1.0})
@@ -74,19 +68,19 @@ def test_a_job_that_runs_again_goes_on_in_a_new_generation_elsewhere(
     assert (1, None, False, {}) == (run.generation, run.outcome, run.stop_requested, run.heartbeats())
 
 
-def test_a_run_that_ended_stays_ended(run: RunFolder) -> None:
+def test_a_run_that_ended_stays_ended(run):
     run.end("succeeded", task="chief")
     assembled(run)
     assert "succeeded" == (run.outcome or {})["state"]
 
 
-def test_a_task_that_does_not_start_is_waited_for_only_so_long(run: RunFolder) -> None:
+def test_a_task_that_does_not_start_is_waited_for_only_so_long(run):
     take_places(run, "chief")
     with pytest.raises(TimedOut, match="worker-0"):
         slurm.assemble(run)
 
 
-def test_an_elastic_run_does_without_a_worker_that_does_not_start(run: RunFolder) -> None:
+def test_an_elastic_run_does_without_a_worker_that_does_not_start(run):
     write_json(run.control / "started.json", {"min_workers": 0})
     take_places(run, "chief")
     assert ["node-0:20000", "worker-0:2222"] == [task.address for task in slurm.assemble(run).tasks]
@@ -95,9 +89,7 @@ def test_an_elastic_run_does_without_a_worker_that_does_not_start(run: RunFolder
         slurm.assemble(run)
 
 
-def test_a_node_answers_also_where_another_does_not_see_the_folder(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_answers_also_where_another_does_not_see_the_folder(run, monkeypatch):
     monkeypatch.setattr(slurm.processes, "run", lambda *_: (0, "NodeAddr=127.0.0.1", ""))
     for name, value in {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n1", "DATA_DIR": str(run.path)}.items():
         monkeypatch.setenv(name, value)
@@ -117,9 +109,7 @@ def test_a_node_answers_also_where_another_does_not_see_the_folder(
         ("failed", "", 1),
     ],
 )
-def test_a_job_is_queued_again_unless_its_run_has_come_to_its_end(
-    run: RunFolder, outcome: str | None, then: str, code: int
-) -> None:
+def test_a_job_is_queued_again_unless_its_run_has_come_to_its_end(run, outcome, then, code):
     assembled(run)
     run.request_stop("somebody", then=then)
     if outcome:
@@ -127,16 +117,14 @@ def test_a_job_is_queued_again_unless_its_run_has_come_to_its_end(
     assert code == slurm.result(run)
 
 
-def test_a_job_whose_tasks_never_started_is_not_queued_again_for_ever(run: RunFolder) -> None:
+def test_a_job_whose_tasks_never_started_is_not_queued_again_for_ever(run):
     take_places(run, "chief")
     assert 1 == slurm.result(run)
     outcome = run.outcome or {}
     assert ("failed", True) == (outcome["state"], outcome["error"].startswith("worker-0 did not start"))
 
 
-def test_a_node_that_lacks_the_folder_of_the_run_is_named(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_that_lacks_the_folder_of_the_run_is_named(run, monkeypatch, capsys):
     monkeypatch.setattr(slurm.os, "access", lambda *_: False)
     assert EXIT_PREREQUISITE == slurm.main(["task", "bash"])
     shutil.rmtree(run.path)
@@ -149,9 +137,7 @@ def test_a_node_that_lacks_the_folder_of_the_run_is_named(
     ("answer", "expected"),
     [((0, "NodeName=n1 Arch=x86_64 NodeAddr=10.0.0.1 NodeHostName=n1\n", ""), "10.0.0.1"), ((1, "", "no"), None)],
 )
-def test_a_node_is_where_slurm_reaches_it(
-    answer: tuple[int, str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_is_where_slurm_reaches_it(answer, expected, monkeypatch):
     monkeypatch.setattr(slurm.processes, "run", lambda *_: answer)
     if expected:
         assert expected == slurm.node_address("n1")
@@ -160,7 +146,7 @@ def test_a_node_is_where_slurm_reaches_it(
             slurm.node_address("n1")
 
 
-def test_tasks_on_one_node_get_ports_of_their_own(run: RunFolder) -> None:
+def test_tasks_on_one_node_get_ports_of_their_own(run):
     first, second = (slurm.task_port("127.0.0.1", number) for number in (0, 1))
     assert first != second
     with socket.socket() as taken:
@@ -168,9 +154,7 @@ def test_tasks_on_one_node_get_ports_of_their_own(run: RunFolder) -> None:
         assert slurm.task_port("127.0.0.1", 0) not in (first, second)
 
 
-def test_an_agent_that_is_killed_is_started_again(
-    tmp_path: Path, make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_is_killed_is_started_again(tmp_path, make_run, monkeypatch):
     monkeypatch.setattr(lifecycle.signal, "signal", lambda *_: None)
     run = make_run()
     words: list[Any] = ["bash", "-c", f"[ -e {tmp_path}/again ] && exit 3; touch {tmp_path}/again; kill -9 $$"]
@@ -178,9 +162,7 @@ def test_an_agent_that_is_killed_is_started_again(
 
 
 @pytest.mark.parametrize(("by", "requeued"), [(TASK_LOST, [["scontrol", "requeue", "7"]]), (slurm.TIME_LIMIT, [])])
-def test_one_task_queues_the_job_again_that_has_lost_another(
-    run: RunFolder, by: str, requeued: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_task_queues_the_job_again_that_has_lost_another(run, by, requeued, monkeypatch):
     commands: list[list[str]] = []
     monkeypatch.setattr(slurm.processes, "run", lambda command, _: commands.append(command) or (0, "", ""))
     monkeypatch.setattr(slurm.os, "environ", dict(os.environ))
@@ -193,9 +175,7 @@ def test_one_task_queues_the_job_again_that_has_lost_another(
 
 
 @pytest.mark.parametrize("left_out", [True, False])
-def test_the_end_of_a_replacements_time_stops_only_a_run_that_has_it(
-    run: RunFolder, left_out: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_replacements_time_stops_only_a_run_that_has_it(run, left_out, monkeypatch):
     monkeypatch.setenv(replacements.TASK, "worker-0")
     run.begin_generation(1, **({membership.LEFT_OUT: ["worker-0"]} if left_out else {}))
     assert 0 == slurm.main(["stop"])

@@ -1,7 +1,5 @@
 """How often what failed is started again: what counts, what progress is, and that storms never end a run."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,22 +38,22 @@ def own(furthest: int, saved: int = -1) -> Attempt:
         ([Attempt(OWN, lived_s=attempts.STEADY_S + 1)] * 3, 1),  # a script that ran for long
     ],
 )
-def test_failures_are_counted_since_the_newest_progress(tried: list[Attempt], count: int) -> None:
+def test_failures_are_counted_since_the_newest_progress(tried, count):
     assert count == attempts.without_progress(tried)
 
 
-def test_what_others_save_is_no_progress_of_a_task_that_does_no_step() -> None:
+def test_what_others_save_is_no_progress_of_a_task_that_does_no_step():
     tried = [Attempt(OWN, 26, 10), *(Attempt(OWN, -1, saved) for saved in (27, 28, 29))]
     assert 4 == attempts.too_many(tried, 3)
 
 
 @pytest.mark.parametrize(("max_restarts", "tolerated"), [(0, 0), (1, 1), (3, 3)])
-def test_the_run_fails_after_so_many_restarts_without_progress(max_restarts: int, tolerated: int) -> None:
+def test_the_run_fails_after_so_many_restarts_without_progress(max_restarts, tolerated):
     assert [0] * tolerated == [attempts.too_many([own(5)] * (n + 1), max_restarts) for n in range(tolerated)]
     assert tolerated + 1 == attempts.too_many([own(5)] * (tolerated + 1), max_restarts)
 
 
-def test_kills_without_progress_end_the_run() -> None:
+def test_kills_without_progress_end_the_run():
     """As by a memory watcher that kills at the same step again and again, while checkpoints are saved before it."""
     most = attempts.MAX_EXTERNAL_RESTARTS
     killed = [Attempt(OUTSIDE, 120, saved) for saved in range(100, 100 + most + 1)]
@@ -66,13 +64,13 @@ def test_kills_without_progress_end_the_run() -> None:
     assert 0 == attempts.too_many([Attempt(attempts.PLANNED, 5)] * 50, 3)
 
 
-def test_a_network_that_never_carries_ends_the_run_late() -> None:
+def test_a_network_that_never_carries_ends_the_run_late():
     lost = [Attempt(LOST_CONTACT, 5)] * attempts.MAX_LOST_CONTACTS
     assert 0 == attempts.too_many(lost, 3)
     assert attempts.MAX_LOST_CONTACTS + 1 == attempts.too_many([*lost, Attempt(LOST_CONTACT, 5)], 3)
 
 
-def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch):
     monkeypatch.setenv("RESTART_PAUSE_S", "1")
     failures = [attempts.pause_s([own(5)] * (n + 1)) for n in range(8)]
     assert [1, 2, 4, 8, 16, 30, 30, 30] == failures
@@ -81,11 +79,11 @@ def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch: pytest.MonkeyPa
     assert 1 == attempts.pause_s([own(5), own(5), own(6)])
 
 
-def test_what_is_missing_in_a_record_is_not_held_against_the_run() -> None:
+def test_what_is_missing_in_a_record_is_not_held_against_the_run():
     assert Attempt(OUTSIDE) == Attempt.of({"generation": 1, "task": "chief", "cause": "killed", "step": 5})
 
 
-def test_failures_before_a_resume_do_not_count(make_run: MakeRun) -> None:
+def test_failures_before_a_resume_do_not_count(make_run):
     run = make_run(workers=1)
     for number in (1, 2):
         run.begin_generation(number, task="worker-0", cause="killed", kind=OWN, furthest=5)
@@ -162,9 +160,7 @@ class Story:
 
 @pytest.mark.parametrize("killed_share", [0, 0.6])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kills_it(
-    make_run: MakeRun, seed: int, killed_share: float
-) -> None:
+def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kills_it(make_run, seed, killed_share):
     draw, run = random.Random(seed), make_run(workers=0)
     write_json(run.control / "started.json", {"max_external_restarts": 1000})  # most kills come before any progress
     story = Story(run, draw.randint(1, 400), draw.choice([1, 7, 25, 400]), draw.randint(3, 500))
@@ -178,7 +174,7 @@ def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kil
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run: MakeRun, seed: int) -> None:
+def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run, seed):
     draw = random.Random(seed)
     story = Story(make_run(workers=0), 0, 25, 10)
     story.kills = [draw.randint(0, 19) for _ in range(50)]
@@ -190,7 +186,7 @@ def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run: MakeRu
 # Who it was
 
 
-def test_two_tasks_that_fail_together_count_once(make_run: MakeRun) -> None:
+def test_two_tasks_that_fail_together_count_once(make_run):
     run = make_run(workers=1)
     spec = run.load_cluster()
     chief, worker = (Recovery(run, spec, spec.task(name)) for name in ("chief", "worker-0"))
@@ -204,7 +200,7 @@ def test_two_tasks_that_fail_together_count_once(make_run: MakeRun) -> None:
     assert 3 == run.generation
 
 
-def test_a_failure_before_any_step_leaves_it_where_the_next_attempts_go_step_by_step(make_run: MakeRun) -> None:
+def test_a_failure_before_any_step_leaves_it_where_the_next_attempts_go_step_by_step(make_run):
     run = make_run(workers=0)
     chief = Recovery(run, run.load_cluster(), run.load_cluster().task("chief"))
     chief.restart_gang(0, chief.end(0, OWN, "a failure before the first step"))
@@ -217,7 +213,7 @@ def test_a_failure_before_any_step_leaves_it_where_the_next_attempts_go_step_by_
     assert (4, None) == (run.generation, run.outcome)
 
 
-def test_the_culprit_is_the_task_that_failed_first(make_run: MakeRun) -> None:
+def test_the_culprit_is_the_task_that_failed_first(make_run):
     run = make_run(workers=3)
     first = ends.End("worker-1", OWN, "exit code 139", "a crash", at=160.0)  # its clock is a minute ahead
     lost = ends.End("chief", LOST_CONTACT, "lost contact with the cluster", None, at=99.0, may_follow=True)
@@ -231,7 +227,7 @@ def test_the_culprit_is_the_task_that_failed_first(make_run: MakeRun) -> None:
     assert first == ends.root_cause(run, 0, lost)
 
 
-def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw(make_run: MakeRun) -> None:
+def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw(make_run):
     run = make_run(workers=2, ps=1)
     spec = run.load_cluster()
     recovery = Recovery(run, spec, spec.task("worker-0"))

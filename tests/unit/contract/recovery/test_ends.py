@@ -1,7 +1,5 @@
 """How an end is read: whose doing it was, and which of the last lines is the error."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -25,11 +23,11 @@ PROGRESS = "print('step 2/50 epoch 0.20 loss', flush=True)\n"
         *[(-number, OUTSIDE) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
     ],
 )
-def test_whose_doing_an_end_is(code: int, kind: str) -> None:
+def test_whose_doing_an_end_is(code, kind):
     assert kind == ends.kind_of(code, out_of_memory=False)
 
 
-def test_a_program_that_the_kernel_ended_for_memory_did_it_itself() -> None:
+def test_a_program_that_the_kernel_ended_for_memory_did_it_itself():
     assert OWN == ends.kind_of(-signal.SIGKILL, out_of_memory=True)
 
 
@@ -61,28 +59,28 @@ def error_of(tmp_path: Path, lines: str) -> tuple[int, str | None]:
         ("import os; os._exit(9)", "exit code 9, last line: step 2/50 epoch 0.20 loss"),
     ],
 )
-def test_the_error_is_what_the_program_says_and_not_the_last_line(tmp_path: Path, lines: str, error: str) -> None:
+def test_the_error_is_what_the_program_says_and_not_the_last_line(tmp_path, lines, error):
     assert error == error_of(tmp_path, lines)[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL])
-def test_a_crash_in_native_code_names_the_call(tmp_path: Path, number: int) -> None:
+def test_a_crash_in_native_code_names_the_call(tmp_path, number):
     waits = "import os, threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
     lines = f"{waits}\ndef forward(): os.kill(os.getpid(), {int(number)})\nforward()"
     code, error = error_of(tmp_path, lines)
     assert (-number, "in forward (<string>:3)") == (code, error)
 
 
-def test_a_kill_needs_no_line(tmp_path: Path) -> None:
+def test_a_kill_needs_no_line(tmp_path):
     assert (-9, None) == error_of(tmp_path, "import os; os.kill(os.getpid(), 9)")
 
 
-def test_what_native_code_says_before_it_aborts_is_the_error() -> None:
+def test_what_native_code_says_before_it_aborts_is_the_error():
     said = ["step 2", "F0000 00:00:17 7 tensor.cc:5] Check failed: a == b (1 vs. 2)", "*** stack ***"]
     assert "Check failed: a == b (1 vs. 2)" == ends.error_in(said, -signal.SIGABRT)
 
 
-def test_lines_that_tensorflow_logs_behind_an_error_are_no_part_of_it() -> None:
+def test_lines_that_tensorflow_logs_behind_an_error_are_no_part_of_it():
     lines = [
         "Traceback (most recent call last):",
         '  File "x.py", line 1, in <module>',
@@ -94,7 +92,7 @@ def test_lines_that_tensorflow_logs_behind_an_error_are_no_part_of_it() -> None:
     assert "ValueError: a b" == ends.error_in(lines, 70)
 
 
-def test_a_long_error_is_reported_by_its_begin_and_its_end() -> None:
+def test_a_long_error_is_reported_by_its_begin_and_its_end():
     message = ["ValueError: begin", *["in between"] * 500, "end"]
     shown = ends.error_in(["Traceback (most recent call last):", "  File", *message], 70)
     assert shown is not None
@@ -113,7 +111,7 @@ AutoShardPolicy.DATA` before applying the options object to the dataset via `dat
 
 
 @pytest.mark.parametrize("lines", [1, 300])
-def test_the_advice_at_the_end_of_a_long_error_is_kept(tmp_path: Path, lines: int) -> None:
+def test_the_advice_at_the_end_of_a_long_error_is_kept(tmp_path, lines):
     attributes = "\n".join(["attr " + "x" * (6000 // lines)] * lines)
     message = AUTO_SHARD.replace("\nthis by", " this by").replace("\nAuto", " Auto").format(attributes=attributes)
     error = error_of(tmp_path, f"class InvalidArgumentError(Exception): pass\nraise InvalidArgumentError({message!r})")[
@@ -124,7 +122,7 @@ def test_the_advice_at_the_end_of_a_long_error_is_kept(tmp_path: Path, lines: in
     assert "auto_shard_policy = AutoShardPolicy.DATA" in error
 
 
-def test_terminal_codes_and_progress_bars_are_no_part_of_an_error(tmp_path: Path) -> None:
+def test_terminal_codes_and_progress_bars_are_no_part_of_an_error(tmp_path):
     """Keras colours its messages, and prints an error behind the bar of a batch that it was drawing."""
     bar = "".join("\b" * 30 + "\r" + f"\x1b[1m{at}/9\x1b[0m ---- loss: 0.5" for at in range(1, 9))
     message = "Exception encountered when calling Dense.call().\n\n\x1b[1mwrong shape\x1b[0m"
@@ -134,7 +132,7 @@ def test_terminal_codes_and_progress_bars_are_no_part_of_an_error(tmp_path: Path
     assert "exit code 9, last line: 8/9 ---- loss: 0.5" == error_of(tmp_path, lines)[1]
 
 
-def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path):
     error = error_of(tmp_path, "import sys; sys.stdout.write('x' * 3_000_000); sys.exit(3)")[1]
     assert error is not None
     assert len(error) <= 70 * 1024
@@ -154,9 +152,7 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
         ("6,1,900000000,-;usb 1-1: new device 77", False),
     ],
 )
-def test_memory_is_reported_where_the_kernel_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, record: str, said: bool
-) -> None:
+def test_memory_is_reported_where_the_kernel_log_says_so(monkeypatch, tmp_path, record, said):
     log = tmp_path / "kmsg"
     log.write_text(record + "\n")
     monkeypatch.setattr(memory, "KERNEL_LOG", log)
@@ -166,7 +162,7 @@ def test_memory_is_reported_where_the_kernel_log_says_so(
     assert not memory.in_kernel_log(77, 500.0)
 
 
-def test_a_log_that_cannot_be_read_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_read_says_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "KERNEL_LOG", tmp_path / "absent")
     assert not memory.in_kernel_log(77, 0.0)
     monkeypatch.setattr(memory, "CGROUP", tmp_path)

@@ -1,7 +1,5 @@
 """What a restart cost, and what share of the time went into steps that count, from what the tasks recorded."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +18,11 @@ MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture
-def run(make_run: MakeRun) -> RunFolder:
+def run(make_run) -> RunFolder:
     return make_run("demo", workers=1)
 
 
-def test_restarts_are_counted_from_their_own_fault(run: RunFolder) -> None:
+def test_restarts_are_counted_from_their_own_fault(run):
     now = time.time() + 10
     events = [
         (now, "fault", 0, 50),
@@ -52,14 +50,14 @@ def test_restarts_are_counted_from_their_own_fault(run: RunFolder) -> None:
     ]
 
 
-def test_without_a_checkpoint_every_step_is_done_again(run: RunFolder) -> None:
+def test_without_a_checkpoint_every_step_is_done_again(run):
     run.begin_generation(1, task="chief", cause="killed", failed_at=time.time(), step=7)
     run.event("chief", "initialized", step=0)
     (restart,) = end(run, "succeeded")["restarts"]
     assert 7 == restart["steps_lost"]
 
 
-def test_a_worker_that_restarted_alone_cost_the_others_nothing(run: RunFolder) -> None:
+def test_a_worker_that_restarted_alone_cost_the_others_nothing(run):
     now = time.time() + 10
     killed = {"cause": "killed", "failed_at": now}
     for moment, task, event, detail in [
@@ -76,7 +74,7 @@ def test_a_worker_that_restarted_alone_cost_the_others_nothing(run: RunFolder) -
     assert [first | {"steps_lost": 0}, second | {"steps_lost": 0}] == end(run, "succeeded")["restarts"]
 
 
-def test_the_summary_counts_a_restart_from_the_injected_fault(run: RunFolder) -> None:
+def test_the_summary_counts_a_restart_from_the_injected_fault(run):
     started = read_json(run.control / "started.json")["time"]
     seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
     for number, began in [(0, 1.0), (1, 9.0)]:
@@ -122,9 +120,7 @@ def tell(run: RunFolder, *story: Moment, gang_at: float | None = None) -> float:
         ([(11.0, "worker-0", "fault", {"kind": "kill"})], 1.0),  # the gang had started again by then
     ],
 )
-def test_a_gang_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with(
-    run: RunFolder, story: list[Moment], detected_s: float
-) -> None:
+def test_a_gang_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with(run, story, detected_s):
     tell(run, *story, gang_at=10.0)
     assert [detected_s] == [r["detected_s"] for r in end(run, "succeeded")["restarts"] if r["generation"] == 1]
 
@@ -139,9 +135,7 @@ def test_a_gang_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with
         ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "worker-0", "restarted", {"cause": "killed"})], 1.0),
     ],
 )
-def test_a_lone_restart_counts_from_its_own_task_s_fault(
-    run: RunFolder, story: list[Moment], detected_s: float
-) -> None:
+def test_a_lone_restart_counts_from_its_own_task_s_fault(run, story, detected_s):
     began = tell(run, *story)
     died = {"cause": "killed", "failed_at": began + 9}
     for at, event, detail in [(10.0, "restarted", died), (12.0, "resumed", {})]:
@@ -151,7 +145,7 @@ def test_a_lone_restart_counts_from_its_own_task_s_fault(
     assert ("worker-0", detected_s, detected_s + 2) == (restart["task"], restart["detected_s"], restart["resumed_s"])
 
 
-def test_a_fault_counts_for_one_restart_alone(run: RunFolder) -> None:
+def test_a_fault_counts_for_one_restart_alone(run):
     tell(
         run,
         (0.0, "worker-0", "fault", {"kind": "kill"}),
@@ -161,7 +155,7 @@ def test_a_fault_counts_for_one_restart_alone(run: RunFolder) -> None:
     assert [2.0, 0.0] == [restart["detected_s"] for restart in end(run, "succeeded")["restarts"]]
 
 
-def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run: MakeRun) -> None:
+def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run):
     run = make_run("demo", workers=1, evaluator=True)
     fault, killed = {"kind": "kill"}, {"cause": "killed"}
     began = tell(run, (0.0, "evaluator", "fault", fault), (3.0, "evaluator", "restarted", killed))
@@ -171,7 +165,7 @@ def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run: MakeRun) -
     assert [] == restarts.costs(run, began + 3.5, (Role.EVALUATOR,))
 
 
-def test_goodput_is_the_share_of_time_in_steps_that_count(run: RunFolder) -> None:
+def test_goodput_is_the_share_of_time_in_steps_that_count(run):
     started = read_json(run.control / "started.json")["time"]
     for at, step in enumerate([10, 20, 30], start=1):  # 10 steps of 96 examples at 960 examples/s: a second each
         append_json(run.metrics("chief"), {"time": started + at, "step": step, "examples_per_s": 960.0})

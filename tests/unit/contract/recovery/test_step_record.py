@@ -1,7 +1,5 @@
 """The record of the true step: exact after a SIGKILL, whole however it is read, and of one generation."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -24,7 +22,7 @@ def open_files(path: Path) -> list[Path]:
     return [path for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == str(path)]
 
 
-def test_the_newest_step_outlives_a_sigkill(make_run: MakeRun) -> None:
+def test_the_newest_step_outlives_a_sigkill(make_run):
     run = make_run(workers=0)
     lines = f"""
 import os
@@ -43,7 +41,7 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
     assert -1 == step_record.furthest(run, "chief", 4)
 
 
-def test_a_task_that_never_came_to_a_step_has_no_record(make_run: MakeRun) -> None:
+def test_a_task_that_never_came_to_a_step_has_no_record(make_run):
     run = make_run(workers=1)
     assert step_record.read(run, "chief") is None
     assert -1 == step_record.newest(run, 0)
@@ -52,7 +50,7 @@ def test_a_task_that_never_came_to_a_step_has_no_record(make_run: MakeRun) -> No
 @pytest.mark.parametrize(
     "damage", [b"", b"\0" * 40, b"         1", b"         1                   12 00000000\n", b"x y z"]
 )
-def test_a_torn_record_is_none(make_run: MakeRun, damage: bytes) -> None:
+def test_a_torn_record_is_none(make_run, damage):
     run = make_run(workers=0)
     StepRecord(run, "chief", 1).done(12)
     path = run.control / "steps" / "chief"
@@ -63,14 +61,14 @@ def test_a_torn_record_is_none(make_run: MakeRun, damage: bytes) -> None:
         assert Progress(1, 13) == step_record.read(run, "chief")
 
 
-def test_a_record_that_cannot_be_written_ends_nothing(make_run: MakeRun) -> None:
+def test_a_record_that_cannot_be_written_ends_nothing(make_run):
     run = make_run(workers=0)
     (run.control / "steps").write_text("in the way")
     StepRecord(run, "chief", 1).done(12)
     assert step_record.read(run, "chief") is None
 
 
-def test_a_record_that_nobody_writes_to_any_more_is_closed(make_run: MakeRun) -> None:
+def test_a_record_that_nobody_writes_to_any_more_is_closed(make_run):
     run = make_run(workers=0)
     record = StepRecord(run, "chief", 1)
     path = run.control / "steps" / "chief"
@@ -80,12 +78,12 @@ def test_a_record_that_nobody_writes_to_any_more_is_closed(make_run: MakeRun) ->
     assert [] == open_files(path)
 
 
-def test_single_steps_are_those_after_the_last_recorded_one(make_run: MakeRun) -> None:
+def test_single_steps_are_those_after_the_last_recorded_one(make_run):
     run = make_run(workers=0)
     assert range(0) == step_record.single_steps(run, 0, 25)
     run.begin_generation(1, task="chief", single_steps_from=26)
     assert range(26, 51) == step_record.single_steps(run, 1, 25)
 
 
-def test_a_task_that_does_not_see_the_record_yet_does_the_same_single_steps(make_run: MakeRun) -> None:
+def test_a_task_that_does_not_see_the_record_yet_does_the_same_single_steps(make_run):
     assert range(26, 51) == step_record.single_steps(make_run(), 1, 25, lambda mine: [mine, 26])

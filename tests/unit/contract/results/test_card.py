@@ -1,7 +1,5 @@
 """The card in a run's folder: written at the run's end, gone while it goes on, and only text whatever a task wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +12,7 @@ MakeRun = Callable[..., RunFolder]
 EVIL = "x`\n# <script>alert(1)</script> | y\x1b[2J"
 
 
-def test_a_run_that_ended_has_a_card_until_it_goes_on(make_run: MakeRun) -> None:
+def test_a_run_that_ended_has_a_card_until_it_goes_on(make_run):
     run = make_run("one", workers=1)
     write_json(run.control / "result.json", {"steps": 7, "metrics": {"eval_accuracy": 0.5}, "weights_sha256": "ab"})
     run.end("succeeded")
@@ -28,7 +26,7 @@ def test_a_run_that_ended_has_a_card_until_it_goes_on(make_run: MakeRun) -> None
 
 
 @pytest.mark.parametrize("state", ["failed", "stopped"])
-def test_the_card_of_a_run_that_can_go_on_says_so(make_run: MakeRun, state: str) -> None:
+def test_the_card_of_a_run_that_can_go_on_says_so(make_run, state):
     run = make_run("one", workers=0)
     run.end(state, task="chief", error="no more luck")
     summary.write(run, settle_s=0)
@@ -36,7 +34,7 @@ def test_the_card_of_a_run_that_can_go_on_says_so(make_run: MakeRun, state: str)
     assert (state == "failed") is ("`no more luck`" in run.card.read_text())
 
 
-def test_what_tasks_wrote_stays_code(make_run: MakeRun) -> None:
+def test_what_tasks_wrote_stays_code(make_run):
     run = make_run("one", workers=0)
     write_json(run.config, {"global_batch": 96, "model": EVIL, "optimizer": {EVIL: EVIL}})
     write_json(run.manifest, {"code": {"commit": EVIL}})
@@ -51,7 +49,7 @@ def test_what_tasks_wrote_stays_code(make_run: MakeRun) -> None:
         assert not [part for part in outside if "script" in part]
 
 
-def test_a_folder_without_room_for_a_card_has_a_summary(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_room_for_a_card_has_a_summary(make_run, monkeypatch):
     def full(run: RunFolder, value: object) -> None:
         raise OSError(28, "No space left on device")
 

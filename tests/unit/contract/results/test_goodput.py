@@ -1,7 +1,5 @@
 """Where a run's wall time went, from made-up ledgers and failures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,12 +28,12 @@ def split(ended: float, *ledgers: dict[str, Any], failures: dict[int, float] | N
 WORK = {"input": 2.0, "compute": 60.0, "save": 3.0, "evaluate": 5.0}
 
 
-def test_a_run_without_a_failure() -> None:
+def test_a_run_without_a_failure():
     whole = ledger(0, 8.0, 12.0, 90.0, step=101, timed_steps=100, seconds=WORK)
     assert {"start": 8.0, "compile": 4.0, **WORK, "other": 18.0} == split(100.0, whole)
 
 
-def test_a_generation_that_was_killed_counts_and_its_lost_steps_are_lost() -> None:
+def test_a_generation_that_was_killed_counts_and_its_lost_steps_are_lost():
     """40 of 100 timed steps are done again: 40 % of what was trained is lost, of input and compute alike."""
     killed = ledger(0, 8.0, 12.0, 79.0, step=101, timed_steps=100, seconds=WORK)
     after = ledger(1, 88.0, 90.0, 99.0, first=61, step=66, timed_steps=4, seconds={"compute": 9.0})
@@ -46,7 +44,7 @@ def test_a_generation_that_was_killed_counts_and_its_lost_steps_are_lost() -> No
     } == parts  # fmt: skip
 
 
-def test_failures_on_the_way_back_are_one_restart() -> None:
+def test_failures_on_the_way_back_are_one_restart():
     """Of generation 1 the chief recorded nothing, and generation 2 never finished a step."""
     ledgers = [
         ledger(0, 5.0, 6.0, 20.0, step=11, timed_steps=10, seconds={"compute": 14.0}),
@@ -57,18 +55,18 @@ def test_failures_on_the_way_back_are_one_restart() -> None:
     assert expected == split(60.0, *ledgers, failures={1: 20.0, 2: 30.0, 3: 40.0})
 
 
-def test_a_run_that_never_came_back_was_restarting_to_its_end() -> None:
+def test_a_run_that_never_came_back_was_restarting_to_its_end():
     only = ledger(0, 5.0, 6.0, 20.0, step=1)
     assert {"start": 5.0, "compile": 1.0, "restart": 40.0, "other": 14.0} == split(60.0, only, failures={1: 20.0})
 
 
-def test_a_first_step_that_failed_was_compiling_until_then() -> None:
+def test_a_first_step_that_failed_was_compiling_until_then():
     only = ledger(0, 5.0, None, 5.0)
     assert {"start": 5.0, "compile": 7.0, "restart": 8.0} == split(20.0, only, failures={1: 12.0})
     assert {"start": 5.0, "compile": 15.0} == split(20.0, only)
 
 
-def test_a_run_that_was_scaled_starts_again() -> None:
+def test_a_run_that_was_scaled_starts_again():
     ledgers = [
         ledger(0, 5.0, 6.0, 20.0, step=11, timed_steps=10, seconds={"compute": 14.0}),
         ledger(1, 27.0, 29.0, 40.0, first=11, step=21, timed_steps=9, seconds={"compute": 11.0}),
@@ -76,34 +74,34 @@ def test_a_run_that_was_scaled_starts_again() -> None:
     assert {"start": 12.0, "compile": 3.0, "compute": 25.0} == split(40.0, *ledgers)
 
 
-def test_ledgers_before_this_start_do_not_count() -> None:
+def test_ledgers_before_this_start_do_not_count():
     before, now = ledger(0, -90.0, -80.0, -20.0, seconds=WORK), ledger(1, 6.0, 7.0, 10.0)
     assert {"start": 6.0, "compile": 1.0, "other": 3.0} == split(10.0, before, now)
 
 
-def test_parts_never_make_more_than_the_whole() -> None:
+def test_parts_never_make_more_than_the_whole():
     too_long = ledger(0, 1.0, 2.0, 10.0, step=5, timed_steps=4, seconds={"compute": 50.0})
     assert {"start": 1.0, "compile": 1.0, "compute": 8.0} == split(10.0, too_long)
 
 
-def test_no_part_is_negative_where_two_clocks_disagree() -> None:
+def test_no_part_is_negative_where_two_clocks_disagree():
     again = ledger(1, 9.0, 10.0, 12.0, first=1, step=2, timed_steps=1, seconds={"compute": 1.0})
     parts = split(20.0, ledger(0, 5.0, 6.0, 20.0), again, failures={1: 11.0})
     assert not [part for part, seconds in parts.items() if seconds < 0]
     assert "restart" not in split(20.0, ledger(0, 5.0, 6.0, 20.0), failures={1: 20.01})
 
 
-def test_a_run_of_which_the_chief_recorded_nothing_has_no_split() -> None:
+def test_a_run_of_which_the_chief_recorded_nothing_has_no_split():
     assert goodput.split(0.0, 10.0, [], {1: 3.0}) is None
 
 
-def test_the_line_begins_with_the_largest_and_leaves_out_what_is_next_to_nothing() -> None:
+def test_the_line_begins_with_the_largest_and_leaves_out_what_is_next_to_nothing():
     parts = dict.fromkeys(goodput.PARTS, 0.0) | {"start": 9.0, "input": 2.0, "compute": 79.0, "save": 0.4, "other": 9.6}
     assert "train 81 % (2 % input), other 10 %, start 9 %" == goodput.line(parts)
     assert "train 100 %" == goodput.line(dict.fromkeys(goodput.PARTS, 0.0) | {"compute": 5.0})
 
 
-def test_the_interval_between_checkpoints_is_that_of_the_newest_ledger_with_a_save() -> None:
+def test_the_interval_between_checkpoints_is_that_of_the_newest_ledger_with_a_save():
     ledgers = [
         ledger(3, 5.0, 6.0, 20.0),  # from before it was recorded
         ledger(2, 5.0, 6.0, 20.0, saves={}),

@@ -1,7 +1,5 @@
 """Who is slower than the others and who waits for input; and what a generation's steps leave of themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -26,16 +24,16 @@ def lines(**paces: dict[str, Any]) -> list[str]:
     return stragglers.lines(stragglers.findings({name.replace("_", "-"): each for name, each in paces.items()}))
 
 
-def test_a_slow_task_is_reported_with_the_part_that_is_input() -> None:
+def test_a_slow_task_is_reported_with_the_part_that_is_input():
     others = {"chief": pace(100, 2), "worker_0": pace(104, 2)}
     assert ["worker-1 is 1.8x slower, 71 % of it in input"] == lines(**others, worker_1=pace(182, 59))
 
 
-def test_a_task_that_computes_slowly_is_not_starved() -> None:
+def test_a_task_that_computes_slowly_is_not_starved():
     assert ["worker-0 is 1.9x slower, 0 % of it in input"] == lines(chief=pace(100, 10), worker_0=pace(190, 10))
 
 
-def test_all_tasks_that_wait_for_input_are_reported_where_none_is_slower() -> None:
+def test_all_tasks_that_wait_for_input_are_reported_where_none_is_slower():
     """The hungriest first; a task that is slow because of its input is named once."""
     assert ["worker-0 waits 25 % of the time for input", "chief waits 20 % of the time for input"] == lines(
         chief=pace(100, 40), worker_0=pace(105, 50), worker_1=pace(100, 19)
@@ -45,37 +43,37 @@ def test_all_tasks_that_wait_for_input_are_reported_where_none_is_slower() -> No
 
 
 @pytest.mark.parametrize(("busy_ms", "slow"), [(124, False), (126, True)])
-def test_small_differences_are_not_reported(busy_ms: float, slow: bool) -> None:
+def test_small_differences_are_not_reported(busy_ms, slow):
     assert slow == bool(lines(chief=pace(100), worker_0=pace(busy_ms)))
 
 
-def test_of_the_shortest_steps_even_twice_is_chance() -> None:
+def test_of_the_shortest_steps_even_twice_is_chance():
     assert [] == lines(chief=pace(0.5, step_ms=2), worker_0=pace(1.2, step_ms=2))
 
 
-def test_the_others_are_judged_by_their_median() -> None:
+def test_the_others_are_judged_by_their_median():
     """One that is much faster makes nobody slow."""
     assert [] == lines(chief=pace(20), worker_0=pace(100), worker_1=pace(101), worker_2=pace(103))
 
 
 @pytest.mark.parametrize("silent", [{}, {"step_ms": None}, {"step_ms": {"mean": 900.0}, "busy_share": None}])
-def test_a_task_that_cannot_report_is_left_out(silent: dict[str, Any]) -> None:
+def test_a_task_that_cannot_report_is_left_out(silent):
     assert [] == lines(chief=pace(100), ps_0=silent)
 
 
-def test_of_a_few_steps_nobody_is_slower_or_starved() -> None:
+def test_of_a_few_steps_nobody_is_slower_or_starved():
     few = {"pace": {"steps": stragglers.FEWEST - 1}}
     assert [] == lines(chief=pace(100), worker_0=pace(190, 90) | few)
 
 
-def test_no_one_is_slower_than_nobody() -> None:
+def test_no_one_is_slower_than_nobody():
     assert [] == lines(chief=pace(150))
 
 
 # What the task itself keeps
 
 
-def test_marks_distinguish_the_steps() -> None:
+def test_marks_distinguish_the_steps():
     marks = [("begin", 0.0), ("batch", 1.0), ("computed", 4.0), ("begin", 6.0), ("batch", 6.5), ("computed", 9.0)]
     times = from_marks([*marks, ("begin", 10.0)])
     assert ([6.0, 4.0], [1.0, 0.5], [4.0, 3.0]) == tuple(
@@ -84,28 +82,28 @@ def test_marks_distinguish_the_steps() -> None:
     assert 0.15 == times.input_share
 
 
-def test_a_step_that_was_not_marked_whole_only_ends_the_one_before() -> None:
+def test_a_step_that_was_not_marked_whole_only_ends_the_one_before():
     times = from_marks([("begin", 0.0), ("batch", 1.0), ("computed", 2.0), ("begin", 3.0), ("begin", 50.0)])
     assert [3.0] == times.steps.tolist()
     assert 0 == len(from_marks([("begin", 0.0), ("begin", 1.0)]).steps)
 
 
-def test_parts_of_a_batch_are_waited_for_each() -> None:
+def test_parts_of_a_batch_are_waited_for_each():
     marks = [("batch", 1.0), ("asks", 2.0), ("batch", 2.5), ("asks", 6.0), ("batch", 6.25), ("computed", 8.0)]
     assert [1.75] == from_marks([("begin", 0.0), *marks, ("begin", 9.0)]).inputs.tolist()
 
 
-def test_a_batch_that_is_asked_for_one_step_early_keeps_the_task_busy() -> None:
+def test_a_batch_that_is_asked_for_one_step_early_keeps_the_task_busy():
     marks = [("begin", 0.0), ("batch", 0.5), ("computed", 4.0), ("asks", 6.0), ("batch", 7.5), ("begin", 8.0)]
     times = from_marks(marks)
     assert ([8.0], [2.0], [5.5]) == (times.steps.tolist(), times.inputs.tolist(), times.busy.tolist())
 
 
-def test_before_any_step_there_is_nothing_to_report() -> None:
+def test_before_any_step_there_is_nothing_to_report():
     assert ({}, {}, {}) == (StepTiming().recent(), StepTiming().generation(), StepTiming().histograms())
 
 
-def test_the_heartbeat_reports_the_newest_steps_and_the_summary_of_all() -> None:
+def test_the_heartbeat_reports_the_newest_steps_and_the_summary_of_all():
     seen = StepTiming()
     seen.add(Times(np.array([9.0]), np.array([3.0]), np.array([6.0])))
     for _ in range(RECENT):
@@ -117,7 +115,7 @@ def test_the_heartbeat_reports_the_newest_steps_and_the_summary_of_all() -> None
     assert whole["input_share"] > 0.15
 
 
-def test_however_many_steps_a_life_has_a_spread_over_all_of_it_is_kept() -> None:
+def test_however_many_steps_a_life_has_a_spread_over_all_of_it_is_kept():
     seen, total = StepTiming(), 3 * KEPT
     for first in range(0, total, 7):
         numbers = np.arange(first, min(first + 7, total)) / 1000
@@ -128,7 +126,7 @@ def test_however_many_steps_a_life_has_a_spread_over_all_of_it_is_kept() -> None
     assert (total, total - 1) == (seen.steps, seen.generation()["step_ms"]["max"])
 
 
-def test_what_a_task_cannot_distinguish_is_none() -> None:
+def test_what_a_task_cannot_distinguish_is_none():
     seen = StepTiming()
     seen.add(Times(np.array([0.1, 0.3])))
     assert (None, None) == (seen.recent()["input_share"], seen.generation()["busy_share"])

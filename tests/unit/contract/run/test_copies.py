@@ -1,9 +1,5 @@
 """Copies of a task: an older one claims nothing, connects to nobody and deletes no checkpoint of the newer one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from cluster.agent.gang import link
@@ -15,18 +11,18 @@ from tests.waiting import wait_for
 
 
 @pytest.fixture
-def run(make_run: Callable[..., RunFolder]) -> RunFolder:
+def run(make_run) -> RunFolder:
     return make_run(workers=1)
 
 
-def test_the_newest_copy_counts(run: RunFolder) -> None:
+def test_the_newest_copy_counts(run):
     older, other = Copy.begin(run, "worker-0"), Copy.begin(run, "chief")
     older.require_newest()
     newer = Copy.begin(run, "worker-0")
     assert (True, False, False) == (older.is_superseded, newer.is_superseded, other.is_superseded)
 
 
-def test_an_agent_knows_its_copy_by_its_environment(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_knows_its_copy_by_its_environment(run, monkeypatch):
     monkeypatch.delenv(copies.VARIABLE, raising=False)
     assert Copy.given(run, "worker-0") is None
     copy = Copy.begin(run, "worker-0")
@@ -35,7 +31,7 @@ def test_an_agent_knows_its_copy_by_its_environment(run: RunFolder, monkeypatch:
     assert copy == Copy.given(run, "worker-0")
 
 
-def test_a_damaged_record_ends_nobody(run: RunFolder) -> None:
+def test_a_damaged_record_ends_nobody(run):
     copy = Copy.begin(run, "worker-0")
     next((run.control / "copies").iterdir()).write_text("")
     assert not copy.is_superseded
@@ -50,7 +46,7 @@ def test_a_damaged_record_ends_nobody(run: RunFolder) -> None:
         lambda board: board.require_newest(),
     ],
 )
-def test_an_older_copy_claims_nothing(run: RunFolder, claim: Callable[[Board], object]) -> None:
+def test_an_older_copy_claims_nothing(run, claim):
     older = Board(run.path, Copy.begin(run, "worker-0"))
     newer = Board(run.path, Copy.begin(run, "worker-0"))
     with pytest.raises(Superseded):
@@ -59,9 +55,7 @@ def test_an_older_copy_claims_nothing(run: RunFolder, claim: Callable[[Board], o
     claim(newer)
 
 
-def test_an_older_copy_does_not_take_the_newer_one_s_connection(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_copy_does_not_take_the_newer_one_s_connection(run, monkeypatch):
     monkeypatch.setattr(link, "RETRY_S", 0.05)
     spec = run.load_cluster()
     chief, older = Board(run.path), Board(run.path, Copy.begin(run, "worker-0"))

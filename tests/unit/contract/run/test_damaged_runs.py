@@ -1,7 +1,5 @@
 """Run folders in which files are torn, empty, too long or something else: each command says so, and others go on."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random
@@ -59,7 +57,7 @@ CHANGING: dict[str, Callable[[Any, str], Any]] = {
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch, resolved: None) -> None:
+def commands(monkeypatch, resolved):
     """Nothing is started, nothing answers, and watchers are quickly at the end of their patience."""
     ticks = itertools.count(0.0, 60.0)
     monkeypatch.setattr(liveness, "LONGEST_LOOK_S", 60.0)
@@ -79,7 +77,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, resolved: None) -> None:
 
 
 @pytest.fixture
-def runs(make_run: MakeRun) -> tuple[RunFolder, RunFolder]:
+def runs(make_run) -> tuple[RunFolder, RunFolder]:
     """A run that succeeded, and one that nothing has ended."""
     calm, going = make_run("calm", workers=1), make_run("going", workers=1)
     for run in (calm, going):
@@ -161,18 +159,14 @@ SEED, COUNT = st.integers(0, 2**32), st.integers(1, 4)
 @pytest.mark.usefixtures("commands")
 @settings(unhurried, max_examples=60)
 @given(seed=SEED, count=COUNT)
-def test_commands_that_read_say_what_is_wrong(
-    runs: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str], seed: int, count: int
-) -> None:
+def test_commands_that_read_say_what_is_wrong(runs, capsys, seed, count):
     check(READING, runs, seed, count, capsys)
 
 
 @pytest.mark.usefixtures("commands")
 @settings(unhurried, max_examples=60)
 @given(seed=SEED, count=COUNT)
-def test_commands_that_act_say_what_is_wrong(
-    runs: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str], seed: int, count: int
-) -> None:
+def test_commands_that_act_say_what_is_wrong(runs, capsys, seed, count):
     check(CHANGING, runs, seed, count, capsys)
 
 
@@ -199,11 +193,11 @@ def live(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_runs_of_a_damaged_run_is_ended(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
+def test_what_runs_of_a_damaged_run_is_ended(seed, make_run, start_gang):
     live(seed, make_run, start_gang)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2, 30))
-def test_so_it_is_however_it_is_damaged(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
+def test_so_it_is_however_it_is_damaged(seed, make_run, start_gang):
     live(seed, make_run, start_gang)

@@ -1,14 +1,11 @@
 """The run folder: signs of life, a life cycle, and what only one may claim has one owner, also on a full disk."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +22,7 @@ MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture
-def run(make_run: MakeRun) -> RunFolder:
+def run(make_run) -> RunFolder:
     return make_run(workers=1)
 
 
@@ -33,7 +30,7 @@ def run(make_run: MakeRun) -> RunFolder:
 
 
 @pytest.mark.parametrize("parent", ["a file", "/proc"])
-def test_a_folder_that_cannot_be_written_is_a_missing_prerequisite(tmp_path: Path, parent: str) -> None:
+def test_a_folder_that_cannot_be_written_is_a_missing_prerequisite(tmp_path, parent):
     (tmp_path / "a file").touch()
     with pytest.raises(PrerequisiteError, match="RUNS_DIR"):
         RunFolder(tmp_path / parent / "run").create()
@@ -42,7 +39,7 @@ def test_a_folder_that_cannot_be_written_is_a_missing_prerequisite(tmp_path: Pat
 # Heartbeats
 
 
-def test_a_heartbeat_holds_what_the_contract_lists(run: RunFolder) -> None:
+def test_a_heartbeat_holds_what_the_contract_lists(run):
     beat = Heartbeat(run, run.load_cluster().task("worker-0"), generation=2, restarts=1)
     beat.update(state="training", step=7, loss=0.5, examples_per_s=100.0)
     written = read_json(run.status("worker-0"))
@@ -63,7 +60,7 @@ def test_a_heartbeat_holds_what_the_contract_lists(run: RunFolder) -> None:
     } == written
 
 
-def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run, monkeypatch):
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.02)
     beat = Heartbeat(run, run.load_cluster().task("chief"), generation=0).start()
     first = read_json(run.status("chief"))["updated_at"]
@@ -76,9 +73,7 @@ def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run: RunFolder, monke
     assert not run.status("chief").exists()
 
 
-def test_a_heartbeat_that_was_handed_over_goes_on_until_its_new_owner_writes(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heartbeat_that_was_handed_over_goes_on_until_its_new_owner_writes(run, monkeypatch):
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.02)
     task = run.load_cluster().task("chief")
     agents = Heartbeat(run, task, generation=0).start()
@@ -94,7 +89,7 @@ def test_a_heartbeat_that_was_handed_over_goes_on_until_its_new_owner_writes(
     assert "saving" == read_json(run.status("chief"))["state"]
 
 
-def test_a_full_disk_does_not_end_the_task_that_reports_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_end_the_task_that_reports_it(run, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -106,7 +101,7 @@ def test_a_full_disk_does_not_end_the_task_that_reports_it(run: RunFolder, monke
 # Life cycle
 
 
-def test_events_carry_time_task_generation_and_detail(run: RunFolder) -> None:
+def test_events_carry_time_task_generation_and_detail(run):
     run.begin_generation(1)
     run.event("chief", "first step", step=1)
     run.event("worker-0", "restarted", generation=0, cause="exit code 137")
@@ -116,28 +111,28 @@ def test_events_carry_time_task_generation_and_detail(run: RunFolder) -> None:
     assert (0, None, {"cause": "exit code 137"}) == (second["generation"], second["step"], second["detail"])
 
 
-def test_one_failure_begins_one_generation(run: RunFolder) -> None:
+def test_one_failure_begins_one_generation(run):
     begun: list[int] = []
     together(lambda at: run.begin_generation(1, task=f"worker-{at}") and begun.append(at))
     assert 1 == len(begun) == run.generation
     assert f"worker-{begun[0]}" == run.generations()[-1]["task"]
 
 
-def test_generations_count_as_numbers(run: RunFolder) -> None:
+def test_generations_count_as_numbers(run):
     for number in range(1, 12):
         run.begin_generation(number)
     assert 11 == run.generation
     assert list(range(12)) == [generation["generation"] for generation in run.generations()]
 
 
-def test_the_first_outcome_stays(run: RunFolder) -> None:
+def test_the_first_outcome_stays(run):
     assert run.outcome is None
     assert run.end("failed", task="worker-0", error="loss is nan")
     assert not run.end("succeeded", task="chief")
     assert ("failed", "worker-0") == (run.outcome["state"], run.outcome["task"])
 
 
-def test_a_reopened_run_has_no_end_and_keeps_its_history(run: RunFolder) -> None:
+def test_a_reopened_run_has_no_end_and_keeps_its_history(run):
     run.event("chief", "first step")
     run.request_stop("a test")
     run.request_stop("another")
@@ -151,7 +146,7 @@ def test_a_reopened_run_has_no_end_and_keeps_its_history(run: RunFolder) -> None
     assert (1, 0) == (len(run.events()), run.generation)
 
 
-def test_a_full_disk_leaves_room_for_the_outcome(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_room_for_the_outcome(make_run, monkeypatch):
     run = make_run()
     reserve = run.path / RESERVE
     open_as_ever = os.open
@@ -167,7 +162,7 @@ def test_a_full_disk_leaves_room_for_the_outcome(make_run: MakeRun, monkeypatch:
     assert "the disk is full" == run.outcome["error"]
 
 
-def test_an_event_on_a_full_disk_is_lost_and_nothing_else(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_on_a_full_disk_is_lost_and_nothing_else(make_run, monkeypatch):
     def full(*arguments: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -175,7 +170,7 @@ def test_an_event_on_a_full_disk_is_lost_and_nothing_else(make_run: MakeRun, mon
     make_run().event("chief", "checkpoint", step=1)
 
 
-def test_training_does_not_wait_for_a_heartbeat_s_disk(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_does_not_wait_for_a_heartbeat_s_disk(run, monkeypatch):
     released, writing = threading.Event(), threading.Event()
     beat = Heartbeat(run, run.load_cluster().task("chief"), generation=0).start()
 
@@ -210,7 +205,7 @@ BEAT = {"task": "chief", "state": "training", "updated_at": 1.0}
         )
     )],
 )  # fmt: skip
-def test_what_is_no_heartbeat_is_none_yet(run: RunFolder, found: bytes) -> None:
+def test_what_is_no_heartbeat_is_none_yet(run, found):
     write_json(run.status("worker-0"), BEAT | {"task": "worker-0"})
     run.status("chief").write_bytes(found)
     assert ["worker-0"] == list(run.heartbeats())
@@ -218,14 +213,14 @@ def test_what_is_no_heartbeat_is_none_yet(run: RunFolder, found: bytes) -> None:
     assert ["worker-0"] == list(run.heartbeats())
 
 
-def test_a_heartbeat_has_every_key(run: RunFolder) -> None:
+def test_a_heartbeat_has_every_key(run):
     write_json(run.status("chief"), BEAT | {"loss": float("nan")})
     beat = run.heartbeats()["chief"]
     assert (0, 0, 0, None, None) == tuple(beat[key] for key in ("step", "generation", "restarts", "loss", "pace"))
 
 
 @pytest.mark.parametrize("left", [b"", b"{}", b"[]", b'{"generation": 2, "time": 1}'])
-def test_a_generation_that_a_power_failure_left_empty_has_not_begun(run: RunFolder, left: bytes) -> None:
+def test_a_generation_that_a_power_failure_left_empty_has_not_begun(run, left):
     (run.control / "generations" / "1.json").write_bytes(left)
     for name in ("x", "-1", "1e3", "²", "9" * 30):
         (run.control / "generations" / f"{name}.json").write_bytes(b"{}")
@@ -237,7 +232,7 @@ def test_a_generation_that_a_power_failure_left_empty_has_not_begun(run: RunFold
 
 
 @pytest.mark.parametrize("left", [b"", b"{}", b'{"state": "x", "time": 1}'])
-def test_an_outcome_and_a_stop_that_were_left_empty_are_none(run: RunFolder, left: bytes) -> None:
+def test_an_outcome_and_a_stop_that_were_left_empty_are_none(run, left):
     for name in ("outcome", "stop", "result"):
         (run.control / f"{name}.json").write_bytes(left[:1])
     assert (None, False, {}) == (run.outcome, run.stop_requested, run.result)

@@ -1,7 +1,5 @@
 """Logs: bounded whatever a program prints, and read as they grow."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os
@@ -19,7 +17,7 @@ from tests.waiting import wait_for
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
+def log(tmp_path) -> Path:
     return tmp_path / "chief.log"
 
 
@@ -34,14 +32,14 @@ def read(reader: Reader, *, ended: bool = True) -> list[bytes]:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 2**16])
-def test_what_is_printed_is_logged(log: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_what_is_printed_is_logged(log, monkeypatch, chunk):
     monkeypatch.setattr(logs, "CHUNK_BYTES", chunk)
     printed = b"step 1\r\n\n\xff\x00\nnoise here\n  last line  "
     assert ["step 1", "\ufffd\0", "  last line"] == copied(printed, log, (b"noise",))
     assert b"step 1\r\n\n\xff\x00\n  last line  \n" == log.read_bytes()
 
 
-def test_a_program_that_never_ends_a_line_takes_no_memory(tmp_path: Path, log: Path) -> None:
+def test_a_program_that_never_ends_a_line_takes_no_memory(tmp_path, log):
     """The agent's own memory, while its program prints 300 MB."""
     code = f"""
 import resource, subprocess, sys
@@ -64,7 +62,7 @@ print("grown by", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, f
     assert sum(sizes) <= 3 * (logs.PART_BYTES + LINE_BYTES + len(GAP))
 
 
-def test_of_a_log_without_end_the_beginning_and_the_end_are_kept(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_log_without_end_the_beginning_and_the_end_are_kept(log, monkeypatch):
     monkeypatch.setattr(logs, "PART_BYTES", 1000)
     for number in range(1000):
         logs.append(log, b"line %d\n" % number)
@@ -78,7 +76,7 @@ def test_of_a_log_without_end_the_beginning_and_the_end_are_kept(log: Path, monk
     assert all(path.stat().st_size <= 1010 + len(GAP) for path in log.parent.iterdir())
 
 
-def test_whoever_follows_a_log_misses_and_repeats_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_follows_a_log_misses_and_repeats_nothing(log, monkeypatch):
     monkeypatch.setattr(logs, "PART_BYTES", 1000)
     reader, seen, numbers = Reader(log), [], itertools.count(1)
     for size in itertools.islice(itertools.cycle([0, 1, 5, 30]), 60):
@@ -89,7 +87,7 @@ def test_whoever_follows_a_log_misses_and_repeats_nothing(log: Path, monkeypatch
     assert [b"line %d" % number for number in range(1, 15 * 36 + 1)] == lines
 
 
-def test_half_a_line_is_shown_once_it_is_whole_or_the_last(log: Path) -> None:
+def test_half_a_line_is_shown_once_it_is_whole_or_the_last(log):
     reader = Reader(log)
     assert [] == read(reader, ended=False)
     log.write_bytes(b"one\nha")
@@ -102,7 +100,7 @@ def test_half_a_line_is_shown_once_it_is_whole_or_the_last(log: Path) -> None:
     assert [] == read(reader)
 
 
-def test_of_a_huge_log_the_end_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_huge_log_the_end_is_read(log, monkeypatch):
     monkeypatch.setattr(logs, "PART_BYTES", 10 * LINE_BYTES)
     with log.open("wb") as file:
         file.truncate(10**12)
@@ -116,7 +114,7 @@ def test_of_a_huge_log_the_end_is_read(log: Path, monkeypatch: pytest.MonkeyPatc
     assert "end" == logs.last_line(log)
 
 
-def test_a_log_that_cannot_be_written_holds_up_no_program(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_holds_up_no_program(tmp_path):
     (tmp_path / "chief.log").mkdir()
     script = Script(
         [sys.executable, "-c", "print('x' * 10**6)"], dict(os.environ), tmp_path / "chief.log", tmp_path / "work"
@@ -126,7 +124,7 @@ def test_a_log_that_cannot_be_written_holds_up_no_program(tmp_path: Path) -> Non
     script.end(0)
 
 
-def test_two_programs_of_a_task_print_to_one_log(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_programs_of_a_task_print_to_one_log(log, monkeypatch):
     monkeypatch.setattr(logs, "PART_BYTES", 10_000)
     writers = [
         threading.Thread(target=lambda at=at: [logs.append(log, b"%d " % at * 50 + b"\n") for _ in range(300)])
@@ -154,19 +152,17 @@ def test_two_programs_of_a_task_print_to_one_log(log: Path, monkeypatch: pytest.
         ("half an escape \x1b[3", "half an escape 3"),
     ],
 )
-def test_a_line_is_rendered_as_a_terminal_shows_it_in_the_end(printed: str, shown: str) -> None:
+def test_a_line_is_rendered_as_a_terminal_shows_it_in_the_end(printed, shown):
     assert shown == logs.rendered(printed)
 
 
-def test_colours_can_be_kept() -> None:
+def test_colours_can_be_kept():
     bar = "\x1b[1m1\x1b[0m/2 \x1b[32m##\x1b[0m--\r\x1b[1m2\x1b[0m/2 \x1b[32m####\x1b[0m"
     assert "\x1b[1m2\x1b[m/2 \x1b[32m####\x1b[m" == logs.rendered(bar, styled=True)
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 2**16])
-def test_the_state_of_a_progress_bar_is_logged_before_its_line_ends(
-    log: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_the_state_of_a_progress_bar_is_logged_before_its_line_ends(log, monkeypatch, chunk):
     monkeypatch.setattr(logs, "CHUNK_BYTES", chunk)
     read_end, write_end = os.pipe()
     with os.fdopen(read_end, "rb") as stream, os.fdopen(write_end, "wb", buffering=0) as program:

@@ -1,12 +1,9 @@
 """What belongs to a run: daemons that hide are found, and what only looks like the run's is left alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime.local import supervisor
 from cluster.system import processes
-from tests.unit.gang import Gang, StartGang
+from tests.unit.gang import Gang
 from tests.waiting import wait_for
 
 DAEMON = """
@@ -38,7 +35,7 @@ def daemon_of(gang: Gang) -> dict[str, int]:
     return found
 
 
-def test_a_daemon_that_hides_is_killed_with_its_run(start_gang: StartGang) -> None:
+def test_a_daemon_that_hides_is_killed_with_its_run(start_gang):
     gang = start_gang(f"{DAEMON}\nwork()", workers=0)
     daemon = daemon_of(gang)
     assert daemon["pid"] in supervisor.processes_left(gang.run)
@@ -46,7 +43,7 @@ def test_a_daemon_that_hides_is_killed_with_its_run(start_gang: StartGang) -> No
     assert not processes.alive(daemon)
 
 
-def test_a_daemon_that_hides_ends_with_a_run_that_ends_by_itself(start_gang: StartGang) -> None:
+def test_a_daemon_that_hides_ends_with_a_run_that_ends_by_itself(start_gang):
     gang = start_gang(f"{DAEMON}\nuntil((run.path / 'go').exists)\ntrain(2), finish()", workers=0)
     daemon = daemon_of(gang)
     (gang.run.path / "go").touch()
@@ -54,7 +51,7 @@ def test_a_daemon_that_hides_ends_with_a_run_that_ends_by_itself(start_gang: Sta
     wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=300)
 
 
-def test_a_daemon_that_hides_ends_when_the_supervisor_is_killed(start_gang: StartGang) -> None:
+def test_a_daemon_that_hides_ends_when_the_supervisor_is_killed(start_gang):
     gang = start_gang(f"{DAEMON}\nwork()", workers=0)
     daemon = daemon_of(gang)
     keeper = gang.keeper["pid"]
@@ -65,7 +62,7 @@ def test_a_daemon_that_hides_ends_when_the_supervisor_is_killed(start_gang: Star
     wait_for(lambda: not supervisor.running(gang.run), "the keeper's end", timeout_s=300)
 
 
-def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang: StartGang) -> None:
+def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang):
     lines = """
     import subprocess
     child = subprocess.Popen(["setsid", "sleep", "600"])
@@ -81,7 +78,7 @@ def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang: S
     assert not processes.alive(child)
 
 
-def test_a_shell_that_knows_the_run_s_folder_is_left_alone(start_gang: StartGang) -> None:
+def test_a_shell_that_knows_the_run_s_folder_is_left_alone(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     environment = os.environ | {"RUN_DIR": str(gang.run.path), "RUNS_DIR": str(gang.run.path.parent), "TASK": "chief"}
     with subprocess.Popen(["sleep", "600"], env=environment) as shell:
@@ -91,7 +88,7 @@ def test_a_shell_that_knows_the_run_s_folder_is_left_alone(start_gang: StartGang
         shell.kill()
 
 
-def test_a_run_is_found_through_a_link_to_its_folder(start_gang: StartGang, tmp_path: Path) -> None:
+def test_a_run_is_found_through_a_link_to_its_folder(start_gang, tmp_path):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
     (tmp_path / "link").symlink_to(gang.run.path.parent)
@@ -112,7 +109,7 @@ def test_a_run_is_found_through_a_link_to_its_folder(start_gang: StartGang, tmp_
         json.dumps({"runtime": "local", "token": 7, "supervisor": None}),
     ],
 )
-def test_a_damaged_record_owns_nothing(make_run: Callable[..., RunFolder], record: str) -> None:
+def test_a_damaged_record_owns_nothing(make_run, record):
     run = make_run(workers=0)
     owner.record_path(run).parent.mkdir(exist_ok=True)
     owner.record_path(run).write_text(record)
@@ -122,9 +119,7 @@ def test_a_damaged_record_owns_nothing(make_run: Callable[..., RunFolder], recor
 
 
 @pytest.mark.parametrize("recorded", [{"pid": 1}, {"pid": "1", "start_ticks": 1}, {"pid": 1, "start_ticks": None}, 1])
-def test_a_supervisor_that_is_not_identified_is_no_process(
-    make_run: Callable[..., RunFolder], recorded: object
-) -> None:
+def test_a_supervisor_that_is_not_identified_is_no_process(make_run, recorded):
     run = make_run(workers=0)
     owner.record_path(run).parent.mkdir(exist_ok=True)
     owner.record_path(run).write_text(json.dumps({"runtime": "local", "token": "t", "supervisor": recorded}))

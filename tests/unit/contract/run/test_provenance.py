@@ -1,7 +1,5 @@
 """Runs from elsewhere, and runs whose tasks rewrote the records: nothing of them is started without --trust."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex
@@ -34,7 +32,7 @@ RECORDS = ("config.json", "cluster.json", "compose.json", "control/started.json"
 
 
 @pytest.fixture
-def started(resolved: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
+def started(resolved, monkeypatch) -> Callable[..., RunFolder]:
     """Starts a run of local processes, up to the processes themselves, and ends it; returns its folder."""
     monkeypatch.setattr(supervisor, "start", lambda run: None)
 
@@ -58,7 +56,7 @@ def another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # What `up` seals, and what is believed afterwards
 
 
-def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started: Callable[..., RunFolder]) -> None:
+def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started):
     run = started()
     for _ in range(2):
         provenance.check(run)
@@ -66,7 +64,7 @@ def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started: Ca
     provenance.check(run)
 
 
-def test_what_the_tasks_write_is_not_covered(started: Callable[..., RunFolder]) -> None:
+def test_what_the_tasks_write_is_not_covered(started):
     run = started()
     write_json(run.manifest, read_json(run.manifest) | {"data": {"name": "x"}, "environment": {"python": "3"}})
     write_json(run.checkpoints / "ckpt-1.json", {"step": 1, "files": {}})
@@ -74,7 +72,7 @@ def test_what_the_tasks_write_is_not_covered(started: Callable[..., RunFolder]) 
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_a_record_that_was_rewritten_is_named_and_not_believed(started: Callable[..., RunFolder], record: str) -> None:
+def test_a_record_that_was_rewritten_is_named_and_not_believed(started, record):
     run = started()
     write_json(run.path / record, read_json(run.path / record) | {"preset": "theirs:preset"})
     error = refusal(Request(resume="mine", runtime="local"))
@@ -84,7 +82,7 @@ def test_a_record_that_was_rewritten_is_named_and_not_believed(started: Callable
 
 
 @pytest.mark.parametrize("how", ["removed", "broken", "no object"])
-def test_nor_is_one_that_is_no_record_any_more(started: Callable[..., RunFolder], how: str) -> None:
+def test_nor_is_one_that_is_no_record_any_more(started, how):
     run = started()
     if how == "removed":
         run.manifest.unlink()
@@ -94,9 +92,7 @@ def test_nor_is_one_that_is_no_record_any_more(started: Callable[..., RunFolder]
         provenance.check(run)
 
 
-def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_not(
-    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_not(started, monkeypatch, tmp_path):
     runs_dir = started().path.parent
     runs_dir.rename(tmp_path / "moved")
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "moved"))
@@ -106,7 +102,7 @@ def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_
     assert str(refusal(Request(resume="mine", runtime="local"))).startswith(message)
 
 
-def test_a_run_that_was_copied_or_renamed_is_refused(started: Callable[..., RunFolder]) -> None:
+def test_a_run_that_was_copied_or_renamed_is_refused(started):
     mine = started()
     theirs = RunFolder(mine.path.with_name("theirs"))
     shutil.copytree(mine.path, theirs.path)
@@ -115,14 +111,14 @@ def test_a_run_that_was_copied_or_renamed_is_refused(started: Callable[..., RunF
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[1]", "[{}]", "null", "[[]]", '[{"config.json": 1}]'])
-def test_a_note_that_is_none_trusts_nothing(make_run: MakeRun, text: str) -> None:
+def test_a_note_that_is_none_trusts_nothing(make_run, text):
     run = make_run()
     provenance._path(run.name).write_text(text)
     with pytest.raises(UsageError):
         provenance.check(run)
 
 
-def test_two_runs_of_one_name_are_distinguished(started: Callable[..., RunFolder], tmp_path: Path) -> None:
+def test_two_runs_of_one_name_are_distinguished(started, tmp_path):
     first = started()
     first.path.parent.rename(tmp_path / "elsewhere")
     second = started()
@@ -145,9 +141,7 @@ COMMANDS = {
 
 
 @pytest.fixture
-def ready(
-    started: Callable[..., RunFolder], make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], RunFolder]:
+def ready(started, make_run, monkeypatch) -> Callable[[str], RunFolder]:
     """Makes a run on which a command does something; starting something raises an error."""
 
     def begin(*_: Any, **__: Any) -> None:
@@ -169,9 +163,7 @@ def ready(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_command_starts_or_loads_anything_of_a_run_that_is_not_trusted(
-    ready: Callable[[str], RunFolder], command: str
-) -> None:
+def test_no_command_starts_or_loads_anything_of_a_run_that_is_not_trusted(ready, command):
     def ending(**more: Any) -> str:
         c = MockContext(run=True)
         c._set(remainder="")
@@ -188,22 +180,18 @@ def test_no_command_starts_or_loads_anything_of_a_run_that_is_not_trusted(
     assert "error: it was begun" == ending(trust=True)
 
 
-def test_what_is_trusted_and_gone_on_with_is_known_from_then_on(
-    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_trusted_and_gone_on_with_is_known_from_then_on(started, monkeypatch, tmp_path):
     run = started()
     another_user(monkeypatch, tmp_path)
     started(resume="mine", trust=True)
     provenance.check(run)
 
 
-def test_trust_is_for_runs_that_are_there(resolved: None) -> None:
+def test_trust_is_for_runs_that_are_there(resolved):
     assert "--trust" in str(refusal(Request(trust=True)))
 
 
-def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(
-    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(started, monkeypatch):
     run = started()
     planned = planning.plan(Request(resume="mine", runtime="local", tensorboard_port="0"))
     write_json(run.config, read_json(run.config) | {"preset": "theirs:preset"})  # before the last of them ended
@@ -213,7 +201,7 @@ def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(
     assert (before, 0) == (read_json(provenance._path(run.name)), run.generation)
 
 
-def test_a_rerun_believes_no_runtime_but_the_one_it_was_started_with(ready: Callable[[str], RunFolder]) -> None:
+def test_a_rerun_believes_no_runtime_but_the_one_it_was_started_with(ready):
     run = ready("rerun")
     write_json(run.manifest, read_json(run.manifest) | {"runtime": "docker"})
     with pytest.raises(UsageError, match="manifest.json"):
@@ -221,9 +209,7 @@ def test_a_rerun_believes_no_runtime_but_the_one_it_was_started_with(ready: Call
 
 
 @pytest.mark.parametrize("end", [teardown.kill, teardown.remove])
-def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(
-    make_run: MakeRun, end: Callable[[RunFolder, Commands], None]
-) -> None:
+def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(make_run, end):
     run, commands = make_run("one"), Commands()
     hook = {"command": ["id"], "user": "root", "privileged": True}  # which Compose obeys before it stops a container
     theirs = {"name": "another", "include": ["/etc/passwd"], "services": {"chief": {"pre_stop": [hook]}}}
@@ -237,22 +223,20 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(
 # The notes
 
 
-def test_notes_are_the_user_s_alone(started: Callable[..., RunFolder]) -> None:
+def test_notes_are_the_user_s_alone(started):
     path = provenance._path(started().name)
     assert 0o700 == path.parent.stat().st_mode & 0o777
     assert path.is_file()
 
 
-def test_notes_are_with_the_user_s_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_notes_are_with_the_user_s_state(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_STATE_HOME", ignored)
         assert tmp_path / ".local" / "state" / "tf-cluster" / "runs" / "a.json" == provenance._path("a")
 
 
-def test_a_folder_of_notes_that_is_another_s_is_refused(
-    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_notes_that_is_another_s_is_refused(started, monkeypatch):
     run = started()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PrerequisiteError):
@@ -261,7 +245,7 @@ def test_a_folder_of_notes_that_is_another_s_is_refused(
         provenance.check(run)
 
 
-def test_a_name_has_a_bounded_number_of_notes(make_run: MakeRun) -> None:
+def test_a_name_has_a_bounded_number_of_notes(make_run):
     run = make_run()
     for seed in range(provenance.NOTES + 5):
         write_json(run.config, {"seed": seed})
@@ -270,9 +254,7 @@ def test_a_name_has_a_bounded_number_of_notes(make_run: MakeRun) -> None:
     provenance.check(run)
 
 
-def test_where_nothing_can_be_noted_nothing_is_started(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_nothing_can_be_noted_nothing_is_started(resolved, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     planned = planning.plan(Request(name="one", runtime="local", tensorboard_port="0"))
@@ -282,9 +264,7 @@ def test_where_nothing_can_be_noted_nothing_is_started(
 
 
 @pytest.mark.parametrize("seen", ["RUNS_DIR", "DATA_DIR", "script"])
-def test_no_container_sees_the_notes(
-    resolved: None, docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: str
-) -> None:
+def test_no_container_sees_the_notes(resolved, docker, monkeypatch, tmp_path, seen):
     docker(WORKING_ENGINE)
     home = tmp_path / "home"
     home.mkdir()
@@ -305,7 +285,7 @@ def test_no_container_sees_the_notes(
     planning.plan(Request(**requested))
 
 
-def test_scaling_believes_the_records_as_little(ready: Callable[[str], RunFolder]) -> None:
+def test_scaling_believes_the_records_as_little(ready):
     run = ready("scale")
     another = {"global_batch": 192, "preset": "theirs:preset"}
     write_json(run.config, another)
@@ -313,9 +293,7 @@ def test_scaling_believes_the_records_as_little(ready: Callable[[str], RunFolder
         scaling.plan(run, "2", "")
 
 
-def test_a_resume_that_was_killed_while_it_wrote_the_records_can_be_tried_again(
-    started: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_that_was_killed_while_it_wrote_the_records_can_be_tried_again(started, monkeypatch):
     run = started()
 
     def killed(run: RunFolder) -> None:

@@ -1,11 +1,7 @@
 """The doctor: every check says what it found and how to mend it."""
 
-from __future__ import annotations
-
 import socket
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +20,7 @@ from cluster.system.ports import free_ports
 
 
 @pytest.fixture(autouse=True)
-def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def healthy(monkeypatch, tmp_path):
     """A machine that lacks nothing."""
     (tmp_path / "data" / "arrays" / "mnist-3.0.1").mkdir(parents=True)
     (tmp_path / "data" / "arrays" / "mnist-3.0.1" / "arrays.json").touch()
@@ -43,7 +39,7 @@ def examine(port: int | None = None) -> dict[str, Finding]:
     return {found.check: found for found in doctor.examine(port or free_ports(1)[0])}
 
 
-def test_a_machine_that_lacks_nothing_is_ok() -> None:
+def test_a_machine_that_lacks_nothing_is_ok():
     found = examine()
     machine = ["python", "packages", "processor", "disk", "data", "tensorboard port"]
     assert [*machine, "docker", "memory", "task network", "gpus"] == list(found)
@@ -90,14 +86,7 @@ def test_a_machine_that_lacks_nothing_is_ok() -> None:
         ),
     ],
 )
-def test_what_is_missing_is_reported_with_its_fix(
-    monkeypatch: pytest.MonkeyPatch,
-    check: str,
-    state: str,
-    lack: Callable[[pytest.MonkeyPatch], None],
-    detail: str,
-    fix: str,
-) -> None:
+def test_what_is_missing_is_reported_with_its_fix(monkeypatch, check, state, lack, detail, fix):
     lack(monkeypatch)
     found = examine()
     assert state == found[check].state
@@ -106,25 +95,25 @@ def test_what_is_missing_is_reported_with_its_fix(
     assert {"ok"} == {finding.state for name, finding in found.items() if name != check}
 
 
-def test_a_port_in_use_is_only_a_warning() -> None:
+def test_a_port_in_use_is_only_a_warning():
     with socket.create_server(("127.0.0.1", 0)) as server:
         found = examine(server.getsockname()[1])["tensorboard port"]
     assert "warning" == found.state
 
 
 @pytest.mark.parametrize(("states", "ok"), [(["ok", "warning"], True), (["ok", "failed", "warning"], False)])
-def test_only_a_failed_check_makes_the_report_bad(states: list[str], ok: bool) -> None:
+def test_only_a_failed_check_makes_the_report_bad(states, ok):
     report = doctor.report([Finding("check", state, "found", "fix") for state in states])
     assert ok == report["ok"]
     assert {"check": "check", "state": "ok", "detail": "found", "fix": "fix"} == report["findings"][0]
 
 
-def test_the_doctor_looks_at_what_make_setup_installs() -> None:
+def test_the_doctor_looks_at_what_make_setup_installs():
     makefile = (ROOT / "Makefile").read_text()
     assert f"LOCKS := $(addprefix requirements/,{' '.join(f'{lock}.lock' for lock in doctor.LOCKS)})\n" in makefile
 
 
-def test_locked_packages_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_locked_packages_are_those_of_this_machine(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setattr(locks, "ROOT", tmp_path)
     (tmp_path / "requirements").mkdir()

@@ -1,7 +1,5 @@
 """Links in the documentation lead to files, and docs/reference/security.md names tests that exist."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -23,7 +21,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.needs("git")
-def test_every_link_of_the_documentation_leads_to_a_file_and_a_heading() -> None:
+def test_every_link_of_the_documentation_leads_to_a_file_and_a_heading():
     broken = []
     for page in tracked_files():
         if page.suffix != ".md" or page.is_relative_to(ROOT / ".github"):
@@ -38,7 +36,7 @@ def test_every_link_of_the_documentation_leads_to_a_file_and_a_heading() -> None
 
 
 @pytest.mark.needs("git")
-def test_pages_that_the_code_names_exist() -> None:
+def test_pages_that_the_code_names_exist():
     missing = []
     for path in tracked_files():
         if path.suffix in {".py", ".yml", ".yaml", ".md", ".toml"} or path.name == "Dockerfile":
@@ -47,7 +45,7 @@ def test_pages_that_the_code_names_exist() -> None:
     assert [] == missing
 
 
-def test_every_protection_names_tests_that_exist() -> None:
+def test_every_protection_names_tests_that_exist():
     text = (ROOT / "docs" / "reference" / "security.md").read_text()
     table = text.partition("## Protections and their tests")[2].partition("\n## ")[0]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("|")][2:]

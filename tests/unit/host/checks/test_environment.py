@@ -1,7 +1,5 @@
 """`invoke env`: everything that a bug report needs, and nothing that names or exposes its author."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -15,7 +13,7 @@ from cluster.system.paths import ROOT
 
 
 @pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def printed(monkeypatch, capsys) -> str:
     """The block of a user with secrets."""
     monkeypatch.setenv("HOME", "/home/mallory")
     monkeypatch.setenv("RUNS_DIR", "/home/mallory/thesis/runs")
@@ -30,12 +28,12 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return capsys.readouterr().out
 
 
-def test_the_block_has_no_secret_and_no_user_name(printed: str) -> None:
+def test_the_block_has_no_secret_and_no_user_name(printed):
     for secret in ("mallory", "hunter2", "swordfish", "t0ken", "s3cret", str(ROOT)):
         assert secret not in printed, secret
 
 
-def test_the_block_says_what_runs_here(printed: str) -> None:
+def test_the_block_says_what_runs_here(printed):
     names = [line.split("  ")[0] for line in printed.splitlines()]
     for name in ("tf-cluster", "python", "packages", "engine", "gpus", "limits", "disk", "variables"):
         assert name in names
@@ -45,7 +43,7 @@ def test_the_block_says_what_runs_here(printed: str) -> None:
     assert ("```text", "```") == (printed.splitlines()[0], printed.splitlines()[-1])
 
 
-def test_it_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_can_be_read_by_programs(capsys):
     tasks.ns["env"](MockContext(), json=True)
     assert "python" in json.loads(capsys.readouterr().out)
 
@@ -60,6 +58,6 @@ def test_it_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]) -> None:
         ("redis://u:p@h/0", "redis://<credentials>@h/0"),
     ],
 )
-def test_names_in_paths_are_replaced(monkeypatch: pytest.MonkeyPatch, text: str, shown: str) -> None:
+def test_names_in_paths_are_replaced(monkeypatch, text, shown):
     monkeypatch.setenv("HOME", "/home/me")
     assert shown == environment.shareable(text)

@@ -1,11 +1,7 @@
 """`invoke explain`: every mistake of a TF_CONFIG is found, and none where there is none."""
 
-from __future__ import annotations
-
 import json
 import socket
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +9,6 @@ from invoke import Exit, MockContext
 
 import tasks
 from cluster.contract import spec, strategies, tf_config
-from cluster.contract.run.folder import RunFolder
 from cluster.host.checks import explain, tf_config_lint
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 
@@ -78,7 +73,7 @@ def explained(**options: Any) -> int:
         (text({"ps": ["p:2222"], **TWO}), "strategy"),
     ],
 )
-def test_a_mistake_is_found(value: str, check: str) -> None:
+def test_a_mistake_is_found(value, check):
     assert ("failed", check) in found(value)
 
 
@@ -93,7 +88,7 @@ def test_a_mistake_is_found(value: str, check: str) -> None:
         (text({"workerpool0": ["a:2222"]}, "workerpool0"), "TF_CONFIG"),
     ],
 )
-def test_the_fix_is_for_the_mistake_that_was_made(value: str, fix: str) -> None:
+def test_the_fix_is_for_the_mistake_that_was_made(value, fix):
     assert any(fix in each.fix for each in tf_config_lint.lint(tf_config_lint.read(value)))
 
 
@@ -110,7 +105,7 @@ def test_the_fix_is_for_the_mistake_that_was_made(value: str, fix: str) -> None:
     ],
     ids=["TFJob", "SageMaker", "Vertex AI", "the tutorials"],
 )
-def test_what_others_write_is_right(cluster: dict[str, list[str]], role: str) -> None:
+def test_what_others_write_is_right(cluster, role):
     theirs = {"cluster": cluster, "task": {"type": role, "index": 0}, "environment": "cloud", "rpc_layer": "grpc"}
     assert set() == found(json.dumps(theirs))
 
@@ -127,7 +122,7 @@ def test_what_others_write_is_right(cluster: dict[str, list[str]], role: str) ->
         (text(TWO | {"chief": ["c:2222"], "ps": ["p:2222"]}), "strategy"),
     ],
 )
-def test_what_may_go_wrong_is_a_warning(value: str, check: str) -> None:
+def test_what_may_go_wrong_is_a_warning(value, check):
     assert {("warning", check)} == found(value)
 
 
@@ -141,7 +136,7 @@ def test_what_may_go_wrong_is_a_warning(value: str, check: str) -> None:
         ("multiworker", TWO, True),
     ],
 )
-def test_the_strategy_must_fit_the_cluster(strategy: str, cluster: dict[str, list[str]], is_right: bool) -> None:
+def test_the_strategy_must_fit_the_cluster(strategy, cluster, is_right):
     assert is_right is (("failed", "strategy") not in found(text(cluster), strategy))
 
 
@@ -149,17 +144,17 @@ def test_the_strategy_must_fit_the_cluster(strategy: str, cluster: dict[str, lis
     "topology",
     [{"workers": 2}, {"workers": 2, "ps": 2, "evaluator": True}, {"workers": 1, "separate_chief": False}],
 )
-def test_nothing_is_wrong_with_our_own(topology: dict[str, Any]) -> None:
+def test_nothing_is_wrong_with_our_own(topology):
     cluster = spec.build(**topology)
     for task in cluster.tasks:
         assert set() == found(tf_config.dumps(cluster, task) or "", cluster.strategy)
 
 
-def test_addresses_of_ipv6_and_several_machines_are_fine() -> None:
+def test_addresses_of_ipv6_and_several_machines_are_fine():
     assert set() == found(text({"worker": ["[fd00::1]:2222", "10.0.0.2:2222", "c.example.org.:2222"]}))
 
 
-def test_every_port_is_tried_where_that_is_requested() -> None:
+def test_every_port_is_tried_where_that_is_requested():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as closed:
         there, gone = server.getsockname()[1], closed.getsockname()[1]
         closed.close()
@@ -171,10 +166,7 @@ def test_every_port_is_tried_where_that_is_requested() -> None:
 # The task
 
 
-def test_a_file_the_environment_and_a_run_are_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., RunFolder],
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_a_file_the_environment_and_a_run_are_explained(tmp_path, monkeypatch, make_run, capsys):
     path = tmp_path / "tf_config.json"
     path.write_text(text(index=5))
     assert EXIT_FAILED == explained(file=str(path))
@@ -189,7 +181,7 @@ def test_a_file_the_environment_and_a_run_are_explained(
     assert all(task["does"] for task in value["tasks"])
 
 
-def test_options_of_up_are_explained_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_up_are_explained_without_a_run(capsys):
     assert EXIT_DONE == explained(workers="2", ps="1", evaluator=True)
     shown = capsys.readouterr().out
     assert "ParameterServerStrategy" in shown
@@ -207,11 +199,11 @@ def test_options_of_up_are_explained_without_a_run(capsys: pytest.CaptureFixture
         {"workers": "1", "task": "ps-0"},
     ],
 )
-def test_what_cannot_be_explained_is_wrong_usage(options: dict[str, str]) -> None:
+def test_what_cannot_be_explained_is_wrong_usage(options):
     assert EXIT_USAGE == explained(**options)
 
 
-def test_only_mistakes_are_shown_with_lint_and_nothing_steers_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_mistakes_are_shown_with_lint_and_nothing_steers_a_terminal(capsys):
     result = explain.of_text(text({"worker": ["a\x1b[2J:2222", "b:2222"]}), "x")
     assert not result.ok
     assert len(result.findings) == len(result.lines(lint=True))

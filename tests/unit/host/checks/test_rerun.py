@@ -1,7 +1,5 @@
 """A run made once more is compared step by step and bit by bit, and what differs between the machines is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,7 @@ LOSSES = {1: 2.3, 2: 2.2, 3: 2.0}
 
 
 @pytest.fixture
-def made(make_run: MakeRun) -> Callable[..., RunFolder]:
+def made(make_run) -> Callable[..., RunFolder]:
     """Makes a run that succeeded."""
 
     def make(name: str, losses: dict[int, float] | None = None, sha256: str = "aa", **manifest: Any) -> RunFolder:
@@ -36,7 +34,7 @@ def made(make_run: MakeRun) -> Callable[..., RunFolder]:
     return make
 
 
-def test_the_same_losses_and_weights_are_identical(made: Callable[..., RunFolder]) -> None:
+def test_the_same_losses_and_weights_are_identical(made):
     verdict = rerun.compare(made("one"), made("two", environment={"cpu": {"model": "B"}}), 0.0)
     assert ("identical", 3, [], 0) == (
         verdict.verdict,
@@ -48,9 +46,7 @@ def test_the_same_losses_and_weights_are_identical(made: Callable[..., RunFolder
 
 
 @pytest.mark.parametrize(("tolerance", "expected", "code"), [(0.0, "different", 1), (0.2, "within tolerance", 0)])
-def test_how_far_apart_and_from_which_step_is_reported(
-    made: Callable[..., RunFolder], tolerance: float, expected: str, code: int
-) -> None:
+def test_how_far_apart_and_from_which_step_is_reported(made, tolerance, expected, code):
     second = made("two", {1: 2.3, 2: 2.2 * 1.01, 3: 1.8}, "bb", environment={"cpu": {"model": "B"}})
     verdict = rerun.compare(made("one"), second, tolerance)
     assert (expected, 2, code) == (verdict.verdict, verdict.from_step, rerun.exit_code(verdict))
@@ -61,18 +57,18 @@ def test_how_far_apart_and_from_which_step_is_reported(
     ] == verdict.lines
 
 
-def test_other_weights_after_the_same_losses_are_not_identical(made: Callable[..., RunFolder]) -> None:
+def test_other_weights_after_the_same_losses_are_not_identical(made):
     verdict = rerun.compare(made("one"), made("two", sha256="bb"), 0.0)
     assert ("different", None, False) == (verdict.verdict, verdict.from_step, verdict.same_weights)
     assert ["different: the losses are the same over 3 logged steps; the final weights differ"] == verdict.lines
     assert "within tolerance" == rerun.compare(made("three"), made("four", sha256="bb"), 1e-9).verdict
 
 
-def test_a_step_that_one_of_them_lacks_is_a_difference(made: Callable[..., RunFolder]) -> None:
+def test_a_step_that_one_of_them_lacks_is_a_difference(made):
     assert "different" == rerun.compare(made("one"), made("two", {1: 2.3, 2: 2.2}), 1.0).verdict
 
 
-def test_a_run_that_went_on_without_a_task_says_so(made: Callable[..., RunFolder]) -> None:
+def test_a_run_that_went_on_without_a_task_says_so(made):
     first, second = made("one"), made("two", sha256="bb")
     first.begin_generation(1, task="worker-0", saved=120, left_out=["worker-0"])
     first.begin_generation(2, task="worker-0", saved=300)
@@ -83,13 +79,13 @@ def test_a_run_that_went_on_without_a_task_says_so(made: Callable[..., RunFolder
     ] == differences
 
 
-def test_ports_and_names_do_not_count_as_differences(made: Callable[..., RunFolder]) -> None:
+def test_ports_and_names_do_not_count_as_differences(made):
     one = made("one", cluster={"strategy": "one", "tasks": [{"port": 1}]})
     two = made("two", sha256="bb", cluster={"strategy": "one", "tasks": [{"port": 2}]})
     assert [] == rerun.compare(one, two, 0.0).differences
 
 
-def test_another_commit_with_the_same_code_is_no_difference(made: Callable[..., RunFolder]) -> None:
+def test_another_commit_with_the_same_code_is_no_difference(made):
     code = {"commit": "a", "changes_sha256": None, "cluster_sha256": "1", "train_sha256": "2"}
     first, documented = made("one", code=code), made("two", sha256="bb", code=code | {"commit": "b"})
     assert [] == rerun.compare(first, documented, 0.0).differences
@@ -98,7 +94,7 @@ def test_another_commit_with_the_same_code_is_no_difference(made: Callable[..., 
     assert ["code.commit", "code.train_sha256"] == [each.partition(":")[0] for each in found]
 
 
-def test_only_a_run_that_succeeded_can_be_made_again(made: Callable[..., RunFolder], make_run: MakeRun) -> None:
+def test_only_a_run_that_succeeded_can_be_made_again(made, make_run):
     def refused(run: RunFolder) -> str:
         with pytest.raises(UsageError) as error:
             rerun.rerun(run, "", 0.0, lambda command: pytest.fail("something was started"))
@@ -116,9 +112,7 @@ def test_only_a_run_that_succeeded_can_be_made_again(made: Callable[..., RunFold
     assert "reports no losses" in refused(scripted)
 
 
-def test_a_rerun_that_is_interrupted_has_stopped(
-    made: Callable[..., RunFolder], make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rerun_that_is_interrupted_has_stopped(made, make_run, monkeypatch):
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -132,6 +126,6 @@ def test_a_rerun_that_is_interrupted_has_stopped(
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "nan", "inf", ""])
-def test_a_tolerance_is_a_number(text: str) -> None:
+def test_a_tolerance_is_a_number(text):
     with pytest.raises(UsageError, match="expected a number from 0, such as 1e-6"):
         rerun.parse_tolerance(text)

@@ -1,7 +1,5 @@
 """Every row of the troubleshooting table, provoked: the line says what the table promises, with its exit code."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -25,7 +23,7 @@ from cluster.contract.recovery.ends import End
 from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.checks import documents, troubles
-from cluster.host.checks.troubles import TROUBLES, Trouble
+from cluster.host.checks.troubles import TROUBLES
 from cluster.host.cli import command_line
 from cluster.host.cli.tasks import docs
 from cluster.host.gpu import devices
@@ -45,7 +43,7 @@ PROVOKE: dict[str, Callable[..., Provoked]] = {}
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+def program(tmp_path, monkeypatch) -> Callable[[str, str], Path]:
     """Puts a program of this name and text on the PATH."""
 
     def put(name: str, text: str) -> Path:
@@ -315,7 +313,7 @@ def pattern(sees: str) -> str:
 
 
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.name)
-def test_a_trouble_is_seen_as_the_table_says(trouble: Trouble, request: pytest.FixtureRequest) -> None:
+def test_a_trouble_is_seen_as_the_table_says(trouble, request):
     provoke = PROVOKE[trouble.name]
     expected = provoke.__code__.co_varnames[: provoke.__code__.co_argcount]
     line, code = provoke(**{name: request.getfixturevalue(name) for name in expected})
@@ -325,11 +323,11 @@ def test_a_trouble_is_seen_as_the_table_says(trouble: Trouble, request: pytest.F
     assert "\n" not in line
 
 
-def test_every_row_is_provoked_and_says_what_to_do() -> None:
+def test_every_row_is_provoked_and_says_what_to_do():
     assert {trouble.name for trouble in TROUBLES} == PROVOKE.keys()
     assert all(trouble.why and trouble.fix and trouble.next in trouble.sees + ".py:" for trouble in TROUBLES)
     assert all(trouble.next for trouble in troubles.FIRST_HOUR)
 
 
-def test_the_document_has_the_table() -> None:
+def test_the_document_has_the_table():
     assert troubles.page() == documents.written(docs.TROUBLES_PAGE, docs.TROUBLES_BEGIN)

@@ -1,7 +1,5 @@
 """`invoke verify`: which trainings count as ok, what happens to the others, and the table that is written of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -73,7 +71,7 @@ def refused(code: int, says: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """Where the folders of runs are made."""
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -82,7 +80,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def up(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def up(monkeypatch) -> dict[str, str]:
     """What each case's `up` does, by its name: all is well but for the TPU, unless a test changes it."""
     does = {case.name: refused(3, f"error: {NO_TPU}") if case.strategy == "tpu" else reported() for case in CASES}
     monkeypatch.setattr(
@@ -110,7 +108,7 @@ def quiet(line: str) -> None:
 # Rows
 
 
-def test_the_cases_are_every_strategy_with_each_loop_that_it_has_and_ask_up_for_them() -> None:
+def test_the_cases_are_every_strategy_with_each_loop_that_it_has_and_ask_up_for_them():
     assert 13 == len(CASES) == len(set(CASES))
     assert {"custom", "fit"} == {case.loop for case in CASES}
     assert (
@@ -120,7 +118,7 @@ def test_the_cases_are_every_strategy_with_each_loop_that_it_has_and_ask_up_for_
     ) == " ".join(verify.command(CASES[7]))
 
 
-def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder: Path, up: dict[str, str]) -> None:
+def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder, up):
     lines: list[str] = []
     rows = verify.examine(lines.append)
     assert [OK] * 10 + [UNVERIFIED] * 2 + [OK] == [row["status"] for row in rows]
@@ -140,7 +138,7 @@ def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder: Pa
     assert [] == list(folder.iterdir())
 
 
-def test_users_runs_are_left_alone(folder: Path, up: dict[str, str]) -> None:
+def test_users_runs_are_left_alone(folder, up):
     verify.train(ONE, folder, 30)
     assert (folder / "one-custom" / "summary.json").exists()
     assert not Path(os.environ["RUNS_DIR"]).exists()
@@ -163,20 +161,20 @@ def test_users_runs_are_left_alone(folder: Path, up: dict[str, str]) -> None:
         (refused(1, "Traceback"), "`up` ended with exit code 1, the run None"),
     ],
 )
-def test_what_trains_wrong_fails_and_says_why(folder: Path, up: dict[str, str], does: str, detail: str) -> None:
+def test_what_trains_wrong_fails_and_says_why(folder, up, does, detail):
     row = judged(MIRRORED, folder, up, does)
     assert FAILED == row["status"]
     assert detail in row["detail"]
 
 
-def test_a_small_difference_is_ok_and_reported(folder: Path, up: dict[str, str]) -> None:
+def test_a_small_difference_is_ok_and_reported(folder, up):
     losses = LOSSES | {10: LOSSES[10] * (1 + 5e-7), 11: 2.0}  # the eleventh step is not compared
     row = judged(MIRRORED, folder, up, reported(losses=losses, accuracy=0.4019))
     assert OK == row["status"]
     assert pytest.approx(5e-7) == row["parity"]
 
 
-def test_parameter_servers_need_not_give_the_same_losses(folder: Path, up: dict[str, str]) -> None:
+def test_parameter_servers_need_not_give_the_same_losses(folder, up):
     means = {step: 2.4 - 0.1 * ((step - 1) // 5) for step in LOSSES}
     row = judged(PS, folder, up, reported(losses=means, accuracy=0.3, loss=2.15 * 1.049))
     assert (OK, None) == (row["status"], row["parity"])
@@ -191,18 +189,18 @@ def test_parameter_servers_need_not_give_the_same_losses(folder: Path, up: dict[
         (reported(loss=math.nan), "evaluation loss nan"),
     ],
 )
-def test_parameter_servers_must_converge(folder: Path, up: dict[str, str], does: str, detail: str) -> None:
+def test_parameter_servers_must_converge(folder, up, does, detail):
     row = judged(PS, folder, up, does)
     assert (FAILED, None) == (row["status"], row["parity"])
     assert detail in row["detail"]
 
 
-def test_where_a_tpu_answers_it_is_compared_like_the_others(folder: Path, up: dict[str, str]) -> None:
+def test_where_a_tpu_answers_it_is_compared_like_the_others(folder, up):
     assert (OK, 0.0) == tuple(judged(TPU, folder, up, reported())[key] for key in ("status", "parity"))
     assert FAILED == judged(TPU, folder, up, refused(1, "error: it broke"))["status"]
 
 
-def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(folder: Path, up: dict[str, str]) -> None:
+def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(folder, up):
     up[ONE.name] = reported(1, state="failed", cause={"error": "no space"}, losses={1: math.nan})
     lines: list[str] = []
     rows = verify.examine(lines.append)
@@ -218,7 +216,7 @@ def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(folder: 
 # Ends
 
 
-def test_what_hangs_is_ended_with_everything_it_started(folder: Path, up: dict[str, str]) -> None:
+def test_what_hangs_is_ended_with_everything_it_started(folder, up):
     up[MIRRORED.name] = ""
     ended = verify.train(MIRRORED, folder, 1)
     assert ended.code is None
@@ -226,9 +224,7 @@ def test_what_hangs_is_ended_with_everything_it_started(folder: Path, up: dict[s
     assert [] == sorted(process_table.ProcessTable().with_environment("RUNS_DIR", str(folder)))
 
 
-def test_a_hang_says_what_every_task_was_doing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, up: dict[str, str]
-) -> None:
+def test_a_hang_says_what_every_task_was_doing(folder, monkeypatch, up):
     beat = {"task": "chief", "state": "compiling", "updated_at": 4e9}
     does = json.dumps({"code": 0, "says": "", "files": {"status/chief.json": json.dumps(beat)}})
     line = f"{FAKE_UP.replace('sys.exit', 'import time; time.sleep(1000) #')}"
@@ -236,7 +232,7 @@ def test_a_hang_says_what_every_task_was_doing(
     assert verify.train(MIRRORED, folder, 1).problem.endswith("not done: chief compiling")
 
 
-def test_all_cases_together_have_a_limit(monkeypatch: pytest.MonkeyPatch, up: dict[str, str]) -> None:
+def test_all_cases_together_have_a_limit(monkeypatch, up):
     monkeypatch.setattr(verify, "LIMIT_S", 0.0)
     rows = verify.examine(quiet)
     assert {"not started: all cases have 0 s together, and these are over"} == {row["detail"] for row in rows}
@@ -244,9 +240,7 @@ def test_all_cases_together_have_a_limit(monkeypatch: pytest.MonkeyPatch, up: di
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_ends_what_it_started(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_interrupted_it_ends_what_it_started(folder, monkeypatch, number):
     line = f"import os, signal; os.kill(os.getppid(), {int(number)}); {HANG}"
     monkeypatch.setattr(verify, "command", lambda case: [sys.executable, "-c", line])
     made: list[str] = []
@@ -272,7 +266,7 @@ def rows(**changes: Any) -> list[dict[str, Any]]:
     return made
 
 
-def test_the_table_has_no_number_that_differs_from_machine_to_machine() -> None:
+def test_the_table_has_no_number_that_differs_from_machine_to_machine():
     lines = verify.table(rows(parity=3.2e-7, detail="12 s"))
     assert [
         "| options of `up` | strategy | `--loop` | Keras | status | parity |",
@@ -291,12 +285,12 @@ def test_the_table_has_no_number_that_differs_from_machine_to_machine() -> None:
     assert lines == verify.table(rows(parity=1e-9, detail="40 s"))
 
 
-def test_a_failed_row_shows_no_parity() -> None:
+def test_a_failed_row_shows_no_parity():
     assert verify.table(rows(status=FAILED, parity=1.0))[5].endswith("| failed | - |")
 
 
 @pytest.fixture
-def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def documents(tmp_path, monkeypatch) -> list[Path]:
     """Two documents with a place for the table."""
     paths = [tmp_path / "one.md", tmp_path / "two.md"]
     for path in paths:
@@ -305,7 +299,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return paths
 
 
-def test_only_the_table_of_a_document_is_renewed(documents: list[Path]) -> None:
+def test_only_the_table_of_a_document_is_renewed(documents):
     for _ in range(2):
         assert [str(path) for path in documents] == verify.write(rows())
         for path in documents:
@@ -314,20 +308,20 @@ def test_only_the_table_of_a_document_is_renewed(documents: list[Path]) -> None:
             assert path.read_text().endswith(f"|\n{places.END}\nafter\n")
 
 
-def test_no_table_is_written_where_a_row_failed(documents: list[Path]) -> None:
+def test_no_table_is_written_where_a_row_failed(documents):
     with pytest.raises(RunFailed, match="1 row failed, so no table is written"):
         verify.write(rows(status=FAILED))
     assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
-def test_a_document_without_a_place_for_the_table_is_reported(documents: list[Path]) -> None:
+def test_a_document_without_a_place_for_the_table_is_reported(documents):
     documents[1].write_text(f"{verify.BEGIN}\n")
     with pytest.raises(ClusterError, match=r"two\.md has no lines"):
         verify.write(rows())
     assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
-def test_the_document_has_a_row_for_each_case() -> None:
+def test_the_document_has_a_row_for_each_case():
     (strategies,) = (places.written(path, verify.BEGIN) for path in verify.DOCUMENTS)
     assert [f"| `{case.options}` " for case in CASES] == [line[: line.index("| ", 2)] for line in strategies[2:]]
 
@@ -343,9 +337,7 @@ def invoked(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, Any]], **optio
     return ended.value.code
 
 
-def test_json_is_all_that_stdout_gets(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], documents: list[Path]
-) -> None:
+def test_json_is_all_that_stdout_gets(monkeypatch, capsys, documents):
     assert 0 == invoked(monkeypatch, rows(), json=True)
     printed = capsys.readouterr()
     assert {"rows": rows()} == json.loads(printed.out)
@@ -353,15 +345,13 @@ def test_json_is_all_that_stdout_gets(
     assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
-def test_a_failed_row_is_exit_code_1_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, documents: list[Path]) -> None:
+def test_a_failed_row_is_exit_code_1_and_writes_nothing(monkeypatch, documents):
     assert 1 == invoked(monkeypatch, rows(status=FAILED))
     assert 1 == invoked(monkeypatch, rows(status=FAILED), write=True)
     assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
-def test_write_renews_the_documents(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], documents: list[Path]
-) -> None:
+def test_write_renews_the_documents(monkeypatch, capsys, documents):
     assert 0 == invoked(monkeypatch, rows(), write=True)
     assert verify.table(rows()) == places.written(documents[0], verify.BEGIN)
     assert "one.md and" in capsys.readouterr().err

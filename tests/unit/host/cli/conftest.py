@@ -1,7 +1,5 @@
 """A Docker Engine that fails half way."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -15,7 +13,7 @@ IMAGE = {"Id": "sha256:1", "Config": {"Labels": {}}, "RootFS": {"Layers": ["sha2
 
 
 @pytest.fixture
-def engine_that_fails(docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def engine_that_fails(docker, monkeypatch) -> Callable[[str], Path]:
     """Puts a `docker` on the PATH that fails at one command and has one image; returns the list of calls."""
 
     def put(fails_at: str) -> Path:

@@ -1,7 +1,5 @@
 """The files for editors name what is there: the interpreter, TensorBoard's port, the tests."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -12,14 +10,14 @@ from cluster.host.runtime import debugger, tensorboard
 from cluster.system.paths import ROOT
 
 
-def test_vs_code_attaches_where_a_task_waits_and_debugs_the_tests_of_a_file() -> None:
+def test_vs_code_attaches_where_a_task_waits_and_debugs_the_tests_of_a_file():
     configurations = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
     attach, test = sorted(configurations, key=lambda each: each["request"])
     assert {"host": debugger.LOOPBACK, "port": debugger.PORT} == attach["connect"]
     assert ("pytest", "${file}") == (test["module"], test["args"][-1])
 
 
-def test_a_dev_container_is_set_up_by_make_and_shows_tensorboard() -> None:
+def test_a_dev_container_is_set_up_by_make_and_shows_tensorboard():
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
     setup, prepare = container["postCreateCommand"].split(" && ")
     assert "make setup" == setup
@@ -38,7 +36,7 @@ def invoke(*words: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_a_shell_completes_tasks_and_their_options() -> None:
+def test_a_shell_completes_tasks_and_their_options():
     script = invoke("--print-completion-script", "bash")
     program = f'invoke() {{ "{sys.executable}" -m invoke "$@"; }}'
     tab = 'COMP_WORDS=(invoke up --wor); _complete_invoke invoke --wor; echo "${COMPREPLY[@]}"'

@@ -1,12 +1,8 @@
 """Errors of the command line: one line, and the right exit code."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from invoke import Config, Context, Exit
@@ -22,7 +18,7 @@ from cluster.host.runtime.compose import overlay
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
 from tests.unit.beats import beat
-from tests.unit.command_line import MakeRun, commands, context, current, invoke, refusal
+from tests.unit.command_line import commands, context, current, invoke, refusal
 
 
 def real_context() -> Context:
@@ -41,7 +37,7 @@ def real_context() -> Context:
         (["status"], 2, "error: there is no current run; start one with `invoke up`, or name one of runs/"),
     ],
 )
-def test_an_error_is_one_line_with_its_exit_code(tmp_path: Path, words: list[str], code: int, message: str) -> None:
+def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message):
     done = invoke(*words, PATH=str(tmp_path))
     assert (code, 1, "") == (done.returncode, len(done.stderr.splitlines()), done.stdout)
     assert done.stderr.startswith(message)
@@ -59,7 +55,7 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path: Path, words: list[str
         ("status", "1", (2, 1)),  # what is wrong is reported all the same
     ],
 )
-def test_a_command_whose_output_nobody_reads_ends_quietly(words: str, unbuffered: str, ends: tuple[int, int]) -> None:
+def test_a_command_whose_output_nobody_reads_ends_quietly(words, unbuffered, ends):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as output:
@@ -75,7 +71,7 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(words: str, unbuffered
     assert ends == (done.returncode, len(done.stderr.splitlines())), done.stderr
 
 
-def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly() -> None:
+def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly():
     def show(c: Context, error: Exception) -> None:
         raise ThreadException([ExceptionWrapper({}, type(error), error, None)])
 
@@ -99,9 +95,7 @@ def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly() -> None:
         ("tensorboard", {"runtime": "podman"}, "error: --runtime 'podman' is not a runtime"),
     ],
 )
-def test_wrong_usage_ends_with_2_and_starts_nothing(
-    make_run: MakeRun, task: str, requested: dict[str, str], expected: str
-) -> None:
+def test_wrong_usage_ends_with_2_and_starts_nothing(make_run, task, requested, expected):
     current(make_run(workers=1))
     c = context()
     code, message = refusal(task, c, **requested)
@@ -109,7 +103,7 @@ def test_wrong_usage_ends_with_2_and_starts_nothing(
     assert message.startswith(expected)
 
 
-def test_waiting_too_long_ends_with_4(make_run: MakeRun) -> None:
+def test_waiting_too_long_ends_with_4(make_run):
     run = current(make_run(workers=0))
     beat(run, "chief", step=1)
     message = "error: run run has not ended after 1 s; it goes on, see `invoke status`"
@@ -117,9 +111,7 @@ def test_waiting_too_long_ends_with_4(make_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("stopped", 130)])
-def test_waiting_reports_how_the_run_ended(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str], state: str, code: int
-) -> None:
+def test_waiting_reports_how_the_run_ended(make_run, capsys, state, code):
     run = current(make_run(workers=0))
     values = {"steps": 5, "wall_s": 1.0, "startup_s": None, "metrics": {}, "restarts": []}
     write_json(run.summary, {"state": state} | values)
@@ -127,7 +119,7 @@ def test_waiting_reports_how_the_run_ended(
     assert capsys.readouterr().out.startswith(f"{state}: 5 steps in 1.0 s\n")
 
 
-def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_with_130(monkeypatch):
     def interrupt(request: Request, *, installs: bool) -> None:
         raise KeyboardInterrupt
 
@@ -136,16 +128,12 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("state", "code"), [("warning", 0), ("failed", 3)])
-def test_the_doctor_ends_with_3_where_something_must_be_mended(
-    monkeypatch: pytest.MonkeyPatch, state: str, code: int
-) -> None:
+def test_the_doctor_ends_with_3_where_something_must_be_mended(monkeypatch, state, code):
     monkeypatch.setattr(doctor, "examine", lambda: [Finding("check", state, "found")])
     assert (code, "") == refusal("doctor")
 
 
-def test_an_engine_that_stops_while_it_builds_ends_the_start(
-    engine_that_fails: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_stops_while_it_builds_ends_the_start(engine_that_fails, tmp_path, capfd):
     calls = engine_that_fails("build ")
     code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
     assert 1 == code
@@ -156,9 +144,7 @@ def test_an_engine_that_stops_while_it_builds_ends_the_start(
     assert " up " not in calls.read_text()
 
 
-def test_an_engine_that_stops_half_way_leaves_nothing_behind(
-    engine_that_fails: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_engine_that_stops_half_way_leaves_nothing_behind(engine_that_fails, tmp_path):
     calls = engine_that_fails(" up ")
     code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
     assert 1 == code

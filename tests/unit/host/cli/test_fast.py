@@ -1,7 +1,5 @@
 """What `make test-fast` leaves out, and that it finds out by itself."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -47,7 +45,7 @@ Ended = dict[str, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def ended(tmp_path_factory) -> Ended:
     """How the tests of each file end in the fast set; a file that is left out counts as a test of its own name."""
     folder = tmp_path_factory.mktemp("new")
     for name, lines in FILES.items():
@@ -64,22 +62,22 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return found
 
 
-def test_what_takes_little_runs(ended: Ended) -> None:
+def test_what_takes_little_runs(ended):
     assert {"test_one": "passed"} == ended["test_plain"]
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("test_imports_0")])
-def test_a_file_that_imports_tensorflow_is_left_out(ended: Ended, name: str) -> None:
+def test_a_file_that_imports_tensorflow_is_left_out(ended, name):
     assert {name: "skipped"} == ended[name]
 
 
-def test_a_test_that_imports_tensorflow_is_left_out(ended: Ended) -> None:
+def test_a_test_that_imports_tensorflow_is_left_out(ended):
     assert {"test_one": "skipped", "test_two": "passed"} == ended["test_imports_late"]
 
 
-def test_marked_tests_are_left_out(ended: Ended) -> None:
+def test_marked_tests_are_left_out(ended):
     assert {"test_four": "passed"} == ended["test_marked"]
 
 
-def test_a_test_that_takes_long_and_has_no_mark_fails(ended: Ended) -> None:
+def test_a_test_that_takes_long_and_has_no_mark_fails(ended):
     assert {"test_one": "failure"} == ended["test_takes_long"]

@@ -1,10 +1,7 @@
 """The command line's names and help: every task, every option, every default."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -42,13 +39,13 @@ BUILT = {
 ALL_TASKS: list[str] = sorted(tasks.ns.task_names)
 
 
-def test_tasks_have_the_contract_s_names() -> None:
+def test_tasks_have_the_contract_s_names():
     assert set(ALL_TASKS) >= BUILT
     assert {name for name in ALL_TASKS if "." not in name} <= CONTRACT
     assert {name.split(".")[0] for name in ALL_TASKS if "." in name} <= COLLECTIONS
 
 
-def test_the_list_shows_every_task_in_a_sentence() -> None:
+def test_the_list_shows_every_task_in_a_sentence():
     lines = invoke("--list").stdout.splitlines()
     assert set(ALL_TASKS) == {line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "}
     for name in ALL_TASKS:
@@ -56,7 +53,7 @@ def test_the_list_shows_every_task_in_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("name", ALL_TASKS)
-def test_help_states_the_default_of_every_option(name: str) -> None:
+def test_help_states_the_default_of_every_option(name):
     task = tasks.ns[name]
     assert set(options(task)) == set(task.help)
     for option, default in options(task).items():
@@ -65,14 +62,14 @@ def test_help_states_the_default_of_every_option(name: str) -> None:
         assert expected in task.help[option], option
 
 
-def test_up_and_plan_take_every_option_of_a_request() -> None:
+def test_up_and_plan_take_every_option_of_a_request():
     declared = {name: None if each.kinds == (list,) else each.empty for name, each in OPTIONS.items()}
     assert declared | {"file": "", "dry": False} == options(tasks.ns["up"])
     assert declared | {"file": "", "write": "", "json": False} == options(tasks.ns["plan"])
 
 
 @pytest.mark.parametrize("task", ["up", "plan"])
-def test_help_lists_every_option_in_its_group(task: str) -> None:
+def test_help_lists_every_option_in_its_group(task):
     shown = invoke(task, "--help", COLUMNS="80").stdout.partition("Options:\n")[2]
     assert max(len(line) for line in shown.splitlines()) <= 80
     groups = [part.splitlines() for part in shown.strip("\n").split("\n\n")]
@@ -84,7 +81,7 @@ def test_help_lists_every_option_in_its_group(task: str) -> None:
         assert bool(flags[len(expected) :]) == (group == Group.COMMAND)
 
 
-def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_and_overrides_reach_the_request(monkeypatch):
     requested = []
 
     def plan(request: Request, *, installs: bool) -> None:
@@ -97,7 +94,7 @@ def test_options_and_overrides_reach_the_request(monkeypatch: pytest.MonkeyPatch
     assert [Request(workers="3", checkpoint_every="5", evaluator=True, overrides=overrides)] == requested
 
 
-def test_words_reach_a_script_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_reach_a_script_as_they_were_typed(monkeypatch):
     requested = []
 
     def plan(request: Request, *, installs: bool) -> None:
@@ -111,14 +108,14 @@ def test_words_reach_a_script_as_they_were_typed(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("task", ["up", "plan"])
-def test_help_behind_the_dashes_shows_the_training_options(task: str, tmp_path: Path) -> None:
+def test_help_behind_the_dashes_shows_the_training_options(task, tmp_path):
     done = invoke(task, "--", "--help")
     assert (0, "") == (done.returncode, done.stderr)
     assert "--optimizer.learning-rate" in done.stdout
     assert not (tmp_path / "runs").exists()
 
 
-def test_no_task_imports_tensorflow() -> None:
+def test_no_task_imports_tensorflow():
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "cluster").rglob("[a-z]*.py")]
     lines = f"import sys, tasks, {', '.join(modules)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -134,5 +131,5 @@ def test_no_task_imports_tensorflow() -> None:
         ("up", "invoke up [OPTIONS] [-- OVERRIDES]"),
     ],
 )
-def test_help_begins_with_how_a_task_is_called(name: str, expected: str) -> None:
+def test_help_begins_with_how_a_task_is_called(name, expected):
     assert expected == invoke("--help", name).stdout.splitlines()[0]

@@ -1,7 +1,5 @@
 """`invoke k8s.render`: the same options make the same text, and wrong ones are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -24,7 +22,7 @@ RENDERED = {
 
 
 @pytest.mark.parametrize("kind", RENDERED)
-def test_the_golden_base_is_what_is_rendered(kind: str, tmp_path: Path) -> None:
+def test_the_golden_base_is_what_is_rendered(kind, tmp_path):
     command = [sys.executable, "-m", "invoke", "k8s.render", *RENDERED[kind], "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     assert kubernetes.WARNING in done.stderr
@@ -37,7 +35,7 @@ def contents(base: Path) -> dict[str, str]:
     return {path.name: training.sub("", path.read_text()) for path in base.iterdir()}
 
 
-def test_a_task_has_as_many_threads_as_its_pod_requests_cpus() -> None:
+def test_a_task_has_as_many_threads_as_its_pod_requests_cpus():
     """Whatever machine renders: the bits of a run depend on its threads."""
     rendered = kubernetes.render(Request(), Place(cpus="5"))
     assert 5 == json.loads(rendered["records.yaml"][0]["data"]["config.json"])["threads"]
@@ -61,12 +59,12 @@ def test_a_task_has_as_many_threads_as_its_pod_requests_cpus() -> None:
         (Request(), Place(storage="20GiB"), "--storage"),
     ],
 )
-def test_what_cannot_be_rendered_is_refused(request_: Request, place: Place, option: str) -> None:
+def test_what_cannot_be_rendered_is_refused(request_, place, option):
     with pytest.raises(UsageError, match=option):
         kubernetes.render(request_, place)
 
 
-def test_help_lists_what_can_be_rendered_alone() -> None:
+def test_help_lists_what_can_be_rendered_alone():
     command = [sys.executable, "-m", "invoke", "--help", "k8s.render"]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert "--gpus-per-task" in output

@@ -1,7 +1,5 @@
 """How command lines are read: positional arguments that may be left out, and what was mistyped."""
 
-from __future__ import annotations
-
 import pytest
 from invoke import Program
 
@@ -39,9 +37,7 @@ def ended(words: str) -> int | str | None:
         ("plan --name image.build", "--name image.build"),
     ],
 )
-def test_what_is_mistyped_is_refused_in_one_line_that_helps(
-    capsys: pytest.CaptureFixture[str], words: str, expected: str
-) -> None:
+def test_what_is_mistyped_is_refused_in_one_line_that_helps(capsys, words, expected):
     assert 2 == ended(words)
     out, err = capsys.readouterr()
     assert ("", 1) == (out, len(err.splitlines()))
@@ -50,7 +46,7 @@ def test_what_is_mistyped_is_refused_in_one_line_that_helps(
 
 
 @pytest.mark.parametrize("words", ["status one", "status --run one", "status --run=one --json", "status --json one"])
-def test_a_run_may_be_named_with_and_without_its_option(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+def test_a_run_may_be_named_with_and_without_its_option(monkeypatch, words):
     named = []
     monkeypatch.setattr(folders, "find_run", lambda run: named.append(run) or folders.RunFolder(folders.runs_dir()))
     ended(words)

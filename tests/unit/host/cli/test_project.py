@@ -1,7 +1,5 @@
 """The project's metadata, and the workflow that runs the README's commands."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -37,14 +35,14 @@ def steps(workflow: Path) -> list[dict[str, Any]]:
     return [step for job in jobs for step in job["steps"]]
 
 
-def test_metadata_is_valid_and_packages_no_runs_or_data() -> None:
+def test_metadata_is_valid_and_packages_no_runs_or_data():
     read = metadata()
     assert {"name", "version", "description", "license", "readme", "requires-python"} <= read["project"].keys()
     assert (ROOT / "LICENSE").read_text().lstrip().startswith("Apache License")
     assert [] == read["tool"]["setuptools"]["packages"]
 
 
-def test_metadata_names_the_python_versions_that_make_accepts() -> None:
+def test_metadata_names_the_python_versions_that_make_accepts():
     project = metadata()["project"]
     first, last = re.findall(r"\((\d), (\d+)\)", (ROOT / "Makefile").read_text())
     supported = [f"{first[0]}.{minor}" for minor in range(int(first[1]), int(last[1]) + 1)]
@@ -54,14 +52,14 @@ def test_metadata_names_the_python_versions_that_make_accepts() -> None:
     assert supported == [version for version in every if version in SpecifierSet(project["requires-python"])]
 
 
-def test_ci_runs_every_make_command_of_the_readme_that_needs_no_site() -> None:
+def test_ci_runs_every_make_command_of_the_readme_that_needs_no_site():
     commands = re.findall(r"^\$ (make [\w-]+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     run = [step.get("run") for workflow in WORKFLOWS for step in steps(workflow)]
     assert {"make up", "make test"} <= set(commands)
     assert set(commands) <= set(run)
 
 
-def test_workflows_may_only_read_and_pin_actions_to_commits() -> None:
+def test_workflows_may_only_read_and_pin_actions_to_commits():
     for workflow in WORKFLOWS:
         document = YAML(typ="safe").load(workflow)
         assert {"contents": "read"} == document["permissions"]

@@ -1,14 +1,12 @@
 """Commands that a task runs end with it."""
 
-from __future__ import annotations
-
 import pytest
 from invoke import Config, Context
 
 from cluster.host.cli.runner import Runner
 
 
-def test_a_command_that_is_interrupted_before_anybody_waits_for_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_is_interrupted_before_anybody_waits_for_it_is_ended(monkeypatch):
     started: list[Runner] = []
 
     def interrupt(runner: Runner) -> None:

@@ -1,11 +1,7 @@
 """Dry runs, and the commands that tasks run."""
 
-from __future__ import annotations
-
 import shlex
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +18,12 @@ from cluster.host.runtime import tensorboard as board
 from cluster.host.runtime.local import supervisor
 from cluster.system.errors import EXIT_USAGE, TimedOut
 from cluster.system.json_files import write_json
-from tests.unit.command_line import MakeRun, commands, context, current, invoke, refusal
+from tests.unit.command_line import commands, context, current, invoke, refusal
 
 # Dry runs
 
 
-def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path: Path) -> None:
+def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path):
     done = invoke("up", "--dry", "--runtime=local", "--name=one", "--workers=1", "--", "--epochs", "1")
     first, prepare, chief, worker = done.stdout.splitlines()
     assert (0, "") == (done.returncode, done.stderr)
@@ -41,9 +37,7 @@ def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path: P
     assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
 
 
-def test_a_dry_run_only_asks_the_engine(
-    engine_that_fails: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_only_asks_the_engine(engine_that_fails, tmp_path, capsys):
     calls = engine_that_fails("no such call")
     tasks.ns["up"](context(), name="one", runtime="docker", dry=True)
     printed = capsys.readouterr().out.splitlines()
@@ -76,19 +70,17 @@ TWO_AT_A_TIME = "--numprocesses=2 --dist=loadfile --no-loadscope-reorder"
         ({"select": "agent and not ps"}, [f"tests -m 'not long' {TWO_AT_A_TIME} -k 'agent and not ps'"]),
     ],
 )
-def test_test_runs_two_files_at_a_time_and_then_those_that_fill_the_machine(
-    options: dict[str, Any], parts: list[str]
-) -> None:
+def test_test_runs_two_files_at_a_time_and_then_those_that_fill_the_machine(options, parts):
     assert (0, parts) == what_test_runs(*([0] * len(parts)), **options)
 
 
-def test_the_fast_tests_are_chosen_by_a_rule_and_no_list() -> None:
+def test_the_fast_tests_are_chosen_by_a_rule_and_no_list():
     code, parts = what_test_runs(0, fast=True)
     assert (0, 1) == (code, len(parts))
     assert parts[0].startswith("tests --ignore=tests/e2e -p tests.fast ")
 
 
-def test_all_and_fast_exclude_each_other() -> None:
+def test_all_and_fast_exclude_each_other():
     code, _ = refusal("test", MockContext(), all=True, fast=True)
     assert 2 == code
 
@@ -96,17 +88,17 @@ def test_all_and_fast_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     ("exited", "expected"), [((1, 0), 1), ((0, 1), 1), ((-9, 0), -9), ((5, 0), 0), ((1, 5), 1), ((5, 5), 5)]
 )
-def test_a_failure_in_either_part_of_the_tests_is_reported_after_both(exited: tuple[int, int], expected: int) -> None:
+def test_a_failure_in_either_part_of_the_tests_is_reported_after_both(exited, expected):
     """5: none of the part's tests was selected, which is wrong only where the other has none either."""
     code, parts = what_test_runs(*exited, all=True)
     assert (expected, 2) == (code, len(parts))
 
 
-def test_an_interrupted_test_run_goes_no_further() -> None:
+def test_an_interrupted_test_run_goes_no_further():
     assert (2, 1) == (what_test_runs(2)[0], len(what_test_runs(2)[1]))
 
 
-def test_tasks_run_the_commands_that_their_module_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_run_the_commands_that_their_module_names(monkeypatch):
     monkeypatch.setattr(images, "base_commands", lambda: ["make a base"])
     monkeypatch.setattr(base_packages, "check", lambda: None)
     monkeypatch.setattr(locks, "lock_commands", lambda upgrade: [["lock", f"upgrade={upgrade}"]])
@@ -123,16 +115,14 @@ def test_tasks_run_the_commands_that_their_module_names(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("task", ["evaluate", "export", "predict", "timeline"])
-def test_what_only_the_trainer_saves_is_not_sought_in_a_script_s_run(make_run: MakeRun, task: str) -> None:
+def test_what_only_the_trainer_saves_is_not_sought_in_a_script_s_run(make_run, task):
     run, c = make_run(workers=0), context()
     write_json(run.config, {"script": "fit.py", "arguments": []})
     image = {"image": "boot.png"} if task == "predict" else {}
     assert (EXIT_USAGE, []) == (refusal(task, c, run=run.name, trust=True, **image)[0], commands(c))
 
 
-def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(make_run, tmp_path, monkeypatch):
     run, c = make_run(workers=0), context()
     (wanted := tmp_path / "mine.txt").write_text("a-package==1\n")
     started = {"code_dirs": ["/my code"], "requirements": str(wanted)}
@@ -147,9 +137,7 @@ def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_down_ends_a_run_even_if_it_does_not_stop(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stops: bool
-) -> None:
+def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys, stops):
     run, killed = current(make_run(workers=0)), []
 
     def stop(folder: RunFolder, by: str, timeout_s: float) -> None:
@@ -165,9 +153,7 @@ def test_down_ends_a_run_even_if_it_does_not_stop(
     assert capsys.readouterr().out.startswith("run is down; its folder is ")
 
 
-def test_down_ends_every_run_that_is_left_and_tensorboard(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_down_ends_every_run_that_is_left_and_tensorboard(make_run, monkeypatch, capsys):
     left, stopped = make_run("left"), []
     make_run("ended")
     owner.begin(left, "local")
@@ -180,5 +166,5 @@ def test_down_ends_every_run_that_is_left_and_tensorboard(
     assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]
 
 
-def test_down_takes_one_run_or_all_of_them() -> None:
+def test_down_takes_one_run_or_all_of_them():
     assert EXIT_USAGE == refusal("down", run="one", all=True)[0]

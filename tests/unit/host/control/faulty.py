@@ -1,7 +1,5 @@
 """Gangs of fake trainers that are disturbed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

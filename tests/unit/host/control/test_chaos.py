@@ -1,7 +1,5 @@
 """Real faults on real agents with fake trainers: what is inflicted, and what it is said to have cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
 from cluster.system.json_files import write_json
-from tests.unit.gang import Gang, StartGang
+from tests.unit.gang import Gang
 from tests.unit.host.control.faulty import STEPS_ON, WORKS_ON, begin, recorded, slowing
 
 
@@ -19,7 +17,7 @@ def stopped(gang: Gang) -> dict[str, Any]:
     return gang.summary()
 
 
-def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault(start_gang: StartGang) -> None:
+def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault(start_gang):
     gang = begin(start_gang)
     program = gang.pid("worker-0")
     result = chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=5))
@@ -44,7 +42,7 @@ def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault
     assert restart["resumed_s"] == result.resumed_s
 
 
-def test_a_worker_of_parameter_servers_that_is_killed_costs_no_steps(start_gang: StartGang) -> None:
+def test_a_worker_of_parameter_servers_that_is_killed_costs_no_steps(start_gang):
     gang = start_gang("if NAME != 'chief': serve()\n" + STEPS_ON, workers=1, ps=1)
     result = chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=5))
     assert (0, None, 0) == (result.steps_lost, result.ended, gang.run.generation)
@@ -53,7 +51,7 @@ def test_a_worker_of_parameter_servers_that_is_killed_costs_no_steps(start_gang:
     assert restart["resumed_s"] > 0
 
 
-def test_a_whole_task_that_is_killed_comes_back(start_gang: StartGang) -> None:
+def test_a_whole_task_that_is_killed_comes_back(start_gang):
     gang = begin(start_gang)
     agent = gang.pid("worker-0", "agent")
     result = chaos.inflict(gang.run, Fault("kill", "worker-0", whole=True))
@@ -65,7 +63,7 @@ def test_a_whole_task_that_is_killed_comes_back(start_gang: StartGang) -> None:
     assert ("the whole task was killed", result.detected_s) == (restart["cause"], restart["detected_s"])
 
 
-def test_a_task_that_is_stopped_stops_the_run_as_it_should(start_gang: StartGang) -> None:
+def test_a_task_that_is_stopped_stops_the_run_as_it_should(start_gang):
     gang = begin(start_gang)
     result = chaos.inflict(gang.run, Fault("stop", "worker-0"))
     assert ("stopped", None, 0, True) == (result.ended, result.detected_s, result.steps_lost, result.as_it_should)
@@ -74,7 +72,7 @@ def test_a_task_that_is_stopped_stops_the_run_as_it_should(start_gang: StartGang
     assert [] == gang.summary()["restarts"]
 
 
-def test_the_biggest_file_of_the_newest_checkpoint_is_corrupted_by_one_byte(start_gang: StartGang) -> None:
+def test_the_biggest_file_of_the_newest_checkpoint_is_corrupted_by_one_byte(start_gang):
     gang = begin(start_gang)
     sizes = {"ckpt-9.data": 90, "ckpt-9.index": 20, "ckpt-10.data": 80, "ckpt-10.index": 30}
     for name, size in sizes.items():
@@ -90,12 +88,12 @@ def test_the_biggest_file_of_the_newest_checkpoint_is_corrupted_by_one_byte(star
     assert ["chief"] == [restart["task"] for restart in stopped(gang)["restarts"]]
 
 
-def test_a_corrupt_fault_before_the_first_checkpoint_only_kills(start_gang: StartGang) -> None:
+def test_a_corrupt_fault_before_the_first_checkpoint_only_kills(start_gang):
     gang = begin(start_gang)
     assert 3 == chaos.inflict(gang.run, Fault("corrupt", "worker-0")).steps_lost
 
 
-def test_a_slow_task_lets_nothing_start_again(start_gang: StartGang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_task_lets_nothing_start_again(start_gang, monkeypatch):
     monkeypatch.setattr(chaos, "SLOW_S", 1.0)
     gang = begin(start_gang, STEPS_ON)
     before = {task: gang.beat(task)["step"] for task in ("chief", "worker-0")}
@@ -110,9 +108,7 @@ def test_a_slow_task_lets_nothing_start_again(start_gang: StartGang, monkeypatch
     assert [] == stopped(gang)["restarts"]
 
 
-def test_a_lone_task_that_nobody_can_see_paused_goes_on_after_a_while(
-    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lone_task_that_nobody_can_see_paused_goes_on_after_a_while(start_gang, monkeypatch):
     monkeypatch.setattr(chaos, "SLOW_S", 1.0)
     gang = start_gang(STEPS_ON, workers=0)
     gang.await_step("chief", 5)
@@ -123,9 +119,7 @@ def test_a_lone_task_that_nobody_can_see_paused_goes_on_after_a_while(
     assert [] == stopped(gang)["restarts"]
 
 
-def test_a_slow_task_that_dies_has_recovered_only_once_it_works_again(
-    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_task_that_dies_has_recovered_only_once_it_works_again(start_gang, monkeypatch):
     monkeypatch.setattr(chaos, "SLOW_S", 0.2)
     lines = """
 import time
@@ -142,7 +136,7 @@ if NAME != "chief": serve()
     assert "succeeded" != stopped(gang)["state"]
 
 
-def test_a_task_that_has_no_memory_left_starts_again(start_gang: StartGang) -> None:
+def test_a_task_that_has_no_memory_left_starts_again(start_gang):
     lines = """
 import resource
 train(5)
@@ -160,7 +154,7 @@ if NAME == "worker-0" and not GENERATION:
     assert [("worker-0", "exit code 70")] == [(r["task"], r["cause"]) for r in stopped(gang)["restarts"]]
 
 
-def test_a_run_that_ends_meanwhile_is_an_end_and_no_error(start_gang: StartGang) -> None:
+def test_a_run_that_ends_meanwhile_is_an_end_and_no_error(start_gang):
     gang = begin(start_gang, "if GENERATION: sys.exit('no more')\n" + WORKS_ON)
     result = chaos.inflict(gang.run, Fault("kill", "worker-0"))
     assert ("failed", False) == (result.ended, result.as_it_should)

@@ -1,7 +1,5 @@
 """Faults that never come, that are refused, and how a fault is reported."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -21,7 +19,6 @@ from cluster.system.errors import TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
 from tests.unit.beats import beat
-from tests.unit.gang import StartGang
 from tests.unit.host.control.faulty import STEPS_ON, WORKS_ON, begin, recorded, slowing
 from tests.waiting import wait_for
 
@@ -31,7 +28,7 @@ MakeRun = Callable[..., RunFolder]
 # What never comes
 
 
-def test_a_fault_whose_step_never_comes_is_not_inflicted(start_gang: StartGang) -> None:
+def test_a_fault_whose_step_never_comes_is_not_inflicted(start_gang):
     gang = start_gang("train(5), meet(), finish()", workers=1)
     with pytest.raises(UsageError, match=r"run 'run' ended before step 100; nothing was inflicted"):
         chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=100))
@@ -39,14 +36,14 @@ def test_a_fault_whose_step_never_comes_is_not_inflicted(start_gang: StartGang) 
     assert ("succeeded", []) == (gang.summary()["state"], gang.summary()["restarts"])
 
 
-def test_waiting_for_the_step_is_bounded(start_gang: StartGang) -> None:
+def test_waiting_for_the_step_is_bounded(start_gang):
     gang = begin(start_gang)
     with pytest.raises(TimedOut, match=r"waited 0.2 s for worker-0 to train and step 100; see `invoke status`"):
         chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=100), timeout_s=0.2)
     assert [] == gang.events("fault")
 
 
-def test_waiting_for_the_recovery_is_bounded(start_gang: StartGang) -> None:
+def test_waiting_for_the_recovery_is_bounded(start_gang):
     gang = begin(start_gang, "if GENERATION: until(lambda: False)\n" + WORKS_ON)
     with pytest.raises(TimedOut, match=r"waited 0.5 s for the run to recover from kill worker-0; see `invoke status`"):
         chaos.inflict(gang.run, Fault("kill", "worker-0"), timeout_s=0.5)
@@ -54,9 +51,7 @@ def test_waiting_for_the_recovery_is_bounded(start_gang: StartGang) -> None:
     wait_for(lambda: gang.run.generation == 1, "the gang's next generation")
 
 
-def test_what_still_lasts_is_undone_when_nothing_recovers(
-    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_still_lasts_is_undone_when_nothing_recovers(start_gang, monkeypatch):
     monkeypatch.setattr(chaos._Before, "recovered", lambda self, fault: False)
     monkeypatch.setattr(chaos, "SLOW_S", 0.1)
     gang = begin(start_gang, STEPS_ON)
@@ -83,7 +78,7 @@ def test_what_still_lasts_is_undone_when_nothing_recovers(
         ("diskfull", None, False),
     ],
 )
-def test_a_fault_must_end_the_run_only_where_it_should(kind: str, ended: str | None, as_it_should: bool) -> None:
+def test_a_fault_must_end_the_run_only_where_it_should(kind, ended, as_it_should):
     assert as_it_should == Result(kind, "chief", 5, 1.0, 2.0, 0, ended).as_it_should
 
 
@@ -101,12 +96,12 @@ def test_a_fault_must_end_the_run_only_where_it_should(kind: str, ended: str | N
         (Result("stop", "chief", 5, None, 1.26, 0, "stopped"), "the run stopped 1.3 s later"),
     ],
 )
-def test_a_result_is_reported_in_one_line(result: Result, line: str) -> None:
+def test_a_result_is_reported_in_one_line(result, line):
     assert line == result.description
 
 
 @pytest.fixture
-def run(make_run: MakeRun) -> RunFolder:
+def run(make_run) -> RunFolder:
     """A run that trains, as far as its folder says."""
     made = make_run(workers=1)
     beat(made, "chief", step=5)
@@ -115,12 +110,12 @@ def run(make_run: MakeRun) -> RunFolder:
 
 
 @pytest.mark.parametrize("kind", chaos.KINDS)
-def test_every_other_kind_is_allowed_on_a_local_run(run: RunFolder, kind: str) -> None:
+def test_every_other_kind_is_allowed_on_a_local_run(run, kind):
     if kind not in ("partition", "diskfull"):
         chaos.check(run, Fault(kind, "worker-0"))
 
 
-def test_a_partition_is_allowed_between_containers(run: RunFolder) -> None:
+def test_a_partition_is_allowed_between_containers(run):
     write_json(run.compose, {"x-runtime": "docker"})
     chaos.check(run, Fault("partition", "worker-0"))
 
@@ -141,20 +136,20 @@ def test_a_partition_is_allowed_between_containers(run: RunFolder) -> None:
         ),
     ],
 )
-def test_what_cannot_be_inflicted_is_refused_in_one_line(run: RunFolder, fault: Fault, line: str) -> None:
+def test_what_cannot_be_inflicted_is_refused_in_one_line(run, fault, line):
     with pytest.raises(UsageError) as refused:
         chaos.check(run, fault)
     assert line == str(refused.value)
 
 
-def test_a_script_s_checkpoints_are_left_alone(run: RunFolder) -> None:
+def test_a_script_s_checkpoints_are_left_alone(run):
     write_json(run.config, {"script": "train.py", "arguments": []})
     with pytest.raises(UsageError, match=r"^corrupt with a script: its checkpoints are its own$"):
         chaos.check(run, Fault("corrupt", "worker-0"))
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_run_that_is_not_in_progress_is_refused(run: RunFolder, ended: bool) -> None:
+def test_a_run_that_is_not_in_progress_is_refused(run, ended):
     if ended:
         write_json(run.summary, {"state": "succeeded"})
     else:
@@ -182,7 +177,7 @@ def ends(**options: Any) -> tuple[int, str]:
         (["storm", "--faults=0"], "error: --faults '0': expected a whole number from 1 to 10000"),
     ],
 )
-def test_wrong_usage_ends_with_2_and_hurts_nobody(run: RunFolder, words: list[str], line: str) -> None:
+def test_wrong_usage_ends_with_2_and_hurts_nobody(run, words, line):
     command = [sys.executable, "-m", "invoke", "chaos", *words]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
     assert (2, "", 1) == (done.returncode, done.stdout, len(done.stderr.splitlines()))
@@ -190,15 +185,13 @@ def test_wrong_usage_ends_with_2_and_hurts_nobody(run: RunFolder, words: list[st
     assert ([], False) == (run.events(), (run.path / "chaos.jsonl").exists())
 
 
-def test_a_kind_that_this_machine_has_no_means_for_ends_with_2(run: RunFolder) -> None:
+def test_a_kind_that_this_machine_has_no_means_for_ends_with_2(run):
     code, message = ends(kind="partition", task="worker-0")
     assert (2, True) == (code, message.startswith("error: partition worker-0: local tasks share"))
 
 
 @pytest.mark.parametrize(("kind", "code"), [("kill", 1), ("stop", 0)])
-def test_the_exit_code_reports_whether_the_run_did_as_it_should(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, code: int
-) -> None:
+def test_the_exit_code_reports_whether_the_run_did_as_it_should(run, monkeypatch, capsys, kind, code):
     inflicted = []
 
     def inflict(folder: RunFolder, fault: Fault, timeout_s: float) -> Result:
@@ -216,9 +209,7 @@ def test_the_exit_code_reports_whether_the_run_did_as_it_should(
     assert [(run, Fault(kind, "worker-0", 50), 9)] * 2 == inflicted
 
 
-def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(
-    start_gang: StartGang, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(start_gang, monkeypatch):
     gang = begin(start_gang)
     monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 0)
     monkeypatch.setattr(faults, "BALLAST", "absent/ballast")  # cannot be filled, whatever is decided
@@ -228,9 +219,7 @@ def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(
     assert "training" == read_json(gang.run.status("chief"))["state"]
 
 
-def test_a_disk_that_must_not_be_filled_is_refused_before_anything_is_waited_for(
-    make_run: Callable[..., RunFolder],
-) -> None:
+def test_a_disk_that_must_not_be_filled_is_refused_before_anything_is_waited_for(make_run):
     run = make_run(workers=0)
     with pytest.raises(UsageError, match="put RUNS_DIR on a small disk of its own"):
         chaos.check(run, Fault("diskfull", "chief", at_step=10**9))

@@ -1,13 +1,10 @@
 """`invoke clean`: what goes is said and agreed to, and no run in progress is ever deleted."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from invoke import Exit, MockContext
@@ -25,7 +22,7 @@ MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture
-def old(make_run: MakeRun) -> MakeRun:
+def old(make_run) -> MakeRun:
     """Makes a run that ended some days ago."""
 
     def make(name: str, days: float = 10) -> RunFolder:
@@ -49,19 +46,17 @@ def clean(**options: object) -> int:
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("7d", 604800), ("12h", 43200), ("30m", 1800), (" 2w ", 1209600)])
-def test_ages(text: str, seconds: float) -> None:
+def test_ages(text, seconds):
     assert seconds == cleaning.parse_age(text)
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1.5d", "7y", "7d7d", "99999999d"])
-def test_what_is_no_age_is_refused(text: str) -> None:
+def test_what_is_no_age_is_refused(text):
     with pytest.raises(UsageError, match="--older"):
         cleaning.parse_age(text)
 
 
-def test_only_old_runs_go_and_it_is_said_which(
-    old: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+def test_only_old_runs_go_and_it_is_said_which(old, capsys):
     gone, stays = old("gone"), old("stays", days=1)
     assert 0 == clean(older="7d", yes=True)
     assert (False, True) == (gone.path.exists(), stays.path.exists())
@@ -70,7 +65,7 @@ def test_only_old_runs_go_and_it_is_said_which(
     assert "stays" not in shown
 
 
-def test_nothing_goes_without_being_agreed_to(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_goes_without_being_agreed_to(old, monkeypatch):
     run = old("one")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     assert EXIT_USAGE == clean(older="7d")
@@ -90,20 +85,20 @@ def test_nothing_goes_without_being_agreed_to(old: MakeRun, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("requested", [{}, {"run": "one", "older": "7d"}])
-def test_either_a_run_or_an_age_must_be_given(old: MakeRun, requested: dict[str, str]) -> None:
+def test_either_a_run_or_an_age_must_be_given(old, requested):
     run = old("one")
     assert EXIT_USAGE == clean(**requested, yes=True)
     assert run.path.exists()
 
 
-def test_one_run_is_deleted_by_its_name(old: MakeRun) -> None:
+def test_one_run_is_deleted_by_its_name(old):
     gone, stays = old("gone", days=0), old("stays")
     assert 0 == clean(run="gone", yes=True)
     assert (False, True) == (gone.path.exists(), stays.path.exists())
 
 
 @pytest.mark.parametrize("name", ["absent", "own", "linked", "../elsewhere", ".current"])
-def test_what_is_no_run_is_not_deleted_by_name(old: MakeRun, tmp_path: Path, name: str) -> None:
+def test_what_is_no_run_is_not_deleted_by_name(old, tmp_path, name):
     runs_dir = old("one").path.parent
     (runs_dir / "own").mkdir()
     (runs_dir / "own" / "file").touch()
@@ -115,14 +110,14 @@ def test_what_is_no_run_is_not_deleted_by_name(old: MakeRun, tmp_path: Path, nam
     assert (runs_dir / "own").exists()
 
 
-def test_a_run_in_progress_is_not_deleted_by_name(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_progress_is_not_deleted_by_name(old, monkeypatch):
     run = old("one")
     monkeypatch.setattr(cleaning, "in_progress", lambda run: True)
     assert EXIT_USAGE == clean(run="one", yes=True)
     assert run.path.exists()
 
 
-def test_age_counts_from_the_end_of_the_run(old: MakeRun) -> None:
+def test_age_counts_from_the_end_of_the_run(old):
     reported, copied, young = old("reported"), old("copied"), old("young", days=1)
     (reported.path / "report.html").touch()
     write_json(copied.control / "outcome.json", {"state": "succeeded", "time": time.time() - 10 * 86400})
@@ -132,7 +127,7 @@ def test_age_counts_from_the_end_of_the_run(old: MakeRun) -> None:
     assert [False, False, True] == [run.path.exists() for run in (reported, copied, young)]
 
 
-def test_a_run_in_progress_stays(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_progress_stays(old, monkeypatch):
     run = old("one")
     monkeypatch.setattr(cleaning, "in_progress", lambda run: True)
     assert [] == cleaning.find(run.path.parent, 0)
@@ -141,14 +136,14 @@ def test_a_run_in_progress_stays(old: MakeRun, monkeypatch: pytest.MonkeyPatch) 
     assert run.path.exists()
 
 
-def test_a_run_that_another_command_holds_stays(old: MakeRun) -> None:
+def test_a_run_that_another_command_holds_stays(old):
     run = old("one")
     with claim.hold(run, "resumed"):
         assert 1 == clean(older="7d", yes=True)
     assert run.path.exists()
 
 
-def test_no_link_is_followed(old: MakeRun, tmp_path: Path) -> None:
+def test_no_link_is_followed(old, tmp_path):
     runs_dir = old("one").path.parent
     elsewhere = tmp_path / "elsewhere"
     (runs_dir / "one").rename(elsewhere)
@@ -160,9 +155,7 @@ def test_no_link_is_followed(old: MakeRun, tmp_path: Path) -> None:
 # Folders that a killed command left
 
 
-def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(
-    old: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(old, monkeypatch):
     run = old("one")
     run.unfinished.touch()
     with pytest.raises(UsageError):
@@ -179,7 +172,7 @@ def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(
         assert [] == cleaning.find(run.path.parent, 0)
 
 
-def test_a_deletion_that_was_interrupted_leaves_a_free_name(old: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_that_was_interrupted_leaves_a_free_name(old, monkeypatch):
     run = old("one")
 
     def killed(*_: object, **__: object) -> None:
@@ -194,7 +187,7 @@ def test_a_deletion_that_was_interrupted_leaves_a_free_name(old: MakeRun, monkey
     assert not run.path.exists()
 
 
-def test_a_user_s_own_folder_is_left_alone(make_run: MakeRun) -> None:
+def test_a_user_s_own_folder_is_left_alone(make_run):
     folder = make_run("one").path.with_name("own")
     folder.mkdir()
     (folder / "file").touch()

@@ -1,7 +1,5 @@
 """Asking a task that trains for a trace: who is refused, who answers, and what is waited for."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +29,7 @@ def beats(run: RunFolder, state: str = "training", **others: str) -> RunFolder:
 
 
 @pytest.fixture
-def run(make_run: MakeRun) -> RunFolder:
+def run(make_run) -> RunFolder:
     return beats(make_run("demo", workers=1))
 
 
@@ -49,7 +47,7 @@ def answer(run: RunFolder, **answer: Any) -> threading.Thread:
     return thread
 
 
-def test_a_task_that_trains_is_asked_and_its_trace_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_trains_is_asked_and_its_trace_reported(run, monkeypatch):
     monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6007)
     monkeypatch.setattr(trace_cache, "prepare", lambda folder: True)
     for moment in ("2026_01_02_03_04_05", "2026_01_02_03_04_06"):
@@ -64,7 +62,7 @@ def test_a_task_that_trains_is_asked_and_its_trace_reported(run: RunFolder, monk
     thread.join()
 
 
-def test_more_steps_than_requested_are_reported(run: RunFolder) -> None:
+def test_more_steps_than_requested_are_reported(run):
     thread = answer(run, first=41, last=60)
     head, _, where = trace.trace(run, "chief", 5, timeout_s=10)
     thread.join()
@@ -72,7 +70,7 @@ def test_more_steps_than_requested_are_reported(run: RunFolder) -> None:
     assert "TensorBoard  invoke tensorboard, then its Profile tab" == where
 
 
-def test_a_new_trace_is_prepared_for_the_tab_once(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_trace_is_prepared_for_the_tab_once(run, monkeypatch):
     old, new = (run.tensorboard("chief") / "plugins" / "profile" / name for name in ("1", "2"))
     for folder in (old, new):
         folder.mkdir(parents=True)
@@ -86,27 +84,27 @@ def test_a_new_trace_is_prepared_for_the_tab_once(run: RunFolder, monkeypatch: p
     assert "note         not prepared for the Profile tab in a container; `make setup` renews .venv" == lines[-1]
 
 
-def test_what_is_no_trace_cannot_be_prepared(tmp_path: Path) -> None:
+def test_what_is_no_trace_cannot_be_prepared(tmp_path):
     (tmp_path / "vm.xplane.pb").write_bytes(b"no trace")
     assert not trace_cache.prepare(tmp_path)
     assert not (tmp_path / trace_cache.VERSION).exists()
 
 
-def test_the_answer_to_another_request_is_not_taken(run: RunFolder) -> None:
+def test_the_answer_to_another_request_is_not_taken(run):
     write_json(run.trace_answer, {"id": "another", "task": "chief", "first": 1, "last": 5})
     with pytest.raises(TimedOut, match=r"^no trace of chief in 0.2 s; it may be restarting"):
         trace.trace(run, "chief", 5, timeout_s=0.2)
     assert not run.trace_request.exists()  # nobody waits for it any more
 
 
-def test_a_task_that_cannot_trace_says_why(run: RunFolder) -> None:
+def test_a_task_that_cannot_trace_says_why(run):
     thread = answer(run, error="Another profiler is running.")
     with pytest.raises(RunFailed, match=r"^chief cannot be traced: Another profiler is running.; end the other trace"):
         trace.trace(run, "chief", 5, timeout_s=10)
     thread.join()
 
 
-def test_a_run_that_ends_meanwhile_answers_nothing(run: RunFolder) -> None:
+def test_a_run_that_ends_meanwhile_answers_nothing(run):
     def end() -> None:
         wait_for(run.trace_request.exists, "a request")
         run.end("succeeded", task="chief")
@@ -118,14 +116,14 @@ def test_a_run_that_ends_meanwhile_answers_nothing(run: RunFolder) -> None:
     thread.join()
 
 
-def test_one_request_at_a_time(run: RunFolder) -> None:
+def test_one_request_at_a_time(run):
     write_json(run.trace_request, {"id": "first", "task": "chief", "until": time.time() + 60})
     with pytest.raises(UsageError, match=r"^chief of run 'demo' is being traced; wait until that is done"):
         trace.trace(run, "worker-0", 5, timeout_s=0.2)
     assert "first" == read_json(run.trace_request)["id"]
 
 
-def test_a_request_that_was_left_behind_is_replaced(run: RunFolder) -> None:
+def test_a_request_that_was_left_behind_is_replaced(run):
     write_json(run.trace_request, {"id": "first", "task": "chief", "until": time.time() - 1})
     with pytest.raises(TimedOut):
         trace.trace(run, "worker-0", 5, timeout_s=0.2)
@@ -139,7 +137,7 @@ def test_a_request_that_was_left_behind_is_replaced(run: RunFolder) -> None:
         ("failed", "worker-0 is failed, expected one that trains; see `invoke logs worker-0`"),
     ],
 )
-def test_a_task_that_does_not_train_is_refused(run: RunFolder, state: str, message: str) -> None:
+def test_a_task_that_does_not_train_is_refused(run, state, message):
     beats(run, worker_0=state)
     with pytest.raises(UsageError, match=f"^{message}"):
         trace.check(run, "worker-0")
@@ -147,23 +145,23 @@ def test_a_task_that_does_not_train_is_refused(run: RunFolder, state: str, messa
 
 
 @pytest.mark.parametrize("state", ["training", "saving", "evaluating"])
-def test_a_task_that_saves_or_evaluates_will_train_again(run: RunFolder, state: str) -> None:
+def test_a_task_that_saves_or_evaluates_will_train_again(run, state):
     trace.check(beats(run, state), "chief")
 
 
-def test_a_task_that_is_none_is_refused_with_the_nearest_name(run: RunFolder) -> None:
+def test_a_task_that_is_none_is_refused_with_the_nearest_name(run):
     with pytest.raises(UsageError, match="worker-1.*'worker-0'"):
         trace.check(run, "worker-1")
 
 
-def test_a_run_that_has_ended_is_refused(run: RunFolder) -> None:
+def test_a_run_that_has_ended_is_refused(run):
     run.end("stopped", task="chief")
     with pytest.raises(UsageError, match=r"^run 'demo' has ended, so nothing trains in it; `invoke up --resume demo`"):
         trace.check(run, "chief")
 
 
 @pytest.mark.parametrize("name", ["ps-0", "worker-1"])
-def test_what_serves_the_chief_is_refused(make_run: MakeRun, name: str) -> None:
+def test_what_serves_the_chief_is_refused(make_run, name):
     run = beats(make_run("served", workers=2, ps=1, evaluator=True))
     with pytest.raises(UsageError, match=f"^{name} takes no steps of its own.*`invoke profile chief`"):
         trace.check(run, name)
@@ -175,7 +173,7 @@ def test_what_serves_the_chief_is_refused(make_run: MakeRun, name: str) -> None:
         trace.check(run, "chief")
 
 
-def test_a_script_is_refused(run: RunFolder, tmp_path: Path) -> None:
+def test_a_script_is_refused(run, tmp_path):
     write_json(run.config, {"script": "train.py", "arguments": []})
     with pytest.raises(UsageError, match="^run 'demo' is one of a script, which takes its own steps; call tf.profiler"):
         trace.check(run, "chief")

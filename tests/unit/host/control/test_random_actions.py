@@ -1,7 +1,5 @@
 """Random commands from two terminals, many of them killed: every run folder is usable, and nothing is left over."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +16,12 @@ def act(folder: Path, seed: int, actions: int) -> None:
     assert 0 == done.returncode, done.stderr
 
 
-def test_whatever_is_done_to_runs_leaves_them_usable_and_nothing_else(tmp_path: Path) -> None:
+def test_whatever_is_done_to_runs_leaves_them_usable_and_nothing_else(tmp_path):
     fast.leave_out("starts clusters")
     act(tmp_path / "actions", seed=1, actions=24)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_ten_thousand_actions_leave_runs_usable_and_nothing_else(tmp_path: Path, seed: int) -> None:
+def test_ten_thousand_actions_leave_runs_usable_and_nothing_else(tmp_path, seed):
     act(tmp_path / "actions", seed, actions=1000)

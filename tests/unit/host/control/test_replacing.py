@@ -1,7 +1,5 @@
 """Starting a run's tasks again with changed code: for which runs, and until when."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable
@@ -20,7 +18,7 @@ MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture
-def run(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def run(make_run, monkeypatch) -> RunFolder:
     """A run that is in progress in containers."""
     monkeypatch.setattr(teardown, "in_progress", lambda run: not run.ended)
     monkeypatch.setattr(replacing.registry, "of", lambda run: Compose())
@@ -32,16 +30,14 @@ def compose(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(Compose, "watch", lambda self, run: shlex.join([sys.executable, "-c", program]))
 
 
-def test_the_agents_must_know_of_it_until_compose_ends(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agents_must_know_of_it_until_compose_ends(run, monkeypatch):
     compose(monkeypatch, f"import pathlib, sys; sys.exit(7 if pathlib.Path({str(run.replaced)!r}).exists() else 0)")
     with pytest.raises(RunFailed, match="exit code 7"):
         replacing.watch(run, trust=True)
     assert not run.replaced.exists()
 
 
-def test_a_request_to_stop_must_end_it(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_request_to_stop_must_end_it(run, monkeypatch, capsys):
     run.request_stop("a test")
     compose(monkeypatch, "import time; time.sleep(600)")
     replacing.watch(run, trust=True)
@@ -49,20 +45,20 @@ def test_a_request_to_stop_must_end_it(
     assert not run.replaced.exists()
 
 
-def test_a_run_that_is_not_in_progress_must_be_refused(make_run: MakeRun) -> None:
+def test_a_run_that_is_not_in_progress_must_be_refused(make_run):
     run = make_run("demo", workers=1)
     run.end("stopped", task="chief")
     with pytest.raises(UsageError):
         replacing.watch(run, trust=True)
 
 
-def test_a_run_whose_records_were_changed_must_be_refused(run: RunFolder) -> None:
+def test_a_run_whose_records_were_changed_must_be_refused(run):
     write_json(run.compose, {"services": {}})  # as one of its tasks could
     with pytest.raises(UsageError):
         replacing.watch(run)
 
 
-def test_local_processes_must_be_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_processes_must_be_refused(run, monkeypatch):
     monkeypatch.setattr(replacing.registry, "of", lambda run: LOCAL)
     with pytest.raises(UsageError):
         replacing.watch(run, trust=True)

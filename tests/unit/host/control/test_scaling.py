@@ -1,7 +1,5 @@
 """`invoke scale`: what is refused, the request to stop, and whoever watches."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import time
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("recorded_configuration")
 
 
 @pytest.fixture
-def training(make_run: MakeRun) -> Callable[..., RunFolder]:
+def training(make_run) -> Callable[..., RunFolder]:
     """Makes a run whose every task has just written a heartbeat; none of them is there."""
 
     def make(config: dict[str, Any] | None = None, **topology: Any) -> RunFolder:
@@ -67,7 +65,7 @@ def refusal(run: RunFolder, workers: str, ps: str = "") -> ClusterError:
     return refused.value
 
 
-def test_a_run_that_failed_is_shown_as_such_while_its_chief_is_frozen(training: Callable[..., RunFolder]) -> None:
+def test_a_run_that_failed_is_shown_as_such_while_its_chief_is_frozen(training):
     run = training(workers=1)
     beats(run, age_s=LOST_AFTER_S + 5)
     run.end("failed", task="worker-0", exit_code=1, error="a bug")  # the chief would write the summary
@@ -108,16 +106,14 @@ def test_a_run_that_failed_is_shown_as_such_while_its_chief_is_frozen(training: 
         ({"workers": 0, "strategy": "tpu"}, "1", "", "run 'run' trains on the cores of a TPU, whose number is fixed"),
     ],
 )
-def test_a_size_that_the_run_cannot_have_is_refused(
-    training: Callable[..., RunFolder], topology: dict[str, Any], workers: str, ps: str, message: str
-) -> None:
+def test_a_size_that_the_run_cannot_have_is_refused(training, topology, workers, ps, message):
     run = training(**topology)
     error = refusal(run, workers, ps)
     assert (EXIT_USAGE, False) == (error.exit_code, run.stop_requested)
     assert str(error).startswith(message)
 
 
-def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(training: Callable[..., RunFolder]) -> None:
+def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(training):
     """96 examples in 6 shards: 4 workers, which could not share the batch evenly, can share these."""
     run = training({"bitwise_elastic": 6}, workers=2)
     assert "--bitwise-elastic 6: 7 replicas share 6 virtual shards" in str(refusal(run, "6"))
@@ -125,27 +121,27 @@ def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(trainin
     scaling._check_size(run, run.load_cluster(), spec.build(workers=4))
 
 
-def test_a_run_that_has_ended_is_not_scaled(training: Callable[..., RunFolder]) -> None:
+def test_a_run_that_has_ended_is_not_scaled(training):
     run = training(workers=2)
     write_json(run.summary, {"state": "stopped"})
     message = "run 'run' is not in progress; `invoke up --resume run --workers 1` goes on with it"
     assert message == str(refusal(run, "1"))
 
 
-def test_a_pipeline_is_cut_for_its_stages(training: Callable[..., RunFolder]) -> None:
+def test_a_pipeline_is_cut_for_its_stages(training):
     error = refusal(training(workers=1, strategy="pipeline"), "3")
     assert isinstance(error, UsageError)
     assert "--resume run --stages" in str(error)
 
 
-def test_a_script_keeps_its_own_state(training: Callable[..., RunFolder]) -> None:
+def test_a_script_keeps_its_own_state(training):
     run = training({"script": "/its/train.py"}, workers=2)
     assert str(refusal(run, "1")).startswith(
         "run 'run' is one of a script, which keeps its own state; `invoke stop run"
     )
 
 
-def test_memory_counts_the_tasks_that_end(training: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_counts_the_tasks_that_end(training, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: limits.TASK_MEMORY_BYTES)
     run = training(workers=1)
     error = refusal(run, "3")
@@ -164,14 +160,14 @@ def claimed_elsewhere(run: RunFolder) -> Iterator[None]:
         yield
 
 
-def test_a_run_that_is_being_stopped_is_left_alone(training: Callable[..., RunFolder]) -> None:
+def test_a_run_that_is_being_stopped_is_left_alone(training):
     run = training(workers=2)
     assert run.request_stop("somebody")
     assert "run 'run' is being stopped already; `invoke status --watch` shows it" == str(refusal(run, "1"))
     assert ("somebody", "") == tuple(read_json(run.control / "stop.json")[key] for key in ("by", "then"))
 
 
-def test_the_request_of_a_killed_command_is_taken_over(training: Callable[..., RunFolder]) -> None:
+def test_the_request_of_a_killed_command_is_taken_over(training):
     run = training(workers=2)
     scale_requested(run)
     run.end("stopped", task="chief")
@@ -179,9 +175,7 @@ def test_the_request_of_a_killed_command_is_taken_over(training: Callable[..., R
 
 
 @pytest.mark.parametrize("age_s", [1.0, LOST_AFTER_S + 5])
-def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(
-    training: Callable[..., RunFolder], age_s: float
-) -> None:
+def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(training, age_s):
     run = training(workers=1)
     beats(run, age_s=age_s, state="stopped")
     scale_requested(run)
@@ -195,7 +189,7 @@ def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(
     assert planning.plan(resume).resumes
 
 
-def test_the_plan_keeps_what_was_not_asked_for(training: Callable[..., RunFolder]) -> None:
+def test_the_plan_keeps_what_was_not_asked_for(training):
     run = training(workers=2, ps=1, evaluator=True)
     planned = scaling.plan(run, "1", "")
     assert ("ps", "local", True) == (planned.cluster.strategy, planned.runtime.name, planned.resumes)
@@ -203,7 +197,7 @@ def test_the_plan_keeps_what_was_not_asked_for(training: Callable[..., RunFolder
     assert "OneDeviceStrategy" == scaling.plan(run, "0", "").cluster.strategy_class
 
 
-def test_the_command_passes_on_what_it_was_given(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_passes_on_what_it_was_given(make_run, monkeypatch):
     run, requested = make_run("named"), []
     monkeypatch.setattr(scaling, "scale", lambda *words, trust: requested.append((*words[:3], trust)) or 130)
     with pytest.raises(Exit) as ended:
@@ -215,7 +209,7 @@ def test_the_command_passes_on_what_it_was_given(make_run: MakeRun, monkeypatch:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_watchers_are_patient_with_a_run_that_is_being_scaled(training: Callable[..., RunFolder]) -> None:
+def test_watchers_are_patient_with_a_run_that_is_being_scaled(training):
     run = training(workers=1)
     beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
     scale_requested(run)
@@ -233,7 +227,7 @@ def test_watchers_are_patient_with_a_run_that_is_being_scaled(training: Callable
 
 
 @pytest.mark.usefixtures("hurried")
-def test_watchers_end_a_run_whose_scaling_was_given_up(training: Callable[..., RunFolder]) -> None:
+def test_watchers_end_a_run_whose_scaling_was_given_up(training):
     run = training(workers=1)
     beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
     scale_requested(run)
@@ -248,7 +242,7 @@ def test_watchers_end_a_run_whose_scaling_was_given_up(training: Callable[..., R
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_stop_after_a_scaler_s_death_ends_the_run(training: Callable[..., RunFolder]) -> None:
+def test_a_stop_after_a_scaler_s_death_ends_the_run(training):
     run = training(workers=1)
     beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
     scale_requested(run)
@@ -256,7 +250,7 @@ def test_a_stop_after_a_scaler_s_death_ends_the_run(training: Callable[..., RunF
     assert "stopped" == watch.stop(run, "invoke stop", timeout_s=10)["state"]
 
 
-def test_a_run_may_be_scaled_before_it_trains(training: Callable[..., RunFolder]) -> None:
+def test_a_run_may_be_scaled_before_it_trains(training):
     run = training(workers=1)
     (run.path / "status" / "worker-0.json").unlink()
     smaller, seen = scaling.plan(run, "0", "").cluster.to_json(), []
@@ -272,7 +266,7 @@ def test_a_run_may_be_scaled_before_it_trains(training: Callable[..., RunFolder]
 # The request to stop
 
 
-def test_an_agent_s_sigterm_does_not_take_the_next_size_away(make_run: MakeRun) -> None:
+def test_an_agent_s_sigterm_does_not_take_the_next_size_away(make_run):
     run = make_run()
     assert run.request_stop("invoke scale", then=SCALE)
     assert not run.request_stop("worker-0")
@@ -283,7 +277,7 @@ def test_an_agent_s_sigterm_does_not_take_the_next_size_away(make_run: MakeRun) 
     assert "invoke stop" == read_json(run.control / "stop.json")["by"]
 
 
-def test_only_one_s_own_stop_is_withdrawn(make_run: MakeRun) -> None:
+def test_only_one_s_own_stop_is_withdrawn(make_run):
     run = make_run()
     run.request_stop("invoke scale", then=SCALE)
     run.withdraw_stop()

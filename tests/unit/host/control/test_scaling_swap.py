@@ -1,7 +1,5 @@
 """`invoke scale` on real agents with fake trainers: one cluster ends, and the next begins."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import threading
@@ -24,7 +22,7 @@ from cluster.host.runtime.local import supervisor
 from cluster.host.runtime.local.runtime import processes_of
 from cluster.system.errors import EXIT_TIMEOUT, TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
-from tests.unit.gang import Gang, StartGang
+from tests.unit.gang import Gang
 from tests.unit.launching import no_shell
 from tests.waiting import wait_for
 
@@ -53,7 +51,7 @@ def fake_plan(run: RunFolder, lines: str, data: Path, **requested: str) -> Plan:
 
 
 @pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+def scale(monkeypatch, tmp_path) -> Callable[..., int]:
     """Scales a gang of fake trainers; what they do next is in `lines`."""
 
     def run_it(gang: Gang, lines: str = LASTING, **requested: str) -> int:
@@ -68,13 +66,8 @@ def scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]
 
 @pytest.mark.parametrize(("before", "after", "hang_timeout_s"), [(2, 1, 90), (0, 2, 0)])  # 0: a task is debugged
 def test_a_run_goes_on_with_other_workers_while_somebody_waits(
-    start_gang: StartGang,
-    scale: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    before: int,
-    after: int,
-    hang_timeout_s: float,
-) -> None:
+    start_gang, scale, capsys, before, after, hang_timeout_s
+):
     gang = start_gang(LASTING, workers=before, hang_timeout_s=hang_timeout_s)
     started, ended = read_json(gang.run.control / "started.json"), []
     waits = threading.Thread(target=lambda: ended.append(watch.follow(gang.run, lambda value: None, 60)))
@@ -96,12 +89,7 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(
     assert set(summary["tasks"]) == set(gang.run.heartbeats())
 
 
-def test_a_worker_that_was_left_out_is_brought_in(
-    start_gang: StartGang,
-    scale: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch, capsys):
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "2")
     lines = LASTING.replace("if not GENERATION", "if GENERATION < 2")
     gang = start_gang(lines, workers=2, elastic={"min_workers": 1, "grow": False}, away=("chief", "worker-0"))
@@ -116,7 +104,7 @@ def test_a_worker_that_was_left_out_is_brought_in(
     assert [["worker-0"], []] == [change["left_out"] for change in summary["membership"]]
 
 
-def test_a_run_that_is_being_scaled_is_not_resumed(start_gang: StartGang, scale: Callable[..., int]) -> None:
+def test_a_run_that_is_being_scaled_is_not_resumed(start_gang, scale):
     """It is tried all the time: while tasks save, between the clusters, and while the new one starts."""
     gang, over = start_gang(LASTING, workers=1), threading.Event()
     refusals: list[object] = []
@@ -142,9 +130,7 @@ def test_a_run_that_is_being_scaled_is_not_resumed(start_gang: StartGang, scale:
     assert ("succeeded", 3) == (end_of(gang)["state"], len(gang.run.heartbeats()))
 
 
-def test_the_step_is_that_of_the_newest_checkpoint(
-    start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_step_is_that_of_the_newest_checkpoint(start_gang, scale, capsys):
     gang = start_gang(LASTING, workers=2)
     write_json(gang.run.checkpoints / "ckpt-2.json", {})
     write_json(gang.run.checkpoints / "ckpt-3.json", {})
@@ -153,9 +139,7 @@ def test_the_step_is_that_of_the_newest_checkpoint(
     assert [3] == [event["step"] for event in gang.events("scaled")]
 
 
-def test_parameter_servers_are_mentioned(
-    start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parameter_servers_are_mentioned(start_gang, scale, capsys):
     lines = "if NAME.startswith(('worker', 'ps')): serve()\n" + LASTING
     gang = start_gang(lines, workers=1, ps=1)
     assert 0 == scale(gang, lines, workers="2", ps="2")
@@ -164,7 +148,7 @@ def test_parameter_servers_are_mentioned(
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "ps-1": 0} == end_of(gang)["tasks"]
 
 
-def test_a_stop_for_another_size_is_not_the_end(start_gang: StartGang) -> None:
+def test_a_stop_for_another_size_is_not_the_end(start_gang):
     gang = start_gang("train(3), work()", workers=1)
     gang.await_step("chief", 3)
     gang.run.request_stop("a test", then=SCALE)
@@ -173,9 +157,7 @@ def test_a_stop_for_another_size_is_not_the_end(start_gang: StartGang) -> None:
     assert {"chief": "stopped", "worker-0": "stopped"} == {n: b["state"] for n, b in gang.run.heartbeats().items()}
 
 
-def test_a_run_that_ends_by_itself_first_says_so(
-    start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_ends_by_itself_first_says_so(start_gang, scale, capsys):
     gang = start_gang("train(3), until(lambda: run.stop_requested), finish()", workers=1)
     assert 0 == scale(gang, workers="2")
     output = capsys.readouterr().out
@@ -183,7 +165,7 @@ def test_a_run_that_ends_by_itself_first_says_so(
     assert {"chief": 0, "worker-0": 0} == gang.summary()["tasks"]
 
 
-def test_a_run_that_fails_first_has_failed(start_gang: StartGang, scale: Callable[..., int]) -> None:
+def test_a_run_that_fails_first_has_failed(start_gang, scale):
     # It ends at once: a signal could still end the interpreter's teardown.
     end = "print('error: loss is nan', flush=True), os._exit(1)"
     gang = start_gang(f"train(3), until(lambda: run.stop_requested), {end}", workers=0)
@@ -191,9 +173,7 @@ def test_a_run_that_fails_first_has_failed(start_gang: StartGang, scale: Callabl
     assert ("failed", "loss is nan") == (gang.summary()["state"], gang.summary()["cause"]["error"])
 
 
-def test_a_run_that_does_not_stop_in_time_goes_on(
-    start_gang: StartGang, scale: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_does_not_stop_in_time_goes_on(start_gang, scale, monkeypatch):
     monkeypatch.setattr(watch, "STOP_TIMEOUT_S", 0.2)
     lines = "train(3)\nif not GENERATION: work(saving_s=1)\ntrain(4), meet(), finish()"
     gang = start_gang(lines, workers=1)
@@ -207,7 +187,7 @@ def test_a_run_that_does_not_stop_in_time_goes_on(
     assert {"chief": 0, "worker-0": 0} == summary["tasks"]
 
 
-def test_somebody_s_stop_comes_before_another_size(start_gang: StartGang, scale: Callable[..., int]) -> None:
+def test_somebody_s_stop_comes_before_another_size(start_gang, scale):
     gang = start_gang("train(3), work(saving_s=1)", workers=1)
     codes: list[int] = []
     scales = threading.Thread(target=lambda: codes.append(scale(gang, workers="2")))
@@ -218,9 +198,7 @@ def test_somebody_s_stop_comes_before_another_size(start_gang: StartGang, scale:
     assert ([130], {"chief": 0, "worker-0": 0}) == (codes, gang.summary()["tasks"])
 
 
-def test_a_stop_that_comes_between_the_clusters_is_not_lost(
-    start_gang: StartGang, scale: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_that_comes_between_the_clusters_is_not_lost(start_gang, scale, monkeypatch):
     go_on = startup.go_on
 
     def stopped_by_then(planned: Plan, sh: Shell) -> None:
@@ -233,12 +211,7 @@ def test_a_stop_that_comes_between_the_clusters_is_not_lost(
     assert ("stopped", 3) == (gang.summary()["state"], len(gang.summary()["tasks"]))
 
 
-def test_a_cluster_that_cannot_be_started_leaves_a_stopped_run(
-    start_gang: StartGang,
-    scale: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_cluster_that_cannot_be_started_leaves_a_stopped_run(start_gang, scale, monkeypatch, capsys):
     gang = start_gang("train(3), work()", workers=1)
 
     def fail(run: RunFolder) -> None:
@@ -251,9 +224,7 @@ def test_a_cluster_that_cannot_be_started_leaves_a_stopped_run(
     assert "run is stopped; `invoke up --resume run` goes on" in capsys.readouterr().out
 
 
-def test_a_cluster_that_fails_at_once_ends_the_run(
-    start_gang: StartGang, scale: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_that_fails_at_once_ends_the_run(start_gang, scale, capsys):
     gang = start_gang("train(3), work()", workers=1)
     assert 1 == scale(gang, "print('error: no such option'), sys.exit(2)", workers="0")
     assert "run was scaled from 1 to 0 workers at step 0 (3 steps done again: " in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """One fault after the other: which ones are drawn, when the storm is over, and when it counts as outlived."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,14 +23,14 @@ def beat(run: RunFolder, step: int, steps_total: int = LONG) -> None:
 
 
 @pytest.fixture
-def run(make_run: MakeRun) -> RunFolder:
+def run(make_run) -> RunFolder:
     made = make_run(workers=2, evaluator=True)
     beat(made, 100)
     return made
 
 
 @pytest.fixture
-def inflicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Fault]]:
+def inflicted(monkeypatch) -> list[tuple[int, Fault]]:
     """The faults that a storm inflicts and the newest step when it decided on each; the run then does 3 steps more."""
     faults: list[tuple[int, Fault]] = []
 
@@ -52,7 +50,7 @@ def deal(run: RunFolder, count: int = 10, seed: int = 7, kinds: Sequence[str] = 
 # What is drawn
 
 
-def test_the_same_seed_draws_the_same_faults(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+def test_the_same_seed_draws_the_same_faults(run, inflicted):
     drawn = []
     for seed in (7, 7, 8):
         deal(run, seed=seed)
@@ -63,7 +61,7 @@ def test_the_same_seed_draws_the_same_faults(run: RunFolder, inflicted: list[tup
     assert first == again != other
 
 
-def test_the_run_does_new_steps_between_two_faults(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+def test_the_run_does_new_steps_between_two_faults(run, inflicted):
     assert 200 == len(deal(run, count=200))
     waits = {fault.at_step - newest for newest, fault in inflicted}
     assert (5, 40) == (min(waits), max(waits))
@@ -79,9 +77,7 @@ def test_the_run_does_new_steps_between_two_faults(run: RunFolder, inflicted: li
         ({"workers": 1, "ps": 1}, "docker", {"corrupt"}),
     ],
 )
-def test_only_what_the_run_can_outlive_is_drawn(
-    make_run: MakeRun, inflicted: list[tuple[int, Fault]], topology: dict[str, int], runtime: str, missing: set[str]
-) -> None:
+def test_only_what_the_run_can_outlive_is_drawn(make_run, inflicted, topology, runtime, missing):
     run = make_run("another", **topology, evaluator=True)
     write_json(run.compose, {"x-runtime": runtime})
     beat(run, 0)
@@ -94,9 +90,7 @@ def test_only_what_the_run_can_outlive_is_drawn(
 
 
 @pytest.mark.parametrize(("runtime", "drawn"), [("local", True), ("docker", True), ("swarm", False)])
-def test_a_worker_is_lost_only_where_the_run_goes_on_without(
-    make_run: MakeRun, inflicted: list[tuple[int, Fault]], runtime: str, drawn: bool
-) -> None:
+def test_a_worker_is_lost_only_where_the_run_goes_on_without(make_run, inflicted, runtime, drawn):
     run = make_run("another", workers=2)
     write_json(run.compose, {"x-runtime": runtime})
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"min_workers": 1})
@@ -106,20 +100,18 @@ def test_a_worker_is_lost_only_where_the_run_goes_on_without(
     assert ({"worker-0", "worker-1"} if drawn else set()) == lost
 
 
-def test_who_was_left_out_is_spared(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+def test_who_was_left_out_is_spared(run, inflicted):
     run.begin_generation(1, left_out=["worker-0"])
     deal(run, count=50)
     assert {"chief", "worker-1"} == {fault.task for _, fault in inflicted}
 
 
-def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(
-    run: RunFolder, inflicted: list[tuple[int, Fault]]
-) -> None:
+def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(run, inflicted):
     deal(run, count=50, kinds=["pause", "slow"])
     assert {("pause", False), ("slow", False)} == {(fault.kind, fault.whole) for _, fault in inflicted}
 
 
-def test_each_fault_is_reported_before_and_after(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+def test_each_fault_is_reported_before_and_after(run, inflicted):
     lines: list[str] = []
     storm.deal(run, 2, 0, ["kill"], lines.append)
     (_, first), (_, second) = inflicted
@@ -135,9 +127,7 @@ def test_each_fault_is_reported_before_and_after(run: RunFolder, inflicted: list
 # When it is over
 
 
-def test_a_storm_ends_while_the_run_still_has_room_to_recover(
-    run: RunFolder, inflicted: list[tuple[int, Fault]]
-) -> None:
+def test_a_storm_ends_while_the_run_still_has_room_to_recover(run, inflicted):
     beat(run, 100, steps_total=300)
     results = deal(run, count=100)
     assert 2 <= len(results) == len(inflicted) < 40
@@ -145,19 +135,19 @@ def test_a_storm_ends_while_the_run_still_has_room_to_recover(
     assert max(fault.at_step for _, fault in inflicted) < 300
 
 
-def test_a_run_without_room_gets_no_fault(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+def test_a_run_without_room_gets_no_fault(run, inflicted):
     beat(run, 100, steps_total=140)
     assert [] == deal(run) == inflicted
     beat(run, 100, steps_total=141)
     assert 1 == len(deal(run, count=1))
 
 
-def test_a_run_whose_end_no_task_has_reported_yet_has_room(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+def test_a_run_whose_end_no_task_has_reported_yet_has_room(run, inflicted):
     beat(run, 100, steps_total=0)
     assert 3 == len(deal(run, count=3))
 
 
-def test_a_fault_that_ended_the_run_is_the_last(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_ended_the_run_is_the_last(run, monkeypatch):
     results = [
         Result("kill", "chief", 110, 0.1, 2.0, 4, None),
         Result("kill", "chief", 120, 0.1, 2.0, 4, "failed"),
@@ -167,7 +157,7 @@ def test_a_fault_that_ended_the_run_is_the_last(run: RunFolder, monkeypatch: pyt
     assert results == deal(run)
 
 
-def test_a_run_that_ends_before_the_next_fault_ends_the_storm(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_before_the_next_fault_ends_the_storm(run, monkeypatch):
     first = Result("kill", "chief", 110, 0.1, 2.0, 4, None)
     left = iter([first])
 
@@ -180,7 +170,7 @@ def test_a_run_that_ends_before_the_next_fault_ends_the_storm(run: RunFolder, mo
     assert [first] == deal(run)
 
 
-def test_an_ended_run_gets_no_fault(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+def test_an_ended_run_gets_no_fault(run, inflicted):
     write_json(run.summary, {"state": "succeeded"})
     assert [] == deal(run) == inflicted
 
@@ -197,20 +187,20 @@ def test_an_ended_run_gets_no_fault(run: RunFolder, inflicted: list[tuple[int, F
         (["partition"], "partition chief: local tasks share one network; use a run of --runtime docker"),
     ],
 )
-def test_kinds_that_make_no_storm_are_refused_in_one_line(run: RunFolder, kinds: list[str], line: str) -> None:
+def test_kinds_that_make_no_storm_are_refused_in_one_line(run, kinds, line):
     with pytest.raises(UsageError) as refused:
         storm.check(run, kinds)
     assert line == str(refused.value)
 
 
-def test_a_script_has_no_steps_between_which_to_inject_faults(run: RunFolder) -> None:
+def test_a_script_has_no_steps_between_which_to_inject_faults(run):
     write_json(run.config, {"script": "train.py", "arguments": []})
     with pytest.raises(UsageError, match=r"^storm with a script: a script reports no steps "):
         storm.check(run, ())
 
 
 @pytest.mark.parametrize("kinds", [(), ("kill", "pause", "slow", "corrupt", "oom")])
-def test_a_run_that_does_not_train_has_no_storm(run: RunFolder, kinds: tuple[str, ...]) -> None:
+def test_a_run_that_does_not_train_has_no_storm(run, kinds):
     storm.check(run, kinds)
     write_json(run.summary, {"state": "succeeded"})
     with pytest.raises(UsageError, match="is not in progress"):
@@ -238,15 +228,8 @@ def summary(state: str, weights: str | None) -> dict[str, Any]:
     ],
 )
 def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
-    make_run: MakeRun,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    ended: str,
-    weights: str,
-    dealt: int,
-    calm: str | None,
-    code: int,
-) -> None:
+    make_run, monkeypatch, capsys, ended, weights, dealt, calm, code
+):
     run = make_run("stormy", workers=1)
     beat(run, 100)
     run.event("chief", "fault", step=100, kind="kill")
@@ -282,7 +265,7 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
         assert [f"weights      {says} the undisturbed run calm"] == compared
 
 
-def test_a_storm_that_is_refused_inflicts_nothing(run: RunFolder, inflicted: list[tuple[int, Fault]]) -> None:
+def test_a_storm_that_is_refused_inflicts_nothing(run, inflicted):
     with pytest.raises(UsageError):
         storm.main(run, 2, 7, ["stop"], 12.0)
     assert [] == inflicted

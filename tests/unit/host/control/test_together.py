@@ -1,7 +1,5 @@
 """Two commands on one run at once, as real processes: one goes on, the other says so and changes nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -21,7 +19,6 @@ from cluster.host.runtime.local import supervisor
 from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_USAGE, PrerequisiteError
 from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT
-from tests.unit.gang import StartGang
 from tests.unit.launching import Commands
 from tests.waiting import wait_for
 
@@ -39,7 +36,7 @@ while not (here / "go").exists():
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """The folder of a script that every `up` here runs; it ends once `go` is there."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -48,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def invoke(tmp_path: Path) -> Iterator[Up]:
+def invoke(tmp_path) -> Iterator[Up]:
     """Starts `invoke` as a user does; everything is ended at the end."""
     commands: list[subprocess.Popen[str]] = []
 
@@ -69,7 +66,7 @@ def invoke(tmp_path: Path) -> Iterator[Up]:
 
 
 @pytest.fixture
-def up(invoke: Up, folder: Path) -> Up:
+def up(invoke, folder) -> Up:
     """Starts `invoke up` with the script on one local task; takes more options."""
     words = ("--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
 
@@ -95,9 +92,7 @@ def is_watched(folder: Path, tmp_path: Path) -> bool:
     return bool(started(folder)) and not claim.held(RunFolder(tmp_path / "runs" / "one"))
 
 
-def test_a_default_name_that_is_taken_is_not_taken_again(
-    up: Up, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_default_name_that_is_taken_is_not_taken_again(up, folder, tmp_path, monkeypatch):
     (folder / "go").touch()
     script = (
         "import time; time.strftime = lambda *_: 'now'; import sys; sys.argv[0] = 'invoke'; "
@@ -114,7 +109,7 @@ def test_a_default_name_that_is_taken_is_not_taken_again(
     assert {"script-now", "script-now-2", "script-now-3"} == names
 
 
-def test_of_two_with_one_name_one_is_refused(up: Up, folder: Path, tmp_path: Path) -> None:
+def test_of_two_with_one_name_one_is_refused(up, folder, tmp_path):
     both = up("--name=one"), up("--name=one")
     wait_for(lambda: any(command.poll() is not None for command in both), "the refusal")
     wait_for(lambda: started(folder), "the other's script")
@@ -126,7 +121,7 @@ def test_of_two_with_one_name_one_is_refused(up: Up, folder: Path, tmp_path: Pat
     assert "succeeded" == read_json(tmp_path / "runs" / "one" / "summary.json")["state"]
 
 
-def test_down_ends_a_run_that_somebody_watches(up: Up, invoke: Up, folder: Path, tmp_path: Path) -> None:
+def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
     watched = up("--name=one")
     wait_for(lambda: is_watched(folder, tmp_path), "the script")
     ((code, out, error),) = finished(invoke("down", "--timeout=0"))
@@ -138,7 +133,7 @@ def test_down_ends_a_run_that_somebody_watches(up: Up, invoke: Up, folder: Path,
     assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
 
 
-def test_sigterm_stops_a_run_as_ctrl_c_does(up: Up, folder: Path, tmp_path: Path) -> None:
+def test_sigterm_stops_a_run_as_ctrl_c_does(up, folder, tmp_path):
     watched = up("--name=one")
     wait_for(lambda: is_watched(folder, tmp_path), "the script")
     watched.send_signal(signal.SIGTERM)
@@ -150,7 +145,7 @@ def test_sigterm_stops_a_run_as_ctrl_c_does(up: Up, folder: Path, tmp_path: Path
     assert [] == supervisor.processes_left(run)
 
 
-def test_a_second_signal_kills_a_script_that_does_not_listen(up: Up, folder: Path, tmp_path: Path) -> None:
+def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_path):
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     (folder / "script.py").write_text(deaf + (folder / "script.py").read_text())
     watched = up("--name=one")
@@ -165,7 +160,7 @@ def test_a_second_signal_kills_a_script_that_does_not_listen(up: Up, folder: Pat
     assert [] == supervisor.processes_left(run)
 
 
-def test_a_run_whose_terminal_is_closed_goes_on(up: Up, folder: Path, tmp_path: Path) -> None:
+def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
     watched = up("--name=one")
     run = RunFolder(tmp_path / "runs" / "one")
     wait_for(lambda: is_watched(folder, tmp_path), "the script")
@@ -180,7 +175,7 @@ def test_a_run_whose_terminal_is_closed_goes_on(up: Up, folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("words", [["up", "--dry"], ["--dry", "up"]])
-def test_a_dry_run_writes_and_starts_nothing(invoke: Up, folder: Path, tmp_path: Path, words: list[str]) -> None:
+def test_a_dry_run_writes_and_starts_nothing(invoke, folder, tmp_path, words):
     options = ("--runtime=local", "--workers=0", "--tensorboard-port=0", f"--script={folder / 'script.py'}")
     ((code, out, error),) = finished(invoke(*words, *options))
     assert (EXIT_DONE, "") == (code, error)
@@ -190,13 +185,13 @@ def test_a_dry_run_writes_and_starts_nothing(invoke: Up, folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("task", ["down", "rerun", "docs.options"])
-def test_what_has_no_dry_run_refuses_invoke_s_own(invoke: Up, tmp_path: Path, task: str) -> None:
+def test_what_has_no_dry_run_refuses_invoke_s_own(invoke, tmp_path, task):
     ((code, out, error),) = finished(invoke("--dry", task))
     assert (EXIT_USAGE, "", 1) == (code, out, len(error.splitlines()))
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_is_being_started_is_ended_once_it_is(make_run: MakeRun, start_gang: StartGang) -> None:
+def test_a_run_that_is_being_started_is_ended_once_it_is(make_run, start_gang):
     gang = start_gang("train(2), work()", workers=0)
     ended = threading.Thread(target=lambda: watch.end(gang.run, "a test", 0, Commands()))
     with claim.hold(gang.run, "started"):
@@ -208,7 +203,7 @@ def test_a_run_that_is_being_started_is_ended_once_it_is(make_run: MakeRun, star
     assert "stopped" == read_json(gang.run.summary)["state"]
 
 
-def test_a_run_is_scaled_by_nobody_while_another_is_at_work_on_it(start_gang: StartGang) -> None:
+def test_a_run_is_scaled_by_nobody_while_another_is_at_work_on_it(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
     with claim.hold(gang.run, "resumed"), pytest.raises(claim.Taken, match="is being resumed by process"):
@@ -216,7 +211,7 @@ def test_a_run_is_scaled_by_nobody_while_another_is_at_work_on_it(start_gang: St
     assert not gang.run.stop_requested
 
 
-def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang: StartGang) -> None:
+def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
     assert not gang.run.summary.exists()  # as of a run that was resumed after whoever watched it saw it end
@@ -224,7 +219,7 @@ def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang: StartG
     assert supervisor.running(gang.run)
 
 
-def test_a_claim_ends_with_its_process(make_run: MakeRun) -> None:
+def test_a_claim_ends_with_its_process(make_run):
     run = make_run()
     lines = (
         "import sys, time; from pathlib import Path\n"
@@ -245,7 +240,7 @@ def test_a_claim_ends_with_its_process(make_run: MakeRun) -> None:
     assert not claim.held(run)
 
 
-def test_a_claim_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None:
+def test_a_claim_that_cannot_be_made_says_what_to_do(tmp_path):
     (tmp_path / "runs").write_text("a file")
     run = RunFolder(tmp_path / "runs" / "one")
     with pytest.raises(PrerequisiteError, match="set RUNS_DIR"), claim.hold(run, "started"):

@@ -1,9 +1,6 @@
 """The tour: every command is shown before it runs, fits the screen, exists, and is in the document with its output."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 from invoke import Exit, MockContext
@@ -12,11 +9,10 @@ import tasks
 from cluster.host.cli.tasks import tour as task
 from cluster.host.control import tour
 from cluster.host.control.tour import STEPS, Ran, Step
-from tests.unit.command_line import MakeRun
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ran(monkeypatch) -> list[str]:
     """The commands that were run, in a tour where each succeeds."""
     commands: list[str] = []
 
@@ -29,7 +25,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return commands
 
 
-def test_each_command_is_explained_and_shown_in_80_columns(ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_is_explained_and_shown_in_80_columns(ran, capsys):
     tasks.ns["tour"](MockContext())
     lines = capsys.readouterr().out.splitlines()
     assert [step.command for step in STEPS] == ran
@@ -40,7 +36,7 @@ def test_each_command_is_explained_and_shown_in_80_columns(ran: list[str], capsy
 
 
 @pytest.mark.parametrize("there", ["a run", "a file"])
-def test_a_tour_leaves_what_has_its_run_s_name(ran: list[str], make_run: MakeRun, tmp_path: Path, there: str) -> None:
+def test_a_tour_leaves_what_has_its_run_s_name(ran, make_run, tmp_path, there):
     if there == "a run":
         make_run(tour.RUN)
     else:
@@ -52,9 +48,7 @@ def test_a_tour_leaves_what_has_its_run_s_name(ran: list[str], make_run: MakeRun
     assert not [command for command in ran if "--fresh" in command]
 
 
-def test_a_user_can_stop_before_any_command(
-    ran: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_user_can_stop_before_any_command(ran, monkeypatch, capsys):
     answers = iter(["", "q"])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: next(answers))
@@ -62,9 +56,7 @@ def test_a_user_can_stop_before_any_command(
     assert [STEPS[0].command] == ran
 
 
-def test_a_reader_who_takes_long_does_not_miss_the_training(
-    ran: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reader_who_takes_long_does_not_miss_the_training(ran, monkeypatch, capsys):
     asked: list[int] = []
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(len(ran)) or "")
@@ -75,7 +67,7 @@ def test_a_reader_who_takes_long_does_not_miss_the_training(
     assert not set(range(start + 1, kill + 1)) & set(asked)
 
 
-def test_a_command_that_fails_ends_the_tour_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_fails_ends_the_tour_with_its_code(monkeypatch):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     monkeypatch.setattr(tour, "run", lambda step, say: Ran(step, 3, []))
     with pytest.raises(Exit) as ended:
@@ -83,7 +75,7 @@ def test_a_command_that_fails_ends_the_tour_with_its_code(monkeypatch: pytest.Mo
     assert 3 == ended.value.code
 
 
-def test_an_interrupted_tour_ends_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_tour_ends_its_run(monkeypatch):
     def interrupt(step: Step, say: object) -> Ran:
         raise KeyboardInterrupt
 
@@ -97,13 +89,13 @@ def test_an_interrupted_tour_ends_its_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert [["down", tour.RUN]] == [command[-2:] for command in called]
 
 
-def test_every_command_is_a_task_and_needs_no_engine() -> None:
+def test_every_command_is_a_task_and_needs_no_engine():
     assert {step.words[0] for step in STEPS} <= set(tasks.ns.task_names)
     (start,) = (step.words for step in STEPS if step.words[0] == "up")
     assert "local" == start[start.index("--runtime") + 1]
 
 
-def test_a_command_s_output_and_code_are_kept() -> None:
+def test_a_command_s_output_and_code_are_kept():
     said: list[str] = []
     step = Step("", "", ("explain", "--workers", "0", "--strategy", "none"))
     result = tour.run(step, said.append)
@@ -111,7 +103,7 @@ def test_a_command_s_output_and_code_are_kept() -> None:
     assert said[-1].startswith("error: ")
 
 
-def test_the_document_has_every_step_with_what_it_printed() -> None:
+def test_the_document_has_every_step_with_what_it_printed():
     written = task.PAGE.read_text()
     for number, step in enumerate(STEPS, 1):
         _, found, rest = written.partition(f"## {number}. {step.title}\n")

@@ -1,7 +1,5 @@
 """An engine that hangs, fails or is gone: nothing waits for it for ever, and what is left in it is named."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -28,7 +26,6 @@ from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
 from tests.unit.ending import end
-from tests.unit.gang import StartGang
 from tests.unit.launching import Commands
 from tests.waiting import wait_for
 
@@ -50,7 +47,7 @@ esac
 
 
 @pytest.fixture
-def client(docker: Docker, monkeypatch: pytest.MonkeyPatch) -> Docker:
+def client(docker, monkeypatch) -> Docker:
     """Puts a `docker` with this script on the PATH, before the usual programs."""
 
     def put(script: str) -> Path:
@@ -79,9 +76,7 @@ HANGS = "/bin/sh -c 'echo $$ >{pid_file}; exec /bin/sleep 600' & wait"
 """A client whose plugin hangs, and holds on to its output."""
 
 
-def test_a_client_that_hangs_is_ended_with_all_that_it_started(
-    client: Docker, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_hangs_is_ended_with_all_that_it_started(client, context, tmp_path, monkeypatch):
     pid_file = tmp_path / "plugin"
     client(HANGS.format(pid_file=pid_file))
     monkeypatch.setattr(engine, "COMPOSE_TIMEOUT_S", 1.0)
@@ -90,7 +85,7 @@ def test_a_client_that_hangs_is_ended_with_all_that_it_started(
     wait_for(lambda: processes.start_ticks(int(pid_file.read_text())) is None, "the plugin's end")
 
 
-def test_a_question_that_hangs_is_ended_with_all_that_it_started(client: Docker, tmp_path: Path) -> None:
+def test_a_question_that_hangs_is_ended_with_all_that_it_started(client, tmp_path):
     pid_file = tmp_path / "plugin"
     client(HANGS.format(pid_file=pid_file))
     assert 124 == engine.ask("info", timeout_s=1)[0]
@@ -100,15 +95,13 @@ def test_a_question_that_hangs_is_ended_with_all_that_it_started(client: Docker,
 @pytest.mark.parametrize(
     "words", ["docker compose up", "A=b docker compose -p x down", "docker build .", "docker import -"]
 )
-def test_every_command_of_the_client_is_bounded(words: str) -> None:
+def test_every_command_of_the_client_is_bounded(words):
     bound_s = engine.patience_s(words)
     assert bound_s is not None
     assert bound_s > 60
 
 
-def test_down_ends_local_runs_and_names_those_in_an_engine_that_is_gone(
-    client: Docker, context: Context, start_gang: StartGang, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_down_ends_local_runs_and_names_those_in_an_engine_that_is_gone(client, context, start_gang, make_run, capsys):
     client("echo 'Cannot connect to the Docker daemon' >&2; exit 1")
     gang = start_gang("train(2), work()", workers=0)
     contained = make_run("contained")
@@ -122,17 +115,13 @@ def test_down_ends_local_runs_and_names_those_in_an_engine_that_is_gone(
     assert owner.read(contained)  # the next `down` knows of it
 
 
-def test_down_without_an_engine_is_done_where_nothing_was_in_one(
-    client: Docker, context: Context, make_run: MakeRun
-) -> None:
+def test_down_without_an_engine_is_done_where_nothing_was_in_one(client, context, make_run):
     client("exit 1")
     make_run()
     assert EXIT_DONE == code_of("down", context)
 
 
-def test_down_goes_on_behind_a_run_that_cannot_be_ended(
-    client: Docker, context: Context, start_gang: StartGang, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_down_goes_on_behind_a_run_that_cannot_be_ended(client, context, start_gang, make_run, capsys):
     first = make_run("a-first")
     owner.begin(first, "docker")
     project = overlay.project(first.path)
@@ -146,9 +135,7 @@ def test_down_goes_on_behind_a_run_that_cannot_be_ended(
     assert owner.read(first)
 
 
-def test_down_ends_what_a_removed_folder_left(
-    client: Docker, context: Context, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_down_ends_what_a_removed_folder_left(client, context, tmp_path, capsys):
     runs = tmp_path / "runs"
     ours, others = overlay.project(runs / "gone"), overlay.project(tmp_path / "elsewhere" / "gone")
     calls = client(f"{ANSWERS}\ncase \"$*\" in 'ps --all'*) printf '{ours}\\tgone\\n{others}\\tgone\\n';; esac")
@@ -159,9 +146,7 @@ def test_down_ends_what_a_removed_folder_left(
     assert EXIT_DONE == code_of("down", context, run="gone", timeout="0")
 
 
-def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(make_run, capsys):
     run = make_run(workers=0)
     owner.begin(run, "docker")
     end(run, "succeeded")
@@ -176,9 +161,7 @@ def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(
     assert owner.read(run)
 
 
-def test_a_tensorboard_that_does_not_start_ends_no_run(
-    start_gang: StartGang, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensorboard_that_does_not_start_ends_no_run(start_gang, capsys, monkeypatch):
     gang = start_gang("train(2)\nuntil((run.path / 'go').exists)\nfinish()", workers=0)
 
     def refuse(*_: object, preferred: object) -> None:
@@ -192,7 +175,7 @@ def test_a_tensorboard_that_does_not_start_ends_no_run(
     assert "`invoke tensorboard` starts it: another program took the port meanwhile" in shown
 
 
-def test_a_tensorboard_that_ends_at_once_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensorboard_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatch):
     def fail(runs_dir: Path, port: int) -> int:
         (runs_dir / ".tensorboard.log").write_text("ValueError: no such thing\n")
         return 2**22 + 1  # no process
@@ -205,16 +188,14 @@ def test_a_tensorboard_that_ends_at_once_is_not_waited_for(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("record", ["", "x", "[]", "{}", '{"runtime": "local", "port": 1}', '{"runtime": "docker"}'])
-def test_a_damaged_record_is_no_tensorboard(tmp_path: Path, record: str) -> None:
+def test_a_damaged_record_is_no_tensorboard(tmp_path, record):
     (tmp_path / ".tensorboard.json").write_text(record)
     assert tensorboard.running(tmp_path) is None
     assert not tensorboard.stop(tmp_path, Commands())
 
 
 @pytest.mark.parametrize("interrupts", [1, 2])
-def test_an_interrupt_while_containers_start_ends_those_that_did(
-    client: Docker, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupts: int
-) -> None:
+def test_an_interrupt_while_containers_start_ends_those_that_did(client, context, tmp_path, monkeypatch, interrupts):
     deaf = "trap '' INT; " if interrupts == 2 else ""
     calls = client(f"{ANSWERS}\ncase \"$*\" in *' up '*) {deaf}/bin/sleep 600 & wait $!;; esac")
     config = {"dataset": "mnist", "global_batch": 192}
@@ -242,9 +223,7 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(
     assert owner.read(run) is None
 
 
-def test_of_two_that_start_containers_the_loser_ends_nothing(
-    client: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_that_start_containers_the_loser_ends_nothing(client, tmp_path, monkeypatch):
     client(ANSWERS)
     monkeypatch.setattr(configuration, "resolve", lambda *_: ({"dataset": "mnist", "global_batch": 192}, (), "there"))
     monkeypatch.setattr(build, "commands", lambda accelerator: [])
@@ -271,7 +250,7 @@ def test_of_two_that_start_containers_the_loser_ends_nothing(
 
 
 @pytest.mark.docker
-def test_an_engine_is_asked_for_what_a_removed_folder_left(context: Context, tmp_path: Path) -> None:
+def test_an_engine_is_asked_for_what_a_removed_folder_left(context, tmp_path):
     project = overlay.project(tmp_path / "runs" / "gone")
     labels = {"com.docker.compose.project": project, "com.docker.compose.network": "cluster", overlay.RUN_LABEL: "gone"}
     words = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]

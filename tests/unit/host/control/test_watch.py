@@ -1,17 +1,14 @@
 """Waiting on the host: a run whose engine stopped ends instead of hanging whoever waits for it."""
 
-from __future__ import annotations
-
 import itertools
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.contract.run import liveness, owner
-from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
+from cluster.contract.run.folder import LOST_AFTER_S
 from cluster.contract.run.liveness import LONGEST_LOOK_S, LivenessMonitor, look_once, silent
 from cluster.host.control import watch
 from cluster.host.image import engine
@@ -23,7 +20,7 @@ from tests.unit.launching import Commands
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_run_whose_engine_stopped_ends_as_failed(make_run: Callable[..., RunFolder]) -> None:
+def test_a_run_whose_engine_stopped_ends_as_failed(make_run):
     run = make_run(workers=1)
     for task in ("chief", "worker-0"):
         beat(run, task, age_s=LOST_AFTER_S + 5)
@@ -35,9 +32,7 @@ def test_a_run_whose_engine_stopped_ends_as_failed(make_run: Callable[..., RunFo
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("age_s", [0, LOST_AFTER_S + 5, 1e6, -1e6])
-def test_a_run_with_one_live_task_goes_on_whatever_its_clock_says(
-    make_run: Callable[..., RunFolder], age_s: float
-) -> None:
+def test_a_run_with_one_live_task_goes_on_whatever_its_clock_says(make_run, age_s):
     run, looks = make_run(workers=1), itertools.count()
     beat(run, "chief", age_s=LOST_AFTER_S + 5)
 
@@ -52,7 +47,7 @@ def test_a_run_with_one_live_task_goes_on_whatever_its_clock_says(
     assert run.outcome is None
 
 
-def test_a_watcher_s_own_sleep_is_no_silence(make_run: Callable[..., RunFolder]) -> None:
+def test_a_watcher_s_own_sleep_is_no_silence(make_run):
     run, clock = make_run(), [0.0]
     monitor = LivenessMonitor(run, lambda: clock[0])
     beat(run, "chief", age_s=0)
@@ -65,7 +60,7 @@ def test_a_watcher_s_own_sleep_is_no_silence(make_run: Callable[..., RunFolder])
     assert LONGEST_LOOK_S * 2 == monitor.silence_s
 
 
-def test_only_what_was_seen_to_be_silent_is_lost(make_run: Callable[..., RunFolder]) -> None:
+def test_only_what_was_seen_to_be_silent_is_lost(make_run):
     run, clock = make_run(workers=2), [0.0]
     monitor = LivenessMonitor(run, lambda: clock[0])
     beat(run, "worker-0", age_s=0)
@@ -78,7 +73,7 @@ def test_only_what_was_seen_to_be_silent_is_lost(make_run: Callable[..., RunFold
     assert 0 == monitor.silence_s
 
 
-def test_a_run_that_never_began_is_waited_for_longer(make_run: Callable[..., RunFolder]) -> None:
+def test_a_run_that_never_began_is_waited_for_longer(make_run):
     run, clock = make_run(), [0.0]
     monitor = LivenessMonitor(run, lambda: clock[0])
     for _ in range(int(watch.START_TIMEOUT_S)):
@@ -99,9 +94,7 @@ def test_a_run_that_never_began_is_waited_for_longer(make_run: Callable[..., Run
     assert "failed" == run.outcome["state"]
 
 
-def test_a_run_whose_job_is_gone_ends_soon_with_what_its_scheduler_says(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_job_is_gone_ends_soon_with_what_its_scheduler_says(make_run, monkeypatch):
     run, clock = make_run(), [0.0]
     gone = SimpleNamespace(
         is_remote=True, alive=lambda run: clock[0] < LOST_AFTER_S, situation=lambda run: "job 7 ended"
@@ -117,7 +110,7 @@ def test_a_run_whose_job_is_gone_ends_soon_with_what_its_scheduler_says(
 
 
 @pytest.mark.parametrize("supervised", [True, False])
-def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run: Callable[..., RunFolder], supervised: bool) -> None:
+def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run, supervised):
     """It writes the heartbeats of all tasks while it imports what they need, and hardly can on a loaded machine."""
     run, clock = make_run(), [0.0]
     this = processes.identity(os.getpid())
@@ -136,9 +129,7 @@ def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run: Callable[...
 
 
 @pytest.mark.parametrize("age_s", [60, -60, 1e6])
-def test_whoever_asks_once_looks_twice(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, age_s: float
-) -> None:
+def test_whoever_asks_once_looks_twice(make_run, monkeypatch, age_s):
     run = make_run()
     beat(run, "chief", age_s=age_s)
     monkeypatch.setattr(liveness.time, "sleep", lambda seconds: beat(run, "chief", age_s=age_s - 1))
@@ -147,7 +138,7 @@ def test_whoever_asks_once_looks_twice(
 
 
 @pytest.mark.usefixtures("hurried")
-def test_and_calls_lost_what_does_not_change(make_run: Callable[..., RunFolder]) -> None:
+def test_and_calls_lost_what_does_not_change(make_run):
     run = make_run()
     assert silent(run)
     beat(run, "chief", age_s=60)
@@ -158,7 +149,7 @@ def test_and_calls_lost_what_does_not_change(make_run: Callable[..., RunFolder])
     assert "done" == look_once(run)["chief"]["state"]
 
 
-def test_watching_asks_no_engine(make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_asks_no_engine(make_run, monkeypatch):
     run = make_run(workers=0)
     write_json(run.path.parent / ".tensorboard.json", {"runtime": "docker", "port": 6006})
     beat(run, "chief", age_s=0)
@@ -176,12 +167,7 @@ def test_watching_asks_no_engine(make_run: Callable[..., RunFolder], monkeypatch
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(
-    make_run: Callable[..., RunFolder],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    goes_on: bool,
-) -> None:
+def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(make_run, monkeypatch, capsys, goes_on):
     run = make_run()
 
     def begin(plan: object, sh: object, *, began: float) -> None:

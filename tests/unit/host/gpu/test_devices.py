@@ -1,7 +1,5 @@
 """What `nvidia-smi` says of a machine's GPUs, read: which there are, and which are neighbours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +15,7 @@ NvidiaSmi = Callable[[str], None]
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_every_gpu_of_a_host_is_found(nvidia_smi: NvidiaSmi, host: str) -> None:
+def test_every_gpu_of_a_host_is_found(nvidia_smi, host):
     nvidia_smi(host)
     machine = devices.machine("--gpus all")
     ids = [str(index) for index in range(int(host.partition("-")[0]))]
@@ -47,20 +45,20 @@ def test_every_gpu_of_a_host_is_found(nvidia_smi: NvidiaSmi, host: str) -> None:
         ("2-l4-no-topology", "01", (0, 0)),
     ],
 )
-def test_neighbours_are_distinguished(nvidia_smi: NvidiaSmi, host: str, pair: str, near: tuple[int, int]) -> None:
+def test_neighbours_are_distinguished(nvidia_smi, host, pair, near):
     nvidia_smi(host)
     machine = devices.machine("--gpus all")
     assert near == machine.closeness(*pair) == machine.closeness(*reversed(pair))
 
 
-def test_paths_are_ordered_as_nvidia_smi_s_legend_has_them() -> None:
+def test_paths_are_ordered_as_nvidia_smi_s_legend_has_them():
     legend = (RECORDED / "8-h100-nvswitch" / "topo.txt").read_text().partition("Self")[2]
     assert sorted(devices.PATHS, key=devices.PATHS.__getitem__) == [
         line.split()[0] for line in legend.splitlines() if " = Connection" in line and "NV#" not in line
     ]
 
 
-def test_columns_cut_by_blanks_are_read_as_those_cut_by_tabs() -> None:
+def test_columns_cut_by_blanks_are_read_as_those_cut_by_tabs():
     text = (RECORDED / "8-h100-nvswitch" / "topo.txt").read_text()
     assert devices.neighbours(text) == devices.neighbours(text.replace("\t", "    "))
     assert "0" == devices.neighbours(text)[1]["3"]
@@ -68,7 +66,7 @@ def test_columns_cut_by_blanks_are_read_as_those_cut_by_tabs() -> None:
     assert "0-55,112-167" == devices.neighbours(older)[1]["3"]
 
 
-def test_what_is_not_known_is_no_neighbourhood() -> None:
+def test_what_is_not_known_is_no_neighbourhood():
     links, nodes = devices.neighbours(
         "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV4\tN/A\tN/A\nGPU1\tNV4\t X \n"
     )
@@ -78,7 +76,7 @@ def test_what_is_not_known_is_no_neighbourhood() -> None:
     assert ({}, {}) == devices.neighbours("Not supported\n")
 
 
-def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi: NvidiaSmi) -> None:
+def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi):
     nvidia_smi("2-a100-mig")
     assert [True, False] == [gpu.mig for gpu in devices.machine("--gpus all").gpus]
     assert () == devices.machine("--gpus all").instances
@@ -87,7 +85,7 @@ def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi:
     assert ["MIG-a8948c89", "MIG-d4c28c2e"] == [one.id[:12] for one in found]
 
 
-def test_indices_are_numbers() -> None:
+def test_indices_are_numbers():
     text = "".join(f"{index}, GPU-{index}, NVIDIA L4, 23034, Disabled\n" for index in (10, 9, 0))
     assert ["0", "9", "10"] == [gpu.id for gpu in devices.inventory(text)]
 
@@ -117,9 +115,7 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
         ("exec /bin/sleep 60", "no GPU was found on this machine (nvidia-smi did not answer in 0.2 s); install"),
     ],
 )
-def test_a_machine_without_gpus_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, message: str
-) -> None:
+def test_a_machine_without_gpus_is_reported(tmp_path, monkeypatch, script, message):
     monkeypatch.setenv("PATH", str(tmp_path))
     if script is not None:
         says(tmp_path, monkeypatch, script)
@@ -132,7 +128,7 @@ def test_a_machine_without_gpus_is_reported(
     assert 1 == len(str(refused.value).splitlines())
 
 
-def test_what_cannot_be_read_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_shown(tmp_path, monkeypatch):
     says(tmp_path, monkeypatch, "echo '0, [Unknown Error], NVIDIA L4'")
     with pytest.raises(
         ClusterError, match=r"nvidia-smi printed '0, \[Unknown Error\], NVIDIA L4': expected"

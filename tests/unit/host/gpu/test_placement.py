@@ -1,7 +1,5 @@
 """Which task gets which GPUs: neighbours, equally many, none twice; and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -68,9 +66,7 @@ def groups(given: Placement) -> list[str]:
         ("2-l4-no-topology", "2", "", 1, ["0", "1"]),
     ],
 )
-def test_tasks_get_neighbours(
-    nvidia_smi: NvidiaSmi, host: str, words: str, per_task: str, workers: int, expected: list[str]
-) -> None:
+def test_tasks_get_neighbours(nvidia_smi, host, words, per_task, workers, expected):
     nvidia_smi(host)
     given = placed(words, per_task, workers=workers)
     assert expected == groups(given)
@@ -85,23 +81,21 @@ def test_tasks_get_neighbours(
         ({"01": "NV4", "04": "PIX", "05": "PIX"}, 1, 2, ["0,1", "4,5"]),  # a task near the other, inside it is the same
     ],
 )
-def test_a_machine_without_order_is_searched(
-    links: dict[str, str], workers: int, per_task: int, expected: list[str]
-) -> None:
+def test_a_machine_without_order_is_searched(links, workers, per_task, expected):
     ids = "012345"[: 6 if per_task > 1 else 4]
     levels = {pair: links.get("".join(sorted(pair)), "SYS") for pair in itertools.permutations(ids, 2)}
     machine = Machine(tuple(Gpu(gpu, gpu, "a model", 1) for gpu in ids), (), levels)
     assert expected == groups(placement.place(GpuRequest("--gpus", per_task=per_task), machine, spec.build(workers)))
 
 
-def test_only_the_chief_and_the_workers_get_any(nvidia_smi: NvidiaSmi) -> None:
+def test_only_the_chief_and_the_workers_get_any(nvidia_smi):
     nvidia_smi("8-h100-nvswitch")
     given = placed("6", workers=2, ps=2, evaluator=True)
     assert {"chief": ("0", "1"), "worker-0": ("2", "3"), "worker-1": ("4", "5")} == given.ids
     assert () == given.of("ps-0") == given.of("evaluator")
 
 
-def test_parameter_servers_workers_may_have_an_instance_each(nvidia_smi: NvidiaSmi) -> None:
+def test_parameter_servers_workers_may_have_an_instance_each(nvidia_smi):
     nvidia_smi("2-a100-mig")
     assert [MIG, OTHER_MIG] == groups(placed(f"{OTHER_MIG},{MIG}", workers=1, ps=1))
 
@@ -120,7 +114,7 @@ def machines(draw: st.DrawFn) -> Machine:
 
 @settings(deadline=None)  # others use this machine, too
 @given(machine=machines(), workers=st.integers(0, 8), per_task=st.integers(1, 9))
-def test_gpus_are_shared_out_evenly_and_none_twice(machine: Machine, workers: int, per_task: int) -> None:
+def test_gpus_are_shared_out_evenly_and_none_twice(machine, workers, per_task):
     requested, cluster = GpuRequest("--gpus", per_task=per_task), spec.build(workers)
     count, there = (1 + workers) * per_task, len(machine.gpus)
     if count > there:
@@ -147,9 +141,7 @@ def test_gpus_are_shared_out_evenly_and_none_twice(machine: Machine, workers: in
     workers=st.integers(0, 7),
     draw=st.randoms(use_true_random=False),
 )
-def test_no_task_crosses_islands_that_it_could_stay_in(
-    islands: int, size: int, per_task: int, workers: int, draw: object
-) -> None:
+def test_no_task_crosses_islands_that_it_could_stay_in(islands, size, per_task, workers, draw):
     """NVLink inside the islands alone, and the GPUs of an island anywhere among the ids."""
     ids = [str(index) for index in range(islands * size)]
     draw.shuffle(ids)  # type: ignore[attr-defined]
@@ -191,14 +183,14 @@ def test_no_task_crosses_islands_that_it_could_stay_in(
         "0,0",
     ],
 )
-def test_words_that_make_no_sense_are_refused(words: str) -> None:
+def test_words_that_make_no_sense_are_refused(words):
     with pytest.raises(UsageError, match="--gpus") as refused:
         placement.parse(words, "")
     assert words in str(refused.value) or repr(words) in str(refused.value)
     assert EXIT_USAGE == refused.value.exit_code
 
 
-def test_counts_of_a_task_that_make_no_sense_are_refused() -> None:
+def test_counts_of_a_task_that_make_no_sense_are_refused():
     with pytest.raises(UsageError, match="--gpus-per-task '0': expected a whole number from 1 to 64"):
         placement.parse("all", "0")
     with pytest.raises(UsageError, match="--gpus none --gpus-per-task 2: none is none for each task; leave one"):
@@ -230,9 +222,7 @@ def test_counts_of_a_task_that_make_no_sense_are_refused() -> None:
         ("2-a100-mig", f"{MIG},1", "", 1, "MIG instances cannot train together"),
     ],
 )
-def test_what_a_machine_cannot_give_is_refused(
-    nvidia_smi: NvidiaSmi, host: str, words: str, per_task: str, workers: int, why: str
-) -> None:
+def test_what_a_machine_cannot_give_is_refused(nvidia_smi, host, words, per_task, workers, why):
     nvidia_smi(host)
     with pytest.raises(UsageError, match=why) as refused:
         placed(words, per_task, workers=workers)
@@ -249,7 +239,7 @@ def test_what_a_machine_cannot_give_is_refused(
         ("3", 2, "--gpus 3: 3 GPUs for 3 tasks, and this machine has 2 besides 2 in use by other runs; request fewer"),
     ],
 )
-def test_gpus_of_another_run_are_left_alone(nvidia_smi: NvidiaSmi, words: str, workers: int, message: str) -> None:
+def test_gpus_of_another_run_are_left_alone(nvidia_smi, words, workers, message):
     nvidia_smi("4-a100-nvlink")
     busy = {"1": "theirs", "3": "theirs"}
     requested, machine = placement.parse(words, ""), devices.machine("-")
@@ -263,7 +253,7 @@ def test_gpus_of_another_run_are_left_alone(nvidia_smi: NvidiaSmi, words: str, w
         placement.place(GpuRequest("--gpus 2", count=2), machine, spec.build(1), everything)
 
 
-def test_mixed_models_that_were_named_are_noted(nvidia_smi: NvidiaSmi) -> None:
+def test_mixed_models_that_were_named_are_noted(nvidia_smi):
     nvidia_smi("3-mixed")
     given = placed("0,1,2", workers=2)
     assert ["0", "1", "2"] == groups(given)
@@ -274,7 +264,7 @@ def test_mixed_models_that_were_named_are_noted(nvidia_smi: NvidiaSmi) -> None:
     assert () == placed("2", workers=1).notes
 
 
-def test_a_topology_that_is_not_reported_is_noted(nvidia_smi: NvidiaSmi) -> None:
+def test_a_topology_that_is_not_reported_is_noted(nvidia_smi):
     nvidia_smi("2-l4-no-topology")
     (note,) = placed("2", workers=1).notes
     assert note.startswith("`nvidia-smi topo -m` gave no answer")
@@ -293,16 +283,14 @@ def test_a_topology_that_is_not_reported_is_noted(nvidia_smi: NvidiaSmi) -> None
         ("4,5,6,7", 1, ["4", "5"]),  # never another one than was named
     ],
 )
-def test_a_run_that_goes_on_keeps_its_gpus_for_each_task(
-    nvidia_smi: NvidiaSmi, recorded: str, workers: int, expected: list[str]
-) -> None:
+def test_a_run_that_goes_on_keeps_its_gpus_for_each_task(nvidia_smi, recorded, workers, expected):
     nvidia_smi("8-h100-nvswitch")
     requested = placement.requested("", "", {"gpus": recorded}, 1)
     assert requested
     assert expected == groups(placement.place(requested, devices.machine("-"), spec.build(workers)))
 
 
-def test_a_run_cannot_grow_over_the_gpus_that_were_named(nvidia_smi: NvidiaSmi) -> None:
+def test_a_run_cannot_grow_over_the_gpus_that_were_named(nvidia_smi):
     nvidia_smi("8-h100-nvswitch")
     requested = placement.requested("", "", {"gpus": "4,5"}, 1)
     assert requested
@@ -310,7 +298,7 @@ def test_a_run_cannot_grow_over_the_gpus_that_were_named(nvidia_smi: NvidiaSmi) 
         placement.place(requested, devices.machine("-"), spec.build(2))
 
 
-def test_what_is_asked_for_now_goes_before_what_a_run_had() -> None:
+def test_what_is_asked_for_now_goes_before_what_a_run_had():
     assert placement.requested("none", "", {"gpus": "4"}, 1) is None
     assert placement.requested("", "", {}, 1) is None
     assert GpuRequest("--gpus 2", count=2) == placement.requested("2", "", {"gpus": "4"}, 1)
@@ -319,7 +307,7 @@ def test_what_is_asked_for_now_goes_before_what_a_run_had() -> None:
 # How they are handed over
 
 
-def test_handing_over_has_defaults_and_is_checked() -> None:
+def test_handing_over_has_defaults_and_is_checked():
     assert ("reserve", "WARN") == placement.device_handling("", "")
     assert ("cdi", "INFO") == placement.device_handling("cdi", "info")
     with pytest.raises(
@@ -330,6 +318,6 @@ def test_handing_over_has_defaults_and_is_checked() -> None:
         placement.device_handling("", "loud")
 
 
-def test_the_image_follows_from_the_gpus() -> None:
+def test_the_image_follows_from_the_gpus():
     assert ("cpu", "gpu") == (Placement().accelerator, Placement({"chief": ("0",)}).accelerator)
     assert {} == Placement().to_json()

@@ -1,11 +1,8 @@
 """The base's Debian packages: a rebuild is held to the versions on record."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ LISTED = "bash 5.2\nlibc6 2.36\n"
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def record(tmp_path, monkeypatch) -> Path:
     """The versions on record, in a file of the test's own."""
     monkeypatch.setattr(base_packages, "ROOT", tmp_path)
     monkeypatch.setattr(base_packages, "RECORD", tmp_path / "docker" / "base-packages.txt")
@@ -37,7 +34,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a 1\nb 2\n", ["4 packages: ", " and 1 more; "]),
     ],
 )
-def test_each_difference_is_named_in_one_line(record: Path, installed: str, message: list[str]) -> None:
+def test_each_difference_is_named_in_one_line(record, installed, message):
     found = base_packages.difference(installed, LISTED)
     assert bool(message) is bool(found)
     assert all(each in found for each in message)
@@ -45,7 +42,7 @@ def test_each_difference_is_named_in_one_line(record: Path, installed: str, mess
     assert not found or base_packages.RENEW in found
 
 
-def test_other_packages_are_refused_until_they_are_recorded(record: Path, docker: Callable[[str], Path]) -> None:
+def test_other_packages_are_refused_until_they_are_recorded(record, docker):
     calls = docker("echo libc6 2.36; echo bash 5.3")
     with pytest.raises(PrerequisiteError, match=r"bash 5\.3 instead of 5\.2"):
         base_packages.check()
@@ -55,14 +52,14 @@ def test_other_packages_are_refused_until_they_are_recorded(record: Path, docker
     assert f"run --rm --network=none --entrypoint=dpkg-query {images.DEBIAN_BASE} --show " in calls.read_text()
 
 
-def test_a_base_that_cannot_be_read_is_reported(record: Path, docker: Callable[[str], Path]) -> None:
+def test_a_base_that_cannot_be_read_is_reported(record, docker):
     docker("echo no such image >&2; exit 1")
     with pytest.raises(PrerequisiteError, match="no such image"):
         base_packages.renew()
     assert record.read_text() == LISTED
 
 
-def test_up_goes_on_with_a_warning(docker: Callable[[str], Path]) -> None:
+def test_up_goes_on_with_a_warning(docker):
     docker("echo bash 0")
     command = [sys.executable, "-m", "cluster.host.image.base_packages"]
     assert command == shlex.split(images.base_commands()[-1])
@@ -71,6 +68,6 @@ def test_up_goes_on_with_a_warning(docker: Callable[[str], Path]) -> None:
     assert done.stderr.startswith("warning: ")
 
 
-def test_the_record_lists_the_packages_of_the_base() -> None:
+def test_the_record_lists_the_packages_of_the_base():
     listed = dict(line.split(" ") for line in base_packages.RECORD.read_text().splitlines())
     assert {"python3.11", "ca-certificates", "libc6", "dpkg"} <= listed.keys()

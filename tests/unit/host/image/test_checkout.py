@@ -1,7 +1,5 @@
 """What git says of the checkout that runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -16,7 +14,7 @@ CODE = ("cluster", "train")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """An empty folder in the place of the checkout."""
     monkeypatch.setattr(checkout, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -24,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def committed(folder: Path) -> Path:
+def committed(folder) -> Path:
     """A checkout of one commit, made a day after 1970 began; returns its only file."""
     file = folder / "train" / "code.py"
     file.parent.mkdir()
@@ -35,7 +33,7 @@ def committed(folder: Path) -> Path:
     return file
 
 
-def test_the_commit_and_its_time_are_reported_and_whether_files_differ(committed: Path) -> None:
+def test_the_commit_and_its_time_are_reported_and_whether_files_differ(committed):
     commit = checkout.commit()
     assert (40, commit, 86400) == (len(commit), checkout.revision(), checkout.commit_time_s())
     committed.write_text("2")
@@ -43,7 +41,7 @@ def test_the_commit_and_its_time_are_reported_and_whether_files_differ(committed
     assert (commit, f"{commit}-dirty") == (checkout.revision("train"), checkout.revision("train/other.py"))
 
 
-def test_what_differs_from_the_commit_is_reported_by_a_hash(folder: Path, committed: Path) -> None:
+def test_what_differs_from_the_commit_is_reported_by_a_hash(folder, committed):
     clean = checkout.commit()
     assert checkout.changes_sha256(*CODE) is None
     committed.write_text("2")
@@ -55,22 +53,20 @@ def test_what_differs_from_the_commit_is_reported_by_a_hash(folder: Path, commit
     assert clean == checkout.commit()
 
 
-def test_only_the_named_folders_count(folder: Path, committed: Path) -> None:
+def test_only_the_named_folders_count(folder, committed):
     (folder / "README.md").write_text("about")
     subprocess.run([*GIT, "-C", str(folder), "add", "README.md"], check=True)
     assert checkout.changes_sha256(*CODE) is None
     assert checkout.revision().endswith("-dirty")
 
 
-def test_a_link_to_nothing_is_not_a_change(folder: Path, committed: Path) -> None:
+def test_a_link_to_nothing_is_not_a_change(folder, committed):
     (folder / "train" / ".#code.py").symlink_to("user@host.1:2")  # an editor's lock
     assert checkout.changes_sha256(*CODE) is None
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_outside_of_a_git_checkout_there_is_nothing_to_report(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
+def test_outside_of_a_git_checkout_there_is_nothing_to_report(folder, monkeypatch, installed):
     if not installed:
         monkeypatch.setenv("PATH", str(folder))
     assert ("", "", 0) == (checkout.commit(), checkout.revision(), checkout.commit_time_s())

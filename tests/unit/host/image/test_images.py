@@ -1,7 +1,5 @@
 """The images' names and commands. What they hold: `tests/e2e/test_image_contents.py`."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -30,7 +28,7 @@ Ask = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(autouse=True)
-def no_base_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_base_image(monkeypatch):
     monkeypatch.delenv("BASE_IMAGE", raising=False)
 
 
@@ -53,24 +51,24 @@ def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) ->
 
 
 @pytest.mark.parametrize("accelerator", images.ACCELERATORS)
-def test_every_accelerator_must_have_a_lock_and_an_image(accelerator: str) -> None:
+def test_every_accelerator_must_have_a_lock_and_an_image(accelerator):
     assert f"tf-cluster/train:{accelerator}" == images.train_image(accelerator)
     assert (ROOT / f"requirements/train-{accelerator}.lock").is_file()
 
 
-def test_an_unknown_accelerator_must_be_refused() -> None:
+def test_an_unknown_accelerator_must_be_refused():
     with pytest.raises(UsageError, match="'gpus' has no image; did you mean 'gpu'"):
         images.train_image("gpus")
 
 
-def test_an_unknown_accelerator_must_be_refused_before_any_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_accelerator_must_be_refused_before_any_engine_is_asked(monkeypatch):
     monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
     with pytest.raises(Exit, match="'xyz' has no image") as ended:
         tasks.ns["image.build"](MockContext(), accelerator="xyz")
     assert EXIT_USAGE == ended.value.code
 
 
-def test_make_up_must_look_for_these_images_and_pass_its_options_on() -> None:
+def test_make_up_must_look_for_these_images_and_pass_its_options_on():
     # `--no-print-directory`: `make test`, which this may run under, would have it say where it is.
     words = ["make", "--no-print-directory", "--dry-run", "--always-make", "up", "UP=--workers 1"]
     shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -81,12 +79,12 @@ def test_make_up_must_look_for_these_images_and_pass_its_options_on() -> None:
 # The base
 
 
-def test_the_official_image_must_be_pinned_to_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_official_image_must_be_pinned_to_its_digest(monkeypatch):
     monkeypatch.setattr(engine, "ask", answering({}, (0, DIGEST)))
     assert images.default_base() == BASE
 
 
-def test_a_local_image_must_come_before_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_image_must_come_before_the_registry(monkeypatch):
     monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: MADE_HERE}, (0, DIGEST)))
     assert images.default_base() == images.Base(images.DEBIAN_BASE, layers=LAYERS)
     pulled = [[f"python@{DIGEST}"], LAYERS]
@@ -94,7 +92,7 @@ def test_a_local_image_must_come_before_the_registry(monkeypatch: pytest.MonkeyP
     assert images.default_base() == images.Base(images.PYTHON_BASE, DIGEST, LAYERS)
 
 
-def test_without_a_registry_a_base_must_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_registry_a_base_must_be_made(monkeypatch):
     monkeypatch.setattr(engine, "ask", answering({}))
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     base = images.default_base()
@@ -104,14 +102,14 @@ def test_without_a_registry_a_base_must_be_made(monkeypatch: pytest.MonkeyPatch)
     assert not set(made) & set(images.build_commands("cpu", BASE))
 
 
-def test_without_registry_and_bootstrapper_the_fix_must_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_registry_and_bootstrapper_the_fix_must_be_reported(monkeypatch):
     monkeypatch.setattr(engine, "ask", answering({}))
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(PrerequisiteError, match=r"no such host.*mmdebstrap.*install it, or set BASE_IMAGE"):
         images.default_base()
 
 
-def test_an_image_asked_for_must_be_used_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_asked_for_must_be_used_or_refused(monkeypatch):
     monkeypatch.setattr(engine, "ask", answering({"mine:1": MADE_HERE, "yours:1": MADE_HERE}))
     monkeypatch.setenv("BASE_IMAGE", "mine:1")
     assert images.default_base() == images.Base("mine:1", layers=LAYERS)
@@ -123,7 +121,7 @@ def test_an_image_asked_for_must_be_used_or_refused(monkeypatch: pytest.MonkeyPa
 # Commands
 
 
-def test_both_images_must_be_built_from_the_same_base() -> None:
+def test_both_images_must_be_built_from_the_same_base():
     train, board = (shlex.split(command) for command in images.build_commands("gpu", BASE))
     assert {"--target=train", "--tag=tf-cluster/train:gpu", "--build-arg=ACCELERATOR=gpu"} <= set(train)
     assert {"--target=tensorboard", f"--tag={images.tensorboard_image()}"} <= set(board)
@@ -135,7 +133,7 @@ def test_both_images_must_be_built_from_the_same_base() -> None:
         } <= set(command)
 
 
-def test_every_date_must_be_the_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_date_must_be_the_commits(monkeypatch):
     monkeypatch.setattr(checkout, "revision", lambda: "c0ffee-dirty")
     monkeypatch.setattr(checkout, "commit_time_s", lambda: 86400)
     for command in images.build_commands("cpu", BASE):
@@ -144,15 +142,13 @@ def test_every_date_must_be_the_commits(monkeypatch: pytest.MonkeyPatch) -> None
         assert "image.revision=c0ffee-dirty" in command
 
 
-def test_outside_of_a_checkout_no_revision_must_be_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_outside_of_a_checkout_no_revision_must_be_claimed(monkeypatch, tmp_path):
     monkeypatch.setattr(checkout, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert "revision" not in images.build_commands("cpu", BASE)[0]
 
 
-def test_the_ca_bundle_must_travel_as_a_secret_where_there_is_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_ca_bundle_must_travel_as_a_secret_where_there_is_one(monkeypatch, tmp_path):
     bundle = tmp_path / "ca.crt"
     monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
     assert "--secret" not in images.build_commands("cpu", BASE)[0]
@@ -160,14 +156,14 @@ def test_the_ca_bundle_must_travel_as_a_secret_where_there_is_one(
     assert [f"--secret=id=ca,src={bundle}"] == re.findall(rf"\S*{bundle}", images.build_commands("cpu", BASE)[0])
 
 
-def test_a_proxys_address_must_not_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxys_address_must_not_be_printed(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
     command = images.build_commands("cpu", BASE)[0]
     assert "--build-arg=HTTPS_PROXY" in shlex.split(command)
     assert "secret@proxy" not in command
 
 
-def test_inspecting_a_missing_image_must_report_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspecting_a_missing_image_must_report_how_to_build_it(monkeypatch):
     monkeypatch.setattr(engine, "ask", answering({}))
     with pytest.raises(PrerequisiteError, match=r"No such image.*invoke image\.build"):
         images.inspect(images.tensorboard_image())
@@ -185,7 +181,7 @@ def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, s
 
 
 @pytest.fixture
-def checked_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def checked_out(monkeypatch, tmp_path) -> Path:
     """Copy what an image is built from."""
     for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
         there = ROOT / name
@@ -194,7 +190,7 @@ def checked_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_images_of_the_same_inputs_need_no_build_and_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_the_same_inputs_need_no_build_and_no_registry(monkeypatch):
     def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
         assert words[0] == "image", "the registry was asked"
         return answering(labels(BASE))(*words)
@@ -218,9 +214,7 @@ def test_images_of_the_same_inputs_need_no_build_and_no_registry(monkeypatch: py
         (lambda root: (root / "train" / "__pycache__" / "new.pyc").write_text(""), False),
     ],
 )
-def test_what_an_image_is_made_of_must_decide_whether_it_is_built(
-    checked_out: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], builds: bool
-) -> None:
+def test_what_an_image_is_made_of_must_decide_whether_it_is_built(checked_out, monkeypatch, change, builds):
     (checked_out / "train" / "__pycache__").mkdir(exist_ok=True)
     monkeypatch.setattr(engine, "ask", answering(labels(BASE) | {images.PYTHON_BASE: [[f"python@{DIGEST}"], LAYERS]}))
     assert images.are_current("cpu")
@@ -229,7 +223,7 @@ def test_what_an_image_is_made_of_must_decide_whether_it_is_built(
     assert builds is bool(build.commands("cpu"))
 
 
-def test_another_commit_or_base_must_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_commit_or_base_must_be_built(monkeypatch):
     monkeypatch.setattr(engine, "ask", answering(labels(BASE)))
     for name, current in [
         (images.PYTHON_BASE, True),
@@ -244,7 +238,7 @@ def test_another_commit_or_base_must_be_built(monkeypatch: pytest.MonkeyPatch) -
     assert not images.are_current("cpu")
 
 
-def test_a_base_made_here_must_be_the_same_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_made_here_must_be_the_same_still(monkeypatch):
     built = labels(images.Base(images.DEBIAN_BASE, layers=LAYERS))
     monkeypatch.setattr(engine, "ask", answering(built | {images.DEBIAN_BASE: MADE_HERE}))
     assert images.are_current("cpu")
@@ -259,7 +253,7 @@ def test_a_base_made_here_must_be_the_same_still(monkeypatch: pytest.MonkeyPatch
 # What a build is made from
 
 
-def test_every_install_must_be_from_a_lock_alone() -> None:
+def test_every_install_must_be_from_a_lock_alone():
     for text in ((DOCKER / "fill-venv.sh").read_text(), (ROOT / "Makefile").read_text()):
         installs = re.findall(r"\bpip\b.* install ((?:.*\\\n)*.*)", text)
         assert 1 == len(installs)
@@ -267,9 +261,7 @@ def test_every_install_must_be_from_a_lock_alone() -> None:
 
 
 @pytest.mark.parametrize("base", ["--help", "-", "a b", "$(id)", "a\nb"])
-def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(
-    base: str, docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(base, docker, monkeypatch):
     calls = docker("exit 0")
     monkeypatch.setenv("BASE_IMAGE", base)
     for requested in ("", base):
@@ -280,9 +272,7 @@ def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o002, 0o022])
-def test_the_umask_of_a_clone_does_not_decide_what_an_image_is_made_of(
-    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_umask_of_a_clone_does_not_decide_what_an_image_is_made_of(umask, tmp_path, monkeypatch):
     root = ROOT
     before = images.inputs_sha256(images.Base("base"))
     for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):

@@ -1,7 +1,5 @@
 """The locks: complete, hashed, equal to each other, and equal to what is installed here."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import sys
@@ -58,12 +56,12 @@ def unmet(target: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("target", locks.TARGETS)
-def test_a_lock_must_hold_packages_and_hashes_only(target: str) -> None:
+def test_a_lock_must_hold_packages_and_hashes_only(target):
     assert [] == [line for line in lines(target) if not LINE.fullmatch(line)]
 
 
 @pytest.mark.parametrize("target", locks.TARGETS)
-def test_every_package_must_be_hashed(target: str) -> None:
+def test_every_package_must_be_hashed(target):
     following = dict(zip(lines(target), lines(target)[1:], strict=False))
     packages = [line for line in lines(target) if re.match(r"[\w.-]+==", line)]
     assert [] == [line for line in packages if "--hash=sha256:" not in following[line]]
@@ -71,24 +69,24 @@ def test_every_package_must_be_hashed(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", locks.TARGETS)
-def test_a_lock_must_hold_what_is_asked_for(target: str) -> None:
+def test_a_lock_must_hold_what_is_asked_for(target):
     locked = {pin.name for pin in locks.pins(target)}
     assert set() == {canonicalize_name(requested.name) for requested, _ in requirements(target)} - locked
 
 
 @pytest.mark.parametrize("target", locks.TARGETS)
-def test_every_requirement_must_have_a_reason(target: str) -> None:
+def test_every_requirement_must_have_a_reason(target):
     assert [] == [str(requested) for requested, reason in requirements(target) if not reason]
 
 
 @pytest.mark.parametrize("target", locks.TARGETS)
-def test_all_targets_must_share_one_version_of_a_package(target: str) -> None:
+def test_all_targets_must_share_one_version_of_a_package(target):
     text = (ROOT / locks.CONSTRAINTS).read_text()
     shared = {line.split(" ; ")[0] for line in text.splitlines() if not line.startswith("#")}
     assert set() == {f"{pin.name}=={pin.version}" for pin in locks.pins(target)} - shared
 
 
-def test_both_accelerators_must_train_with_the_same_versions() -> None:
+def test_both_accelerators_must_train_with_the_same_versions():
     cpu, gpu = ({(pin.name, pin.version) for pin in locks.pins(f"train-{name}")} for name in ("cpu", "gpu"))
     assert {"tensorflow-cpu"} == {name for name, _ in cpu - gpu}
     assert all(name.startswith("nvidia-") for name, _ in gpu - cpu)
@@ -98,7 +96,7 @@ def test_both_accelerators_must_train_with_the_same_versions() -> None:
     ("target", "machine", "tensorflow"),
     [("cpu", "x86_64", "tensorflow-cpu"), ("cpu", "aarch64", "tensorflow"), ("gpu", "x86_64", "tensorflow")],
 )
-def test_a_machine_must_get_one_tensorflow_with_its_legacy_keras(target: str, machine: str, tensorflow: str) -> None:
+def test_a_machine_must_get_one_tensorflow_with_its_legacy_keras(target, machine, tensorflow):
     expected = {pin.name for pin in locks.pins(f"train-{target}") if applies(pin.marker, platform_machine=machine)}
     assert {tensorflow, "keras", "tf-keras"} == expected & {"tensorflow", "tensorflow-cpu", "keras", "tf-keras"}
 
@@ -109,19 +107,19 @@ LEFT_OUT = {("tf-keras", "tensorflow"), ("fsspec", "gcsfs"), *(("xprof", name) f
 
 
 @pytest.mark.parametrize("target", INSTALLED)
-def test_a_lock_must_be_complete(target: str) -> None:
+def test_a_lock_must_be_complete(target):
     """Installs look up no dependencies, so none may be missing."""
     assert set() == unmet(target) - LEFT_OUT
 
 
-def test_what_has_no_wheel_must_be_built_with_the_locked_setuptools() -> None:
+def test_what_has_no_wheel_must_be_built_with_the_locked_setuptools():
     (builder,) = locks.pins("build")
     for target in ("train-cpu", "train-gpu", "tensorboard"):  # so the images hold nothing that their lock does not
         assert builder in locks.pins(target)
 
 
 @pytest.mark.parametrize(("python", "expected"), [("3.11", ["early", "any"]), ("3.13", ["late", "any"])])
-def test_a_pin_applies_to_the_versions_of_python_that_its_marker_names(python: str, expected: list[str]) -> None:
+def test_a_pin_applies_to_the_versions_of_python_that_its_marker_names(python, expected):
     pins = [
         locks.Pin("early", "1", "python_full_version < '3.12' and sys_platform == 'linux'"),
         locks.Pin("late", "1", "python_full_version >= '3.12'"),
@@ -132,18 +130,18 @@ def test_a_pin_applies_to_the_versions_of_python_that_its_marker_names(python: s
     assert ("early" if sys.version_info < (3, 12) else "late") in [pin.name for pin in pins if pin.applies()]
 
 
-def test_tensorboard_must_not_need_tensorflow() -> None:
+def test_tensorboard_must_not_need_tensorflow():
     assert not {"tensorflow", "tensorflow-cpu", "keras"} & {pin.name for pin in locks.pins("tensorboard")}
 
 
 @pytest.mark.parametrize("target", INSTALLED)
-def test_the_environment_must_be_as_locked(target: str) -> None:
+def test_the_environment_must_be_as_locked(target):
     expected = {pin.name: pin.version for pin in locks.pins(target) if applies(pin.marker)}
     installed = {canonicalize_name(each.name): each.version for each in importlib.metadata.distributions()}
     assert expected == {name: installed.get(name) for name in expected}
 
 
-def test_locking_must_resolve_all_targets_together_first() -> None:
+def test_locking_must_resolve_all_targets_together_first():
     resolve, *each = locks.lock_commands()
     assert [f"requirements/{target}.in" for target in locks.TARGETS] == resolve[-len(locks.TARGETS) :]
     assert len(locks.TARGETS) == len(each)
@@ -152,7 +150,7 @@ def test_locking_must_resolve_all_targets_together_first() -> None:
         assert {"--generate-hashes", "--no-emit-index-url", f"--constraints={locks.CONSTRAINTS}"} <= set(command)
 
 
-def test_upgrading_must_change_versions_in_one_place() -> None:
+def test_upgrading_must_change_versions_in_one_place():
     resolve, *each = locks.lock_commands(upgrade=True)
     assert "--upgrade" in resolve
     assert not [command for command in each if "--upgrade" in command]

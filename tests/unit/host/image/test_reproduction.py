@@ -1,7 +1,5 @@
 """What an image holds, how two differ, and how that is reported: on small archives made here."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -40,7 +38,7 @@ def with_(path: str, **changed: Any) -> list[Layer]:
     return [{**ENTRIES, path: {**ENTRIES[path], **changed}}, CODE]
 
 
-def test_the_same_bytes_must_be_identical(tmp_path: Path) -> None:
+def test_the_same_bytes_must_be_identical(tmp_path):
     assert [] == differences(tmp_path, [ENTRIES, CODE], [ENTRIES, CODE])
 
 
@@ -68,12 +66,12 @@ def test_the_same_bytes_must_be_identical(tmp_path: Path) -> None:
         (with_("opt/b", uname="root"), "layer 1: the same files, packed differently: sha256:.* and sha256:.*"),
     ],
 )
-def test_a_difference_must_be_named(tmp_path: Path, changed: list[Layer], message: str) -> None:
+def test_a_difference_must_be_named(tmp_path, changed, message):
     (found,) = differences(tmp_path, [ENTRIES, CODE], changed)
     assert re.fullmatch(message, found), found
 
 
-def test_settings_must_be_compared_and_files_must_come_before_the_history(tmp_path: Path) -> None:
+def test_settings_must_be_compared_and_files_must_come_before_the_history(tmp_path):
     first = contents.read(archive(tmp_path / "1.tar", [ENTRIES], {"org.x": "a"}))
     second = contents.read(archive(tmp_path / "2.tar", with_("opt/b", mtime=5)[:1], {"org.x": "b"}))
     second.config["history"][0]["created"] = "later"
@@ -81,13 +79,13 @@ def test_settings_must_be_compared_and_files_must_come_before_the_history(tmp_pa
     assert ["config.Labels.org.x", "/opt/b", "history.0.created"] == differences
 
 
-def test_images_with_two_ids_must_not_pass_for_identical(tmp_path: Path) -> None:
+def test_images_with_two_ids_must_not_pass_for_identical(tmp_path):
     image = contents.read(archive(tmp_path / "x.tar", [ENTRIES]))
     (found,) = contents.compare(image, dataclasses.replace(image, id="sha256:other"), NAMES)
     assert f"configuration: the same, written differently: {image.id} and sha256:other" == str(found)
 
 
-def test_a_packed_layer_must_read_as_an_unpacked_one(tmp_path: Path) -> None:
+def test_a_packed_layer_must_read_as_an_unpacked_one(tmp_path):
     plain, gzipped = (
         contents.read(archive(tmp_path / f"{mode[-2:]}.tar", [ENTRIES], mode=mode)) for mode in ("w", "w:gz")
     )
@@ -96,21 +94,21 @@ def test_a_packed_layer_must_read_as_an_unpacked_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no tar", packed({"x": {"data": b"y"}}), packed({"manifest.json": {}})])
-def test_what_is_no_image_must_be_refused(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_image_must_be_refused(tmp_path, content):
     path = tmp_path / "x.tar"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=r"x.tar is not an image as `docker image save` writes it"):
         contents.read(path)
 
 
-def test_a_cut_archive_must_be_refused(tmp_path: Path) -> None:
+def test_a_cut_archive_must_be_refused(tmp_path):
     path = archive(tmp_path / "x.tar", [ENTRIES, CODE])
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(UsageError, match="not an image"):
         contents.read(path)
 
 
-def test_an_archive_of_several_images_must_be_refused(tmp_path: Path) -> None:
+def test_an_archive_of_several_images_must_be_refused(tmp_path):
     path = tmp_path / "x.tar"
     path.write_bytes(packed({"manifest.json": {"data": b"[{}, {}]"}}))
     with pytest.raises(UsageError, match="holds 2 images, expected one"):
@@ -121,7 +119,7 @@ def test_an_archive_of_several_images_must_be_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def engine_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def engine_ready(monkeypatch):
     monkeypatch.setattr(engine, "probe", lambda: Answer(True, "Docker Engine 0"))
     monkeypatch.setattr(
         engine, "ask", lambda *words, **_: (0, "[[], []]") if words[-1] != "nothing:1" else (1, "No such")
@@ -150,7 +148,7 @@ def output(command: str) -> Path | None:
 
 
 @pytest.mark.usefixtures("engine_ready")
-def test_two_builds_must_be_from_nothing_and_leave_nothing() -> None:
+def test_two_builds_must_be_from_nothing_and_leave_nothing():
     sh = Shell([ENTRIES], [ENTRIES])
     verdict = reproduction.examine("train", "cpu", "", sh)
     assert verdict.identical
@@ -167,7 +165,7 @@ def test_two_builds_must_be_from_nothing_and_leave_nothing() -> None:
 
 
 @pytest.mark.usefixtures("engine_ready")
-def test_a_failed_save_must_leave_no_tag() -> None:
+def test_a_failed_save_must_leave_no_tag():
     commands = []
 
     def sh(command: str) -> None:
@@ -182,7 +180,7 @@ def test_a_failed_save_must_leave_no_tag() -> None:
 
 @pytest.mark.usefixtures("engine_ready")
 @pytest.mark.parametrize("kind", ["archive", "image"])
-def test_a_build_must_be_compared_with_what_is_there(tmp_path: Path, kind: str) -> None:
+def test_a_build_must_be_compared_with_what_is_there(tmp_path, kind):
     path = archive(tmp_path / "theirs.tar", [ENTRIES])
     changed = with_("opt/b", mtime=5)[:1]
     sh = Shell(changed) if kind == "archive" else Shell([ENTRIES], changed)
@@ -192,7 +190,7 @@ def test_a_build_must_be_compared_with_what_is_there(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.usefixtures("engine_ready")
-def test_nothing_must_be_built_where_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
+def test_nothing_must_be_built_where_there_is_nothing_to_compare_with(tmp_path):
     (tmp_path / "broken.tar").write_text("broken")
     for against, message in (
         ("nothing:1", "neither an archive.* nor an image"),
@@ -204,7 +202,7 @@ def test_nothing_must_be_built_where_there_is_nothing_to_compare_with(tmp_path: 
         assert [] == sh.commands
 
 
-def test_only_the_first_differences_must_be_printed(tmp_path: Path) -> None:
+def test_only_the_first_differences_must_be_printed(tmp_path):
     many = {f"f{number:02}": {} for number in range(27)}
     first, second = (
         contents.read(archive(tmp_path / f"{number}.tar", [each])) for number, each in enumerate(({}, many))
@@ -225,9 +223,7 @@ def run(monkeypatch: pytest.MonkeyPatch, second: list[Layer], **options: Any) ->
 
 
 @pytest.mark.usefixtures("engine_ready")
-def test_the_exit_code_must_report_whether_they_are_identical(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_code_must_report_whether_they_are_identical(monkeypatch, capsys):
     assert EXIT_DONE == run(monkeypatch, [ENTRIES])
     printed = capsys.readouterr().out.splitlines()
     assert "identical: 4 files in 1 layer of tf-cluster/train:cpu: the first build and the second build" == printed[0]
@@ -248,16 +244,14 @@ def test_the_exit_code_must_report_whether_they_are_identical(
         ({"image": "both", "against": "x"}, "--against 'x' is one image"),
     ],
 )
-def test_wrong_words_must_be_refused_before_any_engine_is_asked(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], message: str
-) -> None:
+def test_wrong_words_must_be_refused_before_any_engine_is_asked(monkeypatch, options, message):
     monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
     with pytest.raises(Exit, match=message) as ended:
         tasks.ns["image.reproduce"](MockContext(), **options)
     assert EXIT_USAGE == ended.value.code
 
 
-def test_without_an_engine_the_prerequisite_must_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_engine_the_prerequisite_must_be_reported(monkeypatch):
     monkeypatch.setattr(engine, "ask", lambda *words, **_: (127, "docker is not installed"))
     with pytest.raises(Exit, match="docker is not installed.*install and start Docker") as ended:
         tasks.ns["image.reproduce"](MockContext())

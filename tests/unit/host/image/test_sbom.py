@@ -1,11 +1,8 @@
 """What is made of syft's document: hashes from the image's own files, and nothing that the image does not determine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +45,7 @@ def package(kind: str, name: str, *paths: str, layer: str = "") -> Json:
 
 
 @pytest.fixture
-def image(tmp_path: Path) -> contents.Image:
+def image(tmp_path) -> contents.Image:
     read = contents.read(archive(tmp_path / "x.tar", [{path[1:]: {"data": data} for path, data in FILES.items()}]))
     read.config["created"] = "2026-11-21T12:03:15Z"
     return read
@@ -77,7 +74,7 @@ def document(image: contents.Image, number: str = "1") -> Json:
     }
 
 
-def test_a_package_must_have_the_hash_of_the_file_that_stands_for_it(image: contents.Image) -> None:
+def test_a_package_must_have_the_hash_of_the_file_that_stands_for_it(image):
     made = sbom.complete(document(image), "tf-cluster/train:cpu", image)
     found = {}
     for component in made["components"]:
@@ -95,7 +92,7 @@ def test_a_package_must_have_the_hash_of_the_file_that_stands_for_it(image: cont
     assert "2 Debian packages, 2 Python packages, 1 other package, 1 of them without a hash" == sbom.summary(made)
 
 
-def test_the_same_image_must_give_the_same_bytes(image: contents.Image) -> None:
+def test_the_same_image_must_give_the_same_bytes(image):
     first, second = (
         json.dumps(sbom.complete(document(image, number), "tf-cluster/train:cpu", image)) for number in "12"
     )
@@ -115,7 +112,7 @@ def refused(**options: str) -> tuple[int, str]:
     return ended.value.code, ended.value.message
 
 
-def test_wrong_words_must_be_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_words_must_be_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "ask", lambda *words, **_: pytest.fail(f"asked: docker {words}"))
     for options in ({"image": "both"}, {"accelerator": "tpu"}, {"output": str(tmp_path)}, {"output": "/nowhere/x"}):
         code, message = refused(**options)
@@ -124,7 +121,7 @@ def test_wrong_words_must_be_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "\n" not in message
 
 
-def test_what_is_missing_must_be_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_must_be_reported(tmp_path, monkeypatch):
     def missing() -> str:
         code, message = refused(output=str(tmp_path / "x"))
         assert EXIT_PREREQUISITE == code

@@ -1,13 +1,10 @@
 """A checkout in a folder with any name: commands work there, and no part of the name is run."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,7 +28,7 @@ esac
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory, copy_checkout: Callable[..., None]) -> Path:
+def sources(tmp_path_factory, copy_checkout) -> Path:
     """The checkout's files without their history."""
     folder = tmp_path_factory.mktemp("sources") / "checkout"
     copy_checkout(folder, "docs/", "tests/")
@@ -39,7 +36,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, copy_checkout: Callable[..
 
 
 @pytest.fixture(params=NAMES)
-def checkout(request: pytest.FixtureRequest, tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(request, tmp_path, sources, monkeypatch) -> Path:
     """A copy of the checkout in a folder with this name, which keeps its runs and data to itself."""
     folder = tmp_path / "clones" / request.param
     shutil.copytree(sources, folder)
@@ -67,7 +64,7 @@ def invoke(folder: Path, *words: str, expect: int = 0, **environment: str) -> st
     return call(folder, sys.executable, "-m", "invoke", *words, expect=expect, **environment)
 
 
-def test_local_runs_are_planned_and_ended(checkout: Path) -> None:
+def test_local_runs_are_planned_and_ended(checkout):
     assert '"runtime": "local"' in invoke(checkout, "plan", "--runtime=local", "--json")
     shown = invoke(checkout, "up", "--dry", "--runtime=local", "--name=one", "--workers=1").splitlines()
     tasks = [shlex.split(line.removesuffix("&")) for line in shown if line.endswith("&")]
@@ -81,12 +78,12 @@ def test_local_runs_are_planned_and_ended(checkout: Path) -> None:
     invoke(checkout, "down")
 
 
-def test_commands_run_in_the_checkout(checkout: Path) -> None:
+def test_commands_run_in_the_checkout(checkout):
     output = invoke(checkout, "data.verify", expect=3)
     assert f"cd {shlex.quote(str(checkout))} && " in output
 
 
-def test_containers_are_given_the_folder_as_it_is(checkout: Path, tmp_path: Path) -> None:
+def test_containers_are_given_the_folder_as_it_is(checkout, tmp_path):
     (engine := tmp_path / "bin" / "docker").parent.mkdir()
     engine.write_text(f"#!/bin/sh\n{WORKING_ENGINE}\n")
     engine.chmod(0o755)
@@ -108,7 +105,7 @@ def make(folder: Path, *words: str, expect: int = 0, **environment: str) -> str:
     return output + calls.read_text()
 
 
-def test_make_calls_nothing_with_the_folder_s_name_in_a_shell(checkout: Path) -> None:
+def test_make_calls_nothing_with_the_folder_s_name_in_a_shell(checkout):
     make(checkout, "help")
     output = make(checkout, "up", DATA_DIR="$(touch PWNED) `touch PWNED`")
     assert "-m invoke data.prepare\n" in output
@@ -121,7 +118,7 @@ def test_make_calls_nothing_with_the_folder_s_name_in_a_shell(checkout: Path) ->
 
 
 @pytest.mark.parametrize("name", ["a:b", "a\nb"])
-def test_a_folder_that_cannot_hold_an_environment_is_refused(tmp_path: Path, sources: Path, name: str) -> None:
+def test_a_folder_that_cannot_hold_an_environment_is_refused(tmp_path, sources, name):
     folder = tmp_path / "clones" / name
     shutil.copytree(sources, folder)
     output = make(folder, "setup", expect=2)
@@ -129,7 +126,7 @@ def test_a_folder_that_cannot_hold_an_environment_is_refused(tmp_path: Path, sou
     assert not (folder / ".venv").exists()
 
 
-def test_what_pip_prints_is_shown_where_it_fails(tmp_path: Path, sources: Path) -> None:
+def test_what_pip_prints_is_shown_where_it_fails(tmp_path, sources):
     folder = tmp_path / "clones" / "one"
     shutil.copytree(sources, folder)
     assert "what pip prints" in make(folder, "setup", expect=2, PIP_CODE="1")

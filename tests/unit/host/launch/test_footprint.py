@@ -1,7 +1,5 @@
 """Will it fit? The bytes of each task, against what it may use; counted once for a built-in model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,39 +43,39 @@ def held(value: dict[str, Any]) -> dict[str, float]:
     return {name: (size - TASK_MEMORY_BYTES) / MIB for name, size in value["task_bytes"].items()}
 
 
-def test_a_replica_holds_weights_gradients_state_and_its_micro_batch() -> None:
+def test_a_replica_holds_weights_gradients_state_and_its_micro_batch():
     assert {"chief": 10 + 8 + 16 + 32, "worker-0": 66} == held(footprint.assess(plan(), SIZES))
     assert {"chief": 10 + 16 + 16 + 8, "worker-0": 50} == held(footprint.assess(plan(micro_batches=4), SIZES))
 
 
-def test_each_device_of_a_task_holds_a_replica() -> None:
+def test_each_device_of_a_task_holds_a_replica():
     assert {"chief": 2 * (34 + 32)} == held(footprint.assess(plan(workers=0, devices=2), SIZES))
 
 
-def test_parameter_servers_share_the_weights_and_their_state() -> None:
+def test_parameter_servers_share_the_weights_and_their_state():
     value = held(footprint.assess(plan(workers=1, ps=2, evaluator=True), SIZES))
     assert {"chief": 10, "worker-0": 10 + 8 + 64, "ps-0": 13, "ps-1": 13, "evaluator": 10} == value
 
 
 @pytest.mark.parametrize(("more", "fits"), [(66, True), (65, False)])
-def test_a_container_must_hold_its_task(more: int, fits: bool) -> None:
+def test_a_container_must_hold_its_task(more, fits):
     value = footprint.assess(plan(task_bytes=TASK_MEMORY_BYTES + more * MIB), SIZES)
     assert fits is value["fits"]
     assert fits is ("fits: a task" in footprint.lines(SIZES | value)[-1])
 
 
 @pytest.mark.parametrize(("gpu_bytes", "fits"), [(67 * MIB, True), (65 * MIB, False)])
-def test_a_gpu_must_hold_its_replica(monkeypatch: pytest.MonkeyPatch, gpu_bytes: int, fits: bool) -> None:
+def test_a_gpu_must_hold_its_replica(monkeypatch, gpu_bytes, fits):
     monkeypatch.setattr(footprint.memory, "available_bytes", lambda: 2**40)
     assert fits is footprint.assess(plan(gpu_bytes=gpu_bytes), SIZES)["fits"]
 
 
-def test_processes_must_fit_into_the_free_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_must_fit_into_the_free_memory_together(monkeypatch):
     monkeypatch.setattr(footprint.memory, "available_bytes", lambda: 2 * TASK_MEMORY_BYTES)
     assert footprint.assess(plan(), SIZES)["fits"] is False
 
 
-def test_a_built_in_model_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_built_in_model_is_counted_once(monkeypatch):
     counted = []
 
     def run(command: list[str], *given: object, **more: object) -> dict[str, Any]:
@@ -93,7 +91,7 @@ def test_a_built_in_model_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert 3 == len(counted)
 
 
-def test_what_is_kept_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_kept_is_checked(monkeypatch, tmp_path):
     monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
     footprint.of(plan())
     (kept,) = (tmp_path / "runs" / ".footprints").iterdir()
@@ -102,7 +100,7 @@ def test_what_is_kept_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert value and 1000 == value["parameters"]
 
 
-def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch):
     def fail(*given: object, **more: object) -> None:
         raise UsageError("no such model")
 
@@ -112,7 +110,7 @@ def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch: pytest.MonkeyPa
     assert 1 == len(footprint.lines(value))
 
 
-def test_without_its_data_only_a_model_on_the_user_s_own_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_data_only_a_model_on_the_user_s_own_is_counted(monkeypatch):
     monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
     unprepared = plan()
     unprepared.data = ""
@@ -130,7 +128,7 @@ def test_without_its_data_only_a_model_on_the_user_s_own_is_counted(monkeypatch:
         {"cluster": spec.build(strategy="pipeline", workers=1)},
     ],
 )
-def test_what_has_no_replicas_of_a_known_model_is_not_assessed(without: dict[str, Any]) -> None:
+def test_what_has_no_replicas_of_a_known_model_is_not_assessed(without):
     given = plan()
     vars(given).update(without)
     assert footprint.of(given) is None

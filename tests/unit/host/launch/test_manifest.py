@@ -1,7 +1,5 @@
 """What a run was made of: enough to make it again, and nothing private."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ from cluster.system.paths import ROOT
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
+def started(monkeypatch) -> Callable[..., RunFolder]:
     """Starts a run of local processes, up to the processes themselves; returns its folder."""
     monkeypatch.setattr(supervisor, "start", lambda run: None)
 
@@ -31,7 +29,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
     return start
 
 
-def test_a_manifest_says_what_ran_and_how(started: Callable[..., RunFolder]) -> None:
+def test_a_manifest_says_what_ran_and_how(started):
     run = started("one", workers="1")
     found = manifest.read(run)
     assert (1, "one", "local", None) == (found["schema"], found["run"], found["runtime"], found["image"])
@@ -43,7 +41,7 @@ def test_a_manifest_says_what_ran_and_how(started: Callable[..., RunFolder]) -> 
     assert {64} == {len(digest) for digest in found["locks"].values()}
 
 
-def test_a_manifest_holds_no_path_of_this_machine(started: Callable[..., RunFolder], tmp_path: Path) -> None:
+def test_a_manifest_holds_no_path_of_this_machine(started, tmp_path):
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()
     script.write_text("print('hello')")
@@ -57,9 +55,7 @@ def test_a_manifest_holds_no_path_of_this_machine(started: Callable[..., RunFold
     assert before != manifest.read(started("changed", workers="0", script=str(script)))["config"]["script_sha256"]
 
 
-def test_outside_of_a_git_checkout_the_files_themselves_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outside_of_a_git_checkout_the_files_themselves_are_reported(tmp_path, monkeypatch):
     for module in (checkout, manifest):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     for part in ("train", "cluster"):
@@ -75,7 +71,7 @@ def test_outside_of_a_git_checkout_the_files_themselves_are_reported(
     )
 
 
-def test_a_folder_of_the_user_s_is_identified_by_its_own_modules_alone(tmp_path: Path) -> None:
+def test_a_folder_of_the_user_s_is_identified_by_its_own_modules_alone(tmp_path):
     first, second = (tmp_path / name / "code" for name in ("one", "two"))
     for path in (first / "package" / "model.py", second / "model.py"):
         path.parent.mkdir(parents=True)

@@ -1,15 +1,11 @@
 """What tasks bring along: where it lies, what is refused, and the folders that scripts run in."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cluster.contract import spec
-from cluster.contract.run.folder import RunFolder
 from cluster.host.launch.inputs import scripts
 from cluster.host.runtime.compose import access
 from cluster.host.runtime.compose.runtime import task_environment
@@ -20,27 +16,27 @@ ALL = Payload(Path("/theirs/s.py"), ("1",), (Path("/code/a"), Path("/b")), Path(
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch):
     """Nothing in the caller's environment that changes what tasks get."""
     for name in os.environ:
         if name != "PATH":
             monkeypatch.delenv(name)
 
 
-def test_the_built_in_trainer_brings_nothing_along() -> None:
+def test_the_built_in_trainer_brings_nothing_along():
     nothing = Payload()
     assert [] == nothing.mounted().command() == nothing.mounts() == nothing.local_path()
     assert {} == task_environment(nothing, spec.build(2)) == nothing.environment(spec.build(2), nothing.local_path())
 
 
-def test_a_container_finds_everything_under_fixed_names() -> None:
+def test_a_container_finds_everything_under_fixed_names():
     assert ["--script", "/script/s.py", "1"] == ALL.mounted().command()
     expected = [("/code/a", "/code/0"), ("/b", "/code/1"), ("/packages/of/it", "/packages"), ("/theirs", "/script")]
     assert expected == [(str(source), target) for source, target in ALL.mounts()]
     assert "/code/0:/code/1:/packages" == task_environment(ALL, spec.build(2))["PYTHONPATH"]
 
 
-def test_a_local_process_finds_everything_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_process_finds_everything_where_it_lies(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/callers")
     assert ["--script", "/theirs/s.py", "1"] == ALL.command()
     path = ALL.environment(spec.build(2), ALL.local_path())["PYTHONPATH"]
@@ -48,17 +44,17 @@ def test_a_local_process_finds_everything_where_it_lies(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("ps", "expected"), [(0, None), (1, "1")])
-def test_tf_keras_is_for_parameter_servers(ps: int, expected: str | None) -> None:
+def test_tf_keras_is_for_parameter_servers(ps, expected):
     assert expected == ALL.environment(spec.build(2, ps), ALL.local_path()).get("TF_USE_LEGACY_KERAS")
 
 
-def test_the_caller_may_choose_the_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_may_choose_the_keras(monkeypatch):
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
     assert "TF_USE_LEGACY_KERAS" not in ALL.environment(spec.build(2, 1), ALL.local_path())  # inherited
     assert task_environment(ALL, spec.build(2, 1))["TF_USE_LEGACY_KERAS"] is None  # passed on
 
 
-def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
     environment = task_environment(ALL, spec.build(0))
     assert (True, None) == (
@@ -71,7 +67,7 @@ def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch: pytest.Monkey
 # Refusals
 
 
-def test_a_script_is_found_from_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_is_found_from_where_the_caller_is(tmp_path, monkeypatch):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "s.py").touch()
     monkeypatch.chdir(tmp_path / "theirs")
@@ -88,9 +84,7 @@ def test_a_script_is_found_from_where_the_caller_is(tmp_path: Path, monkeypatch:
         ("runs/s.py", "lies in the folder of the runs, "),
     ],
 )
-def test_a_script_that_cannot_be_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
-) -> None:
+def test_a_script_that_cannot_be_run_is_refused(tmp_path, monkeypatch, name, message):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "runs" / "one" / "work" / "chief").mkdir(parents=True)
     for path in ("s.py", "runs/s.py", "runs/one/work/chief/s.py"):
@@ -101,7 +95,7 @@ def test_a_script_that_cannot_be_run_is_refused(
     assert 1 == len(str(refused.value).splitlines())
 
 
-def test_what_containers_could_not_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_containers_could_not_read_is_reported(tmp_path, monkeypatch):
     script = tmp_path / "theirs" / "s.py"
     script.parent.mkdir()
     script.touch()
@@ -122,7 +116,7 @@ def test_what_containers_could_not_read_is_reported(tmp_path: Path, monkeypatch:
 # Work folders
 
 
-def test_every_task_works_in_a_folder_of_links(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
+def test_every_task_works_in_a_folder_of_links(make_run, tmp_path):
     folder = tmp_path / "theirs"
     (folder / "data").mkdir(parents=True)
     (folder / "s.py").touch()
@@ -134,7 +128,7 @@ def test_every_task_works_in_a_folder_of_links(make_run: Callable[..., RunFolder
             assert {"data": f"{seen_at}/data", "s.py": f"{seen_at}/s.py"} == links
 
 
-def test_what_an_earlier_life_wrote_stays(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
+def test_what_an_earlier_life_wrote_stays(make_run, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "model").mkdir()
     (tmp_path / "theirs" / "s.py").touch()
@@ -145,7 +139,7 @@ def test_what_an_earlier_life_wrote_stays(make_run: Callable[..., RunFolder], tm
     assert "trained" == (run.work("chief") / "model").read_text()
 
 
-def test_no_link_leads_back_to_the_run(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
+def test_no_link_leads_back_to_the_run(make_run, tmp_path):
     (tmp_path / "s.py").touch()  # beside runs/, as in this checkout's own folder
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "again").symlink_to("runs")
@@ -155,7 +149,7 @@ def test_no_link_leads_back_to_the_run(make_run: Callable[..., RunFolder], tmp_p
     assert all(len(Path(folder).parts) < 20 for folder, _, _ in os.walk(run.path, followlinks=True))
 
 
-def test_a_run_without_a_script_has_no_work_folder(make_run: Callable[..., RunFolder]) -> None:
+def test_a_run_without_a_script_has_no_work_folder(make_run):
     run = make_run(workers=0)
     scripts.lay_out(Payload(), run, run.load_cluster())
     assert not (run.path / "work").exists()

@@ -1,12 +1,9 @@
 """GPUs from the command line to what each task is started with, on recorded hosts and a machine that has none."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,9 +52,7 @@ def environments(planned: Plan) -> dict[str, dict[str, str]]:
 # The plan
 
 
-def test_four_tasks_on_a_host_with_eight_get_four_neighbours(
-    resolved: None, nvidia_smi: NvidiaSmi, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_four_tasks_on_a_host_with_eight_get_four_neighbours(resolved, nvidia_smi, capsys):
     nvidia_smi("8-h100-nvswitch")
     show_plan(workers="3", gpus="4", runtime="local", json=True)
     value = json.loads(capsys.readouterr().out)
@@ -70,9 +65,7 @@ def test_four_tasks_on_a_host_with_eight_get_four_neighbours(
     assert (4, "MultiWorkerMirroredStrategy") == (value["replicas"], value["strategy"])
 
 
-def test_the_plan_as_text_says_who_gets_what(
-    resolved: None, nvidia_smi: NvidiaSmi, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_as_text_says_who_gets_what(resolved, nvidia_smi, capsys):
     nvidia_smi("3-mixed")
     show_plan(workers="1", ps="1", gpus="0,1", runtime="local")
     lines = capsys.readouterr().out.splitlines()
@@ -80,7 +73,7 @@ def test_the_plan_as_text_says_who_gets_what(
     assert lines[5].startswith("the GPUs are of several models (NVIDIA L4: 0; NVIDIA A100 80GB PCIe: 1)")
 
 
-def test_one_process_mirrors_over_all(resolved: None, nvidia_smi: NvidiaSmi) -> None:
+def test_one_process_mirrors_over_all(resolved, nvidia_smi):
     nvidia_smi("8-h100-nvswitch")
     planned = planning.plan(Request(workers="0", gpus="all", runtime="local"))
     assert ("mirrored", 8, [list(range(8))]) == (planned.cluster.strategy, planned.cluster.replicas, ids_of(planned))
@@ -88,7 +81,7 @@ def test_one_process_mirrors_over_all(resolved: None, nvidia_smi: NvidiaSmi) -> 
     assert 24 == planned.to_json()["replica_batch"]
 
 
-def test_replicas_are_as_many_as_gpus(resolved: None, nvidia_smi: NvidiaSmi) -> None:
+def test_replicas_are_as_many_as_gpus(resolved, nvidia_smi):
     nvidia_smi("8-h100-nvswitch")
     planned = planning.plan(Request(workers="3", gpus_per_task="2", runtime="local"))
     assert (2, 8) == (planned.cluster.devices, planned.cluster.replicas)
@@ -113,9 +106,7 @@ def test_replicas_are_as_many_as_gpus(resolved: None, nvidia_smi: NvidiaSmi) -> 
         ({"gpus": "1", "strategy": "tpu"}, "--gpus 1 with --strategy tpu: one run trains on GPUs or on a TPU; leave"),
     ],
 )
-def test_words_are_refused_before_any_gpu_is_looked_for(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, requested: dict[str, str], message: str
-) -> None:
+def test_words_are_refused_before_any_gpu_is_looked_for(resolved, monkeypatch, tmp_path, requested, message):
     monkeypatch.setenv("TPU_NAME", "a-tpu")
     monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
     error = refusal(Request(**requested, runtime="local"))
@@ -124,9 +115,7 @@ def test_words_are_refused_before_any_gpu_is_looked_for(
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(resolved, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     error = refusal(Request(gpus="all", runtime="local"))
     assert EXIT_PREREQUISITE == error.exit_code
@@ -137,7 +126,7 @@ def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(
 # Processes
 
 
-def test_a_process_sees_its_gpus_and_no_other(resolved: None, nvidia_smi: NvidiaSmi) -> None:
+def test_a_process_sees_its_gpus_and_no_other(resolved, nvidia_smi):
     nvidia_smi("8-h100-nvswitch")
     requested = Request(workers="1", ps="1", evaluator=True, gpus="4", nccl_debug="INFO", runtime="local")
     found = environments(planning.plan(requested))
@@ -155,9 +144,7 @@ def test_a_process_sees_its_gpus_and_no_other(resolved: None, nvidia_smi: Nvidia
 
 
 @pytest.mark.parametrize("requested", [{}, {"gpus": "none"}])
-def test_unless_it_is_asked_for_no_process_sees_a_gpu(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, requested: dict[str, str]
-) -> None:
+def test_unless_it_is_asked_for_no_process_sees_a_gpu(resolved, monkeypatch, requested):
     monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
     planned = planning.plan(Request(**requested, runtime="local"))
     assert {"-1"} == {environment["CUDA_VISIBLE_DEVICES"] for environment in environments(planned).values()}
@@ -168,9 +155,7 @@ def test_unless_it_is_asked_for_no_process_sees_a_gpu(
 # Containers
 
 
-def test_containers_get_the_gpu_image_and_their_gpus(
-    resolved: None, nvidia_smi: NvidiaSmi, docker: Callable[[str], Path]
-) -> None:
+def test_containers_get_the_gpu_image_and_their_gpus(resolved, nvidia_smi, docker):
     docker(WORKING_ENGINE)
     nvidia_smi("8-h100-nvswitch")
     services = planning.plan(Request(workers="1", ps="1", gpus="4")).compose["services"]
@@ -183,9 +168,7 @@ def test_containers_get_the_gpu_image_and_their_gpus(
     assert {"tf-cluster/train:cpu"} == {service["image"] for service in services.values()}
 
 
-def test_a_start_builds_records_and_goes_on_with_the_gpu_image(
-    resolved: None, nvidia_smi: NvidiaSmi, docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_smi, docker, monkeypatch):
     docker(WORKING_ENGINE)
     nvidia_smi("8-h100-nvswitch")
     built, checked, inspected = [], [], []
@@ -206,9 +189,7 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(
     assert ("6", "7") == planning.plan(Request(resume="one", workers="0", gpus="6,7")).gpus.of("chief")
 
 
-def test_a_run_is_scaled_with_as_many_gpus_for_each_task(
-    resolved: None, nvidia_smi: NvidiaSmi, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_scaled_with_as_many_gpus_for_each_task(resolved, nvidia_smi, make_run, monkeypatch):
     nvidia_smi("8-h100-nvswitch")
     run = make_run(workers=1, devices=2)
     kept = placement.Placement({"chief": ("0", "1")}, "4").to_json()
@@ -221,7 +202,7 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(
         scaling.plan(run, "5", "")
 
 
-def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run, monkeypatch):
     def refuse(sh: object, accelerator: str, *, renew: bool) -> None:
         raise PrerequisiteError(f"no image for {accelerator}")
 
@@ -234,13 +215,7 @@ def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run: MakeRun, mon
 
 
 @pytest.mark.parametrize("runtime", ["local", "docker"])
-def test_runs_in_progress_keep_their_gpus(
-    resolved: None,
-    nvidia_smi: NvidiaSmi,
-    docker: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    runtime: str,
-) -> None:
+def test_runs_in_progress_keep_their_gpus(resolved, nvidia_smi, docker, monkeypatch, runtime):
     docker(WORKING_ENGINE)
     nvidia_smi("8-h100-nvswitch")
     requested = {"workers": "1", "gpus": "2", "runtime": runtime, "tensorboard_port": "0"}
@@ -271,7 +246,7 @@ def engine_says(info: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
-def test_an_engine_that_cannot_hand_over_gpus_is_reported(docker: Callable[[str], Path], way: str) -> None:
+def test_an_engine_that_cannot_hand_over_gpus_is_reported(docker, way):
     docker(engine_says({"Runtimes": {"runc": {}}, "CDISpecDirs": None}))
     with pytest.raises(PrerequisiteError) as refused:
         toolkit.check_engine(way)
@@ -280,13 +255,13 @@ def test_an_engine_that_cannot_hand_over_gpus_is_reported(docker: Callable[[str]
     assert ("nvidia-ctk cdi generate" if way == "cdi" else "nvidia-ctk runtime configure") in str(refused.value)
 
 
-def test_an_engine_that_does_not_answer_hands_over_none(docker: Callable[[str], Path]) -> None:
+def test_an_engine_that_does_not_answer_hands_over_none(docker):
     docker("exit 1")
     with pytest.raises(PrerequisiteError):
         toolkit.check_engine("nvidia")
 
 
-def test_an_engine_that_can_is_let_through(docker: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_engine_that_can_is_let_through(docker, tmp_path):
     specified = tmp_path / "cdi"
     specified.mkdir()
     (specified / "nvidia.yaml").touch()
@@ -295,7 +270,7 @@ def test_an_engine_that_can_is_let_through(docker: Callable[[str], Path], tmp_pa
         toolkit.check_engine(way)
 
 
-def test_the_toolkit_s_hook_is_enough_for_a_reservation_alone(docker: Callable[[str], Path]) -> None:
+def test_the_toolkit_s_hook_is_enough_for_a_reservation_alone(docker):
     calls = docker(engine_says({"Runtimes": {"runc": {}}}))
     hook = calls.parent / "bin" / toolkit.HOOK
     hook.touch()
@@ -306,14 +281,12 @@ def test_the_toolkit_s_hook_is_enough_for_a_reservation_alone(docker: Callable[[
             toolkit.check_engine(way)
 
 
-def test_devices_that_the_engine_has_discovered_are_enough_for_cdi(docker: Callable[[str], Path]) -> None:
+def test_devices_that_the_engine_has_discovered_are_enough_for_cdi(docker):
     docker(engine_says({"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]}))
     toolkit.check_engine("cdi")
 
 
-def test_processes_need_a_tensorflow_with_cuda(
-    resolved: None, nvidia_smi: NvidiaSmi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_need_a_tensorflow_with_cuda(resolved, nvidia_smi, monkeypatch):
     nvidia_smi("2-h100-nvl")
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     known: list[str] = []

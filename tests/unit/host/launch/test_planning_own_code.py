@@ -1,13 +1,10 @@
 """Runs of a script, of modules and with packages of one's own: what their tasks are started with."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> Path:
+def theirs(tmp_path) -> Path:
     """Somebody's script, in a folder that everybody may read."""
     folder = tmp_path / "theirs"
     folder.mkdir()
@@ -32,9 +29,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("separate", "expected"), [(False, ["worker"]), (True, ["chief", "worker"])])
-def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(
-    theirs: Path, monkeypatch: pytest.MonkeyPatch, separate: bool, expected: list[str]
-) -> None:
+def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(theirs, monkeypatch, separate, expected):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     options = {"runtime": "local", "tensorboard_port": "0"}
     planned = planning.plan(Request(script=str(theirs), workers="1", separate_chief=separate, name="led", **options))
@@ -49,9 +44,7 @@ def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(
         assert seen == [task["tf_config"] for task in plan.to_json()["tasks"]]
 
 
-def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
-    theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(theirs, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     commands = Commands()
     requested = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
@@ -71,7 +64,7 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(
     assert (None, None) == (value["global_batch"], value["replica_batch"])
 
 
-def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_s_run_goes_on_with_its_script(theirs, monkeypatch):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     requested = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
     startup.start(planning.plan(dataclasses.replace(requested, overrides=("7",))), Commands(), began=time.time())
@@ -86,9 +79,7 @@ def test_a_script_s_run_goes_on_with_its_script(theirs: Path, monkeypatch: pytes
     assert 1 == run.generation
 
 
-def test_a_run_goes_on_with_its_own_bounds_unless_others_are_given(
-    theirs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_with_its_own_bounds_unless_others_are_given(theirs, monkeypatch):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     rest = {"runtime": "local", "tensorboard_port": "0"}
     bounds = {"hang_timeout": "600", "max_restarts": "0", "max_external_restarts": "7"}
@@ -109,7 +100,7 @@ def test_a_run_goes_on_with_its_own_bounds_unless_others_are_given(
     assert HANG_TIMEOUT_S == resumed()[0]
 
 
-def test_a_script_in_containers_is_mounted(theirs: Path, docker: Callable[[str], Path]) -> None:
+def test_a_script_in_containers_is_mounted(theirs, docker):
     docker(WORKING_ENGINE)
     task = planning.plan(Request(script=str(theirs), workers="1")).compose["services"]["worker-0"]
     assert ["--script", "/script/fit.py"] == task["command"]
@@ -117,9 +108,7 @@ def test_a_script_in_containers_is_mounted(theirs: Path, docker: Callable[[str],
     assert ["cluster", "egress"] == task["networks"]
 
 
-def test_modules_of_one_s_own_are_mounted_and_on_the_path(
-    docker: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, tmp_path):
     monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (tmp_path / "mine",), ""))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine").chmod(0o755)
@@ -138,7 +127,7 @@ def test_modules_of_one_s_own_are_mounted_and_on_the_path(
     assert "networks" not in task
 
 
-def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
     for folder, name in ((here, "presets_here"), (there, "presets_there")):
         folder.mkdir()
@@ -152,7 +141,7 @@ def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path: Path, monk
         assert (6, (folder,)) == (planned.config["global_batch"], planned.payload.code_dirs)
 
 
-def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     (folder := tmp_path / "model").mkdir()
     (folder / "own_cnn.py").write_text("def build(shape, outputs):\n    raise NotImplementedError\n")
@@ -167,9 +156,7 @@ def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path: Path, monkeyp
     assert (folder,) == resumed.payload.code_dirs
 
 
-def test_extra_packages_are_got_before_anything_is_started(
-    resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, docker: Callable[[str], Path]
-) -> None:
+def test_extra_packages_are_got_before_anything_is_started(resolved, theirs, monkeypatch, tmp_path, docker):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     requested = []
 
@@ -196,9 +183,7 @@ def test_extra_packages_are_got_before_anything_is_started(
 
 
 @pytest.mark.parametrize("scripted", [True, False])
-def test_a_plan_that_is_not_started_installs_no_packages(
-    resolved: None, theirs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scripted: bool
-) -> None:
+def test_a_plan_that_is_not_started_installs_no_packages(resolved, theirs, monkeypatch, tmp_path, scripted):
     monkeypatch.setattr(planning.packages, "FOLDER", tmp_path / "kept")
     monkeypatch.setattr(planning.packages, "_run", lambda *_: pytest.fail("pip is called for nothing"))
     monkeypatch.setattr(planning.packages, "_resolve", lambda *_: [])

@@ -1,7 +1,5 @@
 """How many tasks and devices a number of stages is, and what does not go with stages: before anything starts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +31,7 @@ def cluster(**options: Any) -> spec.ClusterSpec:
         ({"stages": "1"}, 1, 1),
     ],
 )
-def test_each_stage_is_a_task_or_a_device_of_the_only_one(options: dict[str, str], tasks: int, devices: int) -> None:
+def test_each_stage_is_a_task_or_a_device_of_the_only_one(options, tasks, devices):
     built = cluster(**options)
     assert (tasks, devices, tasks * devices) == (len(built.tasks), built.devices, built.stages)
     assert 1 == built.replicas
@@ -42,7 +40,7 @@ def test_each_stage_is_a_task_or_a_device_of_the_only_one(options: dict[str, str
 @pytest.mark.parametrize(
     ("workers", "stages", "pipelines"), [("3", "2", 2), ("5", "2", 3), ("5", "3", 2), ("1", "1", 2)]
 )
-def test_as_many_tasks_as_several_pipelines_have_are_those(workers: str, stages: str, pipelines: int) -> None:
+def test_as_many_tasks_as_several_pipelines_have_are_those(workers, stages, pipelines):
     built = cluster(workers=workers, stages=stages)
     assert (int(stages), pipelines, pipelines) == (built.stages, built.pipelines, built.replicas)
     assert built == spec.ClusterSpec.from_json(built.to_json())
@@ -52,11 +50,11 @@ def test_as_many_tasks_as_several_pipelines_have_are_those(workers: str, stages:
         compatibility.check_stages(built, CONFIG | {"pipeline": {"schedule": "pipedream"}})
 
 
-def test_callbacks_need_a_task_that_has_the_whole_model() -> None:
+def test_callbacks_need_a_task_that_has_the_whole_model():
     compatibility.check_stages(cluster(stages="2", workers="0"), CONFIG | {"callbacks": "tutorial"})
 
 
-def test_a_run_that_goes_on_may_have_another_number_of_stages() -> None:
+def test_a_run_that_goes_on_may_have_another_number_of_stages():
     before = cluster(stages="2")
     again = topology(Request(resume="run", stages="4"), before)
     assert 4 == spec.build(**again).stages
@@ -77,7 +75,7 @@ def test_a_run_that_goes_on_may_have_another_number_of_stages() -> None:
         Request(stages="two", strategy="pipeline"),
     ],
 )
-def test_stages_that_the_topology_has_not_are_refused(request_: Request) -> None:
+def test_stages_that_the_topology_has_not_are_refused(request_):
     with pytest.raises(UsageError):
         spec.build(**topology(request_))
 
@@ -94,13 +92,13 @@ def test_stages_that_the_topology_has_not_are_refused(request_: Request) -> None
         {"optimizer": {"name": "mine:optimizer"}},
     ],
 )
-def test_what_a_pipeline_has_not_is_refused(config: dict[str, Any]) -> None:
+def test_what_a_pipeline_has_not_is_refused(config):
     compatibility.check_stages(cluster(stages="2"), CONFIG)
     with pytest.raises(UsageError):
         compatibility.check_stages(cluster(stages="2"), CONFIG | config)
 
 
-def test_what_each_stage_does_by_itself_is_accepted() -> None:
+def test_what_each_stage_does_by_itself_is_accepted():
     apart = {"init_from": "before", "freeze": "embedding", "metrics": "mine:metrics", "best": {"metric": "eval_loss"}}
     compatibility.check_stages(cluster(stages="2"), CONFIG | apart | {"optimizer": {"name": "adam", "ema": 0.99}})
 
@@ -109,7 +107,7 @@ def test_what_each_stage_does_by_itself_is_accepted() -> None:
     "config",
     [{"pipeline": {"remat": True}}, {"pipeline": {"schedule": "1f1b"}}, {"pipeline": {"partition_by": "measured"}}],
 )
-def test_what_only_a_pipeline_has_is_refused_without(config: dict[str, Any]) -> None:
+def test_what_only_a_pipeline_has_is_refused_without(config):
     alone = spec.build(workers=0)
     compatibility.check_stages(alone, {"global_batch": 192})
     with pytest.raises(UsageError):
@@ -117,7 +115,7 @@ def test_what_only_a_pipeline_has_is_refused_without(config: dict[str, Any]) -> 
     compatibility.check_stages(alone, {"global_batch": 192} | config, previous=config)  # it goes on without stages
 
 
-def test_options_of_a_pipeline_reach_the_training() -> None:
+def test_options_of_a_pipeline_reach_the_training():
     request = Request(micro_batches="8", schedule="1f1b", remat=True, cut="dense,logits", partition_by="measured")
     words = " ".join(request.training())
     for expected in (
@@ -140,9 +138,7 @@ def test_options_of_a_pipeline_reach_the_training() -> None:
         ({"stages": "2"}, 1000 * 2**20, 16 * 2**30, 16 * 2**30),
     ],
 )
-def test_a_stage_may_hold_its_share_of_a_task_s_memory_or_a_gpu_s(
-    options: dict[str, str], task_bytes: int, gpu_bytes: int, expected: int
-) -> None:
+def test_a_stage_may_hold_its_share_of_a_task_s_memory_or_a_gpu_s(options, task_bytes, gpu_bytes, expected):
     planned = SimpleNamespace(
         cluster=cluster(**options), memory=Memory(task_bytes=task_bytes), gpus=Placement(memory_bytes=gpu_bytes)
     )

@@ -1,10 +1,7 @@
 """What cannot be planned or started: with which exit code, and that nothing was started."""
 
-from __future__ import annotations
-
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,9 +55,7 @@ from tests.unit.launching import WORKING_ENGINE, Commands, refusal
         (Request(script="s.py", data_workers="2"), ["--data-workers"]),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request_: Request, named: list[str]
-) -> None:
+def test_a_request_that_makes_no_sense_is_refused(resolved, monkeypatch, tmp_path, request_, named):
     monkeypatch.setenv("TPU_NAME", "a-tpu")
     error = refusal(request_)
     assert EXIT_USAGE == error.exit_code
@@ -78,7 +73,7 @@ def test_a_request_that_makes_no_sense_is_refused(
         (Request(micro_batches="5", bitwise_elastic="6"), "--micro-batches 5"),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path, request_: Request, named: str) -> None:
+def test_a_configuration_that_makes_no_sense_is_refused(tmp_path, request_, named):
     error = refusal(request_)
     assert EXIT_USAGE == error.exit_code
     assert named in str(error)
@@ -88,9 +83,7 @@ def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path, request_
 # What the machine lacks
 
 
-def test_a_tpu_that_is_not_there_is_reported_before_anything_else(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_tpu_that_is_not_there_is_reported_before_anything_else(resolved, monkeypatch, tmp_path):
     monkeypatch.delenv("TPU_NAME", raising=False)
     monkeypatch.setattr(topology, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})
     error = refusal(Request(strategy="tpu", workers="2", ps="1"))
@@ -118,13 +111,8 @@ def test_a_tpu_that_is_not_there_is_reported_before_anything_else(
     ],
 )
 def test_without_an_engine_runs_are_local_and_containers_are_refused(
-    resolved: None,
-    docker: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    script: str | None,
-    message: str,
-) -> None:
+    resolved, docker, monkeypatch, tmp_path, script, message
+):
     monkeypatch.setattr(engine.ask, "__kwdefaults__", {"timeout_s": 0.2 if script and "sleep" in script else 10})
     if script is None:
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -139,7 +127,7 @@ def test_without_an_engine_runs_are_local_and_containers_are_refused(
     assert message in planned.why_runtime
 
 
-def test_with_an_engine_runs_are_containers(resolved: None, docker: Callable[[str], Path]) -> None:
+def test_with_an_engine_runs_are_containers(resolved, docker):
     docker(WORKING_ENGINE)
     planned = planning.plan(Request())
     assert ("docker", "containers: Docker Engine 26.1.5, Compose 2.26.1") == (planned.runtime.name, planned.why_runtime)
@@ -156,35 +144,33 @@ def start_refusal(request_: Request) -> ClusterError:
     return refused.value
 
 
-def test_a_port_in_use_does_not_end_the_start(resolved: None) -> None:
+def test_a_port_in_use_does_not_end_the_start(resolved):
     with socket.create_server(("127.0.0.1", 0)) as server:
         request = Request(runtime="local", tensorboard_port=str(server.getsockname()[1]))
         startup.check_machine(planning.plan(request))
 
 
-def test_our_own_tensorboard_does_not_count_as_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_tensorboard_does_not_count_as_another_program(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(tensorboard, "running", lambda runs_dir: port)
         tensorboard.check_port(tmp_path, port)
 
 
-def test_a_full_disk_ends_the_start(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_start(resolved, monkeypatch):
     monkeypatch.setattr(startup.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 2**20))
     message = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
     assert message.startswith("100 MiB are free for ")
     assert "a run needs 512; free space" in message
 
 
-def test_too_little_memory_ends_the_start(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_ends_the_start(resolved, monkeypatch):
     monkeypatch.setattr(limits, "TASK_MEMORY_BYTES", 2**60)
     assert "3 tasks need about" in str(start_refusal(Request(runtime="local", tensorboard_port="0")))
 
 
 @pytest.mark.parametrize("folder", ["/proc/runs", "a file/runs"])
-def test_a_runs_folder_that_cannot_be_made_ends_the_start(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str
-) -> None:
+def test_a_runs_folder_that_cannot_be_made_ends_the_start(resolved, monkeypatch, tmp_path, folder):
     (tmp_path / "a file").touch()
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / folder))
     message = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
@@ -192,9 +178,7 @@ def test_a_runs_folder_that_cannot_be_made_ends_the_start(
     assert message.endswith("; set RUNS_DIR to one you own")
 
 
-def test_a_run_folder_that_cannot_be_written_ends_the_start(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_folder_that_cannot_be_written_ends_the_start(resolved, monkeypatch, tmp_path):
     make, started = Path.mkdir, []
 
     def read_only(path: Path, *arguments: Any, **options: Any) -> None:

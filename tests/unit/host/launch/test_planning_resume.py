@@ -1,7 +1,5 @@
 """A run that is there already: it is left alone, gone on with, or deleted where that was asked for."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,33 +19,33 @@ from tests.unit.launching import Commands, refusal
 MakeRun = Callable[..., RunFolder]
 
 
-def test_a_run_that_exists_is_not_overwritten_by_chance(resolved: None, make_run: MakeRun) -> None:
+def test_a_run_that_exists_is_not_overwritten_by_chance(resolved, make_run):
     make_run("taken")
     error = refusal(Request(name="taken"))
     message = "run 'taken' exists; go on with --resume taken, or start it again with --name taken --fresh"
     assert (EXIT_USAGE, message) == (error.exit_code, str(error))
 
 
-def test_an_unknown_run_is_refused_with_the_nearest(resolved: None, make_run: MakeRun) -> None:
+def test_an_unknown_run_is_refused_with_the_nearest(resolved, make_run):
     make_run("monday")
     assert str(refusal(Request(resume="mondey"))).endswith("; did you mean 'monday'?")
 
 
 @pytest.mark.parametrize("requested", [{"resume": "run"}, {"name": "run", "fresh": True}])
-def test_a_run_in_progress_is_left_alone(resolved: None, make_run: MakeRun, requested: dict[str, Any]) -> None:
+def test_a_run_in_progress_is_left_alone(resolved, make_run, requested):
     beat(make_run(workers=1), "chief", "training")
     error = refusal(Request(**requested))
     assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("run 'run' is still in progress; `invoke "))
 
 
-def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved: None, make_run: MakeRun) -> None:
+def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved, make_run):
     run = make_run(workers=1)
     beat(run, "chief", "training", age_s=60)
     beat(run, "worker-0", "done", age_s=60)  # it had ended; the chief and the supervisor were killed
     assert planning.plan(Request(resume="run", runtime="local")).resumes
 
 
-def test_a_run_of_which_one_task_lives_is_in_progress(make_run: MakeRun) -> None:
+def test_a_run_of_which_one_task_lives_is_in_progress(make_run):
     run = make_run(workers=1)
     beat(run, "worker-0", "done", age_s=60)
     beat(run, "chief", "training")
@@ -81,28 +79,20 @@ def topology(run: RunFolder, **requested: Any) -> tuple[str, int, int, int]:
         ({"workers": 0}, {"strategy": "multiworker"}, ("multiworker", 2, 0, 1)),
     ],
 )
-def test_a_resumed_run_keeps_its_topology_unless_another_is_given(
-    resolved: None,
-    make_run: MakeRun,
-    previous: dict[str, Any],
-    requested: dict[str, str],
-    expected: tuple[str, int, int, int],
-) -> None:
+def test_a_resumed_run_keeps_its_topology_unless_another_is_given(resolved, make_run, previous, requested, expected):
     run = make_run(**previous)
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
     assert expected == topology(run, **requested)
 
 
-def test_a_resumed_run_keeps_its_evaluator(resolved: None, make_run: MakeRun) -> None:
+def test_a_resumed_run_keeps_its_evaluator(resolved, make_run):
     run = make_run(workers=0, evaluator=True)
     write_json(run.summary, {"state": "stopped"})
     assert planning.plan(Request(resume=run.name, runtime="local")).cluster.of(Role.EVALUATOR)
 
 
-def test_a_fresh_start_deletes_the_old_folder(
-    resolved: None, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fresh_start_deletes_the_old_folder(resolved, make_run, monkeypatch):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     run = make_run("again", workers=0)
     run.event("chief", "first step")
@@ -111,9 +101,7 @@ def test_a_fresh_start_deletes_the_old_folder(
     assert ([], 0) == (run.events(), run.generation)
 
 
-def test_a_resumed_run_keeps_its_history_in_a_new_generation(
-    resolved: None, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_its_history_in_a_new_generation(resolved, make_run, monkeypatch):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     run = make_run("stopped", workers=2)
     run.event("chief", "checkpoint", step=200)

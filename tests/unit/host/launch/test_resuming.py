@@ -1,7 +1,5 @@
 """What a run may be gone on with: nothing that skips or repeats data, or that its checkpoint does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +20,7 @@ MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture
-def trained(make_run: MakeRun) -> Callable[..., RunFolder]:
+def trained(make_run) -> Callable[..., RunFolder]:
     """Makes a run that has saved at step 600 of 938, in epoch 1.92, with these settings and topology."""
 
     def make(steps: int = 600, topology: dict[str, Any] | None = None, **config: Any) -> RunFolder:
@@ -62,14 +60,12 @@ def refusal(run: RunFolder, **changes: Any) -> str:
         ("preset", "mnist", ("--preset mnist", "fashion_mnist", "--fresh")),
     ],
 )
-def test_what_its_steps_or_its_checkpoint_depend_on_stays(
-    trained: Callable[..., RunFolder], name: str, value: Any, parts: tuple[str, ...]
-) -> None:
+def test_what_its_steps_or_its_checkpoint_depend_on_stays(trained, name, value, parts):
     error = refusal(trained(), **{name: value})
     assert [] == [part for part in parts if part not in error]
 
 
-def test_another_optimizer_does_not_fit_but_another_step_size_does(trained: Callable[..., RunFolder]) -> None:
+def test_another_optimizer_does_not_fit_but_another_step_size_does(trained):
     run, settings = trained(), TrainConfig().to_json()["optimizer"]
     assert refusal(run, optimizer=settings | {"name": "sgd"}).startswith("--optimizer.name sgd: ")
     assert [] == notes(run, optimizer=settings | {"learning_rate": 1e-4, "schedule": "cosine"})
@@ -91,11 +87,11 @@ def test_another_optimizer_does_not_fit_but_another_step_size_does(trained: Call
         {"topology": {"workers": 2, "ps": 1}},
     ],
 )
-def test_everything_else_may_change(trained: Callable[..., RunFolder], changes: dict[str, Any]) -> None:
+def test_everything_else_may_change(trained, changes):
     assert [] == notes(trained(), **changes)
 
 
-def test_a_run_that_has_saved_nothing_may_become_any_other(trained: Callable[..., RunFolder]) -> None:
+def test_a_run_that_has_saved_nothing_may_become_any_other(trained):
     assert [] == notes(trained(steps=0), seed=7, global_batch=384, model="resnet50", max_steps=1)
 
 
@@ -107,19 +103,17 @@ def test_a_run_that_has_saved_nothing_may_become_any_other(trained: Callable[...
         (("fit", {"workers": 0}), {"topology": {"workers": 2, "ps": 1}}),
     ],
 )
-def test_one_keras_does_not_read_the_other_s_checkpoints(
-    trained: Callable[..., RunFolder], previous: tuple[str, dict[str, Any]], requested: dict[str, Any]
-) -> None:
+def test_one_keras_does_not_read_the_other_s_checkpoints(trained, previous, requested):
     assert "Keras" in refusal(trained(loop=previous[0], topology=previous[1]), **requested)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_synchronous_training_may_change_its_loop(trained: Callable[..., RunFolder], workers: int) -> None:
+def test_a_synchronous_training_may_change_its_loop(trained, workers):
     assert [] == notes(trained(topology={"workers": workers}), loop="fit")
 
 
 @pytest.mark.parametrize("changes", [{"max_steps": 599}, {"epochs": 1.9}, {"epochs": 1.0, "max_steps": 900}])
-def test_what_it_has_done_already_cannot_be_less(trained: Callable[..., RunFolder], changes: dict[str, Any]) -> None:
+def test_what_it_has_done_already_cannot_be_less(trained, changes):
     assert "done" in refusal(trained(), **changes)
 
 
@@ -132,14 +126,12 @@ def test_what_it_has_done_already_cannot_be_less(trained: Callable[..., RunFolde
         ({"epochs": 1.919}, {}, "--epochs"),  # the last step runs into the next epoch
     ],
 )
-def test_a_run_that_has_nothing_left_to_do_says_so(
-    trained: Callable[..., RunFolder], previous: dict[str, Any], changes: dict[str, Any], limit: str
-) -> None:
+def test_a_run_that_has_nothing_left_to_do_says_so(trained, previous, changes, limit):
     (note,) = notes(trained(**previous), **changes)
     assert limit in note
 
 
-def test_a_plan_checks_it_and_starts_nothing(trained: Callable[..., RunFolder]) -> None:
+def test_a_plan_checks_it_and_starts_nothing(trained):
     run = trained()
     write_json(run.summary, {"state": "stopped"})
     provenance.write(run)

@@ -1,12 +1,9 @@
 """A start and an end: what is run, what is left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +22,7 @@ MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> None:
+def built(monkeypatch):
     """One command in the place of those that build the images."""
     monkeypatch.setattr(build, "commands", lambda accelerator: ["docker build ."])
     monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
@@ -34,9 +31,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 # A start
 
 
-def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
-    resolved: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monkeypatch):
     started, commands = [], Commands()
     monkeypatch.setattr(supervisor, "start", started.append)
     planned = planning.plan(Request(name="one", workers="1", runtime="local", tensorboard_port="0"))
@@ -48,9 +43,7 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(
     assert planned.run == folders.find_run() == folders.find_run("one")
 
 
-def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(monkeypatch, capsys):
     """`rerun --json` starts a run, too, and its output is read by a program."""
     monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), "all of it"))
     monkeypatch.setattr(supervisor, "start", lambda run: None)
@@ -61,9 +54,7 @@ def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(
     assert ([], "") == (commands, capsys.readouterr().out)
 
 
-def test_a_container_start_builds_images_then_brings_up_every_task(
-    resolved: None, built: None, docker: Callable[[str], Path]
-) -> None:
+def test_a_container_start_builds_images_then_brings_up_every_task(resolved, built, docker):
     calls, commands = docker(WORKING_ENGINE), Commands()
     planned = planning.plan(Request(name="one", workers="1", tensorboard_port="0"))
     startup.start(planned, commands, began=time.time())
@@ -78,9 +69,7 @@ def test_a_container_start_builds_images_then_brings_up_every_task(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_root_hands_the_run_folder_to_the_unprivileged_user(
-    resolved: None, built: None, docker: Callable[[str], Path]
-) -> None:
+def test_root_hands_the_run_folder_to_the_unprivileged_user(resolved, built, docker):
     docker(WORKING_ENGINE)
     planned = planning.plan(Request(name="one", workers="0", tensorboard_port="0"))
     startup.start(planned, Commands(), began=time.time())
@@ -98,9 +87,7 @@ def test_root_hands_the_run_folder_to_the_unprivileged_user(
         ({"x-runtime": "docker"}, [f"down --timeout {s} --volumes --remove-orphans" for s in (0, 10)]),
     ],
 )
-def test_what_was_started_is_ended_by_its_own_engine(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, how: dict[str, str], expected: list[str]
-) -> None:
+def test_what_was_started_is_ended_by_its_own_engine(make_run, monkeypatch, how, expected):
     run, commands, killed = make_run(), Commands(), []
     write_json(run.compose, how)
     monkeypatch.setattr(supervisor, "kill", killed.append)
@@ -111,7 +98,7 @@ def test_what_was_started_is_ended_by_its_own_engine(
     assert killed == ([] if expected else [run, run])
 
 
-def test_leftovers_are_the_runs_of_this_folder_that_live(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_are_the_runs_of_this_folder_that_live(make_run, monkeypatch):
     left = make_run("left")
     make_run("ended")
     gone, contained = RunFolder(left.path.with_name("gone")), RunFolder(left.path.with_name("contained"))
@@ -126,7 +113,7 @@ def test_leftovers_are_the_runs_of_this_folder_that_live(make_run: MakeRun, monk
     )
 
 
-def test_no_current_run_is_reported(tmp_path: Path, make_run: MakeRun) -> None:
+def test_no_current_run_is_reported(tmp_path, make_run):
     with pytest.raises(ClusterError, match="there is no current run; start one with `invoke up`"):
         folders.find_run()
     run = make_run("gone")

@@ -1,9 +1,5 @@
 """`--min-workers` and `--grow`: what is refused, what is recorded, and what a run that goes on keeps."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from cluster.contract import spec
@@ -29,7 +25,7 @@ from tests.unit.launching import CONFIG, refusal
         (Request(grow=True, script="s.py"), ["--grow", "script"]),
     ],
 )
-def test_a_cluster_that_can_lose_no_worker_is_refused(resolved: None, request_: Request, named: list[str]) -> None:
+def test_a_cluster_that_can_lose_no_worker_is_refused(resolved, request_, named):
     error = refusal(request_)
     assert EXIT_USAGE == error.exit_code
     assert [] == [option for option in named if option not in str(error)], error
@@ -46,9 +42,7 @@ def test_a_cluster_that_can_lose_no_worker_is_refused(resolved: None, request_: 
         (2, 2, {"global_batch": 3}, None),
     ],
 )
-def test_every_possible_number_of_replicas_must_share_the_batch(
-    workers: int, least: int, config: dict[str, Any], replicas: int | None
-) -> None:
+def test_every_possible_number_of_replicas_must_share_the_batch(workers, least, config, replicas):
     cluster = spec.build(workers)
     if replicas is None:
         elastic.check_batch({"min_workers": least, "grow": False}, cluster, config)
@@ -59,7 +53,7 @@ def test_every_possible_number_of_replicas_must_share_the_batch(
     elastic.check_batch({"min_workers": least, "grow": False}, cluster, config | {"global_batch": batch})
 
 
-def test_the_plan_says_what_it_goes_on_without(resolved: None) -> None:
+def test_the_plan_says_what_it_goes_on_without(resolved):
     plan = planning.plan(Request(min_workers="1", grow=True, runtime="local", tensorboard_port="0"))
     assert {"min_workers": 1, "grow": True} == plan.elastic == plan.to_json()["elastic"]
     assert any("1 worker or more" in note for note in plan.to_json()["notes"])
@@ -77,13 +71,11 @@ def test_the_plan_says_what_it_goes_on_without(resolved: None) -> None:
         (Request(), spec.build(0), {}),
     ],
 )
-def test_a_run_that_goes_on_keeps_what_was_requested_of_it(
-    request_: Request, cluster: spec.ClusterSpec, kept: dict[str, Any]
-) -> None:
+def test_a_run_that_goes_on_keeps_what_was_requested_of_it(request_, cluster, kept):
     assert kept == elastic.parse(request_, cluster, {"min_workers": 2, "grow": True})
 
 
-def test_manifests_carry_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifests_carry_it(monkeypatch):
     monkeypatch.setattr(configuration, "resolve", lambda *_, **__: (dict(CONFIG), (), ""))
     request = Request(min_workers="1", tensorboard_port="0")
     started = kubernetes._manifest(request, kubernetes.Place()).started

@@ -1,7 +1,5 @@
 """Run files: what `plan --write` writes is what `--file` reads, and a mistake is found with its line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -75,9 +73,7 @@ def absolute(options: dict[str, Any]) -> dict[str, Any]:
 
 @settings(deadline=None, max_examples=60)
 @given(options=REQUESTS)
-def test_the_options_that_are_written_are_read_again(
-    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]
-) -> None:
+def test_the_options_that_are_written_are_read_again(tmp_path_factory, options):
     folder = tmp_path_factory.getbasetemp()
     text = run_file.render(Request(**options), {}, folder)
     tomllib.loads(text)
@@ -97,9 +93,7 @@ def test_the_options_that_are_written_are_read_again(
     ),
     st.fixed_dictionaries({}, optional={"name": TEXT, "learning_rate": st.floats()}),
 )
-def test_the_overrides_that_are_written_are_read_again(
-    tmp_path_factory: pytest.TempPathFactory, overrides: dict[str, Any], optimizer: dict[str, Any]
-) -> None:
+def test_the_overrides_that_are_written_are_read_again(tmp_path_factory, overrides, optimizer):
     config = CONFIG | overrides | {"optimizer": CONFIG["optimizer"] | optimizer}
     typed = [f"--{name}" for name in overrides] + [f"--optimizer.{name}=any" for name in optimizer]
     text = run_file.render(Request(overrides=typed), config, Path("/"))
@@ -110,7 +104,7 @@ def test_the_overrides_that_are_written_are_read_again(
     assert words == set(read(tmp_path_factory.getbasetemp(), text).train)
 
 
-def test_overrides_are_written_with_the_types_of_the_configuration() -> None:
+def test_overrides_are_written_with_the_types_of_the_configuration():
     typed = ["--optimizer.learning_rate", "1e-3", "--epochs=1", "--no-deterministic", "--precision", "bf16"]
     config = CONFIG | {"epochs": 1.0, "deterministic": False, "precision": "bf16", "optimizer": {"learning_rate": 1e-3}}
     text = run_file.render(Request(workers="2", overrides=typed), config, Path("/"))
@@ -122,7 +116,7 @@ def test_overrides_are_written_with_the_types_of_the_configuration() -> None:
     assert expected == tomllib.loads(text)
 
 
-def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp_path: Path) -> None:
+def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp_path):
     request = Request(script=str(tmp_path / "fit.py"), overrides=("--lr", "0.1", 'a "b"'))
     config = {"script": "fit.py", "arguments": []}
     written = read(tmp_path, run_file.render(request, config, tmp_path))
@@ -131,7 +125,7 @@ def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp
     assert ("1",) == written.request({}, ["1"]).arguments
 
 
-def test_options_on_the_command_line_win(tmp_path: Path) -> None:
+def test_options_on_the_command_line_win(tmp_path):
     file = read(tmp_path, 'workers = 3\nruntime = "local"\nenv = ["A=1"]\n[train]\nepochs = 2\n')
     request = file.request({"workers": "1", "env": ("A=2",)}, ["--epochs", "4"])
     assert ("1", "local", ("A=1", "A=2")) == (request.workers, request.runtime, request.env)
@@ -159,7 +153,7 @@ def test_options_on_the_command_line_win(tmp_path: Path) -> None:
         (f"workers = {'1' * 5000}\n", None, ["TOML"]),
     ],
 )
-def test_a_mistake_is_refused_with_its_place(tmp_path: Path, text: str, line: int | None, named: list[str]) -> None:
+def test_a_mistake_is_refused_with_its_place(tmp_path, text, line, named):
     with pytest.raises(UsageError) as refused:
         read(tmp_path, text)
     message = str(refused.value)
@@ -170,13 +164,13 @@ def test_a_mistake_is_refused_with_its_place(tmp_path: Path, text: str, line: in
 
 
 @pytest.mark.parametrize("name", ["absent.toml", "", "binary.toml"])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, name):
     (tmp_path / "binary.toml").write_bytes(b"\xff")
     with pytest.raises(UsageError, match="--file"):
         run_file.read(str(tmp_path / name))
 
 
-def test_what_is_wrong_with_a_value_is_reported_with_its_line(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_value_is_reported_with_its_line(tmp_path):
     file = read(tmp_path, "workers = 600\n\n[train]\nglobal_batch = 5\n")
     for message, line in (("--workers '600': too many", 1), ("--global-batch 5: too few", 4)):
         assert f"run.toml:{line}: {message}" in str(file.located(UsageError(message), {}, []))
@@ -185,7 +179,7 @@ def test_what_is_wrong_with_a_value_is_reported_with_its_line(tmp_path: Path) ->
     assert "--global-batch 7" == str(file.located(UsageError("--global-batch 7"), {}, ["--global-batch=7"]))
 
 
-def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_file_that_exists_is_not_overwritten(tmp_path):
     path = run_file.write(str(tmp_path / "run.toml"), Request(workers="3"), {})
     assert {"workers": 3} == tomllib.loads(path.read_text())
     with pytest.raises(UsageError, match="exists"):
@@ -201,7 +195,7 @@ def invoke(*words: str, folder: Path, code: int = 0) -> str:
     return done.stderr if code else done.stdout
 
 
-def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path: Path) -> None:
+def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path):
     (tmp_path / "beside.py").write_text("from train.presets.fashion_mnist import preset\n")
     (tmp_path / "run.toml").write_text("preset = 'beside:preset'\nworkers = 3\n")
     given = [
@@ -232,7 +226,7 @@ def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path: Path) ->
         ("workesr = 2\n", "run.toml:1: 'workesr' is no option"),
     ],
 )
-def test_a_mistake_in_a_file_ends_with_2_and_its_line(tmp_path: Path, text: str, named: str) -> None:
+def test_a_mistake_in_a_file_ends_with_2_and_its_line(tmp_path, text, named):
     (tmp_path / "run.toml").write_text(text)
     error = invoke("up", "--runtime=local", "--file", str(tmp_path / "run.toml"), folder=tmp_path, code=EXIT_USAGE)
     assert 1 == len(error.splitlines())
@@ -240,5 +234,5 @@ def test_a_mistake_in_a_file_ends_with_2_and_its_line(tmp_path: Path, text: str,
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_documented_options_are_those_that_are_declared() -> None:
+def test_the_documented_options_are_those_that_are_declared():
     assert docs.tables() == documents.written(docs.PAGE, docs.BEGIN), "run `invoke docs.options --write`"

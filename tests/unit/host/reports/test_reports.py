@@ -1,7 +1,5 @@
 """The table of runs, their comparison and the page about one: what they show, and what a hostile run cannot do."""
 
-from __future__ import annotations
-
 import base64
 import html.parser
 import json
@@ -9,7 +7,6 @@ import math
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +32,7 @@ MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture
-def ended(make_run: MakeRun) -> MakeRun:
+def ended(make_run) -> MakeRun:
     """Makes a run that trained for some steps and ended."""
 
     def make(name: str = "one", rate: float = 0.1, sha256: str | None = "a" * 64, **summary: Any) -> RunFolder:
@@ -100,9 +97,7 @@ class Page(html.parser.HTMLParser):
 # All runs
 
 
-def test_runs_are_listed_the_newest_first(
-    ended: MakeRun, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_listed_the_newest_first(ended, make_run, capsys):
     write_json(ended("old").control / "started.json", {"time": 1.0, "runtime": "local"})
     make_run("new", workers=2)
     assert 0 == ran("runs", json=True)
@@ -117,7 +112,7 @@ def test_runs_are_listed_the_newest_first(
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-def test_a_narrow_terminal_shows_of_the_runs_what_matters(make_run: MakeRun, width: int) -> None:
+def test_a_narrow_terminal_shows_of_the_runs_what_matters(make_run, width):
     found = listing.rows(make_run("fashion_mnist-20261122-230318", workers=2).path.parent)
     head, row = listing.table(found, width)
     assert max(len(head), len(row)) <= width
@@ -125,7 +120,7 @@ def test_a_narrow_terminal_shows_of_the_runs_what_matters(make_run: MakeRun, wid
     assert set(head.split()) < set(listing.table(found)[0].split()) == set(listing.COLUMNS)
 
 
-def test_a_damaged_run_is_listed_as_such(make_run: MakeRun) -> None:
+def test_a_damaged_run_is_listed_as_such(make_run):
     run = make_run("one")
     run.cluster.write_text("{")
     write_json(run.manifest, {"code": [EVIL]})
@@ -134,7 +129,7 @@ def test_a_damaged_run_is_listed_as_such(make_run: MakeRun) -> None:
     assert listing.table([row])
 
 
-def test_a_run_that_gave_no_sign_of_life_for_long_is_lost(make_run: MakeRun) -> None:
+def test_a_run_that_gave_no_sign_of_life_for_long_is_lost(make_run):
     run = make_run("one", workers=0)
     beat = {"task": "chief", "state": "training", "updated_at": time.time()}
     write_json(run.status("chief"), beat)
@@ -147,7 +142,7 @@ def test_a_run_that_gave_no_sign_of_life_for_long_is_lost(make_run: MakeRun) -> 
     ("num_bytes", "shown"),
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**29, "1.5 GiB"), (2**60, "1048576.0 TiB")],
 )
-def test_sizes(num_bytes: int, shown: str) -> None:
+def test_sizes(num_bytes, shown):
     assert shown == messages.size(num_bytes)
 
 
@@ -155,7 +150,7 @@ def test_sizes(num_bytes: int, shown: str) -> None:
     ("wall_s", "shown"),
     [(None, "-"), (4.12, "4.1 s"), (61, "1 min 01 s"), (3599.9, "1 h 00 min"), (7260, "2 h 01 min")],
 )
-def test_durations(wall_s: float | None, shown: str) -> None:
+def test_durations(wall_s, shown):
     assert shown == listing.duration(wall_s)
 
 
@@ -173,9 +168,7 @@ def test_durations(wall_s: float | None, shown: str) -> None:
         ({}, None, None),
     ],
 )
-def test_a_run_is_shown_with_its_own_metric(
-    ended: MakeRun, metrics: dict[str, float | None], metric: str | None, reached: float | None
-) -> None:
+def test_a_run_is_shown_with_its_own_metric(ended, metrics, metric, reached):
     run = ended("one", metrics=metrics)
     row = listing.row(run)
     assert (metric, reached) == (row["metric"], row["score"])
@@ -190,7 +183,7 @@ def test_a_run_is_shown_with_its_own_metric(
 # Differences
 
 
-def test_only_what_differs_is_compared(ended: MakeRun) -> None:
+def test_only_what_differs_is_compared(ended):
     one, other = ended("one", rate=0.1), ended("other", rate=0.2)
     value = comparison.compare([one, other])
     assert {"config.optimizer.learning_rate": [0.1, 0.2]} == value["differences"]
@@ -200,13 +193,13 @@ def test_only_what_differs_is_compared(ended: MakeRun) -> None:
     assert any("0.2" in line for line in comparison.lines(value, [one, other]))
 
 
-def test_other_weights_are_different_also_where_none_can_be_read(ended: MakeRun) -> None:
+def test_other_weights_are_different_also_where_none_can_be_read(ended):
     (pair,) = comparison.compare([ended("one"), ended("other", sha256="b" * 64)])["weights"]
     assert pair["identical"] is False
     assert pair["detail"]
 
 
-def test_secrets_are_not_compared(ended: MakeRun) -> None:
+def test_secrets_are_not_compared(ended):
     one, other = ended("one"), ended("other")
     write_json(
         other.manifest, {"environment": {"variables": {"TF_CLUSTER_TOKEN": "x", "MY_PASSWORD": "y", "CORES": 2}}}
@@ -216,9 +209,7 @@ def test_secrets_are_not_compared(ended: MakeRun) -> None:
     assert not [name for name in names if "TOKEN" in name or "PASSWORD" in name]
 
 
-def test_compare_writes_the_curves_as_one_picture(
-    ended: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_writes_the_curves_as_one_picture(ended, tmp_path, capsys):
     ended("one")
     ended("other", rate=0.3)
     ended("third", rate=0.4)
@@ -231,7 +222,7 @@ def test_compare_writes_the_curves_as_one_picture(
 
 
 @pytest.mark.parametrize("names", [("one", ""), ("one", "one"), ("one", "none"), ("", "")])
-def test_compare_needs_two_runs(ended: MakeRun, names: tuple[str, str]) -> None:
+def test_compare_needs_two_runs(ended, names):
     ended("one")
     assert EXIT_USAGE == ran("compare", *names)
 
@@ -239,7 +230,7 @@ def test_compare_needs_two_runs(ended: MakeRun, names: tuple[str, str]) -> None:
 # Curves and charts
 
 
-def test_curves_hold_finite_numbers_of_every_name(make_run: MakeRun) -> None:
+def test_curves_hold_finite_numbers_of_every_name(make_run):
     run = make_run()
     for value in (1.0, "x", None, True, math.inf, 2.0):
         with run.metrics("chief").open("a") as file:
@@ -247,7 +238,7 @@ def test_curves_hold_finite_numbers_of_every_name(make_run: MakeRun) -> None:
     assert [(1, 1.0), (1, 2.0)] == curves.of(run)["odd"]
 
 
-def test_long_curves_keep_their_ends() -> None:
+def test_long_curves_keep_their_ends():
     long = [(float(at), 0.0) for at in range(100_001)]
     thin = thinned(long, curves.MAX_POINTS)
     assert len(thin) <= curves.MAX_POINTS
@@ -255,14 +246,14 @@ def test_long_curves_keep_their_ends() -> None:
 
 
 @pytest.mark.parametrize("values", [(0.0, 1.0), (2.0, 2.0), (-5.0, 1e9), (1e-9, 2e-9), (0.0, 0.0)])
-def test_ticks_enclose_the_values(values: tuple[float, float]) -> None:
+def test_ticks_enclose_the_values(values):
     found = charts.ticks(*values)
     assert found[0] <= values[0] + 1e-6 * abs(values[0])
     assert found[-1] >= values[1] - 1e-6 * abs(values[1])
     assert 2 <= len(found) <= 9
 
 
-def test_a_sparkline_falls_as_its_values_do() -> None:
+def test_a_sparkline_falls_as_its_values_do():
     line = sparkline([3.0, 2.0, 1.0, 0.0])
     assert sorted(line, reverse=True) == list(line)
     assert "" == sparkline([1.0])
@@ -271,7 +262,7 @@ def test_a_sparkline_falls_as_its_values_do() -> None:
 # The page
 
 
-def test_a_page_shows_the_run_and_needs_no_network(ended: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_shows_the_run_and_needs_no_network(ended, capsys):
     run = ended("one")
     assert 0 == ran("report", "one", quick=True)
     text = (run.path / "report.html").read_text()
@@ -286,7 +277,7 @@ def test_a_page_shows_the_run_and_needs_no_network(ended: MakeRun, capsys: pytes
     assert "prefers-color-scheme: dark" in text
 
 
-def test_a_hostile_run_cannot_change_its_page(ended: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_run_cannot_change_its_page(ended, monkeypatch):
     run = ended("one", weights_sha256=EVIL, state="failed", cause={"task": EVIL, "error": EVIL})
     write_json(run.config, {"global_batch": 1, EVIL: EVIL})
     write_json(run.environment, {EVIL: [EVIL]})
@@ -305,11 +296,11 @@ def test_a_hostile_run_cannot_change_its_page(ended: MakeRun, monkeypatch: pytes
     assert [f"data:image/png;base64,{PNG}"] == shown.links
 
 
-def test_a_run_without_results_has_a_page(make_run: MakeRun) -> None:
+def test_a_run_without_results_has_a_page(make_run):
     assert "Cluster" in Page(page.render(make_run("one", workers=1))).text
 
 
-def test_a_page_says_why_there_are_no_predictions(ended: MakeRun) -> None:
+def test_a_page_says_why_there_are_no_predictions(ended):
     run = ended("one")
     run.export.mkdir()
     (run.export / "saved_model.pb").write_bytes(b"")
@@ -317,7 +308,7 @@ def test_a_page_says_why_there_are_no_predictions(ended: MakeRun) -> None:
     assert "--trust" in Page(page.render(run)).text
 
 
-def test_a_report_is_not_written_to_a_folder_that_does_not_exist(ended: MakeRun, tmp_path: Path) -> None:
+def test_a_report_is_not_written_to_a_folder_that_does_not_exist(ended, tmp_path):
     ended("one")
     assert EXIT_USAGE == ran("report", "one", output=str(tmp_path / "missing" / "x.html"), quick=True)
 
@@ -337,14 +328,14 @@ def test_a_report_is_not_written_to_a_folder_that_does_not_exist(ended: MakeRun,
         "[" * 100_000,
     ],
 )
-def test_what_the_process_prints_is_checked(ended: MakeRun, monkeypatch: pytest.MonkeyPatch, printed: str) -> None:
+def test_what_the_process_prints_is_checked(ended, monkeypatch, printed):
     run = ended("one")
     monkeypatch.setattr(inspection.processes, "run", lambda *given, **more: (0, printed, ""))
     with pytest.raises(inspection.Unavailable):
         inspection.classify(run, trust=True)
 
 
-def test_distances_are_those_of_all_weights() -> None:
+def test_distances_are_those_of_all_weights():
     one = {"a": np.array([3.0, 4.0]), "b": np.zeros((1, 2))}
     other = {"a": np.array([3.0, 4.0]), "b": np.array([[0.0, 0.5]])}
     apart = weights._apart(one, other)

@@ -1,12 +1,9 @@
 """TensorBoard is opened with cards pinned."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
@@ -34,7 +31,7 @@ def zipped(text: str) -> io.BytesIO:
     return file
 
 
-def test_runs_are_named_by_run_and_task(tmp_path: Path) -> None:
+def test_runs_are_named_by_run_and_task(tmp_path):
     for folder in ("one/tensorboard/chief", "one/tensorboard/chief/keras/train", "two/work/chief/logs"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "events.out.tfevents.1").touch()
@@ -43,7 +40,7 @@ def test_runs_are_named_by_run_and_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/index.html"])
-def test_whoever_opens_it_sees_pinned_cards_and_whoever_chose_others_keeps_them(path: str) -> None:
+def test_whoever_opens_it_sees_pinned_cards_and_whoever_chose_others_keeps_them(path):
     board = load()
     context = TBContext(assets_zip_provider=lambda: zipped("the page"))
     client = Client(TensorBoardWSGI([board.Loader().load(context)]))

@@ -1,7 +1,5 @@
 """`up --debug TASK`: which tasks a debugger reaches, what is refused, and what the task gets."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,14 +19,14 @@ CLUSTER = spec.build(workers=1)
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch):
     """Have debugpy."""
     found = SimpleNamespace(origin="/packages/debugpy/__init__.py")
     monkeypatch.setattr(debugger.importlib.util, "find_spec", lambda name: found)
 
 
 @pytest.mark.usefixtures("resolved")
-def test_a_process_waits_on_this_machine_s_network_without_hang_detection() -> None:
+def test_a_process_waits_on_this_machine_s_network_without_hang_detection():
     port = free_port()
     plan = planning.plan(Request(workers="1", debug=f"worker-0:{port}", runtime="local", tensorboard_port="0"))
     environments = {name: task["environment"] for name, task in plan.compose["tasks"].items()}
@@ -38,7 +36,7 @@ def test_a_process_waits_on_this_machine_s_network_without_hang_detection() -> N
     assert any(f"worker-0 waits for a debugger on 127.0.0.1:{port}" in note for note in plan.notes)
 
 
-def test_only_the_container_of_the_task_publishes_a_port_and_only_on_this_machine() -> None:
+def test_only_the_container_of_the_task_publishes_a_port_and_only_on_this_machine():
     waits = debugger.Debugger("worker-0", 5678, Path("/packages/debugpy"))
     containers = Containers(Path("/runs/r"), Path("/data"), "image", "1:1", 2**30, debugger=waits)
     made = overlay(CLUSTER, containers, [])
@@ -64,9 +62,7 @@ def test_only_the_container_of_the_task_publishes_a_port_and_only_on_this_machin
         ({"debug": "worker-0:{}", "script": "s.py"}, "--debug"),
     ],
 )
-def test_what_keeps_a_debugger_away_is_refused(
-    options: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_keeps_a_debugger_away_is_refused(options, named, monkeypatch):
     monkeypatch.setattr("cluster.system.namespaces.refusal", lambda: None)
     options |= {"debug": options["debug"].format(free_port())}
     error = refusal(Request(**{"workers": "1", "runtime": "local", **options}))  # type: ignore[arg-type]
@@ -74,18 +70,18 @@ def test_what_keeps_a_debugger_away_is_refused(
     assert named in str(error)
 
 
-def test_tasks_that_a_scheduler_places_are_out_of_reach() -> None:
+def test_tasks_that_a_scheduler_places_are_out_of_reach():
     waits = debugger.Debugger("chief", 5678, Path())
     with pytest.raises(UsageError, match="--runtime"):
         debugger.check_reachable(waits, remote="Slurm's tasks", private=False, detached=False)
 
 
-def test_a_port_that_is_taken_is_refused() -> None:
+def test_a_port_that_is_taken_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PrerequisiteError, match="in use"):
         debugger.parse(f"chief:{taken.getsockname()[1]}", CLUSTER)
 
 
-def test_without_debugpy_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_debugpy_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(debugger.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PrerequisiteError, match="-m pip install debugpy"):
         debugger.parse(f"chief:{free_port()}", CLUSTER)

@@ -1,10 +1,5 @@
 """What is said of an engine that cannot be asked."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from cluster.host.image import engine
@@ -15,9 +10,7 @@ from cluster.system.errors import PrerequisiteError
 @pytest.mark.parametrize(
     ("there", "message"), [(False, "docker is not installed"), (True, "docker may not be run by this")]
 )
-def test_without_a_docker_that_runs_local_processes_are_chosen(
-    there: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_docker_that_runs_local_processes_are_chosen(there, message, tmp_path, monkeypatch):
     if there:
         (tmp_path / "docker").write_text("")
         (tmp_path / "docker").chmod(0o644)
@@ -38,9 +31,7 @@ def test_without_a_docker_that_runs_local_processes_are_chosen(
         ("printf '\\303\\050' >&2; exit 1", "install and start Docker"),
     ],
 )
-def test_what_to_do_follows_from_why_no_engine_can_be_used(
-    docker: Callable[[str], Path], script: str, expected: str
-) -> None:
+def test_what_to_do_follows_from_why_no_engine_can_be_used(docker, script, expected):
     docker(script)
     with pytest.raises(PrerequisiteError, match=expected):
         registry.choose("docker")
@@ -49,6 +40,6 @@ def test_what_to_do_follows_from_why_no_engine_can_be_used(
 
 
 @pytest.mark.parametrize("advice", ["\n\nRun 'docker run --help' for more", "\nSee 'docker run --help'.", ""])
-def test_what_went_wrong_is_what_is_reported_last(docker: Callable[[str], Path], advice: str) -> None:
+def test_what_went_wrong_is_what_is_reported_last(docker, advice):
     docker(f'printf %s "docker: no such device{advice}" >&2; exit 125')
     assert (125, "docker: no such device") == engine.ask("run")

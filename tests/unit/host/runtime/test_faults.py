@@ -1,7 +1,5 @@
 """The means to hurt a task: signals to local processes, the engine's commands for containers, a full disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -30,7 +28,7 @@ MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture
-def run(make_run: MakeRun) -> RunFolder:
+def run(make_run) -> RunFolder:
     return make_run(workers=1)
 
 
@@ -38,7 +36,7 @@ def run(make_run: MakeRun) -> RunFolder:
 
 
 @pytest.fixture
-def victims(run: RunFolder) -> Iterator[dict[str, int]]:
+def victims(run) -> Iterator[dict[str, int]]:
     """Two processes that sleep, as the agent and the program of worker-0."""
     processes = {which: subprocess.Popen(["sleep", "60"]) for which in ("agent", "program")}
     write_json(run.programs("worker-0"), {which: identity(process.pid) for which, process in processes.items()})
@@ -53,7 +51,7 @@ def states(pids: dict[str, int]) -> dict[str, str]:
     return {which: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for which, pid in pids.items()}
 
 
-def test_a_signal_reaches_only_whom_it_is_meant_for(run: RunFolder, victims: dict[str, int]) -> None:
+def test_a_signal_reaches_only_whom_it_is_meant_for(run, victims):
     injector = ProcessFaults(run)
     injector.signal("worker-0", signal.SIGKILL, "program")
     wait_for(lambda: states(victims)["program"] == "Z", "the program's end", timeout_s=10)
@@ -62,7 +60,7 @@ def test_a_signal_reaches_only_whom_it_is_meant_for(run: RunFolder, victims: dic
     wait_for(lambda: states(victims)["agent"] == "Z", "the agent's end", timeout_s=10)
 
 
-def test_a_task_that_is_frozen_is_frozen_whole_until_it_is_relieved(run: RunFolder, victims: dict[str, int]) -> None:
+def test_a_task_that_is_frozen_is_frozen_whole_until_it_is_relieved(run, victims):
     injector = ProcessFaults(run)
     injector.pause("worker-0")
     wait_for(lambda: set(states(victims).values()) == {"T"}, "the frozen task", timeout_s=10)
@@ -70,7 +68,7 @@ def test_a_task_that_is_frozen_is_frozen_whole_until_it_is_relieved(run: RunFold
     wait_for(lambda: set(states(victims).values()) == {"S"}, "the task that goes on", timeout_s=10)
 
 
-def test_a_lost_task_is_killed_whole_and_kept_away_until_it_is_undone(run: RunFolder, victims: dict[str, int]) -> None:
+def test_a_lost_task_is_killed_whole_and_kept_away_until_it_is_undone(run, victims):
     injector = ProcessFaults(run)
     injector.lose("worker-0")
     wait_for(lambda: set(states(victims).values()) == {"Z"}, "the end of both", timeout_s=10)
@@ -79,9 +77,7 @@ def test_a_lost_task_is_killed_whole_and_kept_away_until_it_is_undone(run: RunFo
     assert not run.away("worker-0").exists()
 
 
-def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(
-    run: RunFolder, victims: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(run, victims, monkeypatch):
     monkeypatch.setattr(local_faults, "SLICE_S", 0.1)
     injector = ProcessFaults(run)
     injector.slow("worker-0")
@@ -96,7 +92,7 @@ def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(
     wait_for(lambda: states(victims)["program"] == "S", "the program that goes on", timeout_s=10)
 
 
-def test_a_task_without_a_program_cannot_be_hurt_yet(run: RunFolder) -> None:
+def test_a_task_without_a_program_cannot_be_hurt_yet(run):
     with pytest.raises(UsageError, match=r"^worker-0 has no program yet: wait until it trains$"):
         ProcessFaults(run).signal("worker-0", signal.SIGKILL, "program")
 
@@ -123,7 +119,7 @@ class Engine:
 
 
 @pytest.fixture
-def docker(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def docker(run, monkeypatch) -> Engine:
     """An engine in whose containers worker-0's agent is 1 and its program 7."""
     write_json(run.compose, {"x-runtime": "docker"})
     write_json(run.programs("worker-0"), {"agent": {"pid": 1}, "program": {"pid": 7}})
@@ -132,13 +128,13 @@ def docker(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return made
 
 
-def test_the_means_are_those_of_the_runtime(make_run: MakeRun, run: RunFolder, docker: Engine) -> None:
+def test_the_means_are_those_of_the_runtime(make_run, run, docker):
     assert isinstance(registry.of(run).faults(run), ContainerFaults)
     other = make_run("another")
     assert isinstance(registry.of(other).faults(other), ProcessFaults)
 
 
-def test_a_task_s_container_is_found_by_its_labels(run: RunFolder, docker: Engine) -> None:
+def test_a_task_s_container_is_found_by_its_labels(run, docker):
     registry.of(run).faults(run).pause("worker-0")
     labels = (f"label=com.docker.compose.project={overlay.project(run.path)}", "label=tf-cluster.task=worker-0")
     assert {("ps", "--quiet", "--filter", labels[0], "--filter", labels[1])} == {
@@ -146,14 +142,14 @@ def test_a_task_s_container_is_found_by_its_labels(run: RunFolder, docker: Engin
     }
 
 
-def test_a_task_whose_container_does_not_run_is_named(run: RunFolder, docker: Engine) -> None:
+def test_a_task_whose_container_does_not_run_is_named(run, docker):
     docker.answers["ps"] = (0, "")
     with pytest.raises(ClusterError, match=r"^worker-0 has no container that runs; `docker ps --all` shows"):
         registry.of(run).faults(run).pause("worker-0")
     assert [] == docker.done()
 
 
-def test_a_signal_is_sent_inside_the_container(run: RunFolder, docker: Engine) -> None:
+def test_a_signal_is_sent_inside_the_container(run, docker):
     injector = registry.of(run).faults(run)
     injector.signal("worker-0", signal.SIGKILL, "agent", "program")
     injector.signal("worker-0", signal.SIGTERM, "agent")
@@ -163,12 +159,12 @@ def test_a_signal_is_sent_inside_the_container(run: RunFolder, docker: Engine) -
     ] == docker.done()
 
 
-def test_a_signal_that_ends_its_own_container_is_no_error(run: RunFolder, docker: Engine) -> None:
+def test_a_signal_that_ends_its_own_container_is_no_error(run, docker):
     docker.answers["exec"] = (137, "")
     registry.of(run).faults(run).signal("worker-0", signal.SIGKILL, "agent")
 
 
-def test_a_frozen_container_goes_on_once_it_is_relieved(run: RunFolder, docker: Engine) -> None:
+def test_a_frozen_container_goes_on_once_it_is_relieved(run, docker):
     injector = registry.of(run).faults(run)
     injector.pause("worker-0")
     assert [("pause", "c0ffee")] == docker.done()
@@ -176,9 +172,7 @@ def test_a_frozen_container_goes_on_once_it_is_relieved(run: RunFolder, docker: 
     assert [("unpause", "c0ffee")] == docker.done()
 
 
-def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(
-    run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(run, docker, monkeypatch):
     tries, ask = [], engine.ask
 
     def busy(*words: str, **options: float) -> tuple[int, str]:
@@ -190,7 +184,7 @@ def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(
     assert 3 == len(tries)
 
 
-def test_a_container_that_is_cut_off_comes_back_under_its_own_name(run: RunFolder, docker: Engine) -> None:
+def test_a_container_that_is_cut_off_comes_back_under_its_own_name(run, docker):
     docker.answers["inspect"] = (0, json.dumps({"run_egress": {}, "run_cluster": {}}))
     injector = registry.of(run).faults(run)
     injector.partition("worker-0")
@@ -201,7 +195,7 @@ def test_a_container_that_is_cut_off_comes_back_under_its_own_name(run: RunFolde
     assert [("network", "connect", "--alias", "worker-0", "run_cluster", "c0ffee")] == docker.done()
 
 
-def test_a_lost_container_stays_away_until_it_is_started(run: RunFolder, docker: Engine) -> None:
+def test_a_lost_container_stays_away_until_it_is_started(run, docker):
     injector = registry.of(run).faults(run)
     injector.lose("worker-0")
     assert ("kill", "c0ffee") == docker.done()[-1]
@@ -209,7 +203,7 @@ def test_a_lost_container_stays_away_until_it_is_started(run: RunFolder, docker:
     assert [("start", "c0ffee")] == docker.done()
 
 
-def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -> None:
+def test_a_slow_container_gets_every_core_back(run, docker):
     injector = registry.of(run).faults(run)
     injector.slow("worker-0")
     assert [("update", "--cpus", "0.2", "c0ffee")] == docker.done()
@@ -218,9 +212,7 @@ def test_a_slow_container_gets_every_core_back(run: RunFolder, docker: Engine) -
 
 
 @pytest.mark.parametrize(("previous", "expected"), [(0, 2**30 + 2**27 + 5000), (2**33, 2**33)])
-def test_a_container_without_memory_gets_its_own_back_or_plenty(
-    run: RunFolder, docker: Engine, monkeypatch: pytest.MonkeyPatch, previous: int, expected: int
-) -> None:
+def test_a_container_without_memory_gets_its_own_back_or_plenty(run, docker, monkeypatch, previous, expected):
     monkeypatch.setattr(memory, "available_bytes", lambda: 5000)
     docker.answers |= {"exec": (0, str(2**30)), "inspect": (0, str(previous))}
     injector = registry.of(run).faults(run)
@@ -236,7 +228,7 @@ def test_a_container_without_memory_gets_its_own_back_or_plenty(
     assert [("update", "--memory", str(expected), "--memory-swap", str(expected), "c0ffee")] == docker.done()
 
 
-def test_the_hog_ends_with_the_program_that_it_starves() -> None:
+def test_the_hog_ends_with_the_program_that_it_starves():
     def starve(program: int, pieces: int) -> int:
         def limit() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
@@ -256,7 +248,7 @@ def test_the_hog_ends_with_the_program_that_it_starves() -> None:
     assert 0 == starve(program.pid, 1000)
 
 
-def test_what_was_done_last_is_undone_first_and_only_once(run: RunFolder, docker: Engine) -> None:
+def test_what_was_done_last_is_undone_first_and_only_once(run, docker):
     docker.answers["inspect"] = (0, json.dumps({"run_cluster": {}}))
     injector = registry.of(run).faults(run)
     injector.partition("worker-0")
@@ -270,9 +262,7 @@ def test_what_was_done_last_is_undone_first_and_only_once(run: RunFolder, docker
 
 
 @pytest.mark.parametrize(("does", "asks"), [("pause", "pause"), ("partition", "inspect"), ("slow", "update")])
-def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_undone(
-    run: RunFolder, docker: Engine, does: str, asks: str
-) -> None:
+def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_undone(run, docker, does, asks):
     docker.answers[asks] = (1, "WARNING: a plugin is old\nError response from daemon: no such thing")
     injector = registry.of(run).faults(run)
     with pytest.raises(ClusterError) as failed:
@@ -290,7 +280,7 @@ def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_und
 
 
 @pytest.fixture
-def unfillable(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def unfillable(run, monkeypatch) -> RunFolder:
     """A run on whose disk nothing can be filled, whatever is decided."""
     monkeypatch.setattr(faults, "BALLAST", "absent/ballast")
     return run
@@ -299,7 +289,7 @@ def unfillable(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 REFUSED = r"^diskfull would fill \d+ GiB that other programs use; put RUNS_DIR on a small disk of its own \(mount "
 
 
-def test_the_disk_of_the_machine_itself_is_never_filled(unfillable: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_of_the_machine_itself_is_never_filled(unfillable, monkeypatch):
     monkeypatch.setattr(faults, "Path", lambda _: unfillable.path)  # where "/" is
     monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 2**70)
     with pytest.raises(UsageError, match=REFUSED) as refused:
@@ -307,7 +297,7 @@ def test_the_disk_of_the_machine_itself_is_never_filled(unfillable: RunFolder, m
     assert 1 == len(str(refused.value).splitlines())
 
 
-def test_a_disk_with_too_much_room_is_never_filled(unfillable: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_with_too_much_room_is_never_filled(unfillable, monkeypatch):
     monkeypatch.setattr(faults, "Path", lambda _: Path("/proc"))  # as if the runs had a disk of their own
     monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 0)
     with pytest.raises(UsageError, match=REFUSED):
@@ -319,7 +309,7 @@ def room(disk: Path) -> int:
     return os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
 
 
-def test_a_small_disk_is_filled_to_the_last_byte_and_given_back(mount_disk: Callable[[str], Path]) -> None:
+def test_a_small_disk_is_filled_to_the_last_byte_and_given_back(mount_disk):
     small_disk = mount_disk("4m")
     run = RunFolder(small_disk / "run")
     run.create()

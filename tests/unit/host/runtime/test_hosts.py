@@ -1,16 +1,11 @@
 """What is reported of the hosts of a runtime, and what a task on each of them measures."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.agent.schedulers import probe
-from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import hosts, registry
 from cluster.system.errors import UsageError
 
@@ -34,21 +29,19 @@ def report(node: str, **more: Any) -> dict[str, Any]:
         ([report("n1", unreached="missing worker-0"), report("n2")], {"network of hosts": "failed"}),
     ],
 )
-def test_what_a_host_lacks_is_reported_with_its_fix(reports: list[dict[str, Any]], wrong: dict[str, str]) -> None:
+def test_what_a_host_lacks_is_reported_with_its_fix(reports, wrong):
     found = hosts.judge(["n1", "n2"], reports, {"n2": "No such image"}, FIXES)
     assert wrong == {each.check: each.state for each in found if each.state != "ok"}
     assert all(each.fix for each in found if each.state != "ok")
 
 
-def test_only_what_has_other_machines_is_examined(tmp_path: Path) -> None:
+def test_only_what_has_other_machines_is_examined(tmp_path):
     for name in ("local", "docker"):
         with pytest.raises(UsageError, match=f"--runtime {name}"):
             registry.get(name).examine_hosts(tmp_path, tmp_path)
 
 
-def test_hosts_measure_their_clocks_and_bandwidth(
-    make_run: Callable[..., RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_measure_their_clocks_and_bandwidth(make_run, tmp_path, monkeypatch):
     monkeypatch.setenv("DATA_DIR", str(tmp_path))
     run = make_run(workers=2)
     cluster, found = run.load_cluster(), []
@@ -67,15 +60,13 @@ def test_hosts_measure_their_clocks_and_bandwidth(
     assert max(each["lag_s"] for each in found) < probe.REACH_S
 
 
-def test_a_folder_that_does_not_show_what_others_write_is_waited_for_only_so_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_does_not_show_what_others_write_is_waited_for_only_so_long(tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "REACH_S", 0.2)
     assert 0.2 == probe.delay([tmp_path / "never"])
     assert probe.delay([tmp_path]) < 0.2
 
 
-def test_a_clock_that_is_ahead_is_measured(make_run: Callable[..., RunFolder]) -> None:
+def test_a_clock_that_is_ahead_is_measured(make_run):
     one, other = make_run(workers=1).load_cluster().tasks
     links = {}
     threads = [
@@ -89,9 +80,7 @@ def test_a_clock_that_is_ahead_is_measured(make_run: Callable[..., RunFolder]) -
     assert (100.0, -100.0) == (links["one"].skew_s, links["other"].skew_s)
 
 
-def test_a_host_that_is_not_reached_is_named(
-    make_run: Callable[..., RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_is_not_reached_is_named(make_run, tmp_path, monkeypatch):
     monkeypatch.setenv("DATA_DIR", str(tmp_path / "missing"))
     monkeypatch.setattr(probe, "REACH_S", 0.2)
     run = make_run(workers=1)

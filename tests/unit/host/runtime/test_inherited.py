@@ -1,7 +1,5 @@
 """What tasks take over from the environment of whoever calls `up`: a list, and nothing beside it."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -47,14 +45,14 @@ STALE = {
 
 
 @pytest.fixture
-def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+def stale(monkeypatch):
     """The environment of somebody who does other things, too."""
     for name, value in STALE.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
-def run_script(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[Callable[..., dict[str, str]]]:
+def run_script(make_run, tmp_path) -> Iterator[Callable[..., dict[str, str]]]:
     """Runs a script as the chief alone and returns the environment that it saw; takes `--env` as typed, and secrets."""
     started: list[RunFolder] = []
 
@@ -80,7 +78,7 @@ def run_script(make_run: Callable[..., RunFolder], tmp_path: Path) -> Iterator[C
 
 
 @pytest.mark.usefixtures("stale")
-def test_a_task_sees_what_is_listed_and_nothing_else(run_script: Callable[..., dict[str, str]]) -> None:
+def test_a_task_sees_what_is_listed_and_nothing_else(run_script):
     seen = run_script()
     assert {"XLA_FLAGS", "LC_TIME"} == STALE.keys() & {name for name in seen if seen[name] == STALE.get(name)}
     assert ("chief", None) == (seen["TASK"], seen.get("TF_CONFIG"))
@@ -94,7 +92,7 @@ def test_a_task_sees_what_is_listed_and_nothing_else(run_script: Callable[..., d
 
 
 @pytest.mark.usefixtures("stale")
-def test_options_add_to_the_list(run_script: Callable[..., dict[str, str]], tmp_path: Path) -> None:
+def test_options_add_to_the_list(run_script, tmp_path):
     (tmp_path / "key").write_text("precious\n")
     seen = run_script("MY_OWN", "ANOTHER=a=b c", "EMPTY=", A_KEY=tmp_path / "key")
     assert "precious" == seen["A_KEY"]
@@ -103,7 +101,7 @@ def test_options_add_to_the_list(run_script: Callable[..., dict[str, str]], tmp_
 
 
 @pytest.mark.usefixtures("stale")
-def test_a_value_of_the_caller_s_is_written_nowhere(tmp_path: Path) -> None:
+def test_a_value_of_the_caller_s_is_written_nowhere(tmp_path):
     payload = Payload(env=("AWS_SECRET_ACCESS_KEY",))
     cluster = spec.build(1)
     processes = processes_of(
@@ -120,13 +118,13 @@ def test_a_value_of_the_caller_s_is_written_nowhere(tmp_path: Path) -> None:
     assert "secret" not in json.dumps([processes, services])
 
 
-def test_a_path_of_this_machine_does_not_reach_containers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_of_this_machine_does_not_reach_containers(monkeypatch):
     monkeypatch.setenv("KERAS_HOME", "/home/me/.keras")
     assert "KERAS_HOME" in inherited.for_process()
     assert "KERAS_HOME" not in inherited.for_container(way_out=True)
 
 
-def test_a_relative_pythonpath_means_the_caller_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_relative_pythonpath_means_the_caller_s_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"mine{os.pathsep}{os.pathsep}/theirs")
     assert f"{tmp_path / 'mine'}{os.pathsep}/theirs" == inherited.for_process()["PYTHONPATH"]
@@ -135,16 +133,14 @@ def test_a_relative_pythonpath_means_the_caller_s_folder(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "words", ["", "=1", "A B=1", "1A=1", "TF_CONFIG={}", "TASK", "PYTHONPATH=/x", "NOT_SET_HERE", "Ä=1"]
 )
-def test_what_can_be_no_variable_of_a_task_is_refused(words: str) -> None:
+def test_what_can_be_no_variable_of_a_task_is_refused(words):
     refused = refusal(Request(env=(words,), runtime="local", tensorboard_port="0"))
     assert isinstance(refused, UsageError)
     assert "--env" in str(refused)
 
 
 @pytest.mark.parametrize("words", ["", "A_KEY", "A_KEY=", "A B=key", "TASK=key", "A_KEY=none", "A_KEY=.", "B=key"])
-def test_what_can_be_no_secret_of_a_task_is_refused(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_be_no_secret_of_a_task_is_refused(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "key").write_text("precious")
     refused = refusal(Request(env=("B=1",), secret=(words,), runtime="local", tensorboard_port="0"))
@@ -153,7 +149,7 @@ def test_what_can_be_no_secret_of_a_task_is_refused(
     assert "precious" not in str(refused)
 
 
-def test_a_secret_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_secret_that_is_gone_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("SECRET_FILES", json.dumps({"A_KEY": str(tmp_path / "none")}))
     with pytest.raises(PrerequisiteError, match="A_KEY"):
         secret_variables()
@@ -162,9 +158,7 @@ def test_a_secret_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize(
     ("mode", "owner", "readable"), [(0o600, 0, False), (0o600, UNPRIVILEGED, True), (0o644, 0, True)]
 )
-def test_containers_that_root_starts_can_read_a_secret_or_it_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int, owner: int, readable: bool
-) -> None:
+def test_containers_that_root_starts_can_read_a_secret_or_it_is_refused(monkeypatch, tmp_path, mode, owner, readable):
     key = tmp_path / "key"
     key.write_text("precious")
     status = list(key.stat())
@@ -175,9 +169,7 @@ def test_containers_that_root_starts_can_read_a_secret_or_it_is_refused(
         access.check_readable(Payload(secrets={"A_KEY": key}), "10001:10001")
 
 
-def test_a_run_goes_on_with_its_variables(
-    monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., RunFolder], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_its_variables(monkeypatch, make_run, tmp_path):
     (tmp_path / "key").write_text("precious")
     run = make_run("one", workers=0)
     write_json(run.config, {"script": __file__, "arguments": [], "separate_chief": False})

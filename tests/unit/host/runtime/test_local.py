@@ -1,17 +1,13 @@
 """Local processes: free ports, the plan of processes, and a supervisor that leaves nothing behind."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cluster.contract import spec
-from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import memory as limits
 from cluster.host.runtime.local import supervisor
 from cluster.host.runtime.local.runtime import processes_of
@@ -19,11 +15,10 @@ from cluster.system import ports, processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
 from cluster.system.ports import free_ports
-from tests.unit.gang import StartGang
 from tests.waiting import wait_for
 
 
-def test_free_ports_are_free_and_different() -> None:
+def test_free_ports_are_free_and_different():
     found = free_ports(20)
     assert 20 == len(set(found))
     for port in found:
@@ -31,7 +26,7 @@ def test_free_ports_are_free_and_different() -> None:
             server.bind(("127.0.0.1", port))
 
 
-def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_not_free(monkeypatch):
     (port,) = free_ports(1)
     monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
     assert (port,) == free_ports(1)
@@ -39,19 +34,19 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
         free_ports(1)
 
 
-def test_too_few_free_ports_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_free_ports_are_reported(monkeypatch):
     monkeypatch.setattr(ports, "PORTS", range(20000, 20002))
     with pytest.raises(PrerequisiteError, match=r"3 free ports on 127\.0\.0\.1 from 20000 to 20001: found [0-2]"):
         free_ports(3)
 
 
-def test_more_tasks_than_memory_are_refused() -> None:
+def test_more_tasks_than_memory_are_refused():
     limits.check_free(0)
     with pytest.raises(PrerequisiteError, match=r"1000000 tasks need about \d+\.\d GiB of memory, .* use at most \d+"):
         limits.check_free(10**6)
 
 
-def test_each_task_gets_its_command_and_environment() -> None:
+def test_each_task_gets_its_command_and_environment():
     cluster = spec.build(1, ports=(7001, 7002))
     planned = processes_of(cluster, Path("/runs/r"), Path("/data"), ["--", "true"])
     tf_config = (
@@ -66,14 +61,14 @@ def test_each_task_gets_its_command_and_environment() -> None:
     assert expected == planned["tasks"]["worker-0"]
 
 
-def test_the_supervisor_ends_when_the_run_does(start_gang: StartGang) -> None:
+def test_the_supervisor_ends_when_the_run_does(start_gang):
     gang = start_gang("train(2), finish()", workers=0)
     assert supervisor.running(gang.run)
     assert "succeeded" == gang.summary()["state"]
     wait_for(lambda: not supervisor.running(gang.run), "the supervisor's end")
 
 
-def test_killing_a_run_leaves_no_process(start_gang: StartGang) -> None:
+def test_killing_a_run_leaves_no_process(start_gang):
     gang = start_gang("train(2), work()", workers=1)
     other = start_gang("train(2), work()", name="other", workers=0)
     for started, tasks in ((gang, ("chief", "worker-0")), (other, ("chief",))):
@@ -85,7 +80,7 @@ def test_killing_a_run_leaves_no_process(start_gang: StartGang) -> None:
     assert 4 == len(supervisor.processes_left(other.run))
 
 
-def test_everything_dies_with_the_supervisor(start_gang: StartGang) -> None:
+def test_everything_dies_with_the_supervisor(start_gang):
     gang = start_gang("train(2), work()", workers=1)
     for task in ("chief", "worker-0"):
         gang.await_step(task, 2)
@@ -94,9 +89,7 @@ def test_everything_dies_with_the_supervisor(start_gang: StartGang) -> None:
 
 
 @pytest.mark.parametrize("end", ["exit 3", "kill -SEGV $$"])
-def test_an_agent_that_keeps_failing_ends_the_run(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_an_agent_that_keeps_failing_ends_the_run(make_run, monkeypatch, end):
     run = make_run(workers=0)
     dies = {"command": ["sh", "-c", end], "environment": {}}
     write_json(run.compose, {"runtime": "local", "tasks": {"chief": dies}})
@@ -109,9 +102,7 @@ def test_an_agent_that_keeps_failing_ends_the_run(
 
 
 @pytest.mark.parametrize(("most", "attempts"), [(30, 31), (4, 5)])
-def test_an_agent_that_is_killed_comes_back_up_to_a_limit(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int, attempts: int
-) -> None:
+def test_an_agent_that_is_killed_comes_back_up_to_a_limit(make_run, monkeypatch, tmp_path, most, attempts):
     run = make_run(workers=0)
     script = f"echo >>{tmp_path}/attempts; [ $(wc -l <{tmp_path}/attempts) -gt 30 ] && exit 3; kill -9 $$"
     write_json(
@@ -123,7 +114,7 @@ def test_an_agent_that_is_killed_comes_back_up_to_a_limit(
     assert attempts == len((tmp_path / "attempts").read_text().splitlines())
 
 
-def test_a_supervisor_that_cannot_start_its_tasks_is_reported(make_run: Callable[..., RunFolder]) -> None:
+def test_a_supervisor_that_cannot_start_its_tasks_is_reported(make_run):
     run = make_run(workers=0)
     run.compose.write_text("{}")
     with pytest.raises(TimedOut, match="the supervisor of run did not start its tasks; see .*/logs/supervisor.log"):

@@ -1,11 +1,8 @@
 """How much memory containers may use, and what is reported of a program that needed more."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +20,6 @@ from cluster.system import memory as machine
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError
 from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
-from tests.unit.gang import StartGang
 from tests.unit.launching import WORKING_ENGINE, refusal
 
 MakeRun = Callable[..., RunFolder]
@@ -36,26 +32,26 @@ GIB = 2**30
     ("text", "expected"),
     [("", 0), ("8GiB", 8 * GIB), ("1.5gib", 3 * GIB // 2), ("600MiB", 600 * 2**20), ("99999TiB", 99999 * 2**40)],
 )
-def test_a_limit_is_an_amount_of_memory(text: str, expected: int) -> None:
+def test_a_limit_is_an_amount_of_memory(text, expected):
     assert expected == memory.parse(text)
 
 
 @pytest.mark.parametrize(
     "text", ["8", "8GB", "8 GiB", "-8GiB", "0GiB", "599MiB", "1e3GiB", "GiB", "8GiB\n", "٨GiB", "$8GiB"]
 )
-def test_or_is_refused(resolved: None, text: str) -> None:
+def test_or_is_refused(resolved, text):
     error = refusal(Request(memory=text, runtime="local"))
     expected = "at least 600MiB" if text in ("0GiB", "599MiB") else "a number and MiB, GiB or TiB"
     assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(f"--memory {text!r}: expected {expected}"))
 
 
-def test_local_processes_have_no_limit(resolved: None) -> None:
+def test_local_processes_have_no_limit(resolved):
     error = refusal(Request(memory="8GiB", runtime="local"))
     assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--memory: "))
     assert Memory() == planning.plan(Request(name="one", runtime="local")).memory
 
 
-def test_tasks_share_nine_tenths_unless_requested_otherwise() -> None:
+def test_tasks_share_nine_tenths_unless_requested_otherwise():
     assert 6 * GIB == memory.of_containers("", 3, 20 * GIB).task_bytes
     assert 8 * GIB == memory.of_containers("8GiB", 3, 20 * GIB).task_bytes
 
@@ -69,13 +65,13 @@ def test_tasks_share_nine_tenths_unless_requested_otherwise() -> None:
          "at most 30 tasks here"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(requested: str, num_tasks: int, message: str) -> None:
+def test_what_does_not_fit_is_refused(requested, num_tasks, message):
     with pytest.raises(PrerequisiteError) as refused:
         memory.of_containers(requested, num_tasks, 20 * GIB).check(num_tasks)
     assert (EXIT_PREREQUISITE, message) == (refused.value.exit_code, str(refused.value))
 
 
-def test_what_fits_is_not() -> None:
+def test_what_fits_is_not():
     memory.of_containers("6826MiB", 3, 20 * GIB).check(3)
     memory.of_containers("", 30, 20 * GIB).check(30)
 
@@ -85,7 +81,7 @@ def with_memory(total: str) -> str:
     return WORKING_ENGINE.replace("info)", f'info) case "$*" in *MemTotal*) echo {total}; exit;; esac;', 1)
 
 
-def test_a_container_s_limit_is_of_the_engine_s_machine(resolved: None, docker: Callable[[str], Path]) -> None:
+def test_a_container_s_limit_is_of_the_engine_s_machine(resolved, docker):
     docker(with_memory(str(20 * GIB)))
     planned = planning.plan(Request(name="one", workers="2"))
     tasks = planned.compose["services"].values()
@@ -95,14 +91,12 @@ def test_a_container_s_limit_is_of_the_engine_s_machine(resolved: None, docker: 
 
 
 @pytest.mark.parametrize("total", ["0", "unknown", "", "-1"])
-def test_an_engine_that_does_not_report_is_on_this_machine(docker: Callable[[str], Path], total: str) -> None:
+def test_an_engine_that_does_not_report_is_on_this_machine(docker, total):
     docker(with_memory(total))
     assert machine.total_bytes() == engine.memory_bytes() > machine.available_bytes()
 
 
-def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(
-    resolved: None, make_run: MakeRun, docker: Callable[[str], Path]
-) -> None:
+def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(resolved, make_run, docker):
     docker(with_memory(str(20 * GIB)))
     run = make_run(workers=2)
     write_json(run.summary, {"state": "stopped"})
@@ -134,7 +128,7 @@ V1 = {
 
 
 @pytest.fixture
-def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+def kernel(tmp_path, monkeypatch) -> Callable[[dict[str, str]], None]:
     """Have the kernel report this of the container that the test is in."""
     monkeypatch.setattr(machine, "CGROUP", tmp_path / "cgroup")
 
@@ -148,20 +142,18 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[st
 
 
 @pytest.mark.parametrize("files", [V2, V1], ids=["v2", "v1"])
-def test_limit_room_and_kills_are_the_kernel_s(kernel: Callable[[dict[str, str]], None], files: dict[str, str]) -> None:
+def test_limit_room_and_kills_are_the_kernel_s(kernel, files):
     kernel(files)
     assert (4 * GIB, 2 * GIB, 2) == (machine.limit_bytes(), machine.headroom_bytes(), machine.kills())
 
 
 @pytest.mark.parametrize("files", [{}, {"memory.max": "max\n"}])
-def test_without_a_limit_there_is_room(kernel: Callable[[dict[str, str]], None], files: dict[str, str]) -> None:
+def test_without_a_limit_there_is_room(kernel, files):
     kernel(files)
     assert (True, 0) == (machine.headroom_bytes() > 2**60, machine.kills())
 
 
-def test_a_standby_process_leaves_room_for_its_own_task(
-    kernel: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_standby_process_leaves_room_for_its_own_task(kernel, monkeypatch):
     monkeypatch.setenv("WARM_SPARE", "1")
     monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
     monkeypatch.setattr(standby.memory, "available_bytes", lambda: 100 * GIB)
@@ -192,14 +184,8 @@ class Ended:
     ],
 )
 def test_an_agent_reports_whether_memory_killed_its_program(
-    make_run: MakeRun,
-    kernel: Callable[[dict[str, str]], None],
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-    kills: int,
-    standby_kills: int,
-    message: str,
-) -> None:
+    make_run, kernel, monkeypatch, code, kills, standby_kills, message
+):
     kernel(V2)
     agent = Agent(Board(make_run(workers=0).path), "chief", [], 1.0)
     kernel({"memory.events": f"oom_kill {kills}\n"})
@@ -209,7 +195,7 @@ def test_an_agent_reports_whether_memory_killed_its_program(
     assert (attempts.OWN if code == -11 or "memory" in message else attempts.OUTSIDE) == end.kind
 
 
-def test_a_run_whose_task_keeps_being_killed_for_memory_ends_with_that(start_gang: StartGang, tmp_path: Path) -> None:
+def test_a_run_whose_task_keeps_being_killed_for_memory_ends_with_that(start_gang, tmp_path):
     # The agents read what the trainer writes in the kernel's place, the moment before it is killed.
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 0\n")

@@ -1,11 +1,7 @@
 """Which network a run's tasks get, who is warned of it, and what is kept of that."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -26,19 +22,19 @@ OPEN = "warning: TensorFlow's servers ask for no password, and whoever reaches t
 
 
 @pytest.fixture(autouse=True)
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def allowed(monkeypatch):
     """A machine that gives processes a network of their own."""
     monkeypatch.setattr(namespaces, "refusal", lambda: None)
 
 
 @pytest.fixture
-def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbidden(monkeypatch):
     """A machine that does not."""
     monkeypatch.setattr(namespaces, "refusal", lambda: Refusal("user.max_user_namespaces is 0", "root allows it"))
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> str:
+def script(tmp_path) -> str:
     """A script of somebody's own."""
     path = tmp_path / "theirs" / "fit.py"
     path.parent.mkdir(mode=0o755)
@@ -51,14 +47,14 @@ def warnings(planned: Plan) -> list[str]:
     return [note for note in planned.notes if note.startswith("warning: ")]
 
 
-def test_local_tasks_get_a_network_of_their_own(resolved: None) -> None:
+def test_local_tasks_get_a_network_of_their_own(resolved):
     planned = planning.plan(Request(workers="1", **LOCAL))
     assert ("private", []) == (planned.network.name, warnings(planned))
     assert ("private", []) == (planned.to_json()["network"], planned.to_json()["notes"])
     assert "private" == planned.compose["network"]
 
 
-def test_a_machine_that_gives_none_is_reported_in_one_line(resolved: None, forbidden: None) -> None:
+def test_a_machine_that_gives_none_is_reported_in_one_line(resolved, forbidden):
     planned = planning.plan(Request(workers="2", **LOCAL))
     (message,) = warnings(planned)
     assert message == (
@@ -70,14 +66,14 @@ def test_a_machine_that_gives_none_is_reported_in_one_line(resolved: None, forbi
     assert [message] == [line for line in plan_lines(planned.to_json()) if "warning" in line]
 
 
-def test_a_machine_that_gives_none_refuses_tasks_that_must_have_one(resolved: None, forbidden: None) -> None:
+def test_a_machine_that_gives_none_refuses_tasks_that_must_have_one(resolved, forbidden):
     error = refusal(Request(network="private", **LOCAL))
     assert EXIT_PREREQUISITE == error.exit_code
     assert str(error).startswith("--network private: tasks can have no network of their own here: user.max_user_n")
     assert str(error).endswith("root allows it, or leave it out")
 
 
-def test_a_script_stays_in_the_machine_s_network_to_fetch_its_data(script: str) -> None:
+def test_a_script_stays_in_the_machine_s_network_to_fetch_its_data(script):
     planned = planning.plan(Request(script=script, workers="1", **LOCAL))
     assert "host" == planned.network.name
     (message,) = warnings(planned)
@@ -89,25 +85,25 @@ def test_a_script_stays_in_the_machine_s_network_to_fetch_its_data(script: str) 
     assert ("private", []) == (kept.network.name, warnings(kept))
 
 
-def test_a_tpu_is_reached_through_the_machine_s_network(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tpu_is_reached_through_the_machine_s_network(resolved, monkeypatch):
     monkeypatch.setenv("TPU_NAME", "a-tpu")
     planned = planning.plan(Request(strategy="tpu", **LOCAL))
     assert ("host", []) == (planned.network.name, warnings(planned))
 
 
-def test_the_machine_s_network_can_be_asked_for(resolved: None) -> None:
+def test_the_machine_s_network_can_be_asked_for(resolved):
     planned = planning.plan(Request(workers="1", network="host", **LOCAL))
     (message,) = warnings(planned)
     assert ("host", True) == (planned.network.name, message.endswith("network, as requested (--network host)"))
 
 
 @pytest.mark.parametrize("requested", ["", "host"])
-def test_who_trains_alone_serves_nobody_and_is_not_warned(resolved: None, forbidden: None, requested: str) -> None:
+def test_who_trains_alone_serves_nobody_and_is_not_warned(resolved, forbidden, requested):
     planned = planning.plan(Request(workers="0", network=requested, **LOCAL))
     assert ("host", []) == (planned.network.name, warnings(planned))
 
 
-def test_containers_have_their_own(resolved: None, docker: Callable[[str], Path]) -> None:
+def test_containers_have_their_own(resolved, docker):
     docker(WORKING_ENGINE)
     planned = planning.plan(Request(workers="1"))
     assert ("docker", "private", []) == (planned.runtime.name, planned.network.name, warnings(planned))
@@ -116,13 +112,13 @@ def test_containers_have_their_own(resolved: None, docker: Callable[[str], Path]
     assert str(error).startswith("--network host with containers: theirs is their own; add --runtime local")
 
 
-def test_a_network_that_is_none_is_refused_with_those_that_are(resolved: None) -> None:
+def test_a_network_that_is_none_is_refused_with_those_that_are(resolved):
     error = refusal(Request(network="pirvate", **LOCAL))
     assert EXIT_USAGE == error.exit_code
     assert "--network 'pirvate' is not a network here; did you mean 'private'?" == str(error)
 
 
-def test_what_was_asked_for_holds_when_the_run_goes_on(resolved: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_for_holds_when_the_run_goes_on(resolved, monkeypatch):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     for name, requested, then in (("open", "host", "host"), ("closed", "private", "private"), ("left", "", "private")):
         planned = planning.plan(Request(name=name, network=requested, **LOCAL))
@@ -140,9 +136,7 @@ def test_what_was_asked_for_holds_when_the_run_goes_on(resolved: None, monkeypat
 
 
 @pytest.mark.parametrize("requested", ["private", "host"])
-def test_the_manifest_says_which_it_was_and_no_more(
-    resolved: None, monkeypatch: pytest.MonkeyPatch, requested: str
-) -> None:
+def test_the_manifest_says_which_it_was_and_no_more(resolved, monkeypatch, requested):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     planned = planning.plan(Request(name="one", network=requested, **LOCAL))
     startup.start(planned, Commands(), began=time.time())
@@ -152,18 +146,12 @@ def test_the_manifest_says_which_it_was_and_no_more(
 
 
 @pytest.mark.parametrize(("inside", "interface"), [("private", "lo"), ("host", None)])
-def test_gpus_of_several_tasks_meet_on_the_loopback(
-    resolved: None,
-    nvidia_smi: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    inside: str,
-    interface: str | None,
-) -> None:
+def test_gpus_of_several_tasks_meet_on_the_loopback(resolved, nvidia_smi, monkeypatch, inside, interface):
     nvidia_smi("8-h100-nvswitch")
     tasks = planning.plan(Request(workers="1", ps="1", gpus="2", network=inside, **LOCAL)).compose["tasks"]
     found = {name: task["environment"].get("NCCL_SOCKET_IFNAME") for name, task in tasks.items()}
     assert {"chief": interface, "worker-0": interface, "ps-0": None} == found
 
 
-def test_the_doctor_says_whether_it_can_be_had() -> None:
+def test_the_doctor_says_whether_it_can_be_had():
     assert ("ok", "local tasks get one of their own") == (network.examine().state, network.examine().detail)

@@ -1,7 +1,5 @@
 """The runtime of Slurm jobs beside a Slurm with given answers."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from dataclasses import replace
@@ -51,7 +49,7 @@ class Site:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path) -> RunFolder:
     """A run that was queued."""
     folder = RunFolder(tmp_path / "runs" / "a-run")
     folder.create()
@@ -86,20 +84,18 @@ def work(run: RunFolder, **job: str) -> Workload:
     ("state", "alive"),
     [("PENDING", True), ("RUNNING", True), ("COMPLETING", True), ("CANCELLED", False), ("", False), ("down", True)],
 )
-def test_a_run_lives_while_its_job_runs_or_is_queued(
-    run: RunFolder, state: str, alive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_lives_while_its_job_runs_or_is_queued(run, state, alive, monkeypatch):
     site(run, monkeypatch, state)
     assert alive == slurm.Slurm().alive(run)
 
 
-def test_a_job_that_ends_by_itself_is_not_cancelled(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ends_by_itself_is_not_cancelled(run, monkeypatch):
     there = site(run, monkeypatch, "RUNNING", "COMPLETING", "")
     slurm.Slurm().remove(run, there.sh, 10)
     assert [] == there.commands
 
 
-def test_replacements_of_a_runs_tasks_end_with_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacements_of_a_runs_tasks_end_with_it(run, monkeypatch):
     there, name = site(run, monkeypatch, ""), slurm.job_name(run)
     shown = [f"14|PENDING|{name}.worker-1\n15|PENDING|{name}-else\n", ""]
     monkeypatch.setattr(
@@ -112,13 +108,13 @@ def test_replacements_of_a_runs_tasks_end_with_it(run: RunFolder, monkeypatch: p
     assert ["scancel 14"] == there.commands
 
 
-def test_a_job_that_does_not_end_is_cancelled_and_waited_for(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_does_not_end_is_cancelled_and_waited_for(run, monkeypatch):
     there = site(run, monkeypatch, "RUNNING", "RUNNING", "COMPLETING", "COMPLETED")
     slurm.Slurm().remove(run, there.sh, 0)
     assert ["scancel --signal=KILL --full 12"] == there.commands
 
 
-def test_what_is_left_is_found_by_the_name_of_its_job(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_is_found_by_the_name_of_its_job(run, monkeypatch):
     site(run, monkeypatch, "PENDING")
     runtime = slurm.Slurm()
     assert frozenset({"a-run"}) == runtime.remains(run.path.parent, ["a-run", "another"]).names
@@ -127,9 +123,7 @@ def test_what_is_left_is_found_by_the_name_of_its_job(run: RunFolder, monkeypatc
     assert not runtime.remains(run.path.parent, ["another"]).unreachable  # Slurm is not asked for nothing
 
 
-def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there_are(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there_are(run, monkeypatch):
     there, runtime = site(run, monkeypatch, "down"), slurm.Slurm()
     assert runtime.remains(run.path.parent, ["a-run"]).unreachable
     assert all(runtime.alive(RunFolder(run.path.parent / name)) for name in ("a-run", "b-run", "c-run"))
@@ -138,25 +132,21 @@ def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there
     assert 1 == there.questions
 
 
-def test_the_check_of_hosts_waits_once_and_not_long_for_a_controller(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_of_hosts_waits_once_and_not_long_for_a_controller(run, monkeypatch):
     there, runtime = site(run, monkeypatch, "down"), slurm.Slurm()
     found = [*runtime.examine_hosts(run.path.parent, run.path.parent), *runtime.examine()]
     assert ["failed", "warning"] == [each.state for each in found]
     assert (1, True) == (there.questions, there.waits_s <= 5)
 
 
-def test_nobody_is_asked_for_a_run_whose_job_is_known_to_be_gone(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_is_asked_for_a_run_whose_job_is_known_to_be_gone(run, monkeypatch):
     there = site(run, monkeypatch, "down")
     owner.forget(run)
     assert not slurm.Slurm().remains(run.path.parent, ["a-run"]).unreachable
     assert 0 == there.questions
 
 
-def test_the_job_is_queued_by_a_script_that_names_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_is_queued_by_a_script_that_names_it(run, monkeypatch):
     there = site(run, monkeypatch, "")
     slurm.Slurm().start(work(run, partition="main"), there.sh)
     path = run.control / "job.sh"
@@ -168,14 +158,14 @@ def test_the_job_is_queued_by_a_script_that_names_it(run: RunFolder, monkeypatch
     assert text in slurm.Slurm().commands(work(run), {"script": text})[0]
 
 
-def test_a_script_is_what_the_agents_of_a_job_start(run: RunFolder) -> None:
+def test_a_script_is_what_the_agents_of_a_job_start(run):
     payload = Payload(Path("/theirs/a script.py"), ("--epochs", "3 4"))
     text = slurm.Slurm().render(replace(work(run), payload=payload))["script"]
     assert " -m cluster.agent --script '/theirs/a script.py' --epochs '3 4' &\n" in text
     assert "TF_USE_LEGACY_KERAS" not in text  # Keras 3, as everywhere
 
 
-def test_a_value_that_the_caller_has_is_in_no_file_of_the_run(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_the_caller_has_is_in_no_file_of_the_run(run, monkeypatch):
     there = site(run, monkeypatch, "")
     monkeypatch.setenv("A_SECRET", "hidden")
     given = replace(work(run), payload=Payload(env=("A_SECRET", "ANOTHER=shown")))
@@ -185,9 +175,7 @@ def test_a_value_that_the_caller_has_is_in_no_file_of_the_run(run: RunFolder, mo
     assert ("hidden" in path.read_text(), "shown" in path.read_text()) == (False, True)
 
 
-def test_agents_of_a_job_with_an_image_run_in_it(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_of_a_job_with_an_image_run_in_it(run, tmp_path, monkeypatch):
     for name in ("PYTHONPATH", "LD_PRELOAD", "TF_CUDA_PATHS"):  # this machine's
         monkeypatch.setenv(name, "/here")
     image = tmp_path / "an image.sif"
@@ -201,7 +189,7 @@ def test_agents_of_a_job_with_an_image_run_in_it(
     assert "--nv" not in slurm.Slurm().render(work(run, apptainer=str(image)))["script"]
 
 
-def test_packages_are_not_installed_beside_those_of_an_image(run: RunFolder, tmp_path: Path) -> None:
+def test_packages_are_not_installed_beside_those_of_an_image(run, tmp_path):
     needing = replace(work(run, apptainer=str(tmp_path)), payload=Payload(packages=tmp_path))
     with pytest.raises(UsageError, match="--requirements"):
         slurm.Slurm().render(needing)
@@ -210,7 +198,7 @@ def test_packages_are_not_installed_beside_those_of_an_image(run: RunFolder, tmp
         slurm.Slurm().render(odd)
 
 
-def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_says_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(PrerequisiteError, match="sinfo"):
         registry.choose("slurm")
@@ -230,9 +218,7 @@ def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"gpus_per_task": "2", "devices": "3"}, "--devices"),
     ],
 )
-def test_what_a_job_cannot_have_is_refused(
-    options: dict[str, str], named: str, run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_job_cannot_have_is_refused(options, named, run, monkeypatch):
     site(run, monkeypatch, "")
     with pytest.raises(UsageError, match=named):
         planning.plan(Request(runtime="slurm", tensorboard_port="0", **options))
@@ -256,9 +242,7 @@ UNAVAILABLE = "allocation failure: Requested node configuration is not available
         ("allocation failure: Unable to contact slurm controller (connect failure)", "", False),
     ],
 )
-def test_what_slurm_would_never_take_is_refused_before_anything_is_queued(
-    complaint: str, nodes: str, refused: bool, run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_slurm_would_never_take_is_refused_before_anything_is_queued(complaint, nodes, refused, run, monkeypatch):
     def answer(command: list[str], _timeout_s: float) -> tuple[int, str, str]:
         if command[0] == "sinfo":
             return 0, nodes, ""
@@ -283,9 +267,7 @@ def test_what_slurm_would_never_take_is_refused_before_anything_is_queued(
         ("12|FAILED|NonZeroExitCode|n1\n", True, "logs/slurm.log"),
     ],
 )
-def test_why_no_task_is_heard_is_what_the_controller_says(
-    printed: str, has_log: bool, expected: str, run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_no_task_is_heard_is_what_the_controller_says(printed, has_log, expected, run, monkeypatch):
     monkeypatch.setattr(processes, "run", lambda *_: (0, printed, ""))
     if has_log:
         run.log("slurm").write_text("")
@@ -293,12 +275,12 @@ def test_why_no_task_is_heard_is_what_the_controller_says(
     assert expected in said if expected else not said
 
 
-def test_options_of_a_job_need_a_job() -> None:
+def test_options_of_a_job_need_a_job():
     with pytest.raises(UsageError, match="--partition and --nodes"):
         planning.plan(Request(runtime="local", partition="main", nodes="2"))
 
 
-def test_each_gpu_is_a_replica(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_is_a_replica(run, monkeypatch):
     site(run, monkeypatch, "")
     plan = planning.plan(Request(runtime="slurm", workers="0", gpus_per_task="2", tensorboard_port="0"))
     assert ("mirrored", 2) == (plan.cluster.strategy, plan.cluster.devices)
@@ -307,16 +289,14 @@ def test_each_gpu_is_a_replica(run: RunFolder, monkeypatch: pytest.MonkeyPatch) 
     assert plan.network.warning == ""
 
 
-def test_a_network_that_nothing_closes_is_warned_of(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_nothing_closes_is_warned_of(run, monkeypatch):
     site(run, monkeypatch, "")
     plan = planning.plan(Request(runtime="slurm", workers="1", tensorboard_port="0"))
     assert "docs/guides/slurm.md" in plan.network.warning
     assert plan.network.warning in plan.notes
 
 
-def test_a_task_has_as_many_threads_as_its_job_requests_processors(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_has_as_many_threads_as_its_job_requests_processors(run, monkeypatch):
     site(run, monkeypatch, "")
     plan = planning.plan(Request(runtime="slurm", cpus_per_task="5", tensorboard_port="0"))
     assert 5 == plan.config["threads"]

@@ -1,11 +1,8 @@
 """The runtime of a Swarm beside an engine that answers as recorded, and the stack that it renders."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +65,7 @@ class Engine:
 
 
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def manager(monkeypatch) -> Engine:
     """The engine that is asked."""
     made = Engine()
     monkeypatch.setattr(nodes.engine, "ask", made.ask)
@@ -78,7 +75,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path) -> RunFolder:
     """A run on a Swarm."""
     folder = RunFolder(tmp_path / "runs" / "a-run")
     folder.create()
@@ -105,7 +102,7 @@ def service(rendered: dict[str, Any], task: str = "worker-0") -> dict[str, Any]:
     return found
 
 
-def test_every_task_is_a_service_without_privileges(run: RunFolder) -> None:
+def test_every_task_is_a_service_without_privileges(run):
     rendered = Swarm().render(work(run))
     assert ["chief", "worker-0", "evaluator"] == list(rendered["services"])
     found = service(rendered)
@@ -118,7 +115,7 @@ def test_every_task_is_a_service_without_privileges(run: RunFolder) -> None:
     ]
 
 
-def test_what_is_requested_of_the_swarm_is_in_the_stack(run: RunFolder) -> None:
+def test_what_is_requested_of_the_swarm_is_in_the_stack(run):
     job = Job(
         partition="big", constraint="node.labels.a == b, engine.labels.c!=d", cpus_per_task="2", gpus_per_task="4"
     )
@@ -136,7 +133,7 @@ def test_what_is_requested_of_the_swarm_is_in_the_stack(run: RunFolder) -> None:
     assert {"encrypted": "true"} == rendered["networks"]["cluster"]["driver_opts"]
 
 
-def test_a_value_of_the_callers_is_a_secret(run: RunFolder, manager: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_of_the_callers_is_a_secret(run, manager, monkeypatch):
     monkeypatch.setenv("A_KEY", "precious")
     given = work(run, payload=Payload(env=("A_KEY", "B=$c")))
     rendered = Swarm().render(given)
@@ -151,7 +148,7 @@ def test_a_value_of_the_callers_is_a_secret(run: RunFolder, manager: Engine, mon
     assert "precious" not in json.dumps([rendered, commands])
 
 
-def test_the_name_of_a_stack_leaves_room_for_its_services(tmp_path: Path) -> None:
+def test_the_name_of_a_stack_leaves_room_for_its_services(tmp_path):
     names = {stack.name(tmp_path / ("x" * 63)), stack.name(tmp_path / ("x" * 62 + "y"))}
     assert 2 == len(names)
     assert all(len(f"{name}_worker-511") <= 63 for name in names)
@@ -161,14 +158,14 @@ def test_the_name_of_a_stack_leaves_room_for_its_services(tmp_path: Path) -> Non
     "swarm",
     [{"LocalNodeState": "inactive"}, {"LocalNodeState": "active", "ControlAvailable": False}],
 )
-def test_an_engine_that_manages_no_swarm_is_refused(manager: Engine, swarm: dict[str, Any]) -> None:
+def test_an_engine_that_manages_no_swarm_is_refused(manager, swarm):
     manager.swarm = swarm
     with pytest.raises(PrerequisiteError):
         registry.choose("swarm")
     assert [] == Swarm().examine()
 
 
-def test_hosts_that_lack_the_image_get_it_where_their_engine_is_known(manager: Engine) -> None:
+def test_hosts_that_lack_the_image_get_it_where_their_engine_is_known(manager):
     assert ([], []) == nodes.carry("an/image:cpu")
     manager.images["ssh://h2"] = "sha256:older"
     manager.nodes += [Engine.node("c", "h3"), Engine.node("d", "h4", availability="drain")]
@@ -190,18 +187,18 @@ def task(name: str, state: str, error: str = "") -> dict[str, str]:
         task("worker-0", "Pending", "no suitable node (insufficient resources on 2 nodes)"),
     ],
 )
-def test_a_task_that_no_host_can_start_is_an_error(manager: Engine, broken: dict[str, str]) -> None:
+def test_a_task_that_no_host_can_start_is_an_error(manager, broken):
     manager.tasks = [task("chief", "Running"), broken]
     with pytest.raises(PrerequisiteError, match="worker-0"):
         runtime._await_places("s", ["chief", "worker-0"])
 
 
-def test_a_start_has_begun_once_every_task_has_a_host(manager: Engine) -> None:
+def test_a_start_has_begun_once_every_task_has_a_host(manager):
     manager.tasks = [task("chief", "Running"), task("worker-0", "Starting")]
     runtime._await_places("s", ["chief", "worker-0"])
 
 
-def test_what_is_left_is_found_and_removed_by_its_stack(run: RunFolder, manager: Engine) -> None:
+def test_what_is_left_is_found_and_removed_by_its_stack(run, manager):
     swarm, name = Swarm(), stack.name(run.path)
     swarm.remove(run, manager.sh, 10)
     assert [] == manager.commands
@@ -214,7 +211,7 @@ def test_what_is_left_is_found_and_removed_by_its_stack(run: RunFolder, manager:
         swarm.remove(run, manager.sh, 10)
 
 
-def test_a_run_lives_while_the_swarm_is_to_run_a_task_of_it(run: RunFolder, manager: Engine) -> None:
+def test_a_run_lives_while_the_swarm_is_to_run_a_task_of_it(run, manager):
     assert not Swarm().alive(run)
     manager.tasks = [task("chief", "Running")]
     assert Swarm().alive(run)
@@ -224,7 +221,7 @@ def test_a_run_lives_while_the_swarm_is_to_run_a_task_of_it(run: RunFolder, mana
     ("requested", "way_out", "warns"),
     [("", "", True), ("private", "", True), ("encrypted", "", False), ("encrypted", "where a script", True)],
 )
-def test_a_network_that_nothing_closes_is_warned_of(requested: str, way_out: str, warns: bool) -> None:
+def test_a_network_that_nothing_closes_is_warned_of(requested, way_out, warns):
     assert warns == bool(Swarm().network(requested, "", way_out=way_out, serves=True).warning)
     assert "" == Swarm().network(requested, "", way_out=way_out, serves=False).warning
 
@@ -239,7 +236,7 @@ def test_a_network_that_nothing_closes_is_warned_of(requested: str, way_out: str
         ({"gpus": "all"}, "--gpus"),
     ],
 )
-def test_what_a_swarm_cannot_give_is_refused(options: dict[str, str], named: str, manager: Engine) -> None:
+def test_what_a_swarm_cannot_give_is_refused(options, named, manager):
     with pytest.raises(UsageError, match=named):
         planning.plan(Request(runtime="swarm", tensorboard_port="0", **options))
 
@@ -270,9 +267,7 @@ def described(node: dict[str, Any], cpus: int, memory_bytes: int, gpus: int = 0)
         (Job(constraint="node.hostname==h2", cpus_per_task="9"), True),  # which says nothing of what it has
     ],
 )
-def test_what_no_host_has_is_refused_before_anything_is_started(
-    job: Job, fits: bool, run: RunFolder, manager: Engine
-) -> None:
+def test_what_no_host_has_is_refused_before_anything_is_started(job, fits, run, manager):
     described(manager.nodes[0], 8, 2**34, gpus=2)
     if not job.constraint:
         manager.nodes[1:] = []
@@ -280,7 +275,7 @@ def test_what_no_host_has_is_refused_before_anything_is_started(
         Swarm().preflight(work(run, job))
 
 
-def test_memory_that_no_host_has_is_refused(run: RunFolder, manager: Engine) -> None:
+def test_memory_that_no_host_has_is_refused(run, manager):
     manager.nodes = [described(Engine.node("a", "h1"), 8, 2**34)]
     Swarm().preflight(work(run, memory=Memory("16GiB", 2**34)))
     with pytest.raises(UsageError, match="--memory 17GiB: .*16.0 GiB"):

@@ -1,15 +1,12 @@
 """TensorBoard's port: that of the running one, the usual one, or a free one; a taken port ends no run."""
 
-from __future__ import annotations
-
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster.contract.run.folder import RunFolder
 from cluster.host.control import watch
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
@@ -20,14 +17,14 @@ from tests.unit.launching import no_shell
 
 
 @pytest.fixture
-def runs_dir(tmp_path: Path) -> Path:
+def runs_dir(tmp_path) -> Path:
     folder = tmp_path / "runs"
     folder.mkdir()
     return folder
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def started(monkeypatch) -> list[int]:
     """The ports on which TensorBoard was started; this process stands in for it."""
     ports: list[int] = []
 
@@ -41,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def usual(monkeypatch: pytest.MonkeyPatch) -> int:
+def usual(monkeypatch) -> int:
     """A free port in the place of the usual one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
@@ -60,47 +57,41 @@ def start(runs_dir: Path, port: int | None = None, preferred: int | None = None)
     return tensorboard.start(runs_dir, port, tensorboard.PROCESS, no_shell, preferred=preferred)
 
 
-def test_the_usual_port_is_used_if_it_is_free(runs_dir: Path, started: list[int], usual: int) -> None:
+def test_the_usual_port_is_used_if_it_is_free(runs_dir, started, usual):
     assert [usual] == [start(runs_dir)] == started == [tensorboard.running(runs_dir)]
 
 
-def test_a_free_port_is_used_if_the_usual_one_is_taken(runs_dir: Path, started: list[int], usual: int) -> None:
+def test_a_free_port_is_used_if_the_usual_one_is_taken(runs_dir, started, usual):
     with socket.create_server(("127.0.0.1", usual)):
         port = start(runs_dir)
     assert port != usual
     assert [port] == started == [tensorboard.running(runs_dir)]
 
 
-def test_our_own_is_used_wherever_it_runs(runs_dir: Path, started: list[int], usual: int, taken: int) -> None:
+def test_our_own_is_used_wherever_it_runs(runs_dir, started, usual, taken):
     first = start(runs_dir, preferred=usual)
     assert [first] * 3 == [start(runs_dir), start(runs_dir, first), start(runs_dir, preferred=taken)]
     assert [first] == started
 
 
-def test_the_port_that_a_run_had_comes_first(runs_dir: Path, started: list[int], usual: int) -> None:
+def test_the_port_that_a_run_had_comes_first(runs_dir, started, usual):
     with socket.create_server(("127.0.0.1", 0)) as server:
         earlier = server.getsockname()[1]
     assert earlier == start(runs_dir, preferred=earlier)
 
 
-def test_the_usual_port_is_next_if_another_program_has_the_earlier_one(
-    runs_dir: Path, started: list[int], usual: int, taken: int
-) -> None:
+def test_the_usual_port_is_next_if_another_program_has_the_earlier_one(runs_dir, started, usual, taken):
     assert usual == start(runs_dir, preferred=taken)
 
 
-def test_a_taken_port_that_was_named_is_refused_and_our_own_stays(
-    runs_dir: Path, started: list[int], usual: int, taken: int
-) -> None:
+def test_a_taken_port_that_was_named_is_refused_and_our_own_stays(runs_dir, started, usual, taken):
     start(runs_dir)
     with pytest.raises(PrerequisiteError, match=str(taken)):
         start(runs_dir, taken)
     assert usual == tensorboard.running(runs_dir)
 
 
-def test_a_run_gets_another_port_than_the_taken_one_that_was_named(
-    make_run: Callable[..., RunFolder], started: list[int], usual: int, taken: int
-) -> None:
+def test_a_run_gets_another_port_than_the_taken_one_that_was_named(make_run, started, usual, taken):
     run = make_run()
     line = watch._start_tensorboard(run, taken, tensorboard.PROCESS, no_shell)
     assert f"http://127.0.0.1:{usual}" in line
@@ -120,9 +111,7 @@ def test_a_run_gets_another_port_than_the_taken_one_that_was_named(
         ("x", "", None),
     ],
 )
-def test_a_resumed_run_does_without_tensorboard_if_it_did_before(
-    resolved: None, make_run: Callable[..., RunFolder], recorded: object, requested: str, expected: int | None
-) -> None:
+def test_a_resumed_run_does_without_tensorboard_if_it_did_before(resolved, make_run, recorded, requested, expected):
     run = make_run(workers=0)
     write_json(run.summary, {"state": "stopped"})
     write_json(run.board, {"port": recorded})

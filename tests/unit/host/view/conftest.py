@@ -1,13 +1,10 @@
 """A run that is shown."""
 
-from __future__ import annotations
-
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from tests.unit.beats import MakeRun
 
 
 @pytest.fixture
-def run(make_run: MakeRun) -> RunFolder:
+def run(make_run) -> RunFolder:
     return make_run("demo", workers=1)

@@ -1,15 +1,11 @@
 """How a run ended, and what its exit code is."""
 
-from __future__ import annotations
-
 import re
 import time
-from typing import Any
 
 import pytest
 
 from cluster.contract.results import summary
-from cluster.contract.run.folder import RunFolder
 from cluster.host.control import watch
 from cluster.host.runtime import tensorboard
 from cluster.host.view.ended import ended_lines
@@ -19,9 +15,7 @@ from tests.unit.beats import beat
 from tests.unit.ending import end
 
 
-def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(run, monkeypatch):
     monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6006)
     write_json(run.control / "result.json", {"steps": 938, "metrics": {"eval_accuracy": 0.89123}})
     summary_line, *rest = (end(run, "succeeded"), ended_lines(run, "runs/demo"))[1]
@@ -35,19 +29,19 @@ def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(
 
 
 @pytest.mark.parametrize(("restarts", "expected"), [(0, ""), (1, ", 1 restart"), (2, ", 2 restarts")])
-def test_restarts_are_counted(run: RunFolder, restarts: int, expected: str) -> None:
+def test_restarts_are_counted(run, restarts, expected):
     end(run, "succeeded")
     value = read_json(run.summary) | {"restarts": [{}] * restarts, "steps": 1, "wall_s": 1.0}
     write_json(run.summary, value)
     assert f"succeeded: 1 step in 1.0 s{expected}" == ended_lines(run, "runs/demo")[0]
 
 
-def test_a_stop_reports_how_to_go_on(run: RunFolder) -> None:
+def test_a_stop_reports_how_to_go_on(run):
     end(run, "stopped")
     assert "next         invoke up --resume demo" == ended_lines(run, "runs/demo")[-1]
 
 
-def test_a_failure_reports_the_root_cause_last(run: RunFolder) -> None:
+def test_a_failure_reports_the_root_cause_last(run):
     beat(run, "chief", "stopped", step=5, exit_code=137)
     beat(run, "worker-0", "failed", step=7, exit_code=1)
     why = {"task": "worker-0", "cause": "exit code 139 (SIGSEGV: crashed in native code)", "step": 7}
@@ -66,13 +60,13 @@ def test_a_failure_reports_the_root_cause_last(run: RunFolder) -> None:
     assert ("run folder   runs/demo", "next         mend the cause, then invoke up --resume demo") == (folder, further)
 
 
-def test_an_exit_code_that_the_error_begins_with_is_shown_once(run: RunFolder) -> None:
+def test_an_exit_code_that_the_error_begins_with_is_shown_once(run):
     end(run, "failed", task="chief", exit_code=1, error="exit code 1, last line: nan")
     (expected,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
     assert re.fullmatch(r"root cause: chief at \d\d:\d\d:\d\d: exit code 1, last line: nan", expected)
 
 
-def test_a_failure_that_is_no_task_s_is_reported_too(run: RunFolder) -> None:
+def test_a_failure_that_is_no_task_s_is_reported_too(run):
     end(run, "failed", error="no task writes heartbeats")
     (expected,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
     assert re.fullmatch(r"root cause: the run at \d\d:\d\d:\d\d: no task writes heartbeats", expected)
@@ -91,11 +85,11 @@ def test_a_failure_that_is_no_task_s_is_reported_too(run: RunFolder) -> None:
         ({"state": "failed", "cause": {"exit_code": None}}, 1),
     ],
 )
-def test_the_exit_code_reports_how_the_run_ended(ended: dict[str, Any], code: int) -> None:
+def test_the_exit_code_reports_how_the_run_ended(ended, code):
     assert code == watch.exit_code(ended)
 
 
-def test_waiting_is_bounded(run: RunFolder) -> None:
+def test_waiting_is_bounded(run):
     beat(run, "chief", "training")
     with pytest.raises(TimedOut, match=r"run demo has not ended after 0.1 s; it goes on"):
         watch.follow(run, lambda value: None, timeout_s=0.1)
@@ -103,7 +97,7 @@ def test_waiting_is_bounded(run: RunFolder) -> None:
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("worker", ["training", "done"])
-def test_a_run_in_which_nothing_lives_has_failed(run: RunFolder, worker: str) -> None:
+def test_a_run_in_which_nothing_lives_has_failed(run, worker):
     beat(run, "chief", "training", step=5, age_s=60)
     beat(run, "worker-0", worker, step=5, age_s=60)
     ended = watch.follow(run, lambda value: None, timeout_s=5)
@@ -111,7 +105,7 @@ def test_a_run_in_which_nothing_lives_has_failed(run: RunFolder, worker: str) ->
     assert "no task writes heartbeats: the engine or the supervisor stopped" == ended["cause"]["error"]
 
 
-def test_the_summary_reports_where_the_time_went_and_who_was_slow(run: RunFolder) -> None:
+def test_the_summary_reports_where_the_time_went_and_who_was_slow(run):
     started = read_json(run.control / "started.json")["time"]
     seconds = {"input": 1.0, "compute": 5.0, "save": 0.5, "evaluate": 0.25}
     ledger = {"generation": 0, "began": started + 2, "first_step_at": started + 4, "updated_at": started + 11}
@@ -133,7 +127,7 @@ def test_the_summary_reports_where_the_time_went_and_who_was_slow(run: RunFolder
     ] == ended_lines(run, "runs/demo")[1:3]
 
 
-def test_a_run_that_claims_to_start_after_its_end_took_no_time(run: RunFolder) -> None:
+def test_a_run_that_claims_to_start_after_its_end_took_no_time(run):
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"time": time.time() + 60})
     run.end("succeeded")
     assert 0.0 == summary.write(run, settle_s=0)["wall_s"]

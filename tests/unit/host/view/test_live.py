@@ -1,10 +1,7 @@
 """The view of a run that trains."""
 
-from __future__ import annotations
-
 import pytest
 
-from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import registry
 from cluster.host.view.live import Live
 from cluster.host.view.status import live_lines, read_status
@@ -13,7 +10,7 @@ from tests.unit.beats import beat, save
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
-def test_without_a_terminal_only_news_are_printed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_only_news_are_printed(run, capsys):
     live = Live()
     for state, step in [("waiting", 0), ("waiting", 0), ("training", 5), ("saving", 6), ("training", 7), ("done", 8)]:
         beat(run, "chief", state, step=step)
@@ -21,9 +18,7 @@ def test_without_a_terminal_only_news_are_printed(run: RunFolder, capsys: pytest
     assert ["chief waiting", "chief training", "step 5", "chief done"] == capsys.readouterr().out.splitlines()
 
 
-def test_a_step_that_takes_long_is_reported_once(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_takes_long_is_reported_once(run, capsys, monkeypatch):
     monkeypatch.setattr(Live, "LINE_EVERY_S", 0.0)
     live = Live()
     for step in (5, 5, 5, 6):
@@ -32,9 +27,7 @@ def test_a_step_that_takes_long_is_reported_once(
     assert ["chief training", "step 5", "step 6"] == capsys.readouterr().out.splitlines()
 
 
-def test_why_a_run_does_not_begin_is_printed_once(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_a_run_does_not_begin_is_printed_once(run, capsys, monkeypatch):
     said = iter(["job 7 is queued: Priority"] * 2 + ["job 7 is queued: Resources", ""])
     monkeypatch.setattr(registry.LOCAL, "situation", lambda run: next(said))
     live = Live()
@@ -47,9 +40,7 @@ def test_why_a_run_does_not_begin_is_printed_once(
 
 
 @pytest.mark.parametrize("no_colour", [False, True])
-def test_in_a_terminal_the_table_redraws_itself(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_colour: bool
-) -> None:
+def test_in_a_terminal_the_table_redraws_itself(run, capsys, monkeypatch, no_colour):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TERM", "xterm")
@@ -69,7 +60,7 @@ def test_in_a_terminal_the_table_redraws_itself(
     assert "" == capsys.readouterr().out
 
 
-def test_the_screen_shows_how_far_a_run_is(run: RunFolder) -> None:
+def test_the_screen_shows_how_far_a_run_is(run):
     beat(run, "chief", "training", step=30, steps_total=120, examples_per_s=480.0, loss=0.5)
     beat(run, "worker-0", "training", step=30)
     run.event("worker-0", "restarted", cause="killed", step=20)
@@ -89,13 +80,11 @@ def test_the_screen_shows_how_far_a_run_is(run: RunFolder) -> None:
     assert ["TASK", "chief", "worker-0"] == [line.split()[0] for line in shown[-3:]]
 
 
-def test_the_screen_of_a_run_that_has_just_begun_is_short(run: RunFolder) -> None:
+def test_the_screen_of_a_run_that_has_just_begun_is_short(run):
     assert "step 0" in "\n".join(live_lines(read_status(run), [], 40))
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(run, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "dumb")
     beat(run, "chief", "training", step=1)

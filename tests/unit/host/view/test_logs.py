@@ -1,14 +1,11 @@
 """The tasks' logs, and whether a task is healthy."""
 
-from __future__ import annotations
-
 import io
 import re
 
 import pytest
 
 from cluster.agent import health
-from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import LINE_BYTES, copy
 from cluster.host.view import logs
 from cluster.host.view.logs import print_logs
@@ -16,7 +13,7 @@ from tests.unit.beats import beat
 from tests.unit.ending import end
 
 
-def test_logs_of_several_tasks_carry_their_names(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_several_tasks_carry_their_names(run, capsys):
     run.log("chief").write_text("one\ntwo\nhalf a li")
     run.log("worker-0").write_bytes(b"three \xff\n")
     print_logs(run, ["chief", "worker-0", "ps-0"], follow=False)
@@ -24,7 +21,7 @@ def test_logs_of_several_tasks_carry_their_names(run: RunFolder, capsys: pytest.
     assert ["chief    | one", "chief    | two", "chief    | half a li", "worker-0 | three \ufffd"] == shown
 
 
-def test_a_progress_bar_is_shown_in_its_last_state(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_in_its_last_state(run, capsys):
     """As Keras prints it: each state is drawn over the one before, and nothing ends the line before the epoch."""
     steps = [
         f"\x1b[1m{at}/2000\x1b[0m \x1b[32m{'━' * (at // 100)}\x1b[0m 1ms/step - loss: {1 / at:.4f}"
@@ -42,13 +39,13 @@ def test_a_progress_bar_is_shown_in_its_last_state(run: RunFolder, capsys: pytes
     ] == capsys.readouterr().out.splitlines()
 
 
-def test_the_worker_of_our_trainer_refers_to_the_chief(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_worker_of_our_trainer_refers_to_the_chief(run, capsys):
     run.log("worker-0").write_text("")
     print_logs(run, ["worker-0"], follow=False)
     assert "invoke logs chief" in capsys.readouterr().err
 
 
-def test_a_task_that_printed_nothing_is_named(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_printed_nothing_is_named(run, capsys):
     print_logs(run, ["worker-0"], follow=False)
     out, err = capsys.readouterr()
     assert ("", 1) == (out, len(err.splitlines()))
@@ -64,9 +61,7 @@ START_UP = (
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])
-def test_in_a_terminal_each_task_has_a_colour_and_start_up_messages_are_left_out(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_color: str
-) -> None:
+def test_in_a_terminal_each_task_has_a_colour_and_start_up_messages_are_left_out(run, capsys, monkeypatch, no_color):
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", "xterm")
     for name in ("chief", "worker-0"):
@@ -80,15 +75,13 @@ def test_in_a_terminal_each_task_has_a_colour_and_start_up_messages_are_left_out
     assert bool(no_color) is ("\x1b" not in "".join(shown))
 
 
-def test_the_log_of_one_task_is_shown_as_it_is(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_of_one_task_is_shown_as_it_is(run, capsys):
     run.log("chief").write_text("one\ntwo\n")
     print_logs(run, ["chief"], follow=False)
     assert "one\ntwo\n" == capsys.readouterr().out
 
 
-def test_followed_logs_go_on_until_the_run_ends(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_followed_logs_go_on_until_the_run_ends(run, capsys, monkeypatch):
     run.log("chief").write_text("one\nt")
     more = iter(["wo\nthree\n", "four\n"])
 
@@ -109,13 +102,11 @@ def test_followed_logs_go_on_until_the_run_ends(
     ("state", "age_s", "healthy"),
     [("training", 0, True), ("done", 60, True), ("training", 60, False), ("failed", 0, False)],
 )
-def test_a_task_is_healthy_while_its_heartbeat_is_fresh(
-    run: RunFolder, state: str, age_s: float, healthy: bool
-) -> None:
+def test_a_task_is_healthy_while_its_heartbeat_is_fresh(run, state, age_s, healthy):
     beat(run, "chief", state, step=3, age_s=age_s)
     shown = "lost" if age_s and state == "training" else state
     assert (healthy, f"chief is {shown} at step 3") == health.check(run, "chief")
 
 
-def test_a_task_without_a_heartbeat_is_not_healthy(run: RunFolder) -> None:
+def test_a_task_without_a_heartbeat_is_not_healthy(run):
     assert (False, "chief has no heartbeat yet") == health.check(run, "chief")

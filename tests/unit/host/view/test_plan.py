@@ -1,20 +1,14 @@
 """A plan and findings, in lines."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from cluster.contract.run.folder import RunFolder
 from cluster.host.view.findings import findings_lines
 from cluster.host.view.plan import plan_lines
 
 BATCH = {"global_batch": 192, "replica_batch": 192, "micro_batches": 1, "micro_batch": 192}
 
 
-def test_a_plan_says_what_each_task_gets(run: RunFolder) -> None:
+def test_a_plan_says_what_each_task_gets(run):
     task = {"task": "chief", "address": "chief:2222", "tf_config": None}
     value = {"run": "demo", "strategy": "OneDeviceStrategy", "replicas": 1, "runtime": "local", "tasks": [task]}
     assert [
@@ -48,13 +42,13 @@ SCALED = {"precision": "bf16", "optimizer": "sgd", "base_learning_rate": 0.1, "b
         ),
     ],
 )
-def test_a_plan_says_in_one_line_how_gradients_become_updates(training: dict[str, Any], expected: str) -> None:
+def test_a_plan_says_in_one_line_how_gradients_become_updates(training, expected):
     value = {"run": "demo", "strategy": "OneDeviceStrategy", "replicas": 1, "runtime": "local", "tasks": []}
     with_task = value | {"tasks": [{"task": "chief", "address": "chief:2222", "tf_config": None}]}
     assert expected == plan_lines(with_task | BATCH | {"training": training})[2]
 
 
-def test_findings_end_with_their_fix(tmp_path: Path) -> None:
+def test_findings_end_with_their_fix(tmp_path):
     found = [
         {"check": "python", "state": "ok", "detail": "3.11.2", "fix": ""},
         {"check": "data", "state": "warning", "detail": "none", "fix": "invoke data.prepare"},

@@ -1,12 +1,7 @@
 """The state of a run, from what its tasks recorded."""
 
-from __future__ import annotations
-
 import time
 
-import pytest
-
-from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import tensorboard
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.status import progress, read_status, status_table
@@ -18,7 +13,7 @@ from tests.unit.ledgers import LEDGER
 PACE = {"step_ms": {"mean": 90.0, "median": 88.2}, "busy_share": 0.75, "input_share": 0.016}
 
 
-def test_a_run_that_has_not_begun_is_starting(run: RunFolder) -> None:
+def test_a_run_that_has_not_begun_is_starting(run):
     value = read_status(run)
     assert ("demo", "starting", "MultiWorkerMirroredStrategy", 0, 0) == tuple(
         value[key] for key in ("run", "state", "strategy", "generation", "step")
@@ -28,7 +23,7 @@ def test_a_run_that_has_not_begun_is_starting(run: RunFolder) -> None:
     assert {None} == {value[key] for key in ("steps_total", "eta_s", "examples_per_s", "checkpoint", "tensorboard")}
 
 
-def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_holds_what_the_contract_lists(run, monkeypatch):
     monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6007)
     beat(run, "worker-0", "training", step=20)
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
@@ -57,7 +52,7 @@ def test_status_holds_what_the_contract_lists(run: RunFolder, monkeypatch: pytes
     assert 0 <= checkpoint["age_s"] < 60
 
 
-def test_who_was_left_out_is_shown_and_is_lost_or_waits(run: RunFolder) -> None:
+def test_who_was_left_out_is_shown_and_is_lost_or_waits(run):
     beat(run, "chief", "training", generation=1, step=7)
     beat(run, "worker-0", "training", updated_at=time.time() - 1000)
     run.begin_generation(1, task="worker-0", left_out=["worker-0"])
@@ -69,21 +64,21 @@ def test_who_was_left_out_is_shown_and_is_lost_or_waits(run: RunFolder) -> None:
     assert ["training", "waiting"] == [each["state"] for each in read_status(run)["tasks"]]
 
 
-def test_a_run_that_ended_says_how_to_train_as_long_again(run: RunFolder) -> None:
+def test_a_run_that_ended_says_how_to_train_as_long_again(run):
     end(run, "succeeded")
     for config, option in (({}, "--epochs 6"), ({"epochs": 0.5}, "--epochs 1"), ({"max_steps": 60}, "--max-steps 120")):
         write_json(run.config, config)
         assert ended_lines(run, "runs/demo")[-1].endswith(f" -- {option}")
 
 
-def test_an_ended_run_has_its_summary_s_state_and_nothing_left_to_do(run: RunFolder) -> None:
+def test_an_ended_run_has_its_summary_s_state_and_nothing_left_to_do(run):
     beat(run, "chief", "done", step=120, steps_total=120, examples_per_s=480.0)
     end(run, "succeeded")
     value = read_status(run)
     assert ("succeeded", None) == (value["state"], value["eta_s"])
 
 
-def test_a_table_has_a_row_for_every_task(run: RunFolder) -> None:
+def test_a_table_has_a_row_for_every_task(run):
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=4801.4, loss=0.51234, restarts=1, **PACE)
     beat(run, "worker-0", "waiting", age_s=9)
     head, names, chief, worker = status_table(read_status(run))
@@ -95,7 +90,7 @@ def test_a_table_has_a_row_for_every_task(run: RunFolder) -> None:
     assert len(names) == len(chief) == len(worker) < 100
 
 
-def test_who_slows_the_others_down_is_reported_below_the_table(run: RunFolder) -> None:
+def test_who_slows_the_others_down_is_reported_below_the_table(run):
     """Only of tasks that train: what another's heartbeat still says was before."""
     slow = {"step_ms": {"mean": 100.0, "median": 99.0}, "busy_share": 0.9, "input_share": 0.5, "pace": {"steps": 50}}
     beat(run, "chief", "training", **slow | {"busy_share": 0.5, "input_share": 0.05})
@@ -105,7 +100,7 @@ def test_who_slows_the_others_down_is_reported_below_the_table(run: RunFolder) -
     assert 4 == len(status_table(read_status(run)))
 
 
-def test_progress_says_what_is_known(run: RunFolder) -> None:
+def test_progress_says_what_is_known(run):
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
     save(run, 10)
     expected = "step 20/120  loss 0.5000  480 examples/s  20 s left  checkpoint at 10"

@@ -1,9 +1,5 @@
 """What a task reports does not steer the terminal."""
 
-from __future__ import annotations
-
-import pytest
-
 from cluster.contract.run.folder import RunFolder
 from cluster.host.checks import rerun
 from cluster.host.control import trace
@@ -24,7 +20,7 @@ def lines_of(run: RunFolder) -> list[str]:
     return [*status_table(value), *ended_lines(run, "runs/demo"), *status_table(value | {"script": HOSTILE})]
 
 
-def test_nothing_that_a_task_reports_steers_the_terminal(run: RunFolder) -> None:
+def test_nothing_that_a_task_reports_steers_the_terminal(run):
     beat(run, "chief", "training", role=HOSTILE)
     beat(run, "worker-0", HOSTILE)
     save(run, 1)
@@ -36,21 +32,19 @@ def test_nothing_that_a_task_reports_steers_the_terminal(run: RunFolder) -> None
     assert HOSTILE in read_json(run.summary)["cause"]["error"]  # what is kept stays as it was
 
 
-def test_neither_does_a_run_that_is_watched(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_neither_does_a_run_that_is_watched(run, capsys):
     beat(run, "chief", HOSTILE, step=1)
     Live().show(read_status(run))
     assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
 
 
-def test_neither_do_a_comparison_and_a_trace(run: RunFolder) -> None:
+def test_neither_do_a_comparison_and_a_trace(run):
     verdict = rerun.Verdict("different", 1, 0.5, 1, same_weights=False, differences=[f"code.commit: {HOSTILE} there"])
     answer = {"task": HOSTILE, "first": 1, "last": 2}
     assert all(line.isprintable() for line in [*rerun.lines(run, verdict), *trace.lines(run, answer, 2)])
 
 
-def test_logs_keep_colours_in_a_terminal_alone(
-    run: RunFolder, capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_keep_colours_in_a_terminal_alone(run, capsysbinary, monkeypatch):
     end(run, "succeeded")
     run.log("chief").write_bytes(b"\x1b[31mred\x1b[m\tand \x1b[2J\x1b]52;c;aWQ=\x07 \x9b gone\n")
     print_logs(run, ["chief"], follow=False)

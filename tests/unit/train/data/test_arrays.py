@@ -1,7 +1,5 @@
 """The prepared arrays: written whole or not at all, found with their sizes checked, verified byte by byte."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -36,7 +34,7 @@ def write(
         shutil.rmtree(scratch)
 
 
-def test_what_is_found_is_what_was_written(tmp_path: Path) -> None:
+def test_what_is_found_is_what_was_written(tmp_path):
     written = write(tmp_path)
     found = arrays.find(tmp_path, "mnist")
     assert written == found
@@ -48,7 +46,7 @@ def test_what_is_found_is_what_was_written(tmp_path: Path) -> None:
     assert tmp_path / "arrays" / "mnist-3.0.1" / "test_labels.bin" == found.test.labels.path
 
 
-def test_what_is_ready_is_reported_and_what_is_not_is_left_to_preparing(tmp_path: Path) -> None:
+def test_what_is_ready_is_reported_and_what_is_not_is_left_to_preparing(tmp_path):
     assert "" == ready(tmp_path, "mnist", "memory")
     written = write(tmp_path)
     assert ready(tmp_path, "mnist", "memory").startswith("mnist 3.0.1: 5 examples to train, 2 to test, each [4, 4, 1]")
@@ -58,14 +56,14 @@ def test_what_is_ready_is_reported_and_what_is_not_is_left_to_preparing(tmp_path
     assert "" == ready(tmp_path, "mnist", "memory")
 
 
-def test_writing_again_replaces(tmp_path: Path) -> None:
+def test_writing_again_replaces(tmp_path):
     write(tmp_path)
     write(tmp_path, IMAGES[:3], LABELS[:3])
     assert 3 == arrays.find(tmp_path, "mnist").train.num_examples
     assert ["mnist-3.0.1"] == [path.name for path in (tmp_path / "arrays").iterdir()]
 
 
-def test_the_wrong_type_is_refused_and_leaves_nothing_under_the_name(tmp_path: Path) -> None:
+def test_the_wrong_type_is_refused_and_leaves_nothing_under_the_name(tmp_path):
     with pytest.raises(
         ValueError, match=r"train_features\.bin must be uint8 or int32 or int64 or float32, not float64"
     ):
@@ -74,7 +72,7 @@ def test_the_wrong_type_is_refused_and_leaves_nothing_under_the_name(tmp_path: P
         arrays.find(tmp_path, "mnist")
 
 
-def test_weights_and_vectors_of_floats_come_back(tmp_path: Path) -> None:
+def test_weights_and_vectors_of_floats_come_back(tmp_path):
     features, labels, weights = (np.random.default_rng(0).random(shape, np.float32) for shape in [(5, 7), (5, 3), 5])
     found = write(tmp_path, features, labels, weights, classes=())
     assert ((), 3) == (found.classes, found.num_outputs)
@@ -93,13 +91,11 @@ def test_weights_and_vectors_of_floats_come_back(tmp_path: Path) -> None:
         (np.zeros([3, 4], np.float32), (), 4),
     ],
 )
-def test_outputs_are_classes_or_quantities(
-    tmp_path: Path, labels: np.ndarray, classes: tuple[str, ...], outputs: int
-) -> None:
+def test_outputs_are_classes_or_quantities(tmp_path, labels, classes, outputs):
     assert outputs == write(tmp_path, IMAGES[: len(labels)], labels, classes=classes).num_outputs
 
 
-def test_of_ones_own_datasets_the_newest_is_found_or_the_one_asked_for(tmp_path: Path) -> None:
+def test_of_ones_own_datasets_the_newest_is_found_or_the_one_asked_for(tmp_path):
     write(tmp_path, name="mine:digits", version="aaa")
     write(tmp_path, IMAGES[:3], LABELS[:3], name="mine:digits", version="bbb")
     assert "bbb" == arrays.find(tmp_path, "mine:digits").version
@@ -109,7 +105,7 @@ def test_of_ones_own_datasets_the_newest_is_found_or_the_one_asked_for(tmp_path:
     assert {"mine-digits.json", "mine-digits-aaa", "mine-digits-bbb"} == names
 
 
-def test_ones_own_dataset_that_is_not_prepared_names_the_command(tmp_path: Path) -> None:
+def test_ones_own_dataset_that_is_not_prepared_names_the_command(tmp_path):
     with pytest.raises(PrerequisiteError, match=r"^mine:digits is not prepared: .*; run `invoke data\.prepare --name"):
         arrays.find(tmp_path, "mine:digits")
     with pytest.raises(PrerequisiteError, match=r"^mine:digits aaa is not prepared in .*; copy .*/mine-digits-aaa"):
@@ -120,18 +116,18 @@ def test_ones_own_dataset_that_is_not_prepared_names_the_command(tmp_path: Path)
         arrays.find(tmp_path, "mine:digits")
 
 
-def test_nothing_prepared_names_the_command(tmp_path: Path) -> None:
+def test_nothing_prepared_names_the_command(tmp_path):
     with pytest.raises(PrerequisiteError, match=r"mnist 3\.0\.1 is not prepared in .*; run `invoke data\.prepare"):
         arrays.find(tmp_path, "mnist")
 
 
-def test_an_unknown_name_offers_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_name_offers_the_nearest(tmp_path):
     with pytest.raises(UsageError, match="unknown dataset 'fashion-mnist'; did you mean 'fashion_mnist'"):
         arrays.find(tmp_path, "fashion-mnist")
 
 
 @pytest.mark.parametrize("size", [0, 79, 81])
-def test_a_file_of_the_wrong_size_is_named_with_both_sizes(tmp_path: Path, size: int) -> None:
+def test_a_file_of_the_wrong_size_is_named_with_both_sizes(tmp_path, size):
     path = write(tmp_path).train.features.path
     path.write_bytes(bytes(size))
     with pytest.raises(RunFailed) as error:
@@ -140,27 +136,27 @@ def test_a_file_of_the_wrong_size_is_named_with_both_sizes(tmp_path: Path, size:
     assert expected == str(error.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path):
     write(tmp_path).test.labels.path.unlink()
     with pytest.raises(RunFailed, match=r"test_labels\.bin has 0 bytes, expected 16"):
         arrays.find(tmp_path, "mnist")
 
 
 @pytest.mark.parametrize("index", ["", "{", "{}", "[]", "null"])
-def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, index: str) -> None:
+def test_an_index_that_cannot_be_read_is_named(tmp_path, index):
     write(tmp_path)
     (tmp_path / "arrays" / "mnist-3.0.1" / "arrays.json").write_text(index)
     with pytest.raises(RunFailed, match=r"arrays\.json cannot be read .* --fresh`"):
         arrays.find(tmp_path, "mnist")
 
 
-def test_verify_says_a_line_for_each_file(tmp_path: Path) -> None:
+def test_verify_says_a_line_for_each_file(tmp_path):
     lines: list[str] = []
     arrays.verify(write(tmp_path), lines.append)
     assert ["ok"] * 4 == [line.split()[0] for line in lines]
 
 
-def test_verify_names_the_file_of_which_one_byte_differs(tmp_path: Path) -> None:
+def test_verify_names_the_file_of_which_one_byte_differs(tmp_path):
     path = write(tmp_path).test.features.path
     content = bytearray(path.read_bytes())
     content[7] ^= 1

@@ -1,7 +1,5 @@
 """Prepared data is checked by block as it is read: damage of any size ends what reads it, naming the block."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -29,7 +27,7 @@ BATCHES = BatchSlice(4, 7, num_steps=6)
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     """Blocks of 100 bytes, so that small files have several."""
     for module in (blocks, store):
         monkeypatch.setattr(module, "BLOCK_BYTES", 100)
@@ -49,7 +47,7 @@ class Noise:
 
 
 @pytest.fixture
-def data_dir(tmp_path: Path) -> Path:
+def data_dir(tmp_path) -> Path:
     folder = tmp_path / "data"
     (folder / "scratch").mkdir(parents=True)
     images = np.random.default_rng(0).integers(0, 256, (50, 7, 7, 1), np.uint8)  # 24.5 blocks
@@ -76,7 +74,7 @@ def train_through(source: sources.Source) -> None:
 
 @pytest.mark.parametrize("part", ["features", "labels"])
 @pytest.mark.parametrize(("at", "block"), [(0, 0), (99, 0), (100, 1), (-1, None)])
-def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir: Path, part: str, at: int, block: int | None) -> None:
+def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir, part, at, block):
     file = getattr(arrays.find(data_dir, "mnist").train, part)
     flip(file.path, at)
     last = (file.size_bytes - 1) // 100
@@ -88,7 +86,7 @@ def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir: Path, part: str
     memory.load(source.arrays.test)
 
 
-def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir: Path) -> None:
+def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir):
     split = arrays.find(data_dir, "mnist").train
     load = tf.data.Dataset.from_tensors(0).map(lambda _: memory.load(split).features)
     assert split.features.path.read_bytes() == next(iter(load)).numpy().tobytes()
@@ -102,7 +100,7 @@ def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("shard", [0, 2])
-def test_a_flipped_bit_in_a_shard_is_never_trained_on(data_dir: Path, split: str, shard: int) -> None:
+def test_a_flipped_bit_in_a_shard_is_never_trained_on(data_dir, split, shard):
     source = sources.find(SHARDS, data_dir)
     path = data_dir / "shards" / "noise-1" / f"{split}-{shard:05}-of-00003.tfrecord"
     flip(path, 150)
@@ -114,7 +112,7 @@ def test_a_flipped_bit_in_a_shard_is_never_trained_on(data_dir: Path, split: str
     assert "invoke data.shard --name noise --fresh" in str(known)
 
 
-def test_a_shard_in_the_place_of_another_is_never_trained_on(data_dir: Path) -> None:
+def test_a_shard_in_the_place_of_another_is_never_trained_on(data_dir):
     """Its records are as good as those that belong there, and as many: their own checksums say nothing."""
     source = sources.find(SHARDS, data_dir)
     first, second = (data_dir / "shards" / "noise-1" / f"train-{at:05}-of-00003.tfrecord" for at in (0, 1))
@@ -125,18 +123,18 @@ def test_a_shard_in_the_place_of_another_is_never_trained_on(data_dir: Path) -> 
     assert f"{first} is damaged in block 0 " in str(program.explain(raised.value))
 
 
-def test_other_errors_of_tensorflow_are_no_damage() -> None:
+def test_other_errors_of_tensorflow_are_no_damage():
     assert program.explain(tf.errors.InvalidArgumentError(None, None, "shapes differ")) is None
 
 
-def test_shards_are_not_made_of_damaged_arrays(data_dir: Path) -> None:
+def test_shards_are_not_made_of_damaged_arrays(data_dir):
     flip(arrays.find(data_dir, "mnist").train.features.path, 500)
     with pytest.raises(RunFailed, match="damaged in block 5 "):
         sharding.shard("mnist", data_dir)
     assert not list(data_dir.glob("shards/mnist*"))
 
 
-def test_an_index_with_too_few_blocks_is_reported(data_dir: Path) -> None:
+def test_an_index_with_too_few_blocks_is_reported(data_dir):
     index = data_dir / "arrays" / "mnist-3.0.1" / "arrays.json"
     value = json.loads(index.read_text())
     value["splits"]["train"]["features"]["blocks"] = "00"
@@ -149,17 +147,13 @@ def test_an_index_with_too_few_blocks_is_reported(data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [ARRAYS, SHARDS], ids=["arrays", "shards"])
-def test_the_manifest_has_the_hashes_of_what_is_read(
-    data_dir: Path, config: TrainConfig, make_run: Callable[..., RunFolder]
-) -> None:
+def test_the_manifest_has_the_hashes_of_what_is_read(data_dir, config, make_run):
     run, source = make_run(workers=0), sources.find(config, data_dir)
     environment.record(run, config.dataset, source)
     assert {path.name: sha256(path) for path in source.files} == read_json(run.manifest)["data"]["files"]
 
 
-def test_a_hash_that_is_not_that_of_the_file_is_not_recorded(
-    data_dir: Path, make_run: Callable[..., RunFolder]
-) -> None:
+def test_a_hash_that_is_not_that_of_the_file_is_not_recorded(data_dir, make_run):
     run, source = make_run(workers=0), sources.find(ARRAYS, data_dir)
     wrong = dataclasses.replace(source, files=dict.fromkeys(source.files, "00"))
     with pytest.raises(ClusterError, match="data.prepare --name mnist --fresh"):

@@ -1,7 +1,5 @@
 """Debian's package: the original gzip headers, and apt-get's failures in one line. apt-get and dpkg-deb are stubs."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os
@@ -40,14 +38,14 @@ ORIGINAL = gzip_file(8, b"train-images\0", mtime=1504176606)
     ],
     ids=["bare", "name", "comment", "extra", "all fields"],
 )
-def test_a_rewritten_header_is_put_back_bit_for_bit(flags: int, fields: bytes) -> None:
+def test_a_rewritten_header_is_put_back_bit_for_bit(flags, fields):
     rewritten = gzip_file(flags, fields, mtime=1591348973)
     restored = debian.with_header(rewritten, "train-images", 1504176606)
     assert ORIGINAL == restored
     assert PAYLOAD == gzip.decompress(restored)
 
 
-def test_what_is_not_gzip_is_refused() -> None:
+def test_what_is_not_gzip_is_refused():
     with pytest.raises(ValueError, match="not a gzip file"):
         debian.with_header(b"PK\x03\x04", "train-images", 0)
 
@@ -67,7 +65,7 @@ def fetch(folder: Path, dataset: str = "fashion_mnist") -> None:
     debian.fetch(dataset, FILES, folder, lambda line: None)
 
 
-def test_the_files_come_out_as_they_originally_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_come_out_as_they_originally_were(tmp_path, monkeypatch):
     packed = tmp_path / "packed"
     packed.mkdir()
     for file in FILES:
@@ -95,22 +93,20 @@ def test_the_files_come_out_as_they_originally_were(tmp_path: Path, monkeypatch:
         ("exit 100", "no reason given"),
     ],
 )
-def test_a_failing_apt_gives_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apt_get: str, reason: str
-) -> None:
+def test_a_failing_apt_gives_its_reason(tmp_path, monkeypatch, apt_get, reason):
     stub(tmp_path / "bin", monkeypatch, apt_get=apt_get, dpkg_deb="")
     with pytest.raises(PrerequisiteError, match=f"^dataset-fashion-mnist: .*{reason}"):
         fetch(tmp_path / "sources")
 
 
-def test_an_apt_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_apt_that_hangs_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(debian, "COMMAND_TIMEOUT_S", 0.2)
     stub(tmp_path / "bin", monkeypatch, apt_get=f"exec {os.path.realpath('/bin/sleep')} 60", dpkg_deb="")
     with pytest.raises(PrerequisiteError, match="apt-get not done within 0.2 s"):
         fetch(tmp_path / "sources")
 
 
-def test_a_disk_that_apt_fills_is_no_missing_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_apt_fills_is_no_missing_source(tmp_path, monkeypatch):
     stub(
         tmp_path / "bin", monkeypatch, apt_get="echo 'E: Write error - No space left on device'; exit 100", dpkg_deb=""
     )
@@ -118,12 +114,12 @@ def test_a_disk_that_apt_fills_is_no_missing_source(tmp_path: Path, monkeypatch:
         fetch(tmp_path / "sources")
 
 
-def test_another_system_has_no_apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_system_has_no_apt(tmp_path, monkeypatch):
     stub(tmp_path / "bin", monkeypatch)
     with pytest.raises(PrerequisiteError, match="no apt-get and no dpkg-deb on this machine"):
         fetch(tmp_path / "sources")
 
 
-def test_debian_has_no_mnist(tmp_path: Path) -> None:
+def test_debian_has_no_mnist(tmp_path):
     with pytest.raises(PrerequisiteError, match="Debian has no package of mnist"):
         fetch(tmp_path / "sources", "mnist")

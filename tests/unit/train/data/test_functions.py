@@ -1,7 +1,5 @@
 """A dataset as a function of (split, shard): examined before a run, read by each task, a pure function of the step."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable
@@ -51,7 +49,7 @@ def ranges(split: str, shard: Shard) -> tf.data.Dataset:
 
 
 @pytest.fixture
-def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+def function(tmp_path, monkeypatch) -> Callable[[Any], str]:
     """Puts a function in a module; returns its name as a dataset."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "own_function.py").write_text("")
@@ -68,7 +66,7 @@ def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any],
 
 
 @pytest.fixture
-def source(function: Callable[[Any], str], tmp_path: Path) -> Callable[[Any], sources.Source]:
+def source(function, tmp_path) -> Callable[[Any], sources.Source]:
     """Examines a function, and returns it as a source."""
 
     def make(data: Any) -> sources.Source:
@@ -87,7 +85,7 @@ def steps(source: sources.Source, first: int, count: int, replicas: int = 1, own
 
 
 @pytest.mark.parametrize("data", [numbers, ranges])
-def test_a_run_may_begin_at_any_step(source: Callable[[Any], sources.Source], data: Any) -> None:
+def test_a_run_may_begin_at_any_step(source, data):
     found = source(data)
     whole = steps(found, 0, 9, 2)
     assert whole == steps(found, 0, 9, 2)
@@ -96,16 +94,14 @@ def test_a_run_may_begin_at_any_step(source: Callable[[Any], sources.Source], da
 
 
 @pytest.mark.parametrize("data", [numbers, ranges])
-def test_each_task_reads_its_own_part(source: Callable[[Any], sources.Source], data: Any) -> None:
+def test_each_task_reads_its_own_part(source, data):
     found = source(data)
     whole = steps(found, 0, 9, 3)
     assert whole[0::3] == steps(found, 0, 9, 3, range(1))
     assert [each for at, each in enumerate(whole) if at % 3] == steps(found, 0, 9, 3, range(1, 3))
 
 
-def test_random_access_has_each_example_once_an_epoch_at_any_number_of_replicas(
-    source: Callable[[Any], sources.Source],
-) -> None:
+def test_random_access_has_each_example_once_an_epoch_at_any_number_of_replicas(source):
     found = source(numbers)
     one, two = steps(found, 0, 10), steps(found, 0, 10, 2)
     assert one == [a + b for a, b in zip(two[::2], two[1::2], strict=True)]
@@ -113,13 +109,13 @@ def test_random_access_has_each_example_once_an_epoch_at_any_number_of_replicas(
     assert [sorted(flat[at : at + TRAIN]) for at in (0, TRAIN, 2 * TRAIN)] == [list(range(TRAIN))] * 3
 
 
-def test_a_dataset_is_in_another_order_in_every_epoch(source: Callable[[Any], sources.Source]) -> None:
+def test_a_dataset_is_in_another_order_in_every_epoch(source):
     flat = [*itertools.chain(*steps(source(ranges), 0, 9))]
     # Epochs of 4, 3 and 3 steps: the first begins again, so has 4 examples twice.
     assert set(range(TRAIN)) == set(flat[:24]) and flat[:18] != flat[24:42]
 
 
-def test_a_short_shard_begins_again(source: Callable[[Any], sources.Source]) -> None:
+def test_a_short_shard_begins_again(source):
     def uneven(split: str, shard: Shard) -> tf.data.Dataset:
         dataset = tf.data.Dataset.range(TRAIN)
         if shard.count == 2:  # 18 and 2
@@ -131,7 +127,7 @@ def test_a_short_shard_begins_again(source: Callable[[Any], sources.Source]) -> 
     assert [[18, 19, 18]] == found[1:2]
 
 
-def test_an_empty_shard_is_reported(source: Callable[[Any], sources.Source]) -> None:
+def test_an_empty_shard_is_reported(source):
     found = source(lambda split, shard: ranges(split, Shard(0, 1, shard.seed, shard.data_dir)).take(
         TRAIN if shard.index == 0 else 0
     ))  # fmt: skip
@@ -142,7 +138,7 @@ def test_an_empty_shard_is_reported(source: Callable[[Any], sources.Source]) -> 
 
 @pytest.mark.parametrize("data", [numbers, ranges])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_evaluation_takes_every_example_once(source: Callable[[Any], sources.Source], data: Any, replicas: int) -> None:
+def test_evaluation_takes_every_example_once(source, data, replicas):
     found, weighed = source(data), []
     for replica in range(replicas):
         for batch in found.eval_dataset(4, Replicas(replicas, replica)):
@@ -151,7 +147,7 @@ def test_evaluation_takes_every_example_once(source: Callable[[Any], sources.Sou
     assert list(range(TEST)) == sorted(weighed)
 
 
-def test_micro_batches_and_virtual_shards_cut_the_same_examples(source: Callable[[Any], sources.Source]) -> None:
+def test_micro_batches_and_virtual_shards_cut_the_same_examples(source):
     strategy, found = tf.distribute.get_strategy(), source(ranges)
     whole = sources.train_feed(strategy, found, 0, 6, 7)
     parts = sources.train_feed(strategy, found, 0, 6, 7, micro_batches=3)
@@ -162,7 +158,7 @@ def test_micro_batches_and_virtual_shards_cut_the_same_examples(source: Callable
         np.testing.assert_array_equal(expected.features, tf.concat(cut, 0))
 
 
-def test_parts_are_joined_to_whole_batches(source: Callable[[Any], sources.Source]) -> None:
+def test_parts_are_joined_to_whole_batches(source):
     batches = source(ranges).train_dataset(BatchSlice(6, 7, num_steps=3, replicas=Replicas(3, 0, 3)))
     parts = [batch.features.numpy() for batch in batches]
     whole = [batch.features.numpy() for batch in sources.joined(batches, 3)]
@@ -170,7 +166,7 @@ def test_parts_are_joined_to_whole_batches(source: Callable[[Any], sources.Sourc
     assert [(6, 2)] * 3 == [each.shape for each in whole]
 
 
-def test_dictionaries_weights_and_types(source: Callable[[Any], sources.Source]) -> None:
+def test_dictionaries_weights_and_types(source):
     def data(split: str, _shard: Shard) -> Any:
         count = TRAIN if split == "train" else TEST
 
@@ -191,7 +187,7 @@ def test_dictionaries_weights_and_types(source: Callable[[Any], sources.Source])
     np.testing.assert_array_equal([2.0] * 4, batch.weights)
 
 
-def test_a_whole_batch_is_read_at_once_where_the_source_can(source: Callable[[Any], sources.Source]) -> None:
+def test_a_whole_batch_is_read_at_once_where_the_source_can(source):
     class Batches(Numbers):
         def __getitems__(self, indices: list[int]) -> list[Any]:
             return [(np.full(2, -index, np.float64), 0) for index in indices]
@@ -200,7 +196,7 @@ def test_a_whole_batch_is_read_at_once_where_the_source_can(source: Callable[[An
     assert all(value <= 0 for step in steps(found, 0, 3) for value in step)
 
 
-def test_an_example_that_fails_or_differs_is_named(source: Callable[[Any], sources.Source]) -> None:
+def test_an_example_that_fails_or_differs_is_named(source):
     class Broken(Numbers):
         def __getitem__(self, index: int) -> Any:
             if index == 13:
@@ -214,7 +210,7 @@ def test_an_example_that_fails_or_differs_is_named(source: Callable[[Any], sourc
     assert isinstance(explained, RunFailed) and NAME in str(explained)
 
 
-def test_a_dataset_that_calls_python_cannot_be_sent_elsewhere() -> None:
+def test_a_dataset_that_calls_python_cannot_be_sent_elsewhere():
     error = tf.errors.InvalidArgumentError(None, None, "ValueError: Could not find callback with key=pyfunc_3 in the")
     assert isinstance(sources.explain(error), RunFailed)
     assert sources.explain(tf.errors.InvalidArgumentError(None, None, "something else")) is None
@@ -247,12 +243,12 @@ class Sized:
         lambda split, shard: tf.data.Dataset.range(5).map(lambda i: (tf.zeros(2 if split == "train" else 3), i)),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(function: Callable[[Any], str], tmp_path: Path, data: Any) -> None:
+def test_what_cannot_be_trained_on_is_refused(function, tmp_path, data):
     with pytest.raises(UsageError):
         examine(function(data), tmp_path / "data", "3")
 
 
-def test_whole_number_labels_need_their_classes(function: Callable[[Any], str], tmp_path: Path) -> None:
+def test_whole_number_labels_need_their_classes(function, tmp_path):
     def data(split: str, shard: Shard) -> tf.data.Dataset:
         return tf.data.Dataset.range(5).map(lambda i: (i, {"digit": i, "size": tf.zeros(2)}))
 
@@ -262,9 +258,7 @@ def test_whole_number_labels_need_their_classes(function: Callable[[Any], str], 
     assert {"digit": 10, "size": 2} == examine(name, tmp_path / "data", "digit=10").num_outputs
 
 
-def test_examples_are_counted_once_where_the_dataset_does_not_know(
-    function: Callable[[Any], str], tmp_path: Path
-) -> None:
+def test_examples_are_counted_once_where_the_dataset_does_not_know(function, tmp_path):
     sizes = {"train": 10, "test": 4}
 
     def data(split: str, shard: Shard) -> tf.data.Dataset:
@@ -277,9 +271,7 @@ def test_examples_are_counted_once_where_the_dataset_does_not_know(
     assert 12 == examine(name, folder, fresh=True).counts["train"]
 
 
-def test_a_task_that_sees_other_data_is_refused(
-    function: Callable[[Any], str], source: Callable[[Any], sources.Source], tmp_path: Path
-) -> None:
+def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
     found = source(ranges)
     function(lambda split, shard: tf.data.Dataset.range(TRAIN).map(lambda i: (tf.zeros(3), i)))
     with pytest.raises(UsageError):
@@ -291,17 +283,17 @@ def test_a_task_that_sees_other_data_is_refused(
         sources.find(config, tmp_path / "data")
 
 
-def test_a_function_of_split_and_shard_is_no_dataset_of_arrays(function: Callable[[Any], str]) -> None:
+def test_a_function_of_split_and_shard_is_no_dataset_of_arrays(function):
     with pytest.raises(UsageError, match="--source function"):
         own_dataset.read(function(numbers))
 
 
-def test_the_configuration_names_a_function_and_its_classes() -> None:
+def test_the_configuration_names_a_function_and_its_classes():
     for wrong in ({"source": "function"}, {"num_outputs": 3}):
         with pytest.raises(UsageError):
             TrainConfig(**wrong).check()  # type: ignore[arg-type]
 
 
-def test_the_seed_of_an_epoch_follows_from_run_and_epoch() -> None:
+def test_the_seed_of_an_epoch_follows_from_run_and_epoch():
     seeds = {int(epochs.epoch_seed(seed, tf.constant(epoch, tf.int64))) for seed in (1, 2) for epoch in range(50)}
     assert 100 == len(seeds)

@@ -1,7 +1,5 @@
 """In-memory data: the same global batches at any replica count, each example once an epoch, in graphs too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +35,14 @@ def epoch(number: int, seed: int, num_examples: int) -> np.ndarray:
 
 
 @pytest.fixture
-def split(tmp_path: Path) -> arrays.Split:
+def split(tmp_path) -> arrays.Split:
     """Ten examples; every pixel of example i is i, its label 100 + i."""
     images = np.repeat(np.arange(10, dtype=np.uint8), 6).reshape(10, 2, 3, 1)
     return write(tmp_path, images, np.arange(100, 110, dtype=np.int64))
 
 
 @pytest.fixture
-def weighted(tmp_path: Path) -> arrays.Split:
+def weighted(tmp_path) -> arrays.Split:
     """Ten examples; the two features of example i are i, its three labels 100 + i, its weight 10 + i; all floats."""
     numbers = np.arange(10, dtype=np.float32)
     return write(tmp_path, np.stack([numbers] * 2, 1), np.stack([100 + numbers] * 3, 1), 10 + numbers)
@@ -58,7 +56,7 @@ def write(data_dir: Path, *train: np.ndarray) -> arrays.Split:
     ).train
 
 
-def test_each_example_comes_once_an_epoch() -> None:
+def test_each_example_comes_once_an_epoch():
     epochs = 3
     order = global_batches(1, steps=-(-epochs * NUM_EXAMPLES // GLOBAL_BATCH))[: epochs * NUM_EXAMPLES]
     for one in order.reshape(epochs, NUM_EXAMPLES):
@@ -66,29 +64,29 @@ def test_each_example_comes_once_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 10, 257, 65_535, 65_536, 65_538])
-def test_every_epoch_is_a_permutation_at_any_size(num_examples: int) -> None:
+def test_every_epoch_is_a_permutation_at_any_size(num_examples):
     for number in range(3):
         one = epoch(number, 7, num_examples)
         np.testing.assert_array_equal(np.arange(num_examples), np.sort(one))
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 6])
-def test_any_replica_count_makes_the_same_global_batches(num_replicas: int) -> None:
+def test_any_replica_count_makes_the_same_global_batches(num_replicas):
     steps = 25  # crosses two ends of an epoch
     np.testing.assert_array_equal(global_batches(1, steps), global_batches(num_replicas, steps))
 
 
-def test_the_order_is_the_same_for_ever() -> None:
+def test_the_order_is_the_same_for_ever():
     assert [22_251, 26_678, 15_416, 5_932, 35_144] == epoch(0, 7, 60_000)[:5].tolist()
     assert [52_375, 58_519, 56_251, 38_255, 34_766] == epoch(1, 7, 60_000)[:5].tolist()
 
 
-def test_seeds_that_share_their_low_bits_shuffle_differently() -> None:
+def test_seeds_that_share_their_low_bits_shuffle_differently():
     orders = {epoch(0, seed, NUM_EXAMPLES).tobytes() for seed in (7, 8, 7 + 2**8, 7 + 2**16, 7 + 2**32)}
     assert 5 == len(orders)
 
 
-def test_orders_are_as_unrelated_as_random_permutations() -> None:
+def test_orders_are_as_unrelated_as_random_permutations():
     orders = [epoch(number, 7, 60_000) for number in range(10)]
     for i, order in enumerate(orders):
         # Random permutations of 60,000 correlate by 1 / sqrt(60,000) = 0.004; four rounds of the shuffle by up to 0.9.
@@ -96,17 +94,17 @@ def test_orders_are_as_unrelated_as_random_permutations() -> None:
         assert max(abs(np.corrcoef(order, other)[0, 1]) for other in others) < 0.025
 
 
-def test_a_replica_batch_larger_than_an_epoch_is_refused() -> None:
+def test_a_replica_batch_larger_than_an_epoch_is_refused():
     with pytest.raises(UsageError, match="^11 examples a replica: expected 1 to the 10 that there are"):
         memory.train_indices(tf.constant(0), tf.constant(0), BatchSlice(11, 7), 10)
 
 
-def test_a_size_that_tensorflow_cannot_permute_is_refused() -> None:
+def test_a_size_that_tensorflow_cannot_permute_is_refused():
     with pytest.raises(UsageError, match="^65537 examples: .* leave one out"):
         epoch(0, 7, 2**16 + 1)
 
 
-def test_a_split_is_loaded_as_it_was_written(split: arrays.Split) -> None:
+def test_a_split_is_loaded_as_it_was_written(split):
     images_NHWC, labels_N, weights = memory.load(split)
     assert weights is None
     assert (tf.uint8, (10, 2, 3, 1)) == (images_NHWC.dtype, tuple(images_NHWC.shape))
@@ -115,7 +113,7 @@ def test_a_split_is_loaded_as_it_was_written(split: arrays.Split) -> None:
     np.testing.assert_array_equal(np.arange(100, 110), labels_N.numpy())
 
 
-def test_batches_work_in_a_loop_under_a_strategy(split: arrays.Split) -> None:
+def test_batches_work_in_a_loop_under_a_strategy(split):
     examples = memory.load(split)
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
 
@@ -138,7 +136,7 @@ def test_batches_work_in_a_loop_under_a_strategy(split: arrays.Split) -> None:
     np.testing.assert_array_equal(labels[12:], resumed)
 
 
-def test_a_dataset_can_load_and_batch_in_its_own_graph(split: arrays.Split) -> None:
+def test_a_dataset_can_load_and_batch_in_its_own_graph(split):
     """As a parameter-server worker does: everything inside the dataset function."""
 
     halves = BatchSlice(4, 7, replicas=Replicas(2))
@@ -156,7 +154,7 @@ def test_a_dataset_can_load_and_batch_in_its_own_graph(split: arrays.Split) -> N
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 6])
 @pytest.mark.parametrize("replica_batch", [1, 4])
-def test_evaluation_weighs_each_example_once(split: arrays.Split, num_replicas: int, replica_batch: int) -> None:
+def test_evaluation_weighs_each_example_once(split, num_replicas, replica_batch):
     examples = memory.load(split)
     sizes = {"replica_batch": replica_batch, "num_replicas": num_replicas}
     seen: list[int] = []
@@ -174,7 +172,7 @@ def test_evaluation_weighs_each_example_once(split: arrays.Split, num_replicas: 
     assert (batches - 1) * replica_batch * num_replicas < 10
 
 
-def test_floats_vectors_and_weights_are_gathered_together(weighted: arrays.Split) -> None:
+def test_floats_vectors_and_weights_are_gathered_together(weighted):
     examples = memory.load(weighted)
     batch = memory.train_batch(examples, tf.constant(3), tf.constant(0), BatchSlice(4, 7))
     assert [(4, 2), (4, 3), (4,)] == [tuple(tensor.shape) for tensor in batch]
@@ -185,20 +183,20 @@ def test_floats_vectors_and_weights_are_gathered_together(weighted: arrays.Split
     np.testing.assert_array_equal(10 + indices_B, batch.weights)
 
 
-def test_examples_without_weights_weigh_1(split: arrays.Split) -> None:
+def test_examples_without_weights_weigh_1(split):
     examples = memory.load(split)
     batch = memory.train_batch(examples, tf.constant(0), tf.constant(0), BatchSlice(4, 7))
     np.testing.assert_array_equal(np.ones(4, np.float32), batch.weights)
 
 
-def test_evaluation_takes_no_notice_of_the_weights_for_training(weighted: arrays.Split) -> None:
+def test_evaluation_takes_no_notice_of_the_weights_for_training(weighted):
     examples = memory.load(weighted)
     batch = memory.eval_batch(examples, tf.constant(1), tf.constant(0), replica_batch=6, num_replicas=1)
     assert [1, 1, 1, 1, 0, 0] == batch.weights.numpy().tolist()
 
 
 @pytest.mark.parametrize("part", [Replicas(), Replicas(3, 0, 3), Replicas(3, 1, 2)])
-def test_a_dataset_is_the_batches_of_its_replicas_step_by_step(weighted: arrays.Split, part: Replicas) -> None:
+def test_a_dataset_is_the_batches_of_its_replicas_step_by_step(weighted, part):
     examples = memory.load(weighted)
     batch_slice = BatchSlice(6, 7, first_step=3, num_steps=4, replicas=part)
     dataset = memory.train_dataset(weighted, batch_slice)
@@ -213,7 +211,7 @@ def test_a_dataset_is_the_batches_of_its_replicas_step_by_step(weighted: arrays.
             np.testing.assert_array_equal(one, other)
 
 
-def test_a_dataset_without_end_goes_on(split: arrays.Split) -> None:
+def test_a_dataset_without_end_goes_on(split):
     dataset = memory.train_dataset(split, BatchSlice(5, 7))
     assert tf.data.INFINITE_CARDINALITY == dataset.cardinality()
     labels = np.concatenate([batch.labels for batch in dataset.take(40)])
@@ -221,7 +219,7 @@ def test_a_dataset_without_end_goes_on(split: arrays.Split) -> None:
 
 
 @pytest.mark.parametrize(("first", "local"), [(0, 3), (0, 1), (1, 2)])
-def test_a_dataset_to_evaluate_is_its_replicas_batches(split: arrays.Split, first: int, local: int) -> None:
+def test_a_dataset_to_evaluate_is_its_replicas_batches(split, first, local):
     examples = memory.load(split)
     dataset = memory.eval_dataset(split, 2, Replicas(3, first, local))
     expected = [
@@ -235,6 +233,6 @@ def test_a_dataset_to_evaluate_is_its_replicas_batches(split: arrays.Split, firs
         np.testing.assert_array_equal(one.weights, other.weights)
 
 
-def test_replicas_that_cannot_share_the_global_batch_are_refused() -> None:
+def test_replicas_that_cannot_share_the_global_batch_are_refused():
     with pytest.raises(UsageError, match="^global batch 7: expected a multiple of the 3 replicas"):
         BatchSlice(7, 7, replicas=Replicas(3, 0, 3))

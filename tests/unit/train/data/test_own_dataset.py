@@ -1,7 +1,5 @@
 """A dataset of the user's own: called every time, checked in one line, kept under the digest of its contents."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -27,7 +25,7 @@ GOOD = {"train": (IMAGES, LABELS), "test": (IMAGES[:1], LABELS[:1])}
 
 
 @pytest.fixture
-def returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+def returns(tmp_path, monkeypatch) -> Callable[[Any], str]:
     """Makes a module whose function `data` returns, or raises, the given; returns the name of that dataset."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "own_module.py").write_text("def other():\n    pass\n")
@@ -47,7 +45,7 @@ def returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], 
     return make
 
 
-def test_types_become_ones_that_can_be_trained_on(returns: Callable[[Any], str]) -> None:
+def test_types_become_ones_that_can_be_trained_on(returns):
     dataset = own_dataset.read(returns({"train": (FLOATS, FLOATS[:, 0], [1, 2, 3]), "test": (FLOATS, FLOATS[:, 1])}))
     assert ["float32"] * 5 == [array.dtype.name for split in dataset.splits.values() for array in split]
     np.testing.assert_array_equal(FLOATS.astype(np.float32), dataset.splits["train"][0])
@@ -59,7 +57,7 @@ def test_types_become_ones_that_can_be_trained_on(returns: Callable[[Any], str])
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "int16", "uint16", "uint32", "uint64", "int64", "float16", "float32", "float64"]
 )
-def test_features_of_any_numeric_type_keep_their_values(dtype: str, returns: Callable[[Any], str]) -> None:
+def test_features_of_any_numeric_type_keep_their_values(dtype, returns):
     limits = np.iinfo(dtype) if np.dtype(dtype).kind in "iu" else None
     most = min(limits.max, 2**63 - 1) if limits else 1
     features = np.array([[limits.min if limits else 0], [most]], dtype)
@@ -70,16 +68,14 @@ def test_features_of_any_numeric_type_keep_their_values(dtype: str, returns: Cal
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64"])
-def test_bytes_with_labels_of_their_shape_are_no_text(
-    dtype: str, returns: Callable[[Any], str], tmp_path: Path
-) -> None:
+def test_bytes_with_labels_of_their_shape_are_no_text(dtype, returns, tmp_path):
     """Only the datasets that are called so are texts, which are cut into contexts."""
     features = np.arange(2 * 1024, dtype=dtype).reshape(2, 1024) % 7
     found = prepare.prepare(returns(dict.fromkeys(("train", "test"), (features, features))), tmp_path)
     assert not found.is_text
 
 
-def test_a_function_may_have_optional_arguments(returns: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_may_have_optional_arguments(returns, monkeypatch):
     name = returns(GOOD)
     for function in (
         lambda size=3: GOOD,
@@ -93,9 +89,7 @@ def test_a_function_may_have_optional_arguments(returns: Callable[[Any], str], m
         own_dataset.read(name)
 
 
-def test_a_package_that_is_missing_names_the_option_that_installs_it(
-    returns: Callable[[Any], str], tmp_path: Path
-) -> None:
+def test_a_package_that_is_missing_names_the_option_that_installs_it(returns, tmp_path):
     (tmp_path / "modules" / "needs_package.py").write_text("import no_such_package\n")
     (tmp_path / "modules" / "needs_later.py").write_text("def data():\n    import no_such_package\n")
     for name in ("needs_package:data", "needs_later:data"):
@@ -103,7 +97,7 @@ def test_a_package_that_is_missing_names_the_option_that_installs_it(
             own_dataset.read(name)
 
 
-def test_the_version_follows_the_contents(returns: Callable[[Any], str]) -> None:
+def test_the_version_follows_the_contents(returns):
     variants = [
         GOOD,
         {**GOOD, "classes": ["a", "b", "c"]},
@@ -155,9 +149,7 @@ def test_the_version_follows_the_contents(returns: Callable[[Any], str]) -> None
         ({**GOOD, "train": ([[1], [2, 3]], LABELS)}, "returns what no arrays can be made of: ValueError: "),
     ],
 )
-def test_what_cannot_be_trained_on_is_reported_in_one_line(
-    returns: Callable[[Any], str], value: Any, message: str
-) -> None:
+def test_what_cannot_be_trained_on_is_reported_in_one_line(returns, value, message):
     with pytest.raises(UsageError) as error:
         own_dataset.read(returns(value))
     assert str(error.value).startswith("dataset own_module:data")
@@ -175,19 +167,19 @@ def test_what_cannot_be_trained_on_is_reported_in_one_line(
         ("own_module:", "dataset 'own_module:': expected package.module:function"),
     ],
 )
-def test_a_function_that_is_not_there_is_reported(returns: Callable[[Any], str], name: str, message: str) -> None:
+def test_a_function_that_is_not_there_is_reported(returns, name, message):
     returns(GOOD)
     with pytest.raises(UsageError, match=message):
         own_dataset.read(name)
 
 
-def test_a_module_that_fails_names_the_line(returns: Callable[[Any], str], tmp_path: Path) -> None:
+def test_a_module_that_fails_names_the_line(returns, tmp_path):
     (tmp_path / "modules" / "broken_module.py").write_text("\n1 / 0\n")
     with pytest.raises(UsageError, match=r"ZeroDivisionError: division by zero \(.*/broken_module\.py:2\)$"):
         own_dataset.read("broken_module:data")
 
 
-def test_the_same_contents_are_written_once(returns: Callable[[Any], str], tmp_path: Path) -> None:
+def test_the_same_contents_are_written_once(returns, tmp_path):
     data_dir = tmp_path / "data"
     first = prepare.prepare(returns(GOOD), data_dir)
     written = first.train.features.path.stat().st_mtime_ns
@@ -200,7 +192,7 @@ def test_the_same_contents_are_written_once(returns: Callable[[Any], str], tmp_p
     assert {".prepare.lock", "arrays"} == {path.name for path in data_dir.iterdir()}
 
 
-def test_going_back_to_former_contents_makes_them_the_newest(returns: Callable[[Any], str], tmp_path: Path) -> None:
+def test_going_back_to_former_contents_makes_them_the_newest(returns, tmp_path):
     first = prepare.prepare(returns(GOOD), tmp_path)
     written = first.train.features.path.stat().st_mtime_ns
     prepare.prepare(returns({**GOOD, "train": GOOD["test"]}), tmp_path)
@@ -208,7 +200,7 @@ def test_going_back_to_former_contents_makes_them_the_newest(returns: Callable[[
     assert written == first.train.features.path.stat().st_mtime_ns
 
 
-def test_a_damaged_array_is_written_again(returns: Callable[[Any], str], tmp_path: Path) -> None:
+def test_a_damaged_array_is_written_again(returns, tmp_path):
     path = prepare.prepare(returns(GOOD), tmp_path).train.labels.path
     path.write_bytes(b"")
     with pytest.raises(RunFailed):
@@ -217,7 +209,7 @@ def test_a_damaged_array_is_written_again(returns: Callable[[Any], str], tmp_pat
     assert 24 == path.stat().st_size
 
 
-def test_a_function_that_fails_leaves_what_was_prepared(returns: Callable[[Any], str], tmp_path: Path) -> None:
+def test_a_function_that_fails_leaves_what_was_prepared(returns, tmp_path):
     with pytest.raises(UsageError):
         prepare.prepare(returns(ValueError("no")), tmp_path)
     with pytest.raises(PrerequisiteError):
@@ -241,9 +233,7 @@ def prepare_command(folder: Path, lines: str, **settings: str) -> subprocess.Com
     )
 
 
-def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_prints_out_of_the_way(
-    tmp_path: Path,
-) -> None:
+def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_prints_out_of_the_way(tmp_path):
     done = prepare_command(tmp_path, "def data():\n    print('theirs')\n    return GOOD")
     assert 0 == done.returncode, done.stderr
     message = r"data: my_data:data [0-9a-f]{12}: 2 examples to train, 2 to test, each \[2\] float32, 1 output\n"
@@ -261,7 +251,7 @@ def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_pr
         ("import time\ndef data(): time.sleep(600)", 3, 4),
     ],
 )
-def test_a_function_that_does_not_return_is_reported_in_one_line(tmp_path: Path, lines: str, timeout_s: int, code: int) -> None:
+def test_a_function_that_does_not_return_is_reported_in_one_line(tmp_path, lines, timeout_s, code):
     done = prepare_command(tmp_path, lines, DATA_TIMEOUT_S=str(timeout_s))
     assert (code, "") == (done.returncode, done.stdout)
     (message,) = [line for line in done.stderr.splitlines() if not line.startswith("data: calling")]

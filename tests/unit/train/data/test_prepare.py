@@ -1,7 +1,5 @@
 """Preparing a dataset: the order of the sources, once for all processes, whole or not at all. Sources are stubs."""
 
-from __future__ import annotations
-
 import hashlib
 import signal
 import subprocess
@@ -70,7 +68,7 @@ def run(data_dir: Path, fresh: bool = False, **fetchers: Fetcher) -> arrays.Arra
     return prepare.prepare("mnist", data_dir, fresh, open_dataset=FakeDataset, fetchers=fetchers)
 
 
-def test_the_first_source_that_works_is_used(tmp_path: Path) -> None:
+def test_the_first_source_that_works_is_used(tmp_path):
     offline, good, unused = Fetcher(reason="offline"), Fetcher(), Fetcher()
     array_set = run(tmp_path, web=offline, package=good, third=unused)
     assert (1, 1, 0) == (offline.calls, good.calls, unused.calls)
@@ -80,26 +78,26 @@ def test_the_first_source_that_works_is_used(tmp_path: Path) -> None:
     assert {".prepare.lock", "arrays", "mnist"} == {path.name for path in tmp_path.iterdir()}
 
 
-def test_what_is_prepared_is_not_prepared_again(tmp_path: Path) -> None:
+def test_what_is_prepared_is_not_prepared_again(tmp_path):
     first = run(tmp_path, web=Fetcher())
     web = Fetcher()
     assert first == run(tmp_path, web=web)
     assert 0 == web.calls
 
 
-def test_a_dataset_in_place_needs_no_source(tmp_path: Path) -> None:
+def test_a_dataset_in_place_needs_no_source(tmp_path):
     run(tmp_path, web=Fetcher())
     web = Fetcher()
     assert "TFDS dataset in place" == run(tmp_path, fresh=True, web=web).source
     assert 0 == web.calls
 
 
-def test_a_file_with_another_sha256_is_not_built_from(tmp_path: Path) -> None:
+def test_a_file_with_another_sha256_is_not_built_from(tmp_path):
     array_set = run(tmp_path, web=Fetcher(content=b"<html>log in first</html>"), package=Fetcher())
     assert "package" == array_set.source
 
 
-def test_no_source_at_all_says_why_each_failed_and_what_to_do(tmp_path: Path) -> None:
+def test_no_source_at_all_says_why_each_failed_and_what_to_do(tmp_path):
     with pytest.raises(PrerequisiteError) as error:
         run(tmp_path, web=Fetcher(reason="no such host"), package=Fetcher(content=b"?"))
     message = str(error.value)
@@ -113,7 +111,7 @@ def test_no_source_at_all_says_why_each_failed_and_what_to_do(tmp_path: Path) ->
     assert [".prepare.lock"] == [path.name for path in tmp_path.iterdir()]
 
 
-def test_a_truncated_file_is_reported_and_fresh_repairs_it(tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported_and_fresh_repairs_it(tmp_path):
     path = run(tmp_path, web=Fetcher()).train.labels.path
     path.write_bytes(b"")
     with pytest.raises(RunFailed, match=r"train_labels\.bin has 0 bytes, expected 24 .* --fresh`"):
@@ -122,7 +120,7 @@ def test_a_truncated_file_is_reported_and_fresh_repairs_it(tmp_path: Path) -> No
     assert 24 == path.stat().st_size
 
 
-def test_processes_at_once_prepare_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_at_once_prepare_once(tmp_path, monkeypatch):
     fast.leave_out("imports TensorFlow")
     waiting = threading.Semaphore(0)
 
@@ -149,7 +147,7 @@ def test_processes_at_once_prepare_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert 3 == arrays.find(tmp_path, "mnist").train.num_examples
 
 
-def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path: Path) -> None:
+def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path):
     script = f"""
         import os, signal, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -172,13 +170,13 @@ def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path: P
     assert {".prepare.lock", "arrays", "mnist"} == {path.name for path in tmp_path.iterdir()}
 
 
-def test_an_unknown_name_starts_nothing(tmp_path: Path) -> None:
+def test_an_unknown_name_starts_nothing(tmp_path):
     with pytest.raises(UsageError, match="unknown dataset 'mnits'; did you mean 'mnist'"):
         prepare.prepare("mnits", tmp_path / "data", open_dataset=FakeDataset)
     assert not (tmp_path / "data").exists()
 
 
-def test_a_full_disk_is_reported_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "NEEDED_BYTES", 10**18)
     web = Fetcher()
     with pytest.raises(RunFailed, match=rf"^the disk of {tmp_path} is full \(\d+ MB free, \d+ MB needed\)"):
@@ -186,7 +184,7 @@ def test_a_full_disk_is_reported_before_anything_is_fetched(tmp_path: Path, monk
     assert 0 == web.calls
 
 
-def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "data").write_text("a file")
     with pytest.raises(UsageError, match=r"data cannot be used \(File exists\); name another folder: --data-dir"):
         run(tmp_path / "data", web=Fetcher())
@@ -205,7 +203,7 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_command_finds_and_verifies_without_tensorflow(tmp_path: Path) -> None:
+def test_the_command_finds_and_verifies_without_tensorflow(tmp_path):
     run(tmp_path, web=Fetcher())
     options = ["--name", "mnist", "--data-dir", str(tmp_path)]
     found = command_line("prepare", *options)
@@ -230,7 +228,7 @@ def test_the_command_finds_and_verifies_without_tensorflow(tmp_path: Path) -> No
         (["verify", "--data-dir", "/nowhere"], 3, "fashion_mnist 3.0.1 is not prepared in /nowhere; run "),
     ],
 )
-def test_the_command_fails_in_one_line(arguments: list[str], code: int, message: str) -> None:
+def test_the_command_fails_in_one_line(arguments, code, message):
     done = command_line(*arguments)
     assert code == done.returncode
     assert done.stderr.startswith(f"error: {message}") and 1 == done.stderr.count("\n")

@@ -1,7 +1,5 @@
 """Batches from data workers: those that a task would read itself, in their order, also after a data worker's end."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,7 +67,7 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served(tmp_path, monkeypatch) -> Iterator[Served]:
     """A data service."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "own_served.py").write_text(MODULE)
@@ -90,12 +88,12 @@ def batches(source: Source, count: int, replicas: int = 2) -> Iterator[list[int]
 
 
 @pytest.mark.parametrize("name", ["own_served:data", "own_served:dataset"])
-def test_a_task_gets_the_batches_that_it_would_read_itself(served: Served, name: str) -> None:
+def test_a_task_gets_the_batches_that_it_would_read_itself(served, name):
     direct, through = served.source(name)
     assert [*batches(direct, 20)] == [*batches(through, 20)]
 
 
-def test_a_data_worker_that_begins_again_repeats_nothing() -> None:
+def test_a_data_worker_that_begins_again_repeats_nothing():
     sent = tf.data.Dataset.from_tensor_slices([1, 3, 5, 7, 3, 5, 7, 9, 11]).map(
         lambda step: (tf.cast(step, tf.int64), step)
     )
@@ -103,24 +101,24 @@ def test_a_data_worker_that_begins_again_repeats_nothing() -> None:
     assert [1, 3, 5, 7, 9, 11] == taken
 
 
-def test_a_step_that_is_left_out_is_an_error() -> None:
+def test_a_step_that_is_left_out_is_an_error():
     sent = tf.data.Dataset.from_tensor_slices([0, 1, 3]).map(lambda step: (tf.cast(step, tf.int64), step))
     with pytest.raises(tf.errors.InvalidArgumentError):
         list(service._without_repeats(sent, 0, 1, 0))
 
 
-def test_a_data_worker_begins_at_the_newest_step(served: Served) -> None:
+def test_a_data_worker_begins_at_the_newest_step(served):
     direct, through = served.source("own_served:data")
     served.newest = FIRST - 1  # what the run has done is no later than what a task needs
     assert [*batches(direct, 5)] == [*batches(through, 5)]
 
 
-def test_data_workers_share_the_steps() -> None:
+def test_data_workers_share_the_steps():
     steps = [[service._next(first, worker, 3) for worker in range(3)] for first in (0, 1, 2, 7)]
     assert [[0, 1, 2], [3, 1, 2], [3, 4, 2], [9, 7, 8]] == steps
 
 
-def test_shards_of_two_data_workers_cover_the_steps(served: Served) -> None:
+def test_shards_of_two_data_workers_cover_the_steps(served):
     """Each worker's part, read here: every step once, from its own shards."""
     served.source("own_served:dataset")
     known = record.find(served.tmp_path / "data", "own_served:dataset")
@@ -134,7 +132,7 @@ def test_shards_of_two_data_workers_cover_the_steps(served: Served) -> None:
     assert list(range(FIRST, FIRST + 12)) == sorted(seen)
 
 
-def test_a_cluster_without_data_workers_has_no_service() -> None:
+def test_a_cluster_without_data_workers_has_no_service():
     make: Callable[..., Service | None] = service.of
     assert make(spec.build(1), 0) is None
     assert Service("data-dispatcher:2222", 2, 3) == make(spec.build(1, data_workers=2), 3)

@@ -1,7 +1,5 @@
 """Writing shards: from arrays, from any TFDS dataset; whole or not at all, and found with their sizes checked."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -45,7 +43,7 @@ def records(path: Path) -> list[tf.train.Example]:
     return [tf.train.Example.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(path))]
 
 
-def test_examples_are_dealt_out_in_turn(tmp_path: Path) -> None:
+def test_examples_are_dealt_out_in_turn(tmp_path):
     found = shard(tmp_path)
     assert found == shards.find(tmp_path, "things") == shards.find(tmp_path, "things", "1.0.0")
     assert (11, (3, 3, 3, 2), 3, (1, 1, 1)) == (
@@ -82,15 +80,13 @@ def test_examples_are_dealt_out_in_turn(tmp_path: Path) -> None:
         (np.tile(np.arange(5), [11, 1]), (), 5, (5,), "int64"),
     ],
 )
-def test_labels_are_classes_or_quantities(
-    tmp_path: Path, labels: np.ndarray, classes: tuple[str, ...], outputs: int, shape: tuple[int, ...], dtype: str
-) -> None:
+def test_labels_are_classes_or_quantities(tmp_path, labels, classes, outputs, shape, dtype):
     found = shard(tmp_path, Source(IMAGES, labels, classes=classes))
     assert (classes, outputs) == (found.classes, found.num_outputs)
     assert (shape, dtype) == (found.train.label_shape, found.train.label_dtype) == (shape, found.test.label_dtype)
 
 
-def test_what_is_there_as_asked_is_not_written_again(tmp_path: Path) -> None:
+def test_what_is_there_as_asked_is_not_written_again(tmp_path):
     source = Source()
     first = shard(tmp_path, source)
     assert first == shard(tmp_path, source)
@@ -103,7 +99,7 @@ def test_what_is_there_as_asked_is_not_written_again(tmp_path: Path) -> None:
     assert "1.0.0" == shards.find(tmp_path, "things", "1.0.0").version
 
 
-def test_a_truncated_or_absent_shard_is_reported_and_written_again(tmp_path: Path) -> None:
+def test_a_truncated_or_absent_shard_is_reported_and_written_again(tmp_path):
     file = shard(tmp_path).train.files[1]
     file.path.write_bytes(file.path.read_bytes()[:-1])
     with pytest.raises(RunFailed) as error:
@@ -116,7 +112,7 @@ def test_a_truncated_or_absent_shard_is_reported_and_written_again(tmp_path: Pat
     shards.verify(shard(tmp_path), lambda line: None)
 
 
-def test_verify_names_the_shard_of_which_one_byte_differs(tmp_path: Path) -> None:
+def test_verify_names_the_shard_of_which_one_byte_differs(tmp_path):
     found = shard(tmp_path)
     path = found.test.files[2].path
     content = bytearray(path.read_bytes())
@@ -128,14 +124,14 @@ def test_verify_names_the_shard_of_which_one_byte_differs(tmp_path: Path) -> Non
     assert (["ok"] * 6, f"DIFFERENT {path}") == ([line.split()[0] for line in lines[:-1]], lines[-1])
 
 
-def test_no_shards_names_the_command(tmp_path: Path) -> None:
+def test_no_shards_names_the_command(tmp_path):
     for version in ("", "1.0.0"):
         with pytest.raises(PrerequisiteError, match=r"run `invoke data\.shard --name things`$"):
             shards.find(tmp_path, "things", version)
 
 
 @pytest.mark.parametrize("index", ["", "{}", "[]", "null"])
-def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, index: str) -> None:
+def test_an_index_that_cannot_be_read_is_named(tmp_path, index):
     shard(tmp_path)
     (tmp_path / "shards" / "things-1.0.0" / "shards.json").write_text(index)
     with pytest.raises(RunFailed, match=r"shards\.json cannot be read .* --fresh`$"):
@@ -152,9 +148,7 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, index: str) -> No
         ((IMAGES, IMAGES), "train example 0: label [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]; expected"),
     ],
 )
-def test_what_cannot_be_trained_on_is_reported_and_leaves_nothing(
-    tmp_path: Path, train: tuple[Any, ...], message: str
-) -> None:
+def test_what_cannot_be_trained_on_is_reported_and_leaves_nothing(tmp_path, train, message):
     with pytest.raises(UsageError) as error:
         shard(tmp_path, Source(*train))
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
@@ -165,13 +159,13 @@ def test_what_cannot_be_trained_on_is_reported_and_leaves_nothing(
     ("options", "message"),
     [({"num_shards": 0}, "--shards 0: expected a whole number from 1 to 512"), ({"size": 0}, "--size 0: expected a")],
 )
-def test_an_option_out_of_its_range_is_reported(tmp_path: Path, options: dict[str, int], message: str) -> None:
+def test_an_option_out_of_its_range_is_reported(tmp_path, options, message):
     with pytest.raises(UsageError, match=f"^{message}"):
         shard(tmp_path / "data", **options)
     assert not (tmp_path / "data").exists()
 
 
-def test_images_are_resized(tmp_path: Path) -> None:
+def test_images_are_resized(tmp_path):
     images = [np.full([4 + i, 9, 3], 10 * i, np.uint8) for i in range(11)]
     found = shard(tmp_path, Source(images, LABELS), size=5)
     assert (5, 5, 3) == found.train.feature_shape
@@ -181,7 +175,7 @@ def test_images_are_resized(tmp_path: Path) -> None:
         shard(tmp_path, Source(np.ones([11, 4]), LABELS), size=5, fresh=True)
 
 
-def test_a_full_disk_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_in_one_line(tmp_path, monkeypatch):
     writer = tf.io.TFRecordWriter
     monkeypatch.setattr(tf.io, "TFRecordWriter", lambda path: writer("/dev/full"))
     big = np.zeros([3, 1 << 20], np.uint8)  # larger than what TensorFlow buffers
@@ -189,7 +183,7 @@ def test_a_full_disk_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest
         shard(tmp_path, Source(big, LABELS[:3]))
 
 
-def test_weights_of_ones_own_dataset_are_for_training_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_ones_own_dataset_are_for_training_only(tmp_path, monkeypatch):
     module = (
         "import numpy as np\ndef data():\n    a = np.arange(6.0)\n    return {'train': (a, a, a), 'test': (a, a, a)}"
     )
@@ -209,7 +203,7 @@ def test_weights_of_ones_own_dataset_are_for_training_only(tmp_path: Path, monke
     assert [5.0] == list(feature["weight"].float_list.value) == list(feature["label"].float_list.value)
 
 
-def test_dictionaries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dictionaries_are_refused(tmp_path, monkeypatch):
     """An example of a shard is one array and one label: the second feature would be taken for the label."""
     module = (
         "import numpy as np\ndef data():\n    split = ({'a': np.ones((6, 2)), 'b': np.ones((6, 3))}, np.arange(6))\n"
@@ -258,7 +252,7 @@ def tiny(data_dir: Path, **options: Any) -> shards.ShardSet:
     return sharding.shard("tiny_things", data_dir, num_shards=2, **options)
 
 
-def test_any_dataset_of_tfds_is_built_and_sharded(tmp_path: Path) -> None:
+def test_any_dataset_of_tfds_is_built_and_sharded(tmp_path):
     found = tiny(tmp_path)
     assert ("tiny_things", "1.2.3", ("cat", "dog"), 2) == (found.name, found.version, found.classes, found.num_outputs)
     assert ((5, 4), (2, 2), (2, 2, 3)) == (found.train.counts, found.test.counts, found.train.feature_shape)
@@ -269,25 +263,25 @@ def test_any_dataset_of_tfds_is_built_and_sharded(tmp_path: Path) -> None:
     assert (tmp_path / "tiny_things" / "1.2.3" / "dataset_info.json").exists()
 
 
-def test_validation_stands_in_for_a_missing_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_stands_in_for_a_missing_test_split(tmp_path, monkeypatch):
     monkeypatch.setattr(TinyThings, "splits", ("train", "validation"))
     assert 4 == tiny(tmp_path).test.num_examples
 
 
-def test_no_split_to_test_on_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_split_to_test_on_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(TinyThings, "splits", ("train", "extra"))
     with pytest.raises(UsageError, match="^tiny_things has the splits extra, train; expected train, and test or valid"):
         tiny(tmp_path)
 
 
-def test_images_of_many_sizes_need_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_many_sizes_need_a_size(tmp_path, monkeypatch):
     monkeypatch.setattr(TinyThings, "image_shape", (None, None, 1))
     with pytest.raises(UsageError, match=r"features \[None, None, 1\] of no fixed size; resize its images: --size PIX"):
         tiny(tmp_path)
     assert (7, 7, 1) == tiny(tmp_path, size=7).train.feature_shape
 
 
-def test_quantities_of_tfds_are_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantities_of_tfds_are_floats(tmp_path, monkeypatch):
     monkeypatch.setattr(TinyThings, "label", tfds.features.Tensor(shape=(3,), dtype=np.float64))
     monkeypatch.setattr(TinyThings, "label_of", staticmethod(lambda i: np.full(3, i / 2)))
     found = tiny(tmp_path)
@@ -300,16 +294,14 @@ def test_quantities_of_tfds_are_floats(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("label", [tfds.features.Text(), tfds.features.Sequence({"a": np.int64})])
-def test_text_is_refused_before_it_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: Any) -> None:
+def test_text_is_refused_before_it_is_downloaded(tmp_path, monkeypatch, label):
     monkeypatch.setattr(TinyThings, "label", label)
     with pytest.raises(UsageError, match="^tiny_things has a label that is text or a structure, not numbers; choose"):
         tiny(tmp_path)
     assert [] == list(tmp_path.iterdir())
 
 
-def test_a_dataset_without_one_feature_and_one_label_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_without_one_feature_and_one_label_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(TinyThings, "supervised_keys", None)
     with pytest.raises(UsageError, match=r"^tiny_things has no single feature and label \(supervised_keys None\)"):
         tiny(tmp_path)
@@ -323,7 +315,7 @@ def test_a_dataset_without_one_feature_and_one_label_is_reported(
         ("tiny_things/large", "TFDS cannot read the name 'tiny_things/large': "),
     ],
 )
-def test_a_name_that_tfds_does_not_know_is_reported(tmp_path: Path, name: str, message: str) -> None:
+def test_a_name_that_tfds_does_not_know_is_reported(tmp_path, name, message):
     with pytest.raises(UsageError) as error:
         sharding.shard(name, tmp_path)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
@@ -332,9 +324,7 @@ def test_a_name_that_tfds_does_not_know_is_reported(tmp_path: Path, name: str, m
 @pytest.mark.parametrize(
     "failure", [PrerequisiteError("example.org: no such host"), AssertionError("put the files\nthere yourself")]
 )
-def test_a_download_that_fails_is_reported_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
-) -> None:
+def test_a_download_that_fails_is_reported_in_one_line(tmp_path, monkeypatch, failure):
     def fail(*args: Any, **kwargs: Any) -> None:
         raise failure
 
@@ -349,9 +339,7 @@ def test_a_download_that_fails_is_reported_in_one_line(
 # The command
 
 
-def test_the_command_shards_and_verifies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_shards_and_verifies(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     options = ["--name", "tiny_things", "--data-dir", str(tmp_path)]
     assert 0 == main(["shard", *options, "--shards", "3", "--size", "6"])
@@ -363,7 +351,7 @@ def test_the_command_shards_and_verifies(
     assert "error: --shards 1000: expected a whole number from 1 to 512\n" == capsys.readouterr().err
 
 
-def test_finding_and_verifying_needs_no_tensorflow(tmp_path: Path) -> None:
+def test_finding_and_verifying_needs_no_tensorflow(tmp_path):
     shard(tmp_path)
     script = """
 import sys

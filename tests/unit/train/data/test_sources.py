@@ -1,7 +1,5 @@
 """The data of a run: what every replica is fed, and that a run stays with the data that it began with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ SHARDS = TrainConfig(dataset="numbers", source="stream")
 
 
 @pytest.fixture
-def data_dir(tmp_path: Path) -> Path:
+def data_dir(tmp_path) -> Path:
     folder = tmp_path / "data"
     (folder / "scratch").mkdir(parents=True)
     return folder
@@ -67,7 +65,7 @@ def first_feature(source: sources.Source) -> float:
 
 
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "shards"])
-def test_two_replicas_are_fed_the_halves_of_the_global_batch(kind: str) -> None:
+def test_two_replicas_are_fed_the_halves_of_the_global_batch(kind):
     fed = measured("replicas", "2")["fed"]
     one, two = fed[f"{kind}, one"], fed[f"{kind}, mirrored-2"]
     assert [[12]] * 3 == [[len(part) for part in step] for step in one]
@@ -75,20 +73,20 @@ def test_two_replicas_are_fed_the_halves_of_the_global_batch(kind: str) -> None:
     assert [step[0] for step in one] == [step[0] + step[1] for step in two]
 
 
-def test_arrays_are_fed_the_same_gathered_or_read() -> None:
+def test_arrays_are_fed_the_same_gathered_or_read():
     fed = measured("replicas", "2")["fed"]
     assert fed["arrays, mirrored-2"] == fed["dataset, mirrored-2"]
     assert 1 < len({str(step) for step in fed["arrays, one"]})
 
 
-def test_shards_are_fed_from_the_step_on_that_training_goes_on_from() -> None:
+def test_shards_are_fed_from_the_step_on_that_training_goes_on_from():
     fed = measured("replicas", "2")["fed"]
     assert fed["shards, one, from the beginning"][1:] == fed["shards, one"][:2]
     assert 24 == len({label for step in fed["shards, one"][:2] for label in step[0]})
 
 
 @pytest.mark.parametrize(("pipeline", "first"), [(0, 0), (1, 2), (2, 4)])
-def test_a_tasks_share_is_its_own_replicas(pipeline: int, first: int) -> None:
+def test_a_tasks_share_is_its_own_replicas(pipeline, first):
     context = tf.distribute.InputContext(num_input_pipelines=3, input_pipeline_id=pipeline, num_replicas_in_sync=6)
     assert Replicas(6, first, 2) == Replicas.of(context)
 
@@ -96,7 +94,7 @@ def test_a_tasks_share_is_its_own_replicas(pipeline: int, first: int) -> None:
 # What a source reports
 
 
-def test_arrays_report_what_they_are(data_dir: Path) -> None:
+def test_arrays_report_what_they_are(data_dir):
     prepare(data_dir, "1", 0)
     source = sources.find(ARRAYS, data_dir)
     assert (False, 1, (3,), 10, 4) == (
@@ -107,7 +105,7 @@ def test_arrays_report_what_they_are(data_dir: Path) -> None:
     assert (True, 10) == (sources.find(ARRAYS, data_dir).classifies, sources.find(ARRAYS, data_dir).num_outputs)
 
 
-def test_shards_report_what_they_are(data_dir: Path) -> None:
+def test_shards_report_what_they_are(data_dir):
     shard(data_dir, "1", 0)
     source = sources.find(SHARDS, data_dir)
     assert (True, 12, (2,), 12, 5, 3) == (
@@ -120,7 +118,7 @@ def test_shards_report_what_they_are(data_dir: Path) -> None:
 # What a run began with
 
 
-def test_a_later_life_uses_the_arrays_of_the_first(make_run: Callable[..., RunFolder], data_dir: Path) -> None:
+def test_a_later_life_uses_the_arrays_of_the_first(make_run, data_dir):
     run = make_run(workers=0)
     prepare(data_dir, "1", 1.0)
     assert 1.0 == first_feature(sources.find(ARRAYS, data_dir, run))
@@ -131,7 +129,7 @@ def test_a_later_life_uses_the_arrays_of_the_first(make_run: Callable[..., RunFo
     assert 2.0 == first_feature(sources.find(ARRAYS, data_dir))
 
 
-def test_a_later_life_uses_the_shards_of_the_first(make_run: Callable[..., RunFolder], data_dir: Path) -> None:
+def test_a_later_life_uses_the_shards_of_the_first(make_run, data_dir):
     run = make_run(workers=0)
     shard(data_dir, "1", 1.0)
     assert 1.0 == first_feature(sources.find(SHARDS, data_dir, run))
@@ -141,7 +139,7 @@ def test_a_later_life_uses_the_shards_of_the_first(make_run: Callable[..., RunFo
     assert {"version": "1", "num_shards": 3} == read_json(run.control / "data.json")
 
 
-def test_another_number_of_shards_is_refused_in_one_line(make_run: Callable[..., RunFolder], data_dir: Path) -> None:
+def test_another_number_of_shards_is_refused_in_one_line(make_run, data_dir):
     run = make_run(workers=0)
     shard(data_dir, "1", 1.0)
     sources.find(SHARDS, data_dir, run)
@@ -156,7 +154,7 @@ def test_another_number_of_shards_is_refused_in_one_line(make_run: Callable[...,
     assert 3 == sources.find(SHARDS, data_dir, run).num_shards
 
 
-def test_data_that_is_gone_is_asked_for_by_its_version(make_run: Callable[..., RunFolder], data_dir: Path) -> None:
+def test_data_that_is_gone_is_asked_for_by_its_version(make_run, data_dir):
     run = make_run(workers=0)
     prepare(data_dir, "1", 1.0)
     sources.find(ARRAYS, data_dir, run)
@@ -166,14 +164,14 @@ def test_data_that_is_gone_is_asked_for_by_its_version(make_run: Callable[..., R
         sources.find(ARRAYS, data_dir, run)
 
 
-def test_what_was_never_prepared_is_not_recorded(make_run: Callable[..., RunFolder], data_dir: Path) -> None:
+def test_what_was_never_prepared_is_not_recorded(make_run, data_dir):
     run = make_run(workers=0)
     with pytest.raises(PrerequisiteError):
         sources.find(ARRAYS, data_dir, run)
     assert not (run.control / "data.json").exists()
 
 
-def test_weights_of_examples_are_fed(data_dir: Path) -> None:
+def test_weights_of_examples_are_fed(data_dir):
     prepare(data_dir, "1", 1.0, weighted=True)
     found = sources.find(ARRAYS, data_dir)
     assert found.arrays is not None

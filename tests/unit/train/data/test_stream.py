@@ -1,7 +1,5 @@
 """The stream of shards: every example once an epoch, the same global batches for any number of tasks, exact resume."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os
@@ -46,7 +44,7 @@ class Numbers:
 
 
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory) -> shards.ShardSet:
+def numbers(tmp_path_factory) -> shards.ShardSet:
     folder = tmp_path_factory.mktemp("shards")
     return sharding.shard("numbers", folder, num_shards=NUM_SHARDS, open_source=lambda *_: Numbers())
 
@@ -77,7 +75,7 @@ def epochs(split: shards.ShardSplit, count: int, seed: int = 7) -> np.ndarray:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 6])
-def test_each_example_comes_once_an_epoch_at_any_number_of_replicas(numbers: shards.ShardSet, replicas: int) -> None:
+def test_each_example_comes_once_an_epoch_at_any_number_of_replicas(numbers, replicas):
     steps = -(-3 * NUM_EXAMPLES // GLOBAL_BATCH)
     order = batches(numbers.train, steps, replicas=replicas).reshape(-1)[: 3 * NUM_EXAMPLES]
     for epoch in order.reshape(3, NUM_EXAMPLES):
@@ -85,7 +83,7 @@ def test_each_example_comes_once_an_epoch_at_any_number_of_replicas(numbers: sha
 
 
 @pytest.mark.parametrize("tasks", [2, 3])
-def test_tasks_share_the_global_batches_of_one_task(numbers: shards.ShardSet, tasks: int) -> None:
+def test_tasks_share_the_global_batches_of_one_task(numbers, tasks):
     steps, replicas = 20, 6
     alone = batches(numbers.train, steps, replicas=replicas)
     local = replicas // tasks
@@ -94,7 +92,7 @@ def test_tasks_share_the_global_batches_of_one_task(numbers: shards.ShardSet, ta
     np.testing.assert_array_equal(alone.reshape(steps, -1), batches(numbers.train, steps).reshape(steps, -1))
 
 
-def test_a_resumed_stream_is_the_rest_of_the_whole_one(numbers: shards.ShardSet) -> None:
+def test_a_resumed_stream_is_the_rest_of_the_whole_one(numbers):
     """In the middle of a window, in the batch where it ends, in later epochs; 101 steps are 12 whole epochs."""
     whole = batches(numbers.train, 110)
     for first_step in (1, 4, 8, 103):
@@ -135,7 +133,7 @@ test_any_sizes_keep_every_promise = pytest.mark.long(
 )
 
 
-def test_orders_of_epochs_and_of_seeds_differ(numbers: shards.ShardSet) -> None:
+def test_orders_of_epochs_and_of_seeds_differ(numbers):
     orders = [order for seed in (7, 8, 7 + 2**32) for order in epochs(numbers.train, 2, seed)]
     assert len({order.tobytes() for order in orders}) == len(orders)
     for one, other in itertools.combinations(orders, 2):
@@ -143,12 +141,12 @@ def test_orders_of_epochs_and_of_seeds_differ(numbers: shards.ShardSet) -> None:
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.4
 
 
-def test_the_order_is_the_same_for_ever_whatever_tensorflows_own_seed_is(numbers: shards.ShardSet) -> None:
+def test_the_order_is_the_same_for_ever_whatever_tensorflows_own_seed_is(numbers):
     tf.random.set_seed(123)
     assert [[31, 10, 41, 80, 23, 21], [81, 29, 9, 40, 59, 1]] == epochs(numbers.train, 2)[:, :6].tolist()
 
 
-def test_a_window_is_mixed_whole(numbers: shards.ShardSet) -> None:
+def test_a_window_is_mixed_whole(numbers):
     """Its first examples come from all of its shards, and an epoch begins with any of the shards."""
     orders = epochs(numbers.train, 12)
     assert len(set(orders[:, 0] % NUM_SHARDS)) > 4
@@ -157,9 +155,7 @@ def test_a_window_is_mixed_whole(numbers: shards.ShardSet) -> None:
     assert 4 == len(set(first_window[:15] % NUM_SHARDS))
 
 
-def test_windows_before_the_step_are_not_read(
-    numbers: shards.ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_before_the_step_are_not_read(numbers, tmp_path, monkeypatch):
     order = epochs(numbers.train, 1)[0]
     gone = [file.path for shard, file in enumerate(numbers.train.files) if shard in set(order[:40] % NUM_SHARDS)]
     for path in gone:
@@ -175,7 +171,7 @@ def test_windows_before_the_step_are_not_read(
     np.testing.assert_array_equal(order[42:62], resumed.reshape(-1))
 
 
-def test_shapes_are_static_and_the_length_is_known(numbers: shards.ShardSet) -> None:
+def test_shapes_are_static_and_the_length_is_known(numbers):
     part = BatchSlice(12, 7, first_step=5, num_steps=4, replicas=Replicas(3, 1, 2))
     dataset = stream.train_dataset(numbers.train, part)
     assert [[4, 2], [4], [4]] == [spec.shape.as_list() for spec in dataset.element_spec]
@@ -186,7 +182,7 @@ def test_shapes_are_static_and_the_length_is_known(numbers: shards.ShardSet) -> 
     assert 200 == sum(1 for _ in endless.take(200))
 
 
-def test_it_can_be_built_in_a_graph(numbers: shards.ShardSet) -> None:
+def test_it_can_be_built_in_a_graph(numbers):
     """As a parameter-server worker does: everything inside the dataset function, the step a tensor."""
 
     @tf.function
@@ -199,7 +195,7 @@ def test_it_can_be_built_in_a_graph(numbers: shards.ShardSet) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "replica_batch"), [(1, 4), (1, 23), (1, 50), (2, 3), (3, 4), (3, 1)])
-def test_evaluation_weighs_each_example_once(numbers: shards.ShardSet, replicas: int, replica_batch: int) -> None:
+def test_evaluation_weighs_each_example_once(numbers, replicas, replica_batch):
     seen: list[int] = []
     lengths = set()
     for replica in range(replicas):
@@ -216,7 +212,7 @@ def test_evaluation_weighs_each_example_once(numbers: shards.ShardSet, replicas:
     assert {-(-23 // (replicas * replica_batch))} == lengths
 
 
-def test_all_replicas_of_a_task_evaluate_what_each_would_alone(numbers: shards.ShardSet) -> None:
+def test_all_replicas_of_a_task_evaluate_what_each_would_alone(numbers):
     def labels(first: int, local: int) -> np.ndarray:
         dataset = stream.eval_dataset(numbers.test, 4, Replicas(3, first, local))
         return np.array([batch.labels for batch in dataset]).reshape(-1, local, 4)
@@ -224,7 +220,7 @@ def test_all_replicas_of_a_task_evaluate_what_each_would_alone(numbers: shards.S
     np.testing.assert_array_equal(labels(0, 3), np.concatenate([labels(0, 1), labels(1, 2)], axis=1))
 
 
-def test_what_is_too_large_to_keep_is_read_again(numbers: shards.ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_large_to_keep_is_read_again(numbers, monkeypatch):
     def second_pass_reads() -> bool:
         dataset = stream.eval_dataset(numbers.test, 4, Replicas())
         assert 6 == len(list(dataset))
@@ -244,12 +240,12 @@ def test_what_is_too_large_to_keep_is_read_again(numbers: shards.ShardSet, monke
     assert second_pass_reads()
 
 
-def test_replicas_that_cannot_share_the_global_batch_are_refused(numbers: shards.ShardSet) -> None:
+def test_replicas_that_cannot_share_the_global_batch_are_refused(numbers):
     with pytest.raises(UsageError, match="^global batch 12: expected a multiple of the 5 replicas"):
         batches(numbers.train, 1, replicas=5)
 
 
-def test_a_shard_of_other_examples_than_the_index_says_ends_the_stream(tmp_path: Path) -> None:
+def test_a_shard_of_other_examples_than_the_index_says_ends_the_stream(tmp_path):
     found = sharding.shard("numbers", tmp_path, num_shards=2, open_source=lambda *_: Numbers(20, 2)).train
     path = found.files[1].path
     records = [record.numpy() for record in tf.data.TFRecordDataset(str(path))]
@@ -262,7 +258,7 @@ def test_a_shard_of_other_examples_than_the_index_says_ends_the_stream(tmp_path:
         batches(found, 1)
 
 
-def test_a_damaged_record_ends_the_stream(tmp_path: Path) -> None:
+def test_a_damaged_record_ends_the_stream(tmp_path):
     found = sharding.shard("numbers", tmp_path, num_shards=2, open_source=lambda *_: Numbers(20, 2)).train
     content = bytearray(found.files[0].path.read_bytes())
     content[40] ^= 1
@@ -271,7 +267,7 @@ def test_a_damaged_record_ends_the_stream(tmp_path: Path) -> None:
         batches(found, 1)
 
 
-def test_the_stream_of_fashion_mnist_is_its_arrays(tmp_path: Path) -> None:
+def test_the_stream_of_fashion_mnist_is_its_arrays(tmp_path):
     """An epoch of the training examples, and all the others, to the pixel."""
     subprocess.run([sys.executable, "-m", "train.data", "prepare", "--data-dir", str(DATA)], cwd=ROOT, check=True)
     (tmp_path / "arrays").symlink_to(DATA / "arrays")

@@ -1,7 +1,5 @@
 """Presets on a table and on film reviews: the table's form, and the real TFDS builder on reviews that are made up."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import tarfile
@@ -51,7 +49,7 @@ def write(data_dir: Path, name: str, decoded: tuple[tuple[str, ...], dict[str, t
     )
 
 
-def test_a_preset_learns_from_a_table_of_the_same_form(tmp_path: Path) -> None:
+def test_a_preset_learns_from_a_table_of_the_same_form(tmp_path):
     random = np.random.default_rng(0)
     rows = random.normal(size=(60, 30)) * np.logspace(-3, 3, 30)
     lines = ["60,30,malignant,benign", *(",".join(map(str, [*row, int(row[0] > 0)])) for row in rows)]
@@ -64,7 +62,7 @@ def test_a_preset_learns_from_a_table_of_the_same_form(tmp_path: Path) -> None:
     assert found[-1] < found[0] / 2
 
 
-def test_a_table_that_is_damaged_or_missing_is_fetched_again(tmp_path: Path) -> None:
+def test_a_table_that_is_damaged_or_missing_is_fetched_again(tmp_path):
     dataset = table.TableDataset("breast_cancer", "1.0.0", tmp_path)
     with pytest.raises(PrerequisiteError, match="none there"):
         dataset.decode()
@@ -75,7 +73,7 @@ def test_a_table_that_is_damaged_or_missing_is_fetched_again(tmp_path: Path) -> 
         dataset.decode()
 
 
-def test_words_have_numbers() -> None:
+def test_words_have_numbers():
     numbers = numbered(GOOD)
     assert WORDS == len(numbers)
     assert numbers[:4] == numbered(b"a WONDERFUL moving film")[:4]
@@ -83,7 +81,7 @@ def test_words_have_numbers() -> None:
     assert not any(numbers[4:])
 
 
-def test_a_preset_learns_from_reviews_that_tfds_has_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_learns_from_reviews_that_tfds_has_built(tmp_path, monkeypatch):
     """Of an archive of the form of the real one, with made-up reviews, whose sha256 TFDS does not know."""
     monkeypatch.setattr(DownloadManager, "_register_or_validate_checksums", lambda *_, **__: None)
     source_files = TfdsReviews("imdb_reviews", "1.0.0", tmp_path).source_files()

@@ -1,7 +1,5 @@
 """Training on virtual shards: the same bits on any number of replicas, and the right ones."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -18,7 +16,7 @@ def numbers(what: str, *more: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "where"), [("whole", "central-2"), ("whole", "mirrored-3"), ("read", "mirrored-3")])
-def test_any_number_of_replicas_must_give_the_same_bits(kind: str, where: str) -> None:
+def test_any_number_of_replicas_must_give_the_same_bits(kind, where):
     """Weights, slots, moving averages, losses, scores: from arrays and from an iterator, shared evenly or not."""
     assert numbers("whole")["one"] == numbers(kind)[where]
 
@@ -26,11 +24,11 @@ def test_any_number_of_replicas_must_give_the_same_bits(kind: str, where: str) -
 @pytest.mark.long
 @pytest.mark.parametrize("where", OTHERS)
 @pytest.mark.parametrize("kind", ["plain", "whole", "read"])
-def test_any_number_of_replicas_must_give_the_same_bits_of_everything(kind: str, where: str) -> None:
+def test_any_number_of_replicas_must_give_the_same_bits_of_everything(kind, where):
     assert numbers(kind, "all")["one"] == numbers(kind, "all")[where]
 
 
-def test_the_numbers_must_be_those_of_a_plain_training() -> None:
+def test_the_numbers_must_be_those_of_a_plain_training():
     """Within rounding: virtual shards change the order of sums and nothing else."""
     plain, elastic = numbers("plain")["without"], numbers("plain")["one"]
     np.testing.assert_allclose(elastic["losses"], plain["losses"], rtol=1e-6)
@@ -39,7 +37,7 @@ def test_the_numbers_must_be_those_of_a_plain_training() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_moving_averages_must_move_and_what_is_fixed_must_stay() -> None:
+def test_moving_averages_must_move_and_what_is_fixed_must_stay():
     one = numbers("whole")["one"]
     mean, variance = one["averages"]
     assert all(value != 0 for value in mean)
@@ -48,7 +46,7 @@ def test_moving_averages_must_move_and_what_is_fixed_must_stay() -> None:
 
 
 @pytest.mark.parametrize("where", ["one", *OTHERS])
-def test_sums_must_be_exact_and_the_same_wherever_the_shards_lie(where: str) -> None:
+def test_sums_must_be_exact_and_the_same_wherever_the_shards_lie(where):
     """To within the grid: 2**-36 of the largest number, which 24 orders of magnitude put to the test."""
     shards = np.array(numbers("sums")["numbers"])
     found = [float.fromhex(text) for text in numbers("sums")[where]]

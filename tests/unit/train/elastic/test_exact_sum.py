@@ -1,7 +1,5 @@
 """Sums whose bits do not depend on their order. Over replicas: `test_elastic.py`."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -22,7 +20,7 @@ def summed(*shards: list[float]) -> list[float]:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=9), st.randoms())
-def test_any_order_must_give_the_same_bits(shards: list[list[float]], random: object) -> None:
+def test_any_order_must_give_the_same_bits(shards, random):
     shuffled = list(shards)
     random.shuffle(shuffled)
     assert [value.hex() for value in summed(*shards)] == [value.hex() for value in summed(*shuffled)]
@@ -30,13 +28,13 @@ def test_any_order_must_give_the_same_bits(shards: list[list[float]], random: ob
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(NUMBERS, min_size=1, max_size=9))
-def test_a_sum_must_be_the_true_one_to_a_part_in_2_to_the_50(shards: list[float]) -> None:
+def test_a_sum_must_be_the_true_one_to_a_part_in_2_to_the_50(shards):
     [found] = summed(*([number] for number in shards))
     largest = max(abs(number) for number in shards)
     assert abs(found - math.fsum(shards)) <= largest * 2.0**-50
 
 
-def test_float32_alone_must_not_pass() -> None:
+def test_float32_alone_must_not_pass():
     """What this is for: in another order float32 gives another sum."""
     shards = np.array([1e8, 1.0, -1e8, 0.5], np.float32)
     assert shards.sum() != shards[[0, 2, 1, 3]].sum()
@@ -44,7 +42,7 @@ def test_float32_alone_must_not_pass() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_must_stay_so(bad: float) -> None:
+def test_what_is_not_finite_must_stay_so(bad):
     """A gradient that overflows must end the run, not become a number."""
     good = tf.constant([[1.0], [2.0]])
     sums = exact_sum([tf.constant([[[1.0, 2.0]], [[bad, 3.0]]]), good], 2)
@@ -53,19 +51,19 @@ def test_what_is_not_finite_must_stay_so(bad: float) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.2e-38, 3e38, -3e38])
-def test_the_ends_of_the_range_must_come_through(value: float) -> None:
+def test_the_ends_of_the_range_must_come_through(value):
     number = float(np.float32(value))
     assert [4 * number] == summed([number], [number], [number], [number])
 
 
 @pytest.mark.parametrize("value", [3.4028235e38, -3.4028235e38, 1.1754944e-38])
 @pytest.mark.parametrize("shards", [1, 2, 7, 8, 64])
-def test_as_many_of_the_largest_as_there_are_must_not_overflow(value: float, shards: int) -> None:
+def test_as_many_of_the_largest_as_there_are_must_not_overflow(value, shards):
     number = float(np.float32(value))
     assert [shards * number] == summed(*([number] for _ in range(shards)))
 
 
-def test_with_8_shards_what_is_2_to_the_36_times_smaller_must_keep_its_digits() -> None:
+def test_with_8_shards_what_is_2_to_the_36_times_smaller_must_keep_its_digits():
     """The grid of a row is set by its largest number, and this is the smallest that must lose nothing to it."""
     largest, smaller = 1.0, float(np.float32(2.0**-36 * (1 + 2.0**-23)))
     sums = exact_sum([tf.constant([[[largest, smaller]]] * 8)], 8)[0].numpy()
@@ -76,7 +74,7 @@ def test_with_8_shards_what_is_2_to_the_36_times_smaller_must_keep_its_digits() 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=9), st.integers(0, 2))
-def test_a_huge_row_of_an_embedding_must_not_coarsen_the_others(rows: list[list[float]], huge_at: int) -> None:
+def test_a_huge_row_of_an_embedding_must_not_coarsen_the_others(rows, huge_at):
     """Adam divides by what gradients are like, so that a row of tiny ones moves as far as one of huge ones."""
     alone = exact_sum([tf.constant([[row] for row in rows])], len(rows))[0].numpy()
     table = np.repeat(np.array(rows, np.float32)[:, np.newaxis], 3, axis=1)
@@ -86,12 +84,12 @@ def test_a_huge_row_of_an_embedding_must_not_coarsen_the_others(rows: list[list[
     assert [alone.tobytes()] * 2 == [together[[row]].tobytes() for row in others]
 
 
-def test_a_huge_number_of_a_vector_must_not_coarsen_the_others() -> None:
+def test_a_huge_number_of_a_vector_must_not_coarsen_the_others():
     small = float(np.float32(1.2345678e-20))
     assert [2e20, 2 * small] == pytest.approx(summed([1e20, small], [1e20, small]), rel=1e-7)
 
 
-def test_the_small_numbers_of_a_tensor_must_keep_their_digits() -> None:
+def test_the_small_numbers_of_a_tensor_must_keep_their_digits():
     """Another tensor's large ones do not coarsen its grid."""
     small = float(np.float32(1.2345678e-20))
     sums = exact_sum([tf.constant([[1e20], [1e20]]), tf.constant([[small], [small]])], 2)

@@ -1,7 +1,5 @@
 """How virtual shards are dealt out to replicas."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +15,7 @@ def cuts(draw: st.DrawFn) -> VirtualShards:
 
 @settings(deadline=None, max_examples=100)
 @given(cuts())
-def test_each_shard_must_be_one_replicas_and_none_may_have_two_more_than_another(cut: VirtualShards) -> None:
+def test_each_shard_must_be_one_replicas_and_none_may_have_two_more_than_another(cut):
     shares = [list(range(cut.first(replica), cut.first(replica + 1))) for replica in range(cut.replicas)]
     assert list(range(cut.total)) == [shard for share in shares for shard in share]
     assert {cut.most, cut.total // cut.replicas} == {len(share) for share in shares} | {cut.most}
@@ -25,7 +23,7 @@ def test_each_shard_must_be_one_replicas_and_none_may_have_two_more_than_another
 
 @settings(deadline=None, max_examples=20)
 @given(cuts())
-def test_a_graph_must_find_the_same_shards(cut: VirtualShards) -> None:
+def test_a_graph_must_find_the_same_shards(cut):
     for replica in range(cut.replicas):
         shards = cut.of(tf.constant(replica, tf.int64)).numpy().tolist()
         assert list(range(cut.first(replica), cut.first(replica + 1))) == shards

@@ -1,9 +1,6 @@
 """The best evaluation and early stopping: what counts as better, when training ends, and that a resume goes on."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,17 +34,17 @@ def followed(values: list[float], total: int = 100, state: BestState | None = No
         ({"min_delta": 0.6}, 1.0, 1),
     ],
 )
-def test_the_best_is_the_first_that_is_better_by_enough(settings: dict[str, Any], value: float, step: int) -> None:
+def test_the_best_is_the_first_that_is_better_by_enough(settings, value, step):
     best = followed([1.0, 2.0, 0.5, 0.5, math.nan], **settings)
     assert (value, step) == (best.value, best.step)
 
 
 @pytest.mark.parametrize(("patience", "enough"), [(0, False), (2, True), (3, False)])
-def test_training_ends_after_as_many_evaluations_without_a_better_one(patience: int, enough: bool) -> None:
+def test_training_ends_after_as_many_evaluations_without_a_better_one(patience, enough):
     assert enough == followed([1.0, 0.5, 0.6, 0.7], patience=patience).enough
 
 
-def test_a_resumed_training_goes_on_counting() -> None:
+def test_a_resumed_training_goes_on_counting():
     state = BestState()
     followed([1.0, 0.1 + 0.2, 0.5], state=state, patience=2).keep()
     again = Best(Settings(metric="eval_loss", patience=2), 100, state)
@@ -56,14 +53,14 @@ def test_a_resumed_training_goes_on_counting() -> None:
     assert again.enough
 
 
-def test_a_training_that_has_ended_stays_so_unless_it_gets_more_steps() -> None:
+def test_a_training_that_has_ended_stays_so_unless_it_gets_more_steps():
     state = BestState()
     followed([1.0, 2.0], state=state, patience=1).keep()
     assert Best(Settings(metric="eval_loss", patience=1), 100, state).enough
     assert not Best(Settings(metric="eval_loss", patience=1), 200, state).enough
 
 
-def test_a_metric_that_the_evaluations_do_not_have_is_refused() -> None:
+def test_a_metric_that_the_evaluations_do_not_have_is_refused():
     objective = objectives.build("mean_squared_error", classifies=False)
     for metric, known in (("eval_absolute_error", True), ("eval_accuracy", False)):
         context: Any = SimpleNamespace(objective=objective, config=TrainConfig(best=Settings(metric=metric)))
@@ -74,7 +71,7 @@ def test_a_metric_that_the_evaluations_do_not_have_is_refused() -> None:
                 check_metric(context)
 
 
-def test_one_best_checkpoint_is_kept_beside_the_newest_with_what_was_counted(tmp_path: Path) -> None:
+def test_one_best_checkpoint_is_kept_beside_the_newest_with_what_was_counted(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     state = BestState()
 

@@ -1,12 +1,9 @@
 """The state of callbacks in a checkpoint."""
 
-from __future__ import annotations
-
 import collections
 import enum
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,7 @@ def saved(callback: Any, made: dict[str, bytes]) -> Progress:
     return state.read()
 
 
-def test_a_restored_plateau_counts_on() -> None:
+def test_a_restored_plateau_counts_on():
     def plateau() -> keras.callbacks.ReduceLROnPlateau:
         callback = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=9, min_delta=0.5)
         callback.set_model(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
@@ -64,7 +61,7 @@ def test_a_restored_plateau_counts_on() -> None:
         [float("inf"), -(10**30), True, "é"],
     ],
 )
-def test_containers_keep_their_types_keys_and_order(value: Any) -> None:
+def test_containers_keep_their_types_keys_and_order(value):
     whole = decode(encode(value))
     assert (type(value), value) == (type(whole), whole)
     assert not isinstance(value, dict) or list(value) == list(whole)
@@ -74,7 +71,7 @@ def test_containers_keep_their_types_keys_and_order(value: Any) -> None:
 
 
 @pytest.mark.parametrize("array", [np.float32([[1, np.nan]]), np.array("2026-01-01", "M8[D]"), np.array(["a", "bc"])])
-def test_arrays_keep_their_type_and_bits(array: np.ndarray) -> None:
+def test_arrays_keep_their_type_and_bits(array):
     whole = decode(encode([array]))[0]
     assert (array.dtype, array.shape, array.tobytes()) == (whole.dtype, whole.shape, whole.tobytes())
 
@@ -88,7 +85,7 @@ def test_arrays_keep_their_type_and_bits(array: np.ndarray) -> None:
         (lambda: np.random.RandomState(3), lambda generator: generator.randn()),
     ],
 )
-def test_random_generators_go_on_with_their_numbers(make: Callable[[], Any], draw: Callable[[Any], float]) -> None:
+def test_random_generators_go_on_with_their_numbers(make, draw):
     generator, shared = make(), make()
     draw(generator)
     encoded = encode(generator)
@@ -145,7 +142,7 @@ class Everything(keras.callbacks.Callback):
         return self.add(1.5), rates, float(self.mean.result()), float(self.variable), counted
 
 
-def test_objects_closures_variables_and_private_attributes_are_restored() -> None:
+def test_objects_closures_variables_and_private_attributes_are_restored():
     first, undisturbed, resumed = Everything(), Everything(), Everything()
     made = attributes(first)[0]
     assert first.change() == undisturbed.change()
@@ -153,7 +150,7 @@ def test_objects_closures_variables_and_private_attributes_are_restored() -> Non
     assert undisturbed.change() == resumed.change()
 
 
-def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_named(tmp_path):
     callback = Everything()
     assert {} == attributes(callback)[1]
     with (tmp_path / "log").open("w") as callback.file:
@@ -161,7 +158,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         assert {"file": "TextIOWrapper", "groups": "list"} == attributes(callback)[1]
 
 
-def test_what_is_another_object_now_is_not_restored() -> None:
+def test_what_is_another_object_now_is_not_restored():
     first, other = Everything(), Everything()
     made = attributes(first)[0]
     first.window.values[1] = 1.0

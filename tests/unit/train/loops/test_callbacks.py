@@ -1,7 +1,5 @@
 """Keras callbacks in the custom loop: called as by `Model.fit`, and able to do what they can do there."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import hashlib
@@ -125,7 +123,7 @@ class Trained:
 
 
 @pytest.fixture
-def own_parts(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def own_parts(monkeypatch) -> types.ModuleType:
     """The user's module. The loss is the output itself: the bias goes down by the learning rate at every step."""
     module = types.ModuleType("own_parts")
     module.loss = lambda labels, outputs: outputs[:, 0]  # type: ignore[attr-defined]
@@ -138,7 +136,7 @@ Train = Callable[..., Trained]
 
 
 @pytest.fixture
-def train(own_parts: types.ModuleType, make_run: Callable[..., RunFolder], tmp_path: Path) -> Train:
+def train(own_parts, make_run, tmp_path) -> Train:
     """Trains, or trains on, for some steps with callbacks of the user's own after a recording one."""
     run, data_dir = make_run(workers=0), tmp_path / "data"
     (data_dir / "scratch").mkdir(parents=True)
@@ -201,7 +199,7 @@ def batches(*first_and_last: tuple[int, int]) -> list[tuple[str, int]]:
     return [call for first, last in first_and_last for call in (("batch begins", first), ("batch ends", last))]
 
 
-def test_a_training_is_reported_from_its_beginning_to_its_end(train: Train) -> None:
+def test_a_training_is_reported_from_its_beginning_to_its_end(train):
     """An inner call, of two steps at most, is one batch; the first one of all is one step."""
     trained = train(13)
     expected = [
@@ -226,7 +224,7 @@ def test_a_training_is_reported_from_its_beginning_to_its_end(train: Train) -> N
     np.testing.assert_allclose(running, expected_means, rtol=1e-6)
 
 
-def test_early_stopping_ends_the_training_where_an_epoch_ends(train: Train) -> None:
+def test_early_stopping_ends_the_training_where_an_epoch_ends(train):
     trained = train(25, keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1))  # it goes down
     assert EPOCH_ENDS[2] == trained.steps == len(trained.losses)
     assert [("epoch ends", 1), ("train ends", -1)] == trained.recorder.names[-2:]
@@ -234,7 +232,7 @@ def test_early_stopping_ends_the_training_where_an_epoch_ends(train: Train) -> N
     assert 2 == len(trained.evaluations)
 
 
-def test_a_callback_can_end_the_training_between_two_inner_calls(train: Train) -> None:
+def test_a_callback_can_end_the_training_between_two_inner_calls(train):
     class Enough(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.model.stop_training = True
@@ -244,7 +242,7 @@ def test_a_callback_can_end_the_training_between_two_inner_calls(train: Train) -
     assert [("batch ends", 2), ("epoch ends", 0), ("train ends", -1)] == trained.recorder.names[-3:]
 
 
-def test_a_learning_rate_scheduler_sets_the_rate_of_the_epoch(train: Train) -> None:
+def test_a_learning_rate_scheduler_sets_the_rate_of_the_epoch(train):
     trained = train(EPOCH_ENDS[9], keras.callbacks.LearningRateScheduler(callbacks._rate_of_epoch))
     biases = dict(zip(trained.recorder.names, trained.recorder.biases, strict=True))
     moved = [biases["epoch begins", epoch] - biases["epoch ends", epoch] for epoch in range(9)]
@@ -252,7 +250,7 @@ def test_a_learning_rate_scheduler_sets_the_rate_of_the_epoch(train: Train) -> N
     np.testing.assert_allclose(np.array(moved) / np.diff(EPOCH_ENDS), expected, rtol=1e-3)
 
 
-def test_the_callbacks_of_the_tutorial_work(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_callbacks_of_the_tutorial_work(train, capsys):
     run = train(EPOCH_ENDS[4], callbacks="tutorial").run
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
     rates = ["0.001", "0.001", "0.001", "0.0001"]
@@ -261,7 +259,7 @@ def test_the_callbacks_of_the_tutorial_work(train: Train, capsys: pytest.Capture
     assert list(run.path.glob("tensorboard/chief/keras/train/events*"))
 
 
-def test_a_training_resumed_inside_of_an_epoch_goes_on_with_its_number(train: Train) -> None:
+def test_a_training_resumed_inside_of_an_epoch_goes_on_with_its_number(train):
     train(7)
     resumed = train(13).recorder
     expected = [
@@ -274,7 +272,7 @@ def test_a_training_resumed_inside_of_an_epoch_goes_on_with_its_number(train: Tr
 
 
 @pytest.mark.parametrize("loop", ["custom", "fit"])
-def test_as_many_epochs_are_heard_of_as_are_trained(train: Train, loop: str) -> None:
+def test_as_many_epochs_are_heard_of_as_are_trained(train, loop):
     """4.5 steps are an epoch: rounded up, 10 of them would be 9."""
     recorder = train(10_000, epochs=10, steps_per_loop=5, loop=loop).recorder
     assert 1 == recorder.names.count(("train begins", -1)) == recorder.names.count(("train ends", -1))
@@ -336,9 +334,7 @@ def watching(*kill: int) -> list[keras.callbacks.Callback]:
         ("fit", 3, [(1, 2), (2, 0), (4, 2), (4, 3)]),
     ],
 )
-def test_a_restart_changes_nothing_of_what_callbacks_do(
-    train: Train, loop: str, save: int, kills: list[tuple[int, int]]
-) -> None:
+def test_a_restart_changes_nothing_of_what_callbacks_do(train, loop, save, kills):
     """The rate falls by the third worse epoch, and the training ends by the sixth."""
     options = {"loop": loop, "checkpoint_every": save, "steps_per_loop": 1}
     for kill in kills:
@@ -423,9 +419,7 @@ def settled(run: Path, call: int = 0) -> list[keras.callbacks.Callback]:
         ("fit", {"checkpoint_every": 2}, [11, 16]),
     ],
 )
-def test_killed_runs_end_with_the_weights_and_files_of_undisturbed_ones(
-    train: Train, tmp_path: Path, loop: str, options: dict[str, Any], kills: list[int]
-) -> None:
+def test_killed_runs_end_with_the_weights_and_files_of_undisturbed_ones(train, tmp_path, loop, options, kills):
     options |= {"loop": loop, "steps_per_loop": 1}
     ends = []
     for name, calls in (("whole", []), ("killed", kills)):
@@ -444,7 +438,7 @@ def test_killed_runs_end_with_the_weights_and_files_of_undisturbed_ones(
 
 
 @pytest.mark.parametrize("loop", ["custom", "fit"])
-def test_a_training_that_a_callback_ended_is_not_gone_on_with(train: Train, loop: str) -> None:
+def test_a_training_that_a_callback_ended_is_not_gone_on_with(train, loop):
     """A task that dies after its last checkpoint, before it could say so, starts once more."""
     early = {"monitor": "val_loss", "mode": "max", "patience": 1}
     assert EPOCH_ENDS[2] == train(25, keras.callbacks.EarlyStopping(**early), loop=loop).steps
@@ -454,7 +448,7 @@ def test_a_training_that_a_callback_ended_is_not_gone_on_with(train: Train, loop
     assert EPOCH_ENDS[3] == train(30, keras.callbacks.EarlyStopping(**early), loop=loop).steps  # more was asked for
 
 
-def test_best_weights_that_are_taken_at_the_end_are_in_the_last_checkpoint(train: Train) -> None:
+def test_best_weights_that_are_taken_at_the_end_are_in_the_last_checkpoint(train):
     early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1, restore_best_weights=True)
     trained = train(25, early)
     best = tf.train.load_checkpoint(str(trained.run.checkpoints / "ckpt-9"))
@@ -469,9 +463,7 @@ def test_best_weights_that_are_taken_at_the_end_are_in_the_last_checkpoint(train
 
 
 @pytest.mark.parametrize(("loop", "stop_at"), [("custom", 8), ("fit", 7)])
-def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weights(
-    train: Train, own_parts: types.ModuleType, loop: str, stop_at: int
-) -> None:
+def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weights(train, own_parts, loop, stop_at):
     """Step 8 is that of an evaluation, which the stop comes before; the best weights are not taken by a stop."""
     early = keras.callbacks.EarlyStopping()
 
@@ -511,9 +503,7 @@ def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weigh
     assert evaluations == whole.evaluations
 
 
-def test_other_callbacks_than_those_of_the_checkpoint_begin_anew(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_callbacks_than_those_of_the_checkpoint_begin_anew(train, capsys):
     train(7, Count())
     early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1)
     assert EPOCH_ENDS[3] == train(25, early).steps
@@ -530,9 +520,7 @@ def test_other_callbacks_than_those_of_the_checkpoint_begin_anew(
         ([keras.callbacks.TerminateOnNaN(), "early stopping"], "returned [<keras.src.callbacks"),
     ],
 )
-def test_what_is_no_list_of_callbacks_is_refused_in_one_line(
-    made: Any, shown: str, own_parts: types.ModuleType
-) -> None:
+def test_what_is_no_list_of_callbacks_is_refused_in_one_line(made, shown, own_parts):
     own_parts.callbacks = lambda run, task: made  # type: ignore[attr-defined]
     with pytest.raises(UsageError) as refused:
         callbacks.build(_as_far_as_build("own_parts:callbacks"))
@@ -541,9 +529,7 @@ def test_what_is_no_list_of_callbacks_is_refused_in_one_line(
     assert 1 == len(str(refused.value).splitlines())
 
 
-def test_backups_are_left_to_checkpoints(
-    own_parts: types.ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_backups_are_left_to_checkpoints(own_parts, tmp_path, capsys):
     """They would restore older weights over those of the checkpoint."""
     kept = keras.callbacks.TerminateOnNaN()
     made = [keras.callbacks.BackupAndRestore(tmp_path / "backup"), kept]
@@ -569,18 +555,18 @@ class Nameless(Measures):
         return {"d_loss": super().train_step(data)["loss"]}
 
 
-def test_fit_logs_what_a_train_step_returns(train: Train) -> None:
+def test_fit_logs_what_a_train_step_returns(train):
     logs = train(5, loop="fit", model=Measures).recorder.logs("epoch ends")[0]
     assert {"loss", "largest", "val_loss", "val_absolute_error", "val_retrieval_at_1"} == set(logs)
     assert logs["largest"] > 0
 
 
-def test_a_train_step_without_a_loss_is_refused(train: Train) -> None:
+def test_a_train_step_without_a_loss_is_refused(train):
     with pytest.raises(UsageError, match="d_loss"):
         train(5, loop="fit", model=Nameless)
 
 
-def test_without_callbacks_there_are_none() -> None:
+def test_without_callbacks_there_are_none():
     assert [] == callbacks.build(_as_far_as_build(""))
 
 

@@ -1,7 +1,5 @@
 """What rewrites a graph must not change the order in which gradients are added up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -22,7 +20,7 @@ def _rewrites_as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("micro_batches", "deterministic"), [(1, True), (2, False), (1, False)])
-def test_only_what_must_repeat_is_not_rewritten(micro_batches: int, deterministic: bool) -> None:
+def test_only_what_must_repeat_is_not_rewritten(micro_batches, deterministic):
     exact_order(micro_batches, deterministic=deterministic)
     rewrites = context.context().config.graph_options.rewrite_options
     assert (rewrites.memory_optimization == rewrites.NO_MEM_OPT) is (micro_batches > 1 or deterministic)

@@ -1,10 +1,7 @@
 """A model with several inputs and outputs: tried before anything starts, trained, evaluated and exported by name."""
 
-from __future__ import annotations
-
 import argparse
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -58,7 +55,7 @@ def summed(labels: dict[str, tf.Tensor], outputs: dict[str, tf.Tensor]) -> tf.Te
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def own(monkeypatch) -> ModuleType:
     """The user's module `own_named`."""
     module = ModuleType("own_named")
     vars(module).update(data=data, model=model, metrics=metrics, summed=summed)
@@ -90,19 +87,19 @@ def trained(source: sources.Source, objective: objectives.Objective, micro_batch
 
 
 @pytest.fixture
-def source(own: ModuleType, tmp_path: Path) -> sources.Source:
+def source(own, tmp_path) -> sources.Source:
     arrays.prepare("own_named:data", tmp_path)
     return sources.find(config(), tmp_path)
 
 
-def test_its_data_keeps_the_names(source: sources.Source) -> None:
+def test_its_data_keeps_the_names(source):
     assert {"image": (2, 2), "tokens": (2,)} == source.feature_shape
     assert ({"kind": 3, "size": 1}, {"kind": True, "size": False}) == (source.num_outputs, source.classifies)
     assert {"kind": ("a", "b", "c"), "size": ()} == source.classes
     assert not source.is_text
 
 
-def test_it_is_tried_trained_evaluated_and_exported_by_name(source: sources.Source, tmp_path: Path) -> None:
+def test_it_is_tried_trained_evaluated_and_exported_by_name(source, tmp_path):
     options = argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1)
     preflight.check(config(metrics="own_named:metrics"), options)
     objective = objective_of(source, metrics="own_named:metrics")
@@ -125,13 +122,13 @@ def test_it_is_tried_trained_evaluated_and_exported_by_name(source: sources.Sour
     np.testing.assert_array_equal(labels["kind"], np.argmax(outputs["kind"], 1))
 
 
-def test_micro_batches_give_the_same_losses(source: sources.Source) -> None:
+def test_micro_batches_give_the_same_losses(source):
     objective = objective_of(source)
     whole, cut = (trained(source, objective, micro_batches)[1][:5] for micro_batches in (1, 3))
     np.testing.assert_allclose(whole, cut, rtol=1e-4)
 
 
-def test_fit_gives_the_losses_and_the_score_of_the_custom_loop(source: sources.Source) -> None:
+def test_fit_gives_the_losses_and_the_score_of_the_custom_loop(source):
     """As Keras computes them, of the loss and the metric that it is given for each head."""
     objective = objective_of(source, loss_weights="size=0.5")
     keras.utils.set_random_seed(1)
@@ -146,7 +143,7 @@ def test_fit_gives_the_losses_and_the_score_of_the_custom_loop(source: sources.S
     assert float(np.mean(objective.score(batch.labels, outputs))) == pytest.approx(logs[objective.score_name][0])
 
 
-def test_losses_are_weighed_and_one_of_the_users_takes_all(source: sources.Source) -> None:
+def test_losses_are_weighed_and_one_of_the_users_takes_all(source):
     labels = {"kind": tf.constant([1], tf.int64), "size": tf.constant([3.0])}
     outputs = {"kind": tf.constant([[0.0, 0.0, 0.0]]), "size": tf.constant([[1.0]])}
     plain, weighed = objective_of(source), objective_of(source, loss_weights="size=0.5")
@@ -168,25 +165,23 @@ def test_losses_are_weighed_and_one_of_the_users_takes_all(source: sources.Sourc
         ({"loss": "own_named:summed", "loop": "fit"}, "--loss own_named:summed with --loop fit"),
     ],
 )
-def test_losses_that_do_not_fit_the_heads_are_refused(source: sources.Source, more: Any, option: str) -> None:
+def test_losses_that_do_not_fit_the_heads_are_refused(source, more, option):
     with pytest.raises(UsageError, match=f"^{option}"):
         objective_of(source, **more)
 
 
 @pytest.mark.parametrize("more", [{"loss": "a="}, {"loss": "a=b,a=c"}, {"loss_weights": "a"}, {"loss_weights": "a=-1"}])
-def test_losses_that_are_no_heads_losses_are_refused(more: Any) -> None:
+def test_losses_that_are_no_heads_losses_are_refused(more):
     with pytest.raises(UsageError, match="^--loss"):
         config(**more)
 
 
-def test_heads_are_refused_where_the_labels_have_none() -> None:
+def test_heads_are_refused_where_the_labels_have_none():
     with pytest.raises(UsageError, match="^--loss"):
         objectives.of(config(), classifies=True, predicts_text=False)
 
 
-def test_a_model_whose_outputs_are_not_the_labels_is_refused(
-    own: ModuleType, source: sources.Source, tmp_path: Path
-) -> None:
+def test_a_model_whose_outputs_are_not_the_labels_is_refused(own, source, tmp_path):
     def other(feature_shape: Any, num_outputs: Any) -> keras.Model:
         plain = model(feature_shape, num_outputs)
         return keras.Model(plain.input, {"kind": plain.output["kind"], "price": plain.output["size"]})
@@ -209,15 +204,13 @@ def test_a_model_whose_outputs_are_not_the_labels_is_refused(
         {"train": (data()["train"][0], {"kind": np.zeros(N, int), "size": np.zeros(N - 1)})},
     ],
 )
-def test_data_whose_names_do_not_fit_is_refused(own: ModuleType, tmp_path: Path, wrong: Any) -> None:
+def test_data_whose_names_do_not_fit_is_refused(own, tmp_path, wrong):
     vars(own)["data"] = lambda: data() | wrong
     with pytest.raises(UsageError, match="^dataset own_named:data"):
         arrays.prepare("own_named:data", tmp_path)
 
 
-def test_a_best_metric_that_no_evaluation_has_is_refused_before_anything_starts(
-    source: sources.Source, tmp_path: Path
-) -> None:
+def test_a_best_metric_that_no_evaluation_has_is_refused_before_anything_starts(source, tmp_path):
     assert source.train_examples == N
     best = TrainConfig().best
     wrong = type(best)(metric="eval_kind_accurcy")

@@ -1,7 +1,5 @@
 """The outer loop: which steps an inner call does, what happens between two, and how training ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -54,7 +52,7 @@ def run(
     )
 
 
-def test_the_first_call_is_one_step_and_no_other_crosses_periodic_work() -> None:
+def test_the_first_call_is_one_step_and_no_other_crosses_periodic_work():
     inner, done = Inner(), []
     ended = run(inner, outer.Every(5, lambda step: done.append(("five", step))))
     assert [(0, 1), (1, 2), (3, 2), (5, 4), (9, 1), (10, 2)] == inner.calls
@@ -62,26 +60,26 @@ def test_the_first_call_is_one_step_and_no_other_crosses_periodic_work() -> None
     assert (12, False) == ended
 
 
-def test_after_a_resume_the_same_steps_end_calls() -> None:
+def test_after_a_resume_the_same_steps_end_calls():
     inner, done = Inner(), []
     run(inner, outer.Every(5, done.append), first=7)
     assert [(7, 1), (8, 2), (10, 2)] == inner.calls
     assert [10] == done
 
 
-def test_nothing_periodic_is_done_after_the_last_step() -> None:
+def test_nothing_periodic_is_done_after_the_last_step():
     done: list[int] = []
     assert (12, False) == run(Inner(), outer.Every(6, done.append))
     assert [6] == done
 
 
-def test_work_that_falls_together_is_done_in_its_order() -> None:
+def test_work_that_falls_together_is_done_in_its_order():
     done: list[str] = []
     run(Inner(), outer.Every(3, lambda step: done.append(f"a{step}")), outer.Every(6, lambda s: done.append(f"b{s}")))
     assert ["a3", "a6", "b6", "a9"] == done
 
 
-def test_an_action_that_says_so_ends_the_training_at_that_step() -> None:
+def test_an_action_that_says_so_ends_the_training_at_that_step():
     inner, after = Inner(), []
     ended = run(inner, outer.Every(3, lambda step: step == 6), outer.Every(6, after.append), total=100)
     assert (6, False) == ended
@@ -89,11 +87,11 @@ def test_an_action_that_says_so_ends_the_training_at_that_step() -> None:
     assert [6] == after  # what else is due at that step is done
 
 
-def test_an_action_that_returns_nothing_ends_nothing() -> None:
+def test_an_action_that_returns_nothing_ends_nothing():
     assert (12, False) == run(Inner(), outer.Every(3, lambda step: None))
 
 
-def test_a_stop_of_this_task_reaches_the_call_and_ends_after_it() -> None:
+def test_a_stop_of_this_task_reaches_the_call_and_ends_after_it():
     inner, done, stop = Inner(), [], [False]
     ended = run(
         inner,
@@ -106,23 +104,23 @@ def test_a_stop_of_this_task_reaches_the_call_and_ends_after_it() -> None:
     assert [5] == done
 
 
-def test_a_stop_of_another_task_ends_the_training_before_periodic_work() -> None:
+def test_a_stop_of_another_task_ends_the_training_before_periodic_work():
     done: list[int] = []
     assert (5, True) == run(Inner(stop_after=5), outer.Every(5, done.append))
     assert [] == done
 
 
-def test_a_stop_at_the_last_step_is_its_end() -> None:
+def test_a_stop_at_the_last_step_is_its_end():
     assert (12, False) == run(Inner(stop_after=12))
 
 
-def test_a_task_that_wants_a_checkpoint_gets_it_at_that_step_but_not_at_the_last() -> None:
+def test_a_task_that_wants_a_checkpoint_gets_it_at_that_step_but_not_at_the_last():
     saved: list[int] = []
     assert (12, False) == run(Inner(save_at=(1, 11, 12)), save=saved.append)
     assert [1, 11] == saved
 
 
-def test_a_checkpoint_holds_what_periodic_work_has_changed_even_where_that_ends_the_training() -> None:
+def test_a_checkpoint_holds_what_periodic_work_has_changed_even_where_that_ends_the_training():
     done: list[str] = []
 
     def end(step: int) -> bool:
@@ -135,19 +133,19 @@ def test_a_checkpoint_holds_what_periodic_work_has_changed_even_where_that_ends_
     assert ["ended 5", "saved 5"] == done
 
 
-def test_a_stop_leaves_the_checkpoint_to_the_end_of_training() -> None:
+def test_a_stop_leaves_the_checkpoint_to_the_end_of_training():
     saved: list[int] = []
     assert (7, True) == run(Inner(stop_after=7, save_at=(7,)), save=saved.append)
     assert [] == saved
 
 
-def test_calls_get_shorter_where_a_task_wants_it_and_longer_otherwise() -> None:
+def test_calls_get_shorter_where_a_task_wants_it_and_longer_otherwise():
     inner = Inner(brief_at=(1, 12))
     run(inner, total=20)
     assert [(0, 1), (1, 1), (2, 2), (4, 4), (8, 4), (12, 2), (14, 4), (18, 2)] == inner.calls
 
 
-def test_what_was_done_is_reported() -> None:
+def test_what_was_done_is_reported():
     reports: list[outer.Progress] = []
     run(Inner(), total=9, report=reports.append)
     assert [(0, 1, True), (1, 3, False), (3, 7, False), (7, 9, False)] == [
@@ -156,7 +154,7 @@ def test_what_was_done_is_reported() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(bad: float) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step(bad):
     done: list[int] = []
     with pytest.raises(RunFailed, match=f"^loss is {bad} at step 7; lower --optimizer.learning-rate"):
         run(Inner(bad_step=7, bad=bad), outer.Every(9, done.append))

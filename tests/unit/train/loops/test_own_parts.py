@@ -1,11 +1,8 @@
 """A language model and metrics of the user's own: tried before anything starts, trained and evaluated."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -62,7 +59,7 @@ class OwnStep(keras.Model):
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def own(monkeypatch) -> ModuleType:
     """The user's module `own_words`."""
     module = ModuleType("own_words")
     vars(module).update(data=data, model=model, metrics=metrics)
@@ -77,7 +74,7 @@ def config(**more: Any) -> TrainConfig:
 
 
 @pytest.mark.usefixtures("own")
-def test_a_language_model_is_tried_trained_and_evaluated_by_metrics_of_its_own(tmp_path: Path) -> None:
+def test_a_language_model_is_tried_trained_and_evaluated_by_metrics_of_its_own(tmp_path):
     arrays.prepare("own_words:data", tmp_path)
     options = argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1)
     preflight.check(config(), options)
@@ -100,13 +97,13 @@ def test_a_language_model_is_tried_trained_and_evaluated_by_metrics_of_its_own(t
 
 
 @pytest.mark.parametrize("made", [None, {}, {"Upper": abs}, {"twos": 2}, {"accuracy": abs}])
-def test_metrics_that_are_none_are_refused(own: ModuleType, made: Any) -> None:
+def test_metrics_that_are_none_are_refused(own, made):
     vars(own)["metrics"] = lambda: made
     with pytest.raises(UsageError, match="^--metrics 'own_words:metrics'"):
         objectives.of(config(), classifies=True, predicts_text=False)
 
 
-def test_a_compile_that_fit_cannot_call_is_refused(own: ModuleType) -> None:
+def test_a_compile_that_fit_cannot_call_is_refused(own):
     class Generative(keras.Model):
         def compile(self, d_optimizer: Any, g_optimizer: Any) -> None:
             super().compile(d_optimizer)
@@ -121,7 +118,7 @@ def test_a_compile_that_fit_cannot_call_is_refused(own: ModuleType) -> None:
     assert isinstance(models.of(config(), (T,), V), Generative)
 
 
-def test_a_train_step_that_would_not_be_called_is_refused(own: ModuleType) -> None:
+def test_a_train_step_that_would_not_be_called_is_refused(own):
     def stepping(shape: tuple[int, ...], outputs: int) -> keras.Model:
         plain = model(shape, outputs)
         return OwnStep(plain.inputs[0], plain.outputs[0])
@@ -133,7 +130,7 @@ def test_a_train_step_that_would_not_be_called_is_refused(own: ModuleType) -> No
 
 
 @pytest.mark.usefixtures("own")
-def test_fit_gives_the_loss_and_the_score_of_the_custom_loop_on_tokens(tmp_path: Path) -> None:
+def test_fit_gives_the_loss_and_the_score_of_the_custom_loop_on_tokens(tmp_path):
     arrays.prepare("own_words:data", tmp_path)
     source = sources.find(config(), tmp_path)
     objective = objectives.of(config(metrics=""), classifies=True, predicts_text=False)

@@ -1,7 +1,5 @@
 """A training in stages computes what plain Keras does on one device, whatever stages share, or is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +26,7 @@ MADE = keras.layers
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _installed() -> None:
+def _installed():
     keras_compat.install()
 
 
@@ -210,7 +208,7 @@ def stateful() -> keras.Model:
 
 
 @pytest.fixture
-def in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., InStages]:
+def in_stages(tmp_path, monkeypatch) -> Callable[..., InStages]:
     """Prepares a training in stages."""
     monkeypatch.setattr(memory, "load", lambda split: split)
 

@@ -1,13 +1,11 @@
 """What TPUs require, as far as a machine without one can show it."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.unit.measured import measured
 
 
-def test_every_shape_that_an_update_sees_or_makes_is_static() -> None:
+def test_every_shape_that_an_update_sees_or_makes_is_static():
     found = measured("shapes")["shapes"]
     assert [[4, 12, 12, 1], [4], [4], [], []] == found["given"][:5]  # features, labels, weights, step, replica
     assert {"[4, 12, 12, 1]", "[4]", "[]"} == {str(shape) for shape in found["given"]}
@@ -16,13 +14,13 @@ def test_every_shape_that_an_update_sees_or_makes_is_static() -> None:
     assert np.isfinite(found["losses"]).all()
 
 
-def test_every_shape_that_an_evaluation_is_fed_is_static() -> None:
+def test_every_shape_that_an_evaluation_is_fed_is_static():
     """Also in the last batch, which is padded."""
     shapes = measured("shapes")["shapes"]["evaluation"]
     assert {"[5, 12, 12, 1]", "[5]"} == {str(shape) for shape in shapes}
 
 
-def test_an_update_can_be_compiled_whole_by_xla() -> None:
+def test_an_update_can_be_compiled_whole_by_xla():
     """Forward, backward, Adam and the counters."""
     found = measured("shapes")["compiled"]
     np.testing.assert_allclose(found["xla"], found["plain"], rtol=1e-4)
@@ -30,7 +28,7 @@ def test_an_update_can_be_compiled_whole_by_xla() -> None:
     assert (3, 3) == (found["plain iterations"], found["xla iterations"])
 
 
-def test_a_tpus_model_computes_in_bfloat16_and_keeps_the_rest_in_float32() -> None:
+def test_a_tpus_model_computes_in_bfloat16_and_keeps_the_rest_in_float32():
     found = measured("shapes")["bfloat16"]
     assert ["bfloat16", "float32"] == found["computes"]  # float32: the logits
     assert ["float32"] == found["variables"]
@@ -40,7 +38,7 @@ def test_a_tpus_model_computes_in_bfloat16_and_keeps_the_rest_in_float32() -> No
     assert "float32" == found["elsewhere"]
 
 
-def test_a_machine_without_a_tpu_is_reported_at_once() -> None:
+def test_a_machine_without_a_tpu_is_reported_at_once():
     found = measured("shapes")["no_tpu"]
     assert "PrerequisiteError" == found["error"]
     assert found["words"].startswith("no TPU answers (")

@@ -1,7 +1,5 @@
 """Sums over two tasks: one message each way, and the bits of the ring."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ def tasks() -> Any:
     return measured("exchange")
 
 
-def test_two_tasks_must_get_the_bits_of_the_ring_without_it(tasks: Any) -> None:
+def test_two_tasks_must_get_the_bits_of_the_ring_without_it(tasks):
     assert 2 == len(tasks)
     for task in tasks:
         sums, rings = task["swap"]
@@ -25,7 +23,7 @@ def test_two_tasks_must_get_the_bits_of_the_ring_without_it(tasks: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["sparse", "large"])
-def test_slices_and_what_is_large_must_be_left_to_the_ring(tasks: Any, what: str) -> None:
+def test_slices_and_what_is_large_must_be_left_to_the_ring(tasks, what):
     for task in tasks:
         sums, rings = task[what]
         assert 1 == rings

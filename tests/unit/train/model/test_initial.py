@@ -1,7 +1,5 @@
 """Weights to begin with: from every kind of file, by name and shape, with one line about what did not match."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -49,7 +47,7 @@ KINDS = (".index", ".npz", ".weights.h5", ".keras", ".h5")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_weights_are_taken_from(tmp_path: Path, kind: str) -> None:
+def test_all_weights_are_taken_from(tmp_path, kind):
     first, second = new_model(seed=1), new_model(seed=2)
     first.get_layer("norm").moving_mean.assign([1.0, 2.0, 3.0])
     line = initial.load(second, save(kind, first, tmp_path / "init"))
@@ -60,7 +58,7 @@ def test_all_weights_are_taken_from(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_match_stays_random_and_is_named(tmp_path: Path, kind: str) -> None:
+def test_what_does_not_match_stays_random_and_is_named(tmp_path, kind):
     first, second = new_model(seed=1), new_model(outputs=5, seed=2)
     before = second.get_layer("head").kernel.numpy()
     line = initial.load(second, save(kind, first, tmp_path / "init"))
@@ -73,14 +71,14 @@ def test_what_does_not_match_stays_random_and_is_named(tmp_path: Path, kind: str
     )
 
 
-def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_model_is_refused(tmp_path):
     other = keras.Sequential([keras.Input((7,)), keras.layers.Dense(9, name="other")])
     with pytest.raises(UsageError, match=r"^--init-from weights\.npz: none of its weights"):
         initial.load(new_model(), save(".npz", other, tmp_path / "init"))
 
 
 @pytest.mark.parametrize("name", ["weights.npz", "model.keras", "model.h5", "ckpt-1.index"])
-def test_a_file_that_holds_no_weights_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_that_holds_no_weights_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"no weights")
     with pytest.raises(UsageError, match=f"^--init-from {name}: it cannot be read"):
         initial.load(new_model(), tmp_path / name)
@@ -89,7 +87,7 @@ def test_a_file_that_holds_no_weights_is_refused(tmp_path: Path, name: str) -> N
 # Layers that are not trained
 
 
-def test_frozen_layers_are_named_or_begin_alike() -> None:
+def test_frozen_layers_are_named_or_begin_alike():
     model = new_model()
     models.freeze(model, "wide, no*")
     assert ["kernel", "bias"] == [variable.name for variable in model.trainable_variables]
@@ -98,7 +96,7 @@ def test_frozen_layers_are_named_or_begin_alike() -> None:
     assert 4 == len(model.trainable_variables)
 
 
-def test_all_layers_of_a_name_are_frozen() -> None:
+def test_all_layers_of_a_name_are_frozen():
     layers = keras.layers
     parts = [keras.Sequential([keras.Input((2,)), layers.Dense(2, name="dense")], name=name) for name in "ab"]
     model = keras.Sequential([keras.Input((2,)), *parts, layers.Dense(1, name="head")])
@@ -107,12 +105,12 @@ def test_all_layers_of_a_name_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("names", ["hea", "wide,*missing", "*"])
-def test_a_layer_that_is_not_there_or_the_last_one_is_refused(names: str) -> None:
+def test_a_layer_that_is_not_there_or_the_last_one_is_refused(names):
     with pytest.raises(UsageError, match="--freeze "):
         models.freeze(new_model(), names)
 
 
-def test_a_frozen_layer_keeps_its_weights() -> None:
+def test_a_frozen_layer_keeps_its_weights():
     config = dataclasses.replace(TrainConfig(), freeze="conv2d*")
     model = models.of(config, (28, 28, 1), 10)
     assert not [variable for variable in model.trainable_variables if "conv2d" in variable.path]

@@ -3,8 +3,6 @@
 Each test fails without its own fix, and once Keras has mended what goes wrong: then the fix can go.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -28,32 +26,32 @@ def servers(what: str) -> Any:
     return measured("parameter_server")[what]
 
 
-def test_slot_variables_are_on_the_parameter_servers() -> None:
+def test_slot_variables_are_on_the_parameter_servers():
     assert {"/job:ps"} == set(servers("slots"))
     assert 5 == len(servers("slots"))  # iterations, and two for each of the two weights
 
 
-def test_slot_variables_of_an_optimizer_that_builds_itself_land_on_the_chief() -> None:
+def test_slot_variables_of_an_optimizer_that_builds_itself_land_on_the_chief():
     assert "/job:chief" in servers("slots_without_build")
 
 
-def test_two_workers_counting_at_once_lose_no_update() -> None:
+def test_two_workers_counting_at_once_lose_no_update():
     assert servers("updates") == servers("counted")
 
 
-def test_keras_itself_loses_updates() -> None:
+def test_keras_itself_loses_updates():
     assert servers("counted_without_guard") < servers("updates")
 
 
 # CentralStorageStrategy
 
 
-def test_replicas_that_share_a_metric_each_count_once() -> None:
+def test_replicas_that_share_a_metric_each_count_once():
     """Three steps of two replicas, one of which sees 1 and the other 3."""
     assert {"total": 12, "count": 6, "iterations": 3} == held("counters")
 
 
-def test_keras_itself_counts_the_others_count_again() -> None:
+def test_keras_itself_counts_the_others_count_again():
     assert traps("counters")["count"] > 6
 
 
@@ -61,7 +59,7 @@ def test_keras_itself_counts_the_others_count_again() -> None:
 
 
 @pytest.mark.parametrize("where", ["mirrored-2", "central-2"])
-def test_moving_averages_are_those_of_the_whole_batch(where: str) -> None:
+def test_moving_averages_are_those_of_the_whole_batch(where):
     """Of a layer on the surface, of one inside a model, and of one inside a layer."""
     one, replicas = held("normalized")["one"], held("normalized")[where]
     assert (0, 3) == (one["changed"], replicas["changed"])
@@ -72,7 +70,7 @@ def test_moving_averages_are_those_of_the_whole_batch(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["mirrored-2", "central-2"])
-def test_replicas_themselves_normalise_over_their_own_examples(where: str) -> None:
+def test_replicas_themselves_normalise_over_their_own_examples(where):
     """The variances of parts, whose mean is not that of the whole batch."""
     expected, actual = held("normalized")["one"]["averages"][1], traps("normalized")[where]["averages"][1]
     assert np.abs(np.subtract(expected, actual)).max() > 0.01
@@ -82,7 +80,7 @@ def test_replicas_themselves_normalise_over_their_own_examples(where: str) -> No
 
 
 @pytest.mark.parametrize("where", ["mirrored-2", "central-2"])
-def test_replicas_drop_different_units_which_follow_from_seed_step_and_replica(where: str) -> None:
+def test_replicas_drop_different_units_which_follow_from_seed_step_and_replica(where):
     found = held("dropout")[where]
     kept = np.array(found["kept"])  # [step 0, 1, 0 again; replica; layer 1, layer 2, layer 2 again; units]
     assert (3, 2, 3, 32) == kept.shape
@@ -94,18 +92,18 @@ def test_replicas_drop_different_units_which_follow_from_seed_step_and_replica(w
     assert found["state"] == found["state_after"]
 
 
-def test_a_training_step_draws_by_its_place() -> None:
+def test_a_training_step_draws_by_its_place():
     """Two replicas on the same example, at the steps 5, 6 and 5 again."""
     five, six, again = held("step_dropout")
     assert five == again
     assert 4 == len({*five, *six})
 
 
-def test_keras_itself_drops_the_same_units_on_every_replica() -> None:
+def test_keras_itself_drops_the_same_units_on_every_replica():
     kept = np.array(traps("dropout")["mirrored-2"]["kept"])
     np.testing.assert_array_equal(kept[:, 0], kept[:, 1])
     assert (kept[0] != kept[2]).any()  # and other ones when the step is done again
 
 
-def test_central_storage_itself_refuses_dropout() -> None:
+def test_central_storage_itself_refuses_dropout():
     assert "You must specify an aggregation method" in traps("dropout")["central-2"]["error"]

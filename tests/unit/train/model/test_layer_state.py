@@ -1,7 +1,5 @@
 """Layers with state, losses and constraints: several replicas and micro-batches give the numbers of plain Keras."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ def numbers(what: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "where"), CASES)
-def test_losses_and_variables_must_be_those_of_plain_keras(kind: str, where: str) -> None:
+def test_losses_and_variables_must_be_those_of_plain_keras(kind, where):
     """With `add_loss` beside BatchNormalization, means, counts of steps and examples, and a constraint."""
     expected, actual = numbers(kind)["keras"], numbers(kind)[where]
     np.testing.assert_allclose(actual["losses"], expected["losses"], rtol=1e-6)
@@ -34,11 +32,11 @@ def test_losses_and_variables_must_be_those_of_plain_keras(kind: str, where: str
         np.testing.assert_allclose(actual["variables"][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_virtual_shards_must_give_the_same_bits_on_any_replicas() -> None:
+def test_virtual_shards_must_give_the_same_bits_on_any_replicas():
     assert numbers("tracking")["one, elastic"] == numbers("tracking")["mirrored-3, elastic"]
 
 
-def test_a_state_that_cannot_be_one_must_be_refused_by_its_name() -> None:
+def test_a_state_that_cannot_be_one_must_be_refused_by_its_name():
     """A whole number that depends on the examples, and what is assigned inside a condition on several replicas."""
     kind, _, message = numbers("disagreeing").partition(": ")
     assert "RunFailed" == kind

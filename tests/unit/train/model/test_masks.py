@@ -1,7 +1,5 @@
 """A mask that reaches the output: padding counts neither in the loss nor in a score, as in Keras on one device."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ WHERES = [
 
 
 @pytest.mark.parametrize("where", WHERES)
-def test_padded_sequences_train_and_evaluate_as_in_keras_on_one_device(where: str) -> None:
+def test_padded_sequences_train_and_evaluate_as_in_keras_on_one_device(where):
     """However unevenly replicas, micro-batches and virtual shards hold the padding."""
     expected, found = measured("masked")["keras"], measured("masked")[where]
     for name in ("losses", "scores", "weights"):
@@ -31,7 +29,7 @@ def test_padded_sequences_train_and_evaluate_as_in_keras_on_one_device(where: st
         assert found["evaluated"][name] == pytest.approx(expected["evaluated"][name], rel=1e-5)
 
 
-def test_the_mask_of_a_nested_model_is_expected_where_its_symbolic_output_has_none() -> None:
+def test_the_mask_of_a_nested_model_is_expected_where_its_symbolic_output_has_none():
     layers = keras.layers
     inner = keras.Sequential([keras.Input((3, 4)), layers.Dense(4)])
     model = keras.Sequential([keras.Input((3,)), layers.Embedding(5, 4, mask_zero=True), inner, layers.Dense(2)])
@@ -40,7 +38,7 @@ def test_the_mask_of_a_nested_model_is_expected_where_its_symbolic_output_has_no
     assert not any(masks.begins_at(layer) for layer in inner._flatten_layers())
 
 
-def test_an_example_of_padding_alone_counts_nothing() -> None:
+def test_an_example_of_padding_alone_counts_nothing():
     values = tf.constant([[1.0, 2.0], [8.0, np.nan], [np.inf, 3.0]])
     mask = tf.constant([[True, True], [True, False], [False, False]])
     np.testing.assert_allclose(masks.by_example(values, mask), [3.0, 8.0, 0.0])  # 3 positions of 3 examples

@@ -1,7 +1,5 @@
 """Models of the user's own: built whatever their kind, and refused in one line where training could not use them."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable
@@ -30,7 +28,7 @@ class Subclass(keras.Model):
 
 
 @pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], keras.Model]:
+def build(monkeypatch) -> Callable[[Callable[..., Any]], keras.Model]:
     """Builds the model of a function of the user's."""
 
     def make(function: Callable[..., Any]) -> keras.Model:
@@ -58,14 +56,14 @@ def flat(outputs: int) -> keras.Model:
     return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(outputs)])
 
 
-def test_the_built_in_model_gives_a_logit_a_class() -> None:
+def test_the_built_in_model_gives_a_logit_a_class():
     model = models.build("two_conv_cnn", (28, 28, 1), 10)
     assert (2, 10) == model(np.zeros((2, 28, 28, 1), np.float32)).shape
     assert 8 == len(model.trainable_variables)
 
 
 @pytest.mark.parametrize("kind", [flat, Subclass])
-def test_a_model_that_was_not_built_gets_its_variables(kind: Callable[[int], keras.Model], build: Build) -> None:
+def test_a_model_that_was_not_built_gets_its_variables(kind, build):
     model = build(lambda shape, outputs: kind(outputs))
     assert [(20, 3), (3,)] == [tuple(variable.shape) for variable in model.trainable_variables]
     weights = model.get_weights()
@@ -73,19 +71,19 @@ def test_a_model_that_was_not_built_gets_its_variables(kind: Callable[[int], ker
     np.testing.assert_allclose(outputs_BK, np.ones((2, 20)) @ weights[0] + weights[1], rtol=1e-5)
 
 
-def test_the_function_gets_the_shape_and_the_outputs(build: Build) -> None:
+def test_the_function_gets_the_shape_and_the_outputs(build):
     calls = []
     build(lambda *arguments: calls.append(arguments) or flat(OUTPUTS))
     assert [(SHAPE, OUTPUTS)] == calls
 
 
-def test_what_is_no_model_is_refused(build: Build) -> None:
+def test_what_is_no_model_is_refused(build):
     message = refusal(build, lambda shape, outputs: keras.layers.Dense(outputs))
     assert "expected a keras model; use `from tensorflow import keras`" in message
     assert "returned keras.src.layers.core.dense.Dense" in message
 
 
-def test_a_model_of_the_other_keras_is_refused(build: Build) -> None:
+def test_a_model_of_the_other_keras_is_refused(build):
     import tf_keras  # the Keras that the chosen loop does not use
 
     message = refusal(build, lambda shape, outputs: tf_keras.Sequential([tf_keras.layers.Dense(outputs)]))

@@ -1,10 +1,7 @@
 """Losses and scores of every example, and the share of their mean that a replica computes."""
 
-from __future__ import annotations
-
 import sys
 import types
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +22,11 @@ def shares(*parts: slice, weights: np.ndarray = WEIGHTS, examples: int = 5) -> f
 
 
 @pytest.mark.parametrize("parts", [[slice(0, 5)], [slice(0, 3), slice(3, 5)], [slice(0, 1), slice(1, 4), slice(4, 5)]])
-def test_unequal_shares_add_up_to_the_weighted_losses_divided_by_the_batch(parts: list[slice]) -> None:
+def test_unequal_shares_add_up_to_the_weighted_losses_divided_by_the_batch(parts):
     np.testing.assert_allclose(shares(*parts), (WEIGHTS * VALUES).sum() / 5, rtol=1e-6)
 
 
-def test_padding_does_not_count() -> None:
+def test_padding_does_not_count():
     """Three replicas of two: the last one's second example is padding, of any value."""
     padded = np.append(VALUES, np.float32(1e6)), np.append(np.ones(5, np.float32), np.float32(0))
     values, weights = (array.reshape(3, 2) for array in padded)
@@ -38,7 +35,7 @@ def test_padding_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_cross_entropy_and_accuracy_are_of_each_example(dtype: str) -> None:
+def test_cross_entropy_and_accuracy_are_of_each_example(dtype):
     """Whatever the precision of the logits."""
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
     logits_BK = np.array([[2.0, 0.5, -1.0], [0.0, 0.0, 4.0]])
@@ -52,7 +49,7 @@ def test_cross_entropy_and_accuracy_are_of_each_example(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
-def test_errors_of_quantities_are_means_over_an_examples_outputs(outputs: int) -> None:
+def test_errors_of_quantities_are_means_over_an_examples_outputs(outputs):
     """Labels `[B, K]`, and `[B]` where there is one: never the differences of all pairs."""
     objective = objectives.build("mean_squared_error", classifies=False)
     labels_BK = np.arange(4 * outputs, dtype=np.float32).reshape(4, outputs)
@@ -63,7 +60,7 @@ def test_errors_of_quantities_are_means_over_an_examples_outputs(outputs: int) -
     assert "absolute_error" == objective.score_name
 
 
-def test_an_error_is_the_mean_of_differing_outputs() -> None:
+def test_an_error_is_the_mean_of_differing_outputs():
     loss_B = objectives.mean_squared_error(tf.constant([[0.0, 0.0]]), tf.constant([[1.0, 3.0]]))
     assert [5] == loss_B.numpy().tolist()
 
@@ -75,7 +72,7 @@ def _branching(labels_B: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
 
 
 @pytest.mark.parametrize("classifies", [True, False])
-def test_a_loss_of_the_users_own_keeps_the_score_of_the_data(classifies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_of_the_users_own_keeps_the_score_of_the_data(classifies, monkeypatch):
     """It may branch on tensors, also where what calls it is not converted by autograph: as in our steps."""
     module = types.ModuleType("own_losses")
     module.branching = _branching  # type: ignore[attr-defined]
@@ -88,7 +85,7 @@ def test_a_loss_of_the_users_own_keeps_the_score_of_the_data(classifies: bool, m
     assert ("accuracy" if classifies else "absolute_error") == objective.score_name
 
 
-def test_a_loss_that_is_not_there_is_refused_in_one_line() -> None:
+def test_a_loss_that_is_not_there_is_refused_in_one_line():
     with pytest.raises(UsageError, match="^--loss 'no_such_module:loss': ModuleNotFoundError: No module named"):
         objectives.build("no_such_module:loss", classifies=True)
 
@@ -97,7 +94,7 @@ def test_a_loss_that_is_not_there_is_refused_in_one_line() -> None:
     ("labels", "outputs"),
     [((3, 4), (3, 4, 5)), ((6,), (6, 5)), ((1,), (5,)), ((1,), (1, 5)), ((), (5,))],
 )
-def test_classes_at_every_position_are_those_of_keras(labels: tuple[int, ...], outputs: tuple[int, ...]) -> None:
+def test_classes_at_every_position_are_those_of_keras(labels, outputs):
     """Of images, of sequences, and of labels with an axis of size 1."""
     random = np.random.default_rng(0)
     labels_B = tf.constant(random.integers(0, 5, (7, *labels)))
@@ -113,9 +110,7 @@ def test_classes_at_every_position_are_those_of_keras(labels: tuple[int, ...], o
 
 @pytest.mark.parametrize(("labels", "outputs"), [((3, 4, 2), (3, 4, 2)), ((3, 4), (3, 4, 1)), ((3, 4), (3, 4))])
 @pytest.mark.parametrize("classifies", [True, False])
-def test_values_at_every_position_are_those_of_keras(
-    labels: tuple[int, ...], outputs: tuple[int, ...], classifies: bool
-) -> None:
+def test_values_at_every_position_are_those_of_keras(labels, outputs, classifies):
     """Of an autoencoder, whose labels may be whole numbers, too."""
     random = np.random.default_rng(0)
     labels_B = random.integers(0, 255, (7, *labels)).astype(np.int64 if classifies else np.float32)
@@ -141,13 +136,13 @@ def test_values_at_every_position_are_those_of_keras(
         ("mean_squared_error", (), ()),
     ],
 )
-def test_outputs_that_a_built_in_loss_cannot_compare_are_refused(loss: str, labels: Any, outputs: Any) -> None:
+def test_outputs_that_a_built_in_loss_cannot_compare_are_refused(loss, labels, outputs):
     with pytest.raises(UsageError, match="^--model"):
         objectives.check_outputs(TrainConfig(loss=loss), 5, (labels, outputs))
 
 
 @pytest.mark.parametrize("outputs", [(64,), (1,), (), None, {"mean": (2,), "spread": (2,)}])
-def test_a_loss_of_the_users_own_takes_any_outputs(outputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_of_the_users_own_takes_any_outputs(outputs, monkeypatch):
     """Where they cannot be compared with the labels, the score is the loss alone."""
     module = types.ModuleType("own_losses")
     module.any = lambda labels, outputs: tf.cast(labels, tf.float32)  # type: ignore[attr-defined]

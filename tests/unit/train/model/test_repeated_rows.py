@@ -1,7 +1,5 @@
 """Adam under a gradient that names a row twice, as that of an embedding does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -22,11 +20,11 @@ def step(gradient: tf.Tensor | tf.IndexedSlices) -> np.ndarray:
     return np.asarray(weights.numpy())
 
 
-def test_it_does_the_step_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_the_step_of_the_sum(monkeypatch):
     monkeypatch.setattr(TFOptimizer, "_distributed_tf_update_step", keras_compat._update)
     np.testing.assert_array_equal(step(tf.convert_to_tensor(SLICES)), step(SLICES))
 
 
-def test_keras_itself_does_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keras_itself_does_a_larger_one(monkeypatch):
     monkeypatch.setattr(TFOptimizer, "_distributed_tf_update_step", keras_compat._keras_update)
     assert step(SLICES)[1, 0] / step(tf.convert_to_tensor(SLICES))[1, 0] == pytest.approx(3**0.5, rel=1e-3)

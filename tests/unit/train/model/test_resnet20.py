@@ -1,10 +1,7 @@
 """The preset for CIFAR-10, on made-up images of its shape: the real ones are not to be had everywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +31,7 @@ class Brightness:
             yield np.full((32, 32, 3), 25 * (number % 10), np.uint8), number % 10
 
 
-def test_the_preset_learns(tmp_path: Path) -> None:
+def test_the_preset_learns(tmp_path):
     sharding.shard("cifar10", tmp_path, num_shards=2, open_source=lambda *_: Brightness())
     preset = cifar10_resnet()
     config = dataclasses.replace(

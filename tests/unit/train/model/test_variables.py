@@ -1,7 +1,5 @@
 """The environment variables that TensorFlow reads while it is imported."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -12,14 +10,14 @@ ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 
 
 @pytest.fixture(autouse=True)
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_set(monkeypatch):
     for name in (*variables.DEFAULTS, "KERAS_BACKEND", ONEDNN):
         monkeypatch.setenv(name, "")  # so that what is set meanwhile is taken away after the test
         monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("name", [*variables.DEFAULTS, ONEDNN])
-def test_what_the_user_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_set_stays(name, monkeypatch):
     """`TF_ENABLE_ONEDNN_OPTS=0 invoke up` must go without."""
     monkeypatch.setenv(name, "0")
     variables.set_defaults("on")
@@ -27,13 +25,13 @@ def test_what_the_user_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatch)
     assert expected == {other: os.environ[other] for other in expected}
 
 
-def test_keras_computes_with_tensorflow_whatever_it_does_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keras_computes_with_tensorflow_whatever_it_does_elsewhere(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     variables.set_defaults()
     assert "tensorflow" == os.environ["KERAS_BACKEND"]
 
 
 @pytest.mark.parametrize(("setting", "value"), [("on", "1"), ("off", "0"), ("auto", None)])
-def test_onednn_is_as_it_is_configured(setting: str, value: str | None) -> None:
+def test_onednn_is_as_it_is_configured(setting, value):
     variables.set_defaults(setting)
     assert value == os.environ.get(ONEDNN)

@@ -1,7 +1,5 @@
 """Each task of a pipeline holds its own stage alone, with one device's first values, and all save one checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +72,7 @@ def save(holders: list[Holder], step: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path: Path, stages: int) -> None:
+def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path, stages):
     whole = Holder(tmp_path, 0, 1)
     holders = [Holder(tmp_path, task, stages) for task in range(stages)]
     assert held(holders) == whole.values
@@ -86,7 +84,7 @@ def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path:
         assert len(slots) == len(own) < len(holder.model.trainable_variables)
 
 
-def test_equal_stages_of_two_pipelines_hold_the_same_and_one_of_them_writes(tmp_path: Path) -> None:
+def test_equal_stages_of_two_pipelines_hold_the_same_and_one_of_them_writes(tmp_path):
     first, second = (Holder(tmp_path, task, 2, 2) for task in (1, 3))
     assert first.values == second.values
     assert (0, 1) == (first.division.pipeline, second.division.pipeline)
@@ -95,7 +93,7 @@ def test_equal_stages_of_two_pipelines_hold_the_same_and_one_of_them_writes(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 2)])
-def test_what_some_stages_saved_others_restore(tmp_path: Path, before: int, after: int) -> None:
+def test_what_some_stages_saved_others_restore(tmp_path, before, after):
     holders = [Holder(tmp_path, task, before) for task in range(before)]
     for holder in holders:
         holder.change()
@@ -108,7 +106,7 @@ def test_what_some_stages_saved_others_restore(tmp_path: Path, before: int, afte
 
 
 @pytest.mark.slow
-def test_what_was_restored_without_first_values_is_the_whole_model(tmp_path: Path) -> None:
+def test_what_was_restored_without_first_values_is_the_whole_model(tmp_path):
     holders = [Holder(tmp_path, task, 2) for task in range(2)]
     for holder in holders:
         holder.change()
@@ -125,7 +123,7 @@ def test_what_was_restored_without_first_values_is_the_whole_model(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_another_run_begins_with_the_weights_of_all_stages(tmp_path: Path) -> None:
+def test_another_run_begins_with_the_weights_of_all_stages(tmp_path):
     holders = [Holder(tmp_path, task, 2) for task in range(2)]
     for holder in holders:
         holder.change()
@@ -137,7 +135,7 @@ def test_another_run_begins_with_the_weights_of_all_stages(tmp_path: Path) -> No
     assert all(saved[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
 
 
-def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path: Path) -> None:
+def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path):
     first, second = (Holder(tmp_path, task, 2) for task in range(2))
     arrays = {name: np.full(one.shape, 0.5, np.float32) for one, name in initial.names(first.model)}
     np.savez(tmp_path / "weights.npz", **arrays)
@@ -148,7 +146,7 @@ def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_stage_that_is_not_finite_keeps_all_from_saving(tmp_path: Path) -> None:
+def test_a_stage_that_is_not_finite_keeps_all_from_saving(tmp_path):
     holders = [Holder(tmp_path, task, 2) for task in range(2)]
     holders[1].division.models[1].trainable_variables[0].assign_add(
         np.full(holders[1].division.models[1].trainable_variables[0].shape, np.nan)

@@ -1,9 +1,6 @@
 """Checkpoints: finished or not there at all, checked before they are used, written beside the training."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +35,7 @@ def saving(folder: Path, own: Parts, **options: Any) -> Checkpoint:
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Parts:
+def three(tmp_path) -> Parts:
     """A training that saved after 1, 2 and 3 steps, its weights those numbers."""
     own = parts()
     saves = saving(tmp_path, own)
@@ -49,7 +46,7 @@ def three(tmp_path: Path) -> Parts:
     return own
 
 
-def test_the_newest_is_restored_with_all_of_its_state(tmp_path: Path, three: Parts) -> None:
+def test_the_newest_is_restored_with_all_of_its_state(tmp_path, three):
     other = parts(seed=1)
     assert 3 == saving(tmp_path, other, writes=False).restore()
     for mine, theirs in zip(three[0].get_weights(), other[0].get_weights(), strict=True):
@@ -58,13 +55,13 @@ def test_the_newest_is_restored_with_all_of_its_state(tmp_path: Path, three: Par
         np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
-def test_what_is_saved_has_the_keys_of_tensorflow_s_own_checkpoint(tmp_path: Path, three: Parts) -> None:
+def test_what_is_saved_has_the_keys_of_tensorflow_s_own_checkpoint(tmp_path, three):
     model, optimizer, step = three
     tf.train.Checkpoint(step=step, model=model, optimizer=optimizer).write(str(tmp_path / "own"))
     assert tf.train.list_variables(str(tmp_path / "own")) == tf.train.list_variables(str(tmp_path / "ckpt-3"))
 
 
-def test_a_loss_scale_is_restored_and_missed_by_nobody(tmp_path: Path) -> None:
+def test_a_loss_scale_is_restored_and_missed_by_nobody(tmp_path):
     """A run may be resumed in another precision: to float16 from a checkpoint without a scale, and back."""
     own, scale = parts(), LossScale()
     scale.scale.assign(4.0)
@@ -80,7 +77,7 @@ def test_a_loss_scale_is_restored_and_missed_by_nobody(tmp_path: Path) -> None:
     np.testing.assert_array_equal(own[0].get_weights()[0], other[0].get_weights()[0])
 
 
-def test_a_training_that_becomes_one_in_float16_begins_with_the_first_scale(tmp_path: Path, three: Parts) -> None:
+def test_a_training_that_becomes_one_in_float16_begins_with_the_first_scale(tmp_path, three):
     other, scale = parts(1), LossScale()
     assert 3 == saving(tmp_path, other, loss_scale=scale).restore()
     assert FIRST_SCALE == scale.metrics()["loss_scale"]
@@ -108,9 +105,7 @@ def change(path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("three")
-def test_a_damaged_one_is_passed_over_and_named(
-    tmp_path: Path, damage: Callable[[Path], Any], name: str, message: str
-) -> None:
+def test_a_damaged_one_is_passed_over_and_named(tmp_path, damage, name, message):
     damage(tmp_path / name)
     warnings: list[str] = []
     found = newest_good(tmp_path, warnings.append)
@@ -121,14 +116,14 @@ def test_a_damaged_one_is_passed_over_and_named(
 
 
 @pytest.mark.usefixtures("three")
-def test_without_a_good_one_training_begins_anew(tmp_path: Path) -> None:
+def test_without_a_good_one_training_begins_anew(tmp_path):
     for saved in finished(tmp_path):
         cut(Path(saved.prefix + ".index"))
     assert 0 == saving(tmp_path, parts()).restore()
 
 
 @pytest.mark.usefixtures("three")
-def test_all_restore_what_is_good_for_all_and_the_writer_sets_aside_what_is_newer(tmp_path: Path) -> None:
+def test_all_restore_what_is_good_for_all_and_the_writer_sets_aside_what_is_newer(tmp_path):
     others = iter([[3, 1], [1, 1]] * 2)  # another task cannot read what is newer than 1
     for writes, left in ((False, [3, 2, 1]), (True, [1])):
         own = parts(seed=1)
@@ -139,7 +134,7 @@ def test_all_restore_what_is_good_for_all_and_the_writer_sets_aside_what_is_newe
 
 
 @pytest.mark.usefixtures("three")
-def test_what_a_killed_save_left_goes_when_the_writer_starts(tmp_path: Path) -> None:
+def test_what_a_killed_save_left_goes_when_the_writer_starts(tmp_path):
     (tmp_path / ".ckpt-0-abc").mkdir()
     (tmp_path / "ckpt-9.index").touch()
     saving(tmp_path, parts(), writes=False).restore()
@@ -148,7 +143,7 @@ def test_what_a_killed_save_left_goes_when_the_writer_starts(tmp_path: Path) -> 
     assert 9 == len(list(tmp_path.iterdir()))
 
 
-def test_what_writing_takes_is_known_afterwards(tmp_path: Path) -> None:
+def test_what_writing_takes_is_known_afterwards(tmp_path):
     saves = saving(tmp_path, parts())
     saves.save(1)
     saves.wait()
@@ -157,12 +152,12 @@ def test_what_writing_takes_is_known_afterwards(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("three")
-def test_an_unfinished_one_does_not_count(tmp_path: Path) -> None:
+def test_an_unfinished_one_does_not_count(tmp_path):
     (tmp_path / "ckpt-3.json").unlink()
     assert [2, 1] == [saved.step for saved in finished(tmp_path)]
 
 
-def test_only_so_many_are_kept(tmp_path: Path) -> None:
+def test_only_so_many_are_kept(tmp_path):
     saves = saving(tmp_path, parts(), keep=2)
     for step in (5, 10, 15, 20):
         saves.save(step)
@@ -171,14 +166,14 @@ def test_only_so_many_are_kept(tmp_path: Path) -> None:
     assert 6 == len(list(tmp_path.iterdir()))
 
 
-def test_a_task_that_does_not_write_leaves_nothing(tmp_path: Path) -> None:
+def test_a_task_that_does_not_write_leaves_nothing(tmp_path):
     saves = saving(tmp_path, parts(), writes=False)
     saves.save(1)
     saves.wait()
     assert [] == list(tmp_path.iterdir())
 
 
-def test_training_goes_on_while_what_was_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_what_was_is_written(tmp_path, monkeypatch):
     go, write = threading.Event(), checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *given: (go.wait(20), write(*given)))
     own, saved = parts(), list[int]()
@@ -195,7 +190,7 @@ def test_training_goes_on_while_what_was_is_written(tmp_path: Path, monkeypatch:
     np.testing.assert_array_equal(before[0], other[0].get_weights()[0])
 
 
-def test_a_save_that_failed_is_reported_by_the_next(tmp_path: Path) -> None:
+def test_a_save_that_failed_is_reported_by_the_next(tmp_path):
     saves = saving(tmp_path / "absent", parts())
     saves.save(1)
     with pytest.raises(FileNotFoundError):
@@ -203,7 +198,7 @@ def test_a_save_that_failed_is_reported_by_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path: Path, three: Parts, broken: float) -> None:
+def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, three, broken):
     """With oneDNN's kernels the loss can stay finite over them."""
     model = three[0]
     model.layers[0].bias.assign([0.0, broken, 0.0])
@@ -214,7 +209,7 @@ def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path: Path, thr
     assert [3, 2, 1] == [saved.step for saved in finished(tmp_path)]
 
 
-def test_a_copy_is_of_plain_variables(tmp_path: Path) -> None:
+def test_a_copy_is_of_plain_variables(tmp_path):
     model, optimizer, step = parts()
     copy = Copy(tf.train.Checkpoint(step=step, model=model, optimizer=optimizer))
     copy.update()
@@ -225,7 +220,7 @@ def test_a_copy_is_of_plain_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("three")
-def test_a_record_names_every_file(tmp_path: Path) -> None:
+def test_a_record_names_every_file(tmp_path):
     record = read_json(Saved(tmp_path, 3).record)
     assert 3 == record["step"]
     assert {"ckpt-3.index", "ckpt-3.data-00000-of-00001"} == set(record["files"])

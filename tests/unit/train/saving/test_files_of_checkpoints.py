@@ -1,13 +1,10 @@
 """The files of checkpoints: no kill, full disk or damage loses a good one, and all tasks take the same."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +64,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # Writing
 
 
-def test_one_of_the_same_step_is_good_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_the_same_step_is_good_until_the_new_one_is(tmp_path, monkeypatch):
     saved, write_json = Saved(tmp_path, 5), checkpoint_files.write_json
     seen: list[str | None] = []
 
@@ -90,7 +87,7 @@ def test_one_of_the_same_step_is_good_until_the_new_one_is(tmp_path: Path, monke
 @pytest.mark.parametrize(
     "damage", [cut, change, lambda folder, step: Saved(folder, step).record.write_text("{}"), lambda *_: None]
 )
-def test_the_same_step_can_be_saved_again(tmp_path: Path, damage: Callable[[Path, int], object]) -> None:
+def test_the_same_step_can_be_saved_again(tmp_path, damage):
     save(tmp_path, 5)
     damage(tmp_path, 5)
     write(State(7), Saved(tmp_path, 5))
@@ -99,7 +96,7 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path, damage: Callable[[Path
     assert 3 == len(contents(tmp_path))
 
 
-def test_everything_is_on_the_disk_before_the_record_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_on_the_disk_before_the_record_says_so(tmp_path, monkeypatch):
     """Power may fail at any moment: contents, then names, then the record, then its name."""
     done: list[str] = []
     sync, write_json = checkpoint_files.sync, checkpoint_files.write_json
@@ -111,12 +108,12 @@ def test_everything_is_on_the_disk_before_the_record_says_so(tmp_path: Path, mon
 
 
 @pytest.fixture
-def small_disk(mount_disk: Callable[[str], Path]) -> Path:
+def small_disk(mount_disk) -> Path:
     """A disk of a few hundred KiB."""
     return mount_disk("400k")
 
 
-def test_a_full_disk_leaves_the_good_one(small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_good_one(small_disk):
     save(small_disk, 4, 5)
     before = contents(small_disk)
     for step in (5, 6):
@@ -143,21 +140,21 @@ while True:
 """
 
 
-def test_an_older_copy_of_the_writer_deletes_no_newer_checkpoint(tmp_path: Path) -> None:
+def test_an_older_copy_of_the_writer_deletes_no_newer_checkpoint(tmp_path):
     save(tmp_path, 4, 5, 6)
     write(State(3), Saved(tmp_path, 3))  # by one that stood still meanwhile
     prune(Saved(tmp_path, 3), 1)
     assert [6, 5, 4, 3] == steps_of(tmp_path)
 
 
-def test_the_best_checkpoint_is_alone(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_alone(tmp_path):
     save(tmp_path, 4, 6)
     write(State(5), Saved(tmp_path, 5))
     keep_only(Saved(tmp_path, 5))
     assert [5] == steps_of(tmp_path)
 
 
-def test_a_kill_at_any_moment_leaves_a_good_one_and_nothing_for_ever(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_good_one_and_nothing_for_ever(tmp_path):
     """With one checkpoint kept: writing, switching and pruning are all cut short somewhere."""
     random_, last = random.Random(4), 0
     for generation in range(12):
@@ -179,9 +176,7 @@ def test_a_kill_at_any_moment_leaves_a_good_one_and_nothing_for_ever(tmp_path: P
     assert sorted(path.name for path in newest.paths()) == sorted(path.name for path in tmp_path.iterdir())
 
 
-def test_a_kill_before_the_record_counts_leaves_nothing_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_before_the_record_counts_leaves_nothing_for_ever(tmp_path, monkeypatch):
     save(tmp_path, 4)
     before = contents(tmp_path)
     replace = os.replace
@@ -206,20 +201,20 @@ def test_a_kill_before_the_record_counts_leaves_nothing_for_ever(
 # Deleting
 
 
-def test_only_so_many_are_kept(tmp_path: Path) -> None:
+def test_only_so_many_are_kept(tmp_path):
     save(tmp_path, 5, 10, 15, 20, keep=2)
     assert [20, 15] == steps_of(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_what_was_just_written_is_kept_whatever_else_there_is(tmp_path: Path, keep: int) -> None:
+def test_what_was_just_written_is_kept_whatever_else_there_is(tmp_path, keep):
     save(tmp_path, 5, 90, 100)
     cut(tmp_path, 100)
     save(tmp_path, 10, keep=keep)
     assert [100, 90, 10, 5][: 2 + keep] == steps_of(tmp_path)
 
 
-def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+def test_damaged_ones_do_not_count_as_kept(tmp_path):
     save(tmp_path, 1, 2, 3)
     cut(tmp_path, 3)
     Saved(tmp_path, 2).record.write_text("")
@@ -227,7 +222,7 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     assert [4, 1] == steps_of(tmp_path)
 
 
-def test_what_killed_saves_left_is_deleted_but_nothing_else(tmp_path: Path) -> None:
+def test_what_killed_saves_left_is_deleted_but_nothing_else(tmp_path):
     save(tmp_path, 4, 5)
     Saved(tmp_path, 4).record.write_text("{")
     kept = contents(tmp_path)
@@ -244,9 +239,7 @@ def test_what_killed_saves_left_is_deleted_but_nothing_else(tmp_path: Path) -> N
     assert (tmp_path / ".ckpt-3-mine").is_dir()
 
 
-def test_one_that_an_older_copy_of_the_writer_deletes_meanwhile_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_an_older_copy_of_the_writer_deletes_meanwhile_stops_nothing(tmp_path, monkeypatch):
     save(tmp_path, 4, 5)
 
     def listed(folder: Path) -> list[Saved]:
@@ -259,7 +252,7 @@ def test_one_that_an_older_copy_of_the_writer_deletes_meanwhile_stops_nothing(
     assert [5] == steps_of(tmp_path)
 
 
-def test_what_a_restore_passed_over_is_set_aside_and_never_wins_again(tmp_path: Path) -> None:
+def test_what_a_restore_passed_over_is_set_aside_and_never_wins_again(tmp_path):
     save(tmp_path, 1, 2, 3, 4)
     cut(tmp_path, 4)
     set_aside(tmp_path, 2)
@@ -299,7 +292,7 @@ def agree(*folders: Path) -> list[int | RunFailed | None]:
 
 
 @pytest.fixture
-def views(tmp_path: Path) -> list[Path]:
+def views(tmp_path) -> list[Path]:
     """The same folder as three tasks see it: each its own copy."""
     folders = [tmp_path / f"task-{number}" for number in range(3)]
     for folder in folders:
@@ -308,17 +301,17 @@ def views(tmp_path: Path) -> list[Path]:
     return folders
 
 
-def test_tasks_that_see_the_same_take_the_newest(views: list[Path]) -> None:
+def test_tasks_that_see_the_same_take_the_newest(views):
     assert [30] * 3 == agree(*views)
 
 
-def test_the_newest_that_is_good_for_all_is_taken(views: list[Path]) -> None:
+def test_the_newest_that_is_good_for_all_is_taken(views):
     change(views[0], 30)
     Saved(views[1], 20).record.unlink()
     assert [10] * 3 == agree(*views)
 
 
-def test_without_a_good_one_for_anybody_training_begins_anew(views: list[Path]) -> None:
+def test_without_a_good_one_for_anybody_training_begins_anew(views):
     for folder in views:
         for step in (10, 20, 30):
             change(folder, step)
@@ -326,7 +319,7 @@ def test_without_a_good_one_for_anybody_training_begins_anew(views: list[Path]) 
 
 
 @pytest.mark.parametrize("seen", [(), (10,)])
-def test_a_task_that_can_read_none_of_the_others_ends_the_run(views: list[Path], seen: tuple[int, ...]) -> None:
+def test_a_task_that_can_read_none_of_the_others_ends_the_run(views, seen):
     """To begin anew would throw away what the others have: its disk is another one, or broken."""
     for step in (10, 20, 30):
         Saved(views[2], step).remove()
@@ -338,12 +331,12 @@ def test_a_task_that_can_read_none_of_the_others_ends_the_run(views: list[Path],
     assert [30, 20, 10] == steps_of(views[0])
 
 
-def test_a_bound_leaves_out_what_is_newer(tmp_path: Path) -> None:
+def test_a_bound_leaves_out_what_is_newer(tmp_path):
     save(tmp_path, 1, 2, 3)
     assert [Saved(tmp_path, 2), Saved(tmp_path, 1), None] == [newest_good(tmp_path, up_to=step) for step in (2, 1, 0)]
 
 
-def test_a_record_that_is_no_record_is_damage(tmp_path: Path) -> None:
+def test_a_record_that_is_no_record_is_damage(tmp_path):
     save(tmp_path, 1)
     for text in ("", "[]", "{}", '{"files": []}', '{"files": {"ckpt-1.index": 5}}', "\0" * 100):
         Saved(tmp_path, 1).record.write_text(text)
@@ -351,6 +344,6 @@ def test_a_record_that_is_no_record_is_damage(tmp_path: Path) -> None:
         assert Saved(tmp_path, 1).damage(contents=False)
 
 
-def test_a_record_names_every_file(tmp_path: Path) -> None:
+def test_a_record_names_every_file(tmp_path):
     save(tmp_path, 3)
     assert {"ckpt-3.index", "ckpt-3.data-00000-of-00001"} == set(read_json(Saved(tmp_path, 3).record)["files"])

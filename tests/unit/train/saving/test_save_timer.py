@@ -1,10 +1,7 @@
 """When a checkpoint is due, on a clock of the tests' own: how often by cost and failures, and in a storm."""
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +42,7 @@ def timer(every: int | str, past: Past | None, clock: Clock) -> SaveTimer:
 @pytest.mark.parametrize(
     ("every", "expected"), [("auto", (0, 0)), (200, (200, 0)), ("200", (200, 0)), ("30s", (0, 30)), ("0.1s", (0, 0.1))]
 )
-def test_what_is_asked_for_is_steps_or_seconds_or_neither(every: int | str, expected: tuple[int, float]) -> None:
+def test_what_is_asked_for_is_steps_or_seconds_or_neither(every, expected):
     assert expected == parse(every)
 
 
@@ -59,34 +56,34 @@ def waste(interval_s: float, cost_s: float, mtbf_s: float) -> float:
 
 @pytest.mark.parametrize("cost_s", [0.01, 0.1, 1.0, 5.0])
 @pytest.mark.parametrize("mtbf_s", [20.0, 300.0, 3600.0])
-def test_no_other_interval_loses_noticeably_less(cost_s: float, mtbf_s: float) -> None:
+def test_no_other_interval_loses_noticeably_less(cost_s, mtbf_s):
     best = best_interval_s(cost_s, 0.0, mtbf_s)
     least = min(waste(best * factor, cost_s, mtbf_s) for factor in (0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 2, 4))
     assert waste(best, cost_s, mtbf_s) <= least * 1.001
 
 
-def test_the_interval_is_that_of_young_and_daly_where_saves_are_cheap() -> None:
+def test_the_interval_is_that_of_young_and_daly_where_saves_are_cheap():
     assert math.sqrt(2 * 0.1 * 3600) == pytest.approx(best_interval_s(0.1, 0.0, 3600.0), rel=0.01)
 
 
-def test_saves_follow_each_other_no_faster_than_they_are_written() -> None:
+def test_saves_follow_each_other_no_faster_than_they_are_written():
     assert 40 == best_interval_s(0.01, 40.0, 100.0)
     assert LEAST_SECONDS == best_interval_s(0.0001, 0.0, 0.001)
 
 
-def test_no_more_is_lost_than_the_bound_unless_saves_are_dear() -> None:
+def test_no_more_is_lost_than_the_bound_unless_saves_are_dear():
     assert MOST_S == best_interval_s(1.0, 0.0, 1e9)
     assert 3000 == best_interval_s(300.0, 0.0, 1e9)
 
 
-def test_where_a_save_costs_as_much_as_there_is_time_it_is_tried_once_a_failure() -> None:
+def test_where_a_save_costs_as_much_as_there_is_time_it_is_tried_once_a_failure():
     assert 10 == best_interval_s(20.0, 0.0, 10.0)
 
 
 # The timer
 
 
-def test_a_checkpoint_is_due_so_many_seconds_after_the_last_one() -> None:
+def test_a_checkpoint_is_due_so_many_seconds_after_the_last_one():
     clock = Clock()
     saves = timer("30s", Past(), clock)
     assert not saves.due(1)  # the first step compiles, however long that takes
@@ -103,7 +100,7 @@ def test_a_checkpoint_is_due_so_many_seconds_after_the_last_one() -> None:
 
 
 @pytest.mark.parametrize(("every", "past"), [(200, Past(failed=True)), ("30s", None), ("auto", None)])
-def test_by_steps_and_for_a_task_that_does_not_decide_nothing_is_ever_due(every: int | str, past: Past | None) -> None:
+def test_by_steps_and_for_a_task_that_does_not_decide_nothing_is_ever_due(every, past):
     clock = Clock()
     saves = timer(every, past, clock)
     saves.stepped(1, 1.0, compiled=True)
@@ -114,7 +111,7 @@ def test_by_steps_and_for_a_task_that_does_not_decide_nothing_is_ever_due(every:
 
 
 @pytest.mark.parametrize("every", [200, "30s"])
-def test_a_run_that_is_stuck_saves_its_first_new_step_at_any_interval(every: int | str) -> None:
+def test_a_run_that_is_stuck_saves_its_first_new_step_at_any_interval(every):
     saves = timer(every, Past(failed=True, stuck=True), Clock())
     assert saves.due(1)
     assert saves.waits
@@ -123,7 +120,7 @@ def test_a_run_that_is_stuck_saves_its_first_new_step_at_any_interval(every: int
     assert not timer(every, Past(failed=True), Clock()).due(1)
 
 
-def test_the_interval_follows_what_saves_cost() -> None:
+def test_the_interval_follows_what_saves_cost():
     clock = Clock()
     saves = timer("auto", Past(), clock)
     assert best_interval_s(EXPECTED_COST_S, 0, CALM_MTBF_S) == pytest.approx(saves.saves["every_s"], abs=0.001)
@@ -134,12 +131,12 @@ def test_the_interval_follows_what_saves_cost() -> None:
     assert {"every_s": expected, "cost_s": 0.1, "writing_s": 0.5} == saves.saves
 
 
-def test_what_the_life_before_measured_is_believed_until_this_one_has() -> None:
+def test_what_the_life_before_measured_is_believed_until_this_one_has():
     assert 2.0 == timer("auto", Past(cost_s=2.0), Clock()).saves["cost_s"]
 
 
 @pytest.mark.parametrize(("before_s", "due"), [(None, False), (70.0, False), (61.0, True), (0.5, True)])
-def test_nothing_is_due_while_the_last_one_is_being_written(before_s: float | None, due: bool) -> None:
+def test_nothing_is_due_while_the_last_one_is_being_written(before_s, due):
     """Unless writing will be done by then, as far as is known."""
     clock, writing = Clock(), [True]
     saves = SaveTimer("10s", Past(writing_s=before_s), writing=lambda: writing[0], clock=clock)
@@ -150,7 +147,7 @@ def test_nothing_is_due_while_the_last_one_is_being_written(before_s: float | No
     assert saves.due(1)
 
 
-def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less() -> None:
+def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less():
     clock, past = Clock(), Past(uptimes_s=(30.0, 10.0), failed=True, cost_s=0.02)
     saves = timer("auto", past, clock)
     assert saves.due(1)
@@ -168,7 +165,7 @@ def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less() 
     assert intervals == sorted(set(intervals))
 
 
-def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_one() -> None:
+def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_one():
     clock = Clock()
     saves = timer("10s", Past(), clock)
     assert not saves.brief(25)
@@ -177,7 +174,7 @@ def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_one() 
         assert brief == saves.brief(25)
 
 
-def test_calls_grow_from_one_step_and_shrink_to_one() -> None:
+def test_calls_grow_from_one_step_and_shrink_to_one():
     lengths = [1]
     for brief in [False] * 6 + [True] * 6:
         lengths.append(following_steps(lengths[-1], 25, brief=brief))
@@ -198,11 +195,11 @@ def fail(run: RunFolder, generation: int) -> None:
     run.begin_generation(generation, task="chief", cause="killed", step=1, failed_at=1.0)
 
 
-def test_a_run_that_begins_has_no_past(make_run: Callable[..., RunFolder]) -> None:
+def test_a_run_that_begins_has_no_past(make_run):
     assert Past() == Past.read(make_run(), 0, 0)
 
 
-def test_the_past_is_what_failures_ended(make_run: Callable[..., RunFolder]) -> None:
+def test_the_past_is_what_failures_ended(make_run):
     run = make_run()
     ledger(run, 0, 0, saves={"every_s": 3.0, "cost_s": 0.25, "writing_s": 0.5})
     fail(run, 1)
@@ -218,16 +215,14 @@ def test_the_past_is_what_failures_ended(make_run: Callable[..., RunFolder]) -> 
 
 
 @pytest.mark.parametrize(("first", "stuck"), [(10, True), (0, True), (11, False)])
-def test_a_run_is_stuck_where_it_goes_on_from_where_it_did_before(
-    make_run: Callable[..., RunFolder], first: int, stuck: bool
-) -> None:
+def test_a_run_is_stuck_where_it_goes_on_from_where_it_did_before(make_run, first, stuck):
     run = make_run()
     ledger(run, 0, 10)
     fail(run, 1)
     assert stuck == Past.read(run, 1, first).stuck
 
 
-def test_a_run_that_was_resumed_by_hand_lost_nothing(make_run: Callable[..., RunFolder]) -> None:
+def test_a_run_that_was_resumed_by_hand_lost_nothing(make_run):
     run = make_run()
     ledger(run, 0, 10)
     run.begin_generation(1, resumed=True)
@@ -294,7 +289,7 @@ class Training:
 
 @pytest.mark.parametrize("writing_s", [0.01, 0.3, 20.0])
 @pytest.mark.parametrize("step_s", [0.001, 0.05, 2.0])
-def test_a_storm_of_faults_five_steps_apart_moves_on(step_s: float, writing_s: float) -> None:
+def test_a_storm_of_faults_five_steps_apart_moves_on(step_s, writing_s):
     """However long a write takes: no two generations in a row come to nothing."""
     training = Training(step_s, 0.02, writing_s)
     reached = [training.durable]
@@ -305,7 +300,7 @@ def test_a_storm_of_faults_five_steps_apart_moves_on(step_s: float, writing_s: f
     assert reached[-1] >= 20
 
 
-def test_a_storm_of_faults_five_steps_apart_ends_the_run_where_writes_are_quick() -> None:
+def test_a_storm_of_faults_five_steps_apart_ends_the_run_where_writes_are_quick():
     training = Training(0.05, 0.01, 0.06)
     attempts = 0
     while training.durable < 100:
@@ -315,7 +310,7 @@ def test_a_storm_of_faults_five_steps_apart_ends_the_run_where_writes_are_quick(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_run_with_random_faults_ends_and_loses_little(seed: int) -> None:
+def test_a_run_with_random_faults_ends_and_loses_little(seed):
     training, random_ = Training(0.05, 0.02, 0.1), random.Random(seed)
     done = attempts = 0
     while training.durable < 2000:
@@ -326,14 +321,14 @@ def test_a_run_with_random_faults_ends_and_loses_little(seed: int) -> None:
 
 
 @pytest.mark.parametrize("call_s", [0.05, 0.3])
-def test_calls_that_cost_far_more_than_their_steps_do_not_stay_short_after_a_failure(call_s: float) -> None:
+def test_calls_that_cost_far_more_than_their_steps_do_not_stay_short_after_a_failure(call_s):
     """As on a loaded machine: the time of a step that is measured in short calls says nothing of longer ones."""
     training = Training(0.01, 0.02, 0.1, call_s=call_s, uptimes_s=[2.0, 5.0, 2.0])
     training.live(True, dies_after=10**9, total=1000)
     assert training.calls < 150
 
 
-def test_a_run_without_faults_spends_next_to_nothing_on_saving() -> None:
+def test_a_run_without_faults_spends_next_to_nothing_on_saving():
     training = Training(0.05, 0.05, 0.1)
     assert 20_000 == training.live(False, dies_after=10**9, total=20_000)
     assert training.saves * training.cost_s < 0.005 * 20_000 * training.step_s

@@ -1,7 +1,5 @@
 """`package.module:name`: found without running it, refused in one line, and the folder that tasks need for it."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ BUILT_IN = ("two_conv_cnn", "other_cnn")
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+def write(tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
     """Writes files of the user's, whose folder is on the path."""
     folder = tmp_path / "user"
     folder.mkdir()
@@ -45,31 +43,31 @@ def refusal(reference: str, of: Callable[[str], object] | None = None) -> str:
     return str(refused.value)
 
 
-def test_built_in_names_need_no_module() -> None:
+def test_built_in_names_need_no_module():
     references.check("--model", "two_conv_cnn", BUILT_IN)
 
 
-def test_a_typo_of_a_built_in_name_gets_the_nearest() -> None:
+def test_a_typo_of_a_built_in_name_gets_the_nearest():
     assert (
         "--model 'two_conv_cn' is neither built in nor of the form package.module:name; did you mean 'two_conv_cnn'?"
     ) == refusal("two_conv_cn")
 
 
-def test_a_module_is_checked_without_being_run(write: Callable[..., Path]) -> None:
+def test_a_module_is_checked_without_being_run(write):
     write({"own_raises.py": "raise RuntimeError('run')\ndef model(): pass\nclass Net: pass\nalias = model\n"})
     for name in ("model", "Net", "alias"):
         references.check("--model", f"own_raises:{name}", BUILT_IN)
     assert "own_raises" not in sys.modules
 
 
-def test_a_module_that_cannot_be_imported_is_refused_in_one_line_when_it_is_needed(write: Callable[..., Path]) -> None:
+def test_a_module_that_cannot_be_imported_is_refused_in_one_line_when_it_is_needed(write):
     write({"own_raises.py": "raise RuntimeError('run')\ndef model(): pass\n"})
     message = refusal("own_raises:model", lambda reference: references.load("--model", reference))
     assert message.startswith("--model 'own_raises:model': RuntimeError: run (")
     assert message.endswith("own_raises.py:1)")
 
 
-def test_a_module_in_a_package_is_checked_without_running_the_package(write: Callable[..., Path]) -> None:
+def test_a_module_in_a_package_is_checked_without_running_the_package(write):
     write({"own_package/__init__.py": "raise RuntimeError('run')", "own_package/nets.py": "def model(): pass\n"})
     references.check("--model", "own_package.nets:model", BUILT_IN)
     assert "did you mean 'model'?" in refusal("own_package.nets:modle")
@@ -78,21 +76,21 @@ def test_a_module_in_a_package_is_checked_without_running_the_package(write: Cal
     assert "own_package" not in sys.modules
 
 
-def test_a_package_without_an_init_is_one_too(write: Callable[..., Path]) -> None:
+def test_a_package_without_an_init_is_one_too(write):
     folder = write({"own_spaces/nets.py": "def model(): return 7\n"})
     references.check("--model", "own_spaces.nets:model", BUILT_IN)
     assert 7 == references.load("--model", "own_spaces.nets:model")()
     assert folder == references.code_dir("own_spaces.nets:model")
 
 
-def test_a_typo_of_a_name_gets_the_nearest_of_its_module(write: Callable[..., Path]) -> None:
+def test_a_typo_of_a_name_gets_the_nearest_of_its_module(write):
     folder = write({"own_nets.py": "def small_resnet(): pass\ndef transformer(): pass\n"})
     assert (
         f"--model 'own_nets:smal_resnet': {folder / 'own_nets.py'} has no 'smal_resnet'; did you mean 'small_resnet'?"
     ) == refusal("own_nets:smal_resnet")
 
 
-def test_names_inside_of_functions_and_classes_are_not_the_modules(write: Callable[..., Path]) -> None:
+def test_names_inside_of_functions_and_classes_are_not_the_modules(write):
     write({"own_nets.py": "def model():\n    inner = 1\nclass Net:\n    def call(self): pass\n"})
     for name in ("inner", "call"):
         assert f"has no {name!r}" in refusal(f"own_nets:{name}")
@@ -110,17 +108,17 @@ def test_names_inside_of_functions_and_classes_are_not_the_modules(write: Callab
         "def __getattr__(name): return 1",
     ],
 )
-def test_a_name_can_come_in_other_ways(text: str, write: Callable[..., Path]) -> None:
+def test_a_name_can_come_in_other_ways(text, write):
     write({"own_nets.py": text})
     references.check("--model", "own_nets:model", BUILT_IN)
 
 
-def test_an_empty_module_has_no_name(write: Callable[..., Path]) -> None:
+def test_an_empty_module_has_no_name(write):
     write({"own_nets.py": ""})
     assert refusal("own_nets:model").endswith("own_nets.py has no 'model'")
 
 
-def test_a_missing_module_is_reported_with_the_path_that_was_searched(write: Callable[..., Path]) -> None:
+def test_a_missing_module_is_reported_with_the_path_that_was_searched(write):
     folder = write({})
     message = refusal("no_such_module:model")
     assert message.startswith(
@@ -129,11 +127,11 @@ def test_a_missing_module_is_reported_with_the_path_that_was_searched(write: Cal
 
 
 @pytest.mark.parametrize("reference", [":model", ".relative:model"])
-def test_a_reference_without_a_module_is_refused(reference: str) -> None:
+def test_a_reference_without_a_module_is_refused(reference):
     assert refusal(reference).startswith(f"--model {reference!r}: ")
 
 
-def test_a_file_with_a_syntax_error_is_named_with_its_line(write: Callable[..., Path]) -> None:
+def test_a_file_with_a_syntax_error_is_named_with_its_line(write):
     folder = write({"own_nets.py": "def fine(): pass\ndef model(:\n"})
     message = refusal("own_nets:model")
     assert message.startswith(f"{folder / 'own_nets.py'}: ")
@@ -141,14 +139,14 @@ def test_a_file_with_a_syntax_error_is_named_with_its_line(write: Callable[..., 
 
 
 @pytest.mark.parametrize(("name", "error"), [("model", "AttributeError"), ("", "AttributeError")])
-def test_a_name_that_is_gone_is_refused_when_it_is_needed(name: str, error: str, write: Callable[..., Path]) -> None:
+def test_a_name_that_is_gone_is_refused_when_it_is_needed(name, error, write):
     write({"own_nets.py": ""})
     message = refusal(f"own_nets:{name}", lambda reference: references.load("--model", reference))
     assert message.startswith(f"--model 'own_nets:{name}': {error}: ")
 
 
 @pytest.mark.parametrize("name", sorted(references.NOT_THEIRS))
-def test_a_peer_that_dies_while_a_function_makes_variables_is_no_error_of_the_function(name: str) -> None:
+def test_a_peer_that_dies_while_a_function_makes_variables_is_no_error_of_the_function(name):
     lost = type(name, (Exception,), {})
 
     def model() -> None:
@@ -158,12 +156,12 @@ def test_a_peer_that_dies_while_a_function_makes_variables_is_no_error_of_the_fu
         references.call("--model", "own_nets:model", model)
 
 
-def test_the_folder_of_a_module_is_what_tasks_need(write: Callable[..., Path]) -> None:
+def test_the_folder_of_a_module_is_what_tasks_need(write):
     folder = write({"own_nets.py": "def model(): pass\n"})
     assert folder == references.code_dir("own_nets:model")
 
 
-def test_the_folder_of_a_package_is_the_one_it_is_in(write: Callable[..., Path]) -> None:
+def test_the_folder_of_a_package_is_the_one_it_is_in(write):
     folder = write(
         {"own_package/__init__.py": "raise RuntimeError('run')", "own_package/nets.py": "def model(): pass\n"}
     )
@@ -182,13 +180,11 @@ def test_the_folder_of_a_package_is_the_one_it_is_in(write: Callable[..., Path])
         "tests.unit.x:y",
     ],
 )
-def test_what_every_task_has_anyway_needs_no_folder(
-    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_every_task_has_anyway_needs_no_folder(reference, tmp_path, monkeypatch):
     """Names, the standard library, what is installed, what is built in, and this checkout."""
     monkeypatch.chdir(tmp_path)
     assert references.code_dir(reference) is None
 
 
-def test_a_module_that_is_nowhere_needs_no_folder() -> None:
+def test_a_module_that_is_nowhere_needs_no_folder():
     assert references.code_dir("no_such_module:model") is None

@@ -1,11 +1,8 @@
 """A task that waits for a debugger goes on once one is attached; all others go on at once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +22,7 @@ print("it goes on")
 
 
 @pytest.mark.slow
-def test_a_task_waits_until_a_debugger_is_attached(tmp_path: Path) -> None:
+def test_a_task_waits_until_a_debugger_is_attached(tmp_path):
     pytest.importorskip("debugpy", reason="debugpy is in requirements/dev.lock")
     port = free_port()
     with subprocess.Popen(
@@ -50,7 +47,7 @@ def test_a_task_waits_until_a_debugger_is_attached(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_other_tasks_go_on_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_tasks_go_on_at_once(monkeypatch, tmp_path):
     monkeypatch.delenv("DEBUGPY_LISTEN", raising=False)
     debugger.wait_for_client(RunFolder(tmp_path), "worker-0")
     assert [] == list(RunFolder(tmp_path).events())

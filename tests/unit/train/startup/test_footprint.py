@@ -1,7 +1,5 @@
 """The sizes of a run's model, as TensorFlow counts them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,14 +13,14 @@ PARAMETERS = 121_930
 
 
 @pytest.fixture(autouse=True)
-def images(monkeypatch: pytest.MonkeyPatch) -> None:
+def images(monkeypatch):
     """Images of 28 x 28 in 10 classes."""
     source = SimpleNamespace(feature_shape=(28, 28, 1), num_outputs=10)
     monkeypatch.setattr(sources, "find", lambda config, data_dir: source)
 
 
 @pytest.mark.parametrize(("optimizer", "slots"), [("adam", 2), ("sgd", 1)])
-def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(optimizer: str, slots: int) -> None:
+def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(optimizer, slots):
     value = footprint.measure(TrainConfig(optimizer=Optimizer(name=optimizer)), "one", Path("data"))
     assert (PARAMETERS, 4 * PARAMETERS, 4 * PARAMETERS) == tuple(
         value[name] for name in ("parameters", "weights_bytes", "gradients_bytes")
@@ -30,15 +28,13 @@ def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(optimizer: str, sl
     assert 0 <= value["optimizer_bytes"] - slots * 4 * PARAMETERS < 100  # its counters
 
 
-def test_activations_are_the_outputs_of_the_layers() -> None:
+def test_activations_are_the_outputs_of_the_layers():
     value = footprint.measure(TrainConfig(), "one", Path("data"))
     outputs = 28 * 28 + 26 * 26 * 32 + 13 * 13 * 32 + 11 * 11 * 64 + 5 * 5 * 64 + 64 + 10
     assert 4 * outputs == value["activation_bytes"]
 
 
-def test_the_user_s_own_arrays_are_described_before_they_are_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_user_s_own_arrays_are_described_before_they_are_prepared(tmp_path, monkeypatch):
     monkeypatch.undo()
     (tmp_path / "prices.py").write_text(
         "import numpy as np\nfrom tensorflow import keras\n"

@@ -1,11 +1,8 @@
 """How TensorFlow and Keras are imported."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from train.startup import imports
 
 
 @pytest.fixture
-def drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def drawing(tmp_path, monkeypatch) -> str:
     """A package as Keras would import it for nothing: it is installed, and was not imported yet."""
     (tmp_path / "drawing_for_a_test.py").write_text("pictures = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -22,20 +19,20 @@ def drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "drawing_for_a_test"
 
 
-def test_what_only_draws_is_taken_for_not_installed_until_later(drawing: str) -> None:
+def test_what_only_draws_is_taken_for_not_installed_until_later(drawing):
     with imports.quick(), pytest.raises(ModuleNotFoundError):
         importlib.import_module(drawing)
     assert 1 == importlib.import_module(drawing).pictures
 
 
-def test_what_was_imported_before_stays(drawing: str) -> None:
+def test_what_was_imported_before_stays(drawing):
     before = importlib.import_module(drawing)
     with imports.quick():
         assert before is importlib.import_module(drawing)
     assert before is sys.modules[drawing]
 
 
-def test_garbage_is_looked_for_again_also_after_an_error(drawing: str) -> None:
+def test_garbage_is_looked_for_again_also_after_an_error(drawing):
     def fail() -> None:
         assert not gc.isenabled()
         raise ValueError("broken")

@@ -1,10 +1,7 @@
 """Models and losses of one's own, tried on the machine that starts the run: what does not fit is reported before."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -45,7 +42,7 @@ def fails(labels, outputs): raise ValueError("a\\x1b[2Jb")
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def check(tmp_path, monkeypatch) -> Callable[..., None]:
     """Tries a configuration of these parts."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own_tried.py").write_text(PARTS)
@@ -60,7 +57,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     return of
 
 
-def test_what_fits_passes(check: Callable[..., None], capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_fits_passes(check, capfd):
     check("own_tried:good")
     assert "" == capfd.readouterr().out
 
@@ -75,14 +72,14 @@ def test_what_fits_passes(check: Callable[..., None], capfd: pytest.CaptureFixtu
         ("own_tried:good", "own_tried:fails", "--loss"),
     ],
 )
-def test_what_does_not_fit_is_refused(check: Callable[..., None], model: str, loss: str, named: str) -> None:
+def test_what_does_not_fit_is_refused(check, model, loss, named):
     with pytest.raises(UsageError) as refused:
         check(model, loss)
     assert named in str(refused.value)
     assert str(refused.value).isprintable()
 
 
-def test_what_takes_one_replica_is_refused_on_several(check: Callable[..., None]) -> None:
+def test_what_takes_one_replica_is_refused_on_several(check):
     """An optimizer that accumulates by itself, and a layer that assigns its state inside a condition."""
     check("own_tried:conditional", optimizer="own_tried:accumulating")
     with pytest.raises(UsageError, match="gradient_accumulation_steps"):
@@ -91,13 +88,13 @@ def test_what_takes_one_replica_is_refused_on_several(check: Callable[..., None]
         check("own_tried:conditional", workers=1)
 
 
-def test_a_model_that_never_returns_is_ended(check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_never_returns_is_ended(check, monkeypatch):
     monkeypatch.setenv("PRESET_TIMEOUT_S", "15")
     with pytest.raises(TimedOut, match="PRESET_TIMEOUT_S"):
         check("own_tried:sleeps")
 
 
-def test_what_is_built_in_is_not_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_built_in_is_not_tried(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "Popen", None)
     for config in (TrainConfig(), TrainConfig(dataset="train.data.synthetic:imagenet", model="resnet50")):
         configuration.check(config.to_json(), spec.build(workers=0), [], tmp_path)

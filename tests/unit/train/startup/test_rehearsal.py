@@ -1,21 +1,17 @@
 """A rehearsed program is as good as a new one: it can form a cluster, and trains to the same bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-
-import pytest
 
 from tests.unit.measured import measured
 from train.config import TrainConfig
 
 
-def test_a_rehearsal_leaves_nothing_behind_that_changes_the_training() -> None:
+def test_a_rehearsal_leaves_nothing_behind_that_changes_the_training():
     assert measured("rehearsal", "new") == measured("rehearsal", "rehearsed")
     assert 1 == measured("rehearsal", "rehearsed")["tasks"]
 
 
-def test_a_gpu_belongs_to_the_program_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_belongs_to_the_program_that_trains(monkeypatch):
     from train.startup import rehearsal
 
     assert rehearsal.can_rehearse(TrainConfig())

@@ -1,7 +1,5 @@
 """The measured all-reduce, on logical CPUs. Runs TensorFlow, in processes of its own: it wants its devices first."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -23,7 +21,7 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_an_all_reduce_must_be_measured_on_every_device(devices: int) -> None:
+def test_an_all_reduce_must_be_measured_on_every_device(devices):
     done = program("--devices", str(devices), "--mib", "1", "2")
     assert 0 == done.returncode, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
@@ -34,7 +32,7 @@ def test_an_all_reduce_must_be_measured_on_every_device(devices: int) -> None:
         assert size["bus_gb_s"] == bus_bandwidth(size["mib"] * 2**20, size["seconds"], devices)
 
 
-def test_one_device_must_be_refused() -> None:
+def test_one_device_must_be_refused():
     done = program("--devices", "1")
     assert (EXIT_USAGE, "error: --devices 1: expected 2 or more: one has nobody to sum with\n") == (
         done.returncode,
@@ -42,7 +40,7 @@ def test_one_device_must_be_refused() -> None:
     )
 
 
-def test_gpus_that_were_given_and_are_not_seen_must_end_it() -> None:
+def test_gpus_that_were_given_and_are_not_seen_must_end_it():
     done = program("--devices", "2", "--mib", "1", GPUS_GIVEN="2")
     assert EXIT_PREREQUISITE == done.returncode
     assert done.stderr.splitlines()[-1].startswith("error: TensorFlow sees 0 of 2 GPUs")

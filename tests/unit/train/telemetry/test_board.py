@@ -1,7 +1,5 @@
 """What TensorBoard shows, read from the event files as it reads them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 
@@ -30,7 +28,7 @@ def written(run: RunFolder, write: Callable[[Metrics], None]) -> EventAccumulato
     return EventAccumulator(str(run.tensorboard("chief"))).Reload()
 
 
-def test_hparams_are_what_was_varied_and_nothing_else(make_run: Callable[..., RunFolder]) -> None:
+def test_hparams_are_what_was_varied_and_nothing_else(make_run):
     config = TrainConfig(seed=7, optimizer=Optimizer(learning_rate=0.25)).pin()
     board = written(make_run(), lambda metrics: metrics.hparams(config, {"eval_accuracy": 0.5}))
     content = board.PluginTagToContent("hparams")[hparams_metadata.SESSION_START_INFO_TAG]
@@ -43,11 +41,11 @@ def test_hparams_are_what_was_varied_and_nothing_else(make_run: Callable[..., Ru
 
 
 @pytest.mark.parametrize("preset", presets.names())
-def test_a_preset_varies_nothing(preset: str) -> None:
+def test_a_preset_varies_nothing(preset):
     assert {} == varied(overrides.resolve(preset, []))
 
 
-def test_a_class_that_is_always_right_has_a_perfect_curve(make_run: Callable[..., RunFolder]) -> None:
+def test_a_class_that_is_always_right_has_a_perfect_curve(make_run):
     truth_N = np.array([0, 1, 2, 0])
     shares_NK = np.array([[0.9, 0.05, 0.05], [0.05, 0.15, 0.8], [0.05, 0.9, 0.05], [0.9, 0.05, 0.05]])
     board = written(make_run(), lambda metrics: metrics.pr_curves(3, ["boot", "bag", "coat"], truth_N, shares_NK))
@@ -60,14 +58,14 @@ def test_a_class_that_is_always_right_has_a_perfect_curve(make_run: Callable[...
     assert (0.0, 0.0) == (bag[PRECISION, middle], bag[RECALL, middle])
 
 
-def test_many_classes_share_a_curve(make_run: Callable[..., RunFolder]) -> None:
+def test_many_classes_share_a_curve(make_run):
     count = MAX_CURVES + 1
     names = [str(at) for at in range(count)]
     board = written(make_run(), lambda metrics: metrics.pr_curves(1, names, np.arange(count), np.eye(count)))
     assert {"pr/all classes"} == set(board.PluginTagToContent(pr_metadata.PLUGIN_NAME))
 
 
-def test_numbers_are_grouped(make_run: Callable[..., RunFolder]) -> None:
+def test_numbers_are_grouped(make_run):
     values = {"loss": 1.0, "accuracy": 0.5, "examples_per_s": 9.0, "eval_loss": 1.0, "eval_top_5": 0.9, "skipped": None}
     board = written(make_run(), lambda metrics: metrics.log(5, 0.5, 10, values))
     assert {"train/loss", "train/accuracy", "perf/examples_per_s", "eval/loss", "eval/top_5"} == set(
@@ -75,7 +73,7 @@ def test_numbers_are_grouped(make_run: Callable[..., RunFolder]) -> None:
     )
 
 
-def test_restarts_and_checkpoints_are_a_table_that_no_cause_breaks(make_run: Callable[..., RunFolder]) -> None:
+def test_restarts_and_checkpoints_are_a_table_that_no_cause_breaks(make_run):
     run = make_run()
     run.event("chief", "checkpoint", step=3)
     run.event("worker-0", "gang restart", step=4, cause="killed | twice\nby somebody")
@@ -88,7 +86,7 @@ def test_restarts_and_checkpoints_are_a_table_that_no_cause_breaks(make_run: Cal
     assert [r"killed | twice\nby somebody"] == cells[9:]
 
 
-def test_a_confusion_matrix_is_blue_on_its_diagonal_and_red_beside_it() -> None:
+def test_a_confusion_matrix_is_blue_on_its_diagonal_and_red_beside_it():
     names = ["boot", "bag", "coat"]
     picture_HWC = pictures.confusion(names, np.array([0, 1, 2, 2]), np.array([0, 1, 1, 1]))
     left = picture_HWC.shape[1] - pictures.CELL * len(names) - pictures.MARGIN
@@ -99,7 +97,7 @@ def test_a_confusion_matrix_is_blue_on_its_diagonal_and_red_beside_it() -> None:
 
 
 @pytest.mark.parametrize("names", [["a", "b", "c"], ["boot", "a name of twenty letters and more"]])
-def test_the_legend_of_a_confusion_matrix_is_beside_the_names(names: list[str]) -> None:
+def test_the_legend_of_a_confusion_matrix_is_beside_the_names(names):
     picture_HWC = pictures.confusion(names, np.array([0, 1]), np.array([0, 1]))
     left = picture_HWC.shape[1] - pictures.CELL * len(names) - pictures.MARGIN
     shortest = left - pictures.MARGIN - len(names[0]) * pictures.LETTER

@@ -1,21 +1,15 @@
 """What a task records of the machine that it computes on: what may change a bit, and nothing private."""
 
-from __future__ import annotations
-
 import getpass
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, write_json
 from train.data.sources import Source
 from train.telemetry import environment
 
 
-def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch):
     found = environment.variables(
         {
             "TF_ENABLE_ONEDNN_OPTS": "0",
@@ -30,7 +24,7 @@ def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch: pytest
     assert {} == found
 
 
-def test_the_manifest_gets_the_data_and_the_environment(make_run: Callable[..., RunFolder]) -> None:
+def test_the_manifest_gets_the_data_and_the_environment(make_run):
     run = make_run(workers=0)
     write_json(run.manifest, {"schema": 1})
     source = Source("3.0.1", (), 1, True, (2,), 1, 1, lambda: None, lambda: None, files={Path("train.bin"): "ab"})

@@ -1,7 +1,5 @@
 """A task that was given GPUs trains on them or says that it cannot: never on CPUs without a word."""
 
-from __future__ import annotations
-
 import pytest
 
 from cluster.contract.spec import Role, Task
@@ -11,7 +9,7 @@ from train import strategy
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def seen(monkeypatch) -> list[str]:
     """The GPUs that TensorFlow sees, to be filled."""
     found: list[str] = []
     monkeypatch.setattr(
@@ -29,16 +27,14 @@ def give(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_gpus_that_are_there_are_used(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> None:
+def test_gpus_that_are_there_are_used(monkeypatch, seen):
     give(monkeypatch, 2)
     seen += ["first", "second"]
     assert ["GPU:0", "GPU:1"] == strategy.configure_devices(2)
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_gpus_that_tensorflow_cannot_use_end_the_task(
-    monkeypatch: pytest.MonkeyPatch, seen: list[str], count: int
-) -> None:
+def test_gpus_that_tensorflow_cannot_use_end_the_task(monkeypatch, seen, count):
     give(monkeypatch, 2)
     seen += ["first"] * count
     with pytest.raises(
@@ -48,14 +44,14 @@ def test_gpus_that_tensorflow_cannot_use_end_the_task(
     assert EXIT_PREREQUISITE == refused.value.exit_code
 
 
-def test_a_task_that_only_serves_checks_them_too(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> None:
+def test_a_task_that_only_serves_checks_them_too(monkeypatch, seen):
     give(monkeypatch, 1)
     monkeypatch.setattr(strategy.tf.distribute, "Server", lambda *_, **__: pytest.fail("it serves"))
     with pytest.raises(PrerequisiteError, match="TensorFlow sees 0 of 1 GPUs"):
         strategy.serve(Task(Role.WORKER, 0, "worker-0", 2222), 1)
 
 
-def test_without_any_given_devices_are_logical_cpus(seen: list[str]) -> None:
+def test_without_any_given_devices_are_logical_cpus(seen):
     assert ["CPU:0", "CPU:1"] == strategy.configure_devices(2)
     seen += ["first"]
     assert ["GPU:0"] == strategy.configure_devices(1)

@@ -1,11 +1,8 @@
 """Metric sinks: CSV as it is, the services through stand-ins for their libraries, which are no requirement."""
 
-from __future__ import annotations
-
 import csv
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +21,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_csv_has_a_row_a_step_and_a_column_a_value(make_run: Callable[..., RunFolder]) -> None:
+def test_csv_has_a_row_a_step_and_a_column_a_value(make_run):
     run = make_run()
     (sink,) = sinks.build(TrainConfig(log_to="csv"), run, "worker-0", 0, chief=False)
     metrics = Metrics(run, "worker-0", talks=False, sinks=[sink])
@@ -37,7 +34,7 @@ def test_csv_has_a_row_a_step_and_a_column_a_value(make_run: Callable[..., RunFo
     ] == rows(run.path / "metrics" / "worker-0.csv")
 
 
-def test_csv_goes_on_after_the_last_step_that_was_not_lost(tmp_path: Path) -> None:
+def test_csv_goes_on_after_the_last_step_that_was_not_lost(tmp_path):
     path = tmp_path / "chief.csv"
     first = sinks.Csv(path, 0)
     for step in (1, 2, 3):
@@ -63,7 +60,7 @@ class Library(SimpleNamespace):
         return called
 
 
-def test_mlflow_goes_on_with_its_run(make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_goes_on_with_its_run(make_run, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run, config = make_run("demo"), TrainConfig(log_to="mlflow")
     for known in (None, "id-7"):
@@ -80,9 +77,7 @@ def test_mlflow_goes_on_with_its_run(make_run: Callable[..., RunFolder], monkeyp
 
 
 @pytest.mark.parametrize(("key", "mode"), [(None, "offline"), ("secret", "online")])
-def test_wandb_is_offline_without_a_key(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, key: str | None, mode: str
-) -> None:
+def test_wandb_is_offline_without_a_key(make_run, monkeypatch, key, mode):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     if key:
@@ -100,7 +95,7 @@ def test_wandb_is_offline_without_a_key(
     assert "finish" == ended[0]
 
 
-def test_the_services_are_for_the_chief(make_run: Callable[..., RunFolder]) -> None:
+def test_the_services_are_for_the_chief(make_run):
     assert [] == sinks.build(TrainConfig(log_to="mlflow,wandb"), make_run(), "worker-0", 0, chief=False)
 
 
@@ -121,7 +116,7 @@ class Server:
         self.steps.append(-1)
 
 
-def test_a_service_that_fails_costs_rows_and_not_the_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_service_that_fails_costs_rows_and_not_the_training(capsys):
     server = Server(fails_at=2)
     sink = sinks.Background("mlflow", lambda: server)
     for step in (1, 2, 3):
@@ -133,9 +128,7 @@ def test_a_service_that_fails_costs_rows_and_not_the_training(capsys: pytest.Cap
     assert all("--log-to mlflow" in line and "refused" in line for line in said)
 
 
-def test_a_service_that_hangs_holds_up_neither_the_training_nor_its_end(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_hangs_holds_up_neither_the_training_nor_its_end(capsys, monkeypatch):
     monkeypatch.setattr(sinks, "WAITING", 2)
     monkeypatch.setattr(sinks, "CLOSE_S", 0.05)
     server = Server(waits_at=1)
@@ -148,9 +141,7 @@ def test_a_service_that_hangs_holds_up_neither_the_training_nor_its_end(
     server.released.set()
 
 
-def test_a_service_that_is_away_does_not_end_a_training_that_goes_on(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_is_away_does_not_end_a_training_that_goes_on(make_run, monkeypatch):
     server, answers = Server(), iter([False, False, True])
 
     def begin(run: RunFolder, config: TrainConfig) -> Server:
@@ -166,9 +157,7 @@ def test_a_service_that_is_away_does_not_end_a_training_that_goes_on(
     assert [0, 42, -1] == server.steps
 
 
-def test_a_service_that_does_not_begin_ends_the_run_at_once(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_does_not_begin_ends_the_run_at_once(make_run, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(sinks, "BEGIN_S", 0.05)
     monkeypatch.setitem(sinks.SERVICES, "mlflow", lambda run, config: never.wait())
@@ -178,9 +167,7 @@ def test_a_service_that_does_not_begin_ends_the_run_at_once(
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_library_that_is_missing_is_named(
-    make_run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_library_that_is_missing_is_named(make_run, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(PrerequisiteError, match=f"--log-to {name}: its library is missing"):
         sinks.build(TrainConfig(log_to=name), make_run(), "chief", 0, chief=True)

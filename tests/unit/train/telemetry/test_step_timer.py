@@ -1,7 +1,5 @@
 """The marks inside a step: that they are taken in the order of what they are the times of, step by step."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -25,7 +23,7 @@ BATCH = 4
 
 
 @pytest.fixture
-def marks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+def marks(monkeypatch) -> list[tuple[str, float]]:
     """What is marked in the calls of the test, and when the batches were made."""
     seen: list[tuple[str, float]] = []
 
@@ -84,7 +82,7 @@ def order(*noted: list[tuple[str, float]]) -> list[str]:
     return [what for what, _ in sorted((one for notes in noted for one in notes), key=lambda one: one[1])]
 
 
-def test_each_step_is_marked_when_its_batch_and_its_gradients_are_there(marks: list[tuple[str, float]]) -> None:
+def test_each_step_is_marked_when_its_batch_and_its_gradients_are_there(marks):
     made: list[tuple[str, float]] = []
     result = train(made)
     assert [*["begin", "made", "batch", "computed"] * STEPS, "begin"] == order(marks, made)
@@ -93,16 +91,14 @@ def test_each_step_is_marked_when_its_batch_and_its_gradients_are_there(marks: l
     assert (result.times.busy <= result.times.steps).all()
 
 
-def test_every_virtual_shard_s_part_of_the_batch_is_waited_for(marks: list[tuple[str, float]]) -> None:
+def test_every_virtual_shard_s_part_of_the_batch_is_waited_for(marks):
     made: list[tuple[str, float]] = []
     train(made, shards=2)
     step = ["begin", *["asks", "made", "batch"] * 2, "computed"]
     assert [*step * STEPS, "begin"] == order(marks, made)
 
 
-def test_a_stream_s_next_batch_is_asked_for_during_a_step(
-    marks: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_s_next_batch_is_asked_for_during_a_step(marks, monkeypatch):
     monkeypatch.setattr(step_timer, "COST_SHARE", 1.0)  # mark every step, however short
     made: list[tuple[str, float]] = []
     train(made, streams=True, calls=2)
@@ -114,7 +110,7 @@ def test_a_stream_s_next_batch_is_asked_for_during_a_step(
     assert [*step * STEPS, "begin"] * 2 == [what for what, _ in marks]
 
 
-def test_what_a_step_waits_for_the_next_one_s_batch_is_input(marks: list[tuple[str, float]]) -> None:
+def test_what_a_step_waits_for_the_next_one_s_batch_is_input(marks):
     times = train([], streams=True, slow_s=0.05).times
     assert STEPS == len(times.steps)
     assert (times.inputs[1:] > 0.03).all()  # the first two were made while the step was traced
@@ -122,7 +118,7 @@ def test_what_a_step_waits_for_the_next_one_s_batch_is_input(marks: list[tuple[s
     assert (times.busy <= times.steps).all()
 
 
-def test_of_short_steps_a_sample_is_marked(marks: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_short_steps_a_sample_is_marked(marks, monkeypatch):
     """From the second call on; a step more is marked to know when the sampled one ended."""
     monkeypatch.setattr(step_timer, "COST_SHARE", 1e-12)
     result = train([], calls=2)
@@ -131,7 +127,7 @@ def test_of_short_steps_a_sample_is_marked(marks: list[tuple[str, float]], monke
 
 
 @pytest.mark.parametrize(("devices", "works"), [(("/CPU:0",), True), (("/GPU:0",), False), (("/TPU:0",), False)])
-def test_only_a_cpu_knows_when_a_step_is_done(devices: tuple[str, ...], works: bool) -> None:
+def test_only_a_cpu_knows_when_a_step_is_done(devices, works):
     class Extended:
         worker_devices = tuple(f"/job:worker/replica:0/task:1/device:{name[1:]}" for name in devices)
 

@@ -1,8 +1,5 @@
 """A task's side of a trace: which of its calls it holds, and that nothing of them changes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ from train.telemetry.trace import Tracer
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def calls(monkeypatch) -> list[Any]:
     """What the profiler and the inner loop were called for, in order."""
     seen: list[Any] = []
     monkeypatch.setattr(tf.profiler.experimental, "start", lambda logdir: seen.append("start"))
@@ -25,7 +22,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def run(make_run: Callable[..., RunFolder]) -> RunFolder:
+def run(make_run) -> RunFolder:
     return make_run("demo", workers=1)
 
 
@@ -47,7 +44,7 @@ def train(run: RunFolder, calls: list[Any], *counts: int) -> None:
         step += count
 
 
-def test_whole_calls_are_traced_until_the_steps_are_there(run: RunFolder, calls: list[Any]) -> None:
+def test_whole_calls_are_traced_until_the_steps_are_there(run, calls):
     """Never the first one, which compiles."""
     ask(run, steps=5)
     train(run, calls, 1, 4, 4, 4)
@@ -56,14 +53,14 @@ def test_whole_calls_are_traced_until_the_steps_are_there(run: RunFolder, calls:
     assert not run.trace_request.exists()
 
 
-def test_another_task_s_request_is_left_alone(run: RunFolder, calls: list[Any]) -> None:
+def test_another_task_s_request_is_left_alone(run, calls):
     ask(run, steps=5, task="worker-0")
     train(run, calls, 1, 4)
     assert [(0, 1), (1, 4)] == calls
     assert run.trace_request.exists()
 
 
-def test_a_profiler_that_runs_already_is_reported(run: RunFolder, calls: list[Any], monkeypatch: Any) -> None:
+def test_a_profiler_that_runs_already_is_reported(run, calls, monkeypatch):
     def refuse(logdir: str) -> None:
         raise tf.errors.AlreadyExistsError(None, None, "Another profiler is running.")
 
@@ -75,6 +72,6 @@ def test_a_profiler_that_runs_already_is_reported(run: RunFolder, calls: list[An
     assert not run.trace_request.exists()
 
 
-def test_without_a_request_nothing_is_done(run: RunFolder, calls: list[Any]) -> None:
+def test_without_a_request_nothing_is_done(run, calls):
     train(run, calls, 1, 4)
     assert [(0, 1), (1, 4)] == calls

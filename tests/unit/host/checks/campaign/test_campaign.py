@@ -1,7 +1,5 @@
 """A campaign: which runs it makes, when it is over, and how it counts them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ def row(case: str, count: int = 4, **values: Any) -> record.Row:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def made(monkeypatch) -> list[str]:
     """The cases of which runs are made, in their order."""
     cases: list[str] = []
 
@@ -34,20 +32,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return cases
 
 
-def test_cases_take_turns_until_there_were_enough_faults(made: list[str]) -> None:
+def test_cases_take_turns_until_there_were_enough_faults(made):
     rows = campaign.main(campaign.chosen("fit,one"), 10, 0, 60.0, lambda line: None)
     assert ["fit", "one", "fit"] == made
     assert 12 == sum(sum(row["kinds"].values()) for row in rows)
 
 
-def test_a_campaign_is_bounded_in_time(made: list[str]) -> None:
+def test_a_campaign_is_bounded_in_time(made):
     campaign.main(campaign.chosen(""), 10**6, 0, -1.0, lambda line: None)
     assert [] == made
 
 
-def test_an_interrupted_campaign_ends_the_run_in_progress_before_its_folder_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupted_campaign_ends_the_run_in_progress_before_its_folder_goes(monkeypatch):
     ended: list[tuple[str, bool]] = []
 
     def start(words: object, *, env: dict[str, str], **others: object) -> None:
@@ -65,7 +61,7 @@ def test_an_interrupted_campaign_ends_the_run_in_progress_before_its_folder_goes
     assert [("calm-containers", True)] == ended
 
 
-def test_an_unknown_case_is_refused() -> None:
+def test_an_unknown_case_is_refused():
     with pytest.raises(UsageError, match="multiworkers"):
         campaign.chosen("fit,multiworkers")
 
@@ -74,11 +70,11 @@ def test_an_unknown_case_is_refused() -> None:
     ("values", "failed"),
     [({}, False), ({"lost": "failed: chief: x"}, True), ({"bits": record.CHANGED}, True)],
 )
-def test_a_lost_run_or_a_changed_bit_fails_the_campaign(values: dict[str, Any], failed: bool) -> None:
+def test_a_lost_run_or_a_changed_bit_fails_the_campaign(values, failed):
     assert failed is campaign.failed([row("fit"), row("one", **values)])
 
 
-def test_the_table_counts_what_the_record_file_holds(tmp_path: Path) -> None:
+def test_the_table_counts_what_the_record_file_holds(tmp_path):
     rows = [row("fit"), row("fit", lost="no"), row("ps", bits=record.NOT_COMPARED), row("one", bits=record.CHANGED)]
     rows.append(row("fit"))
     for each in rows:
@@ -91,5 +87,5 @@ def test_the_table_counts_what_the_record_file_holds(tmp_path: Path) -> None:
     assert {f"`{name}`" for name in CASES} <= {line.split(" | ")[0].removeprefix("| ") for line in lines}
 
 
-def test_the_table_in_the_document_is_the_record_s() -> None:
+def test_the_table_in_the_document_is_the_record_s():
     assert record.table(record.read()) == documents.written(record.PAGE, record.BEGIN)

@@ -1,7 +1,5 @@
 """The doctor's all-reduce: between which GPUs, where it runs, and what is made of its answer. Without TensorFlow."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -44,7 +42,7 @@ def engine_that(run: str, *, runtimes: str = '{"nvidia": {}}', image: str = "exi
 
 
 @pytest.fixture(autouse=True)
-def no_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_runs(monkeypatch, tmp_path):
     """A folder without runs, and an environment without TensorFlow for GPUs."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setattr(toolkit, "check_here", without_cuda)
@@ -56,11 +54,11 @@ def without_cuda() -> None:
 
 
 @pytest.mark.parametrize(("devices", "gb_s"), [(1, 0.0), (2, 2.0), (4, 3.0), (8, 3.5)])
-def test_the_bus_carries_a_tensor_almost_twice(devices: int, gb_s: float) -> None:
+def test_the_bus_carries_a_tensor_almost_twice(devices, gb_s):
     assert gb_s == bus_bandwidth(1e9, 0.5, devices)
 
 
-def test_it_is_measured_in_the_image_on_the_gpus_that_a_plan_would_use(docker: Docker, nvidia_smi: Host) -> None:
+def test_it_is_measured_in_the_image_on_the_gpus_that_a_plan_would_use(docker, nvidia_smi):
     calls = docker(engine_that(f"echo 'NCCL version 2.32.3'; echo '{measured(4)}'; echo 'NCCL WARN'"))
     nvidia_smi("8-h100-nvswitch")
     found = bandwidth.examine("4")
@@ -71,13 +69,13 @@ def test_it_is_measured_in_the_image_on_the_gpus_that_a_plan_would_use(docker: D
     assert run.endswith("--entrypoint=python tf-cluster/train:gpu -m train.bandwidth --devices 4")
 
 
-def test_all_gpus_are_measured_unless_some_are_asked_for(docker: Docker, nvidia_smi: Host) -> None:
+def test_all_gpus_are_measured_unless_some_are_asked_for(docker, nvidia_smi):
     docker(engine_that(f"echo '{measured(8)}'"))
     nvidia_smi("8-h100-nvswitch")
     assert bandwidth.examine().detail.startswith("GPU 0,1,2,3,4,5,6,7 over NV18: ")
 
 
-def test_an_engine_that_knows_only_cdi_is_given_each_gpu(docker: Docker, nvidia_smi: Host) -> None:
+def test_an_engine_that_knows_only_cdi_is_given_each_gpu(docker, nvidia_smi):
     calls = docker(engine_that(f"echo '{measured(2)}'", runtimes="{}"))
     nvidia_smi("8-h100-nvswitch")
     assert "ok" == bandwidth.examine("2,5").state
@@ -85,9 +83,7 @@ def test_an_engine_that_knows_only_cdi_is_given_each_gpu(docker: Docker, nvidia_
     assert "--gpus" not in calls.read_text()
 
 
-def test_without_the_image_it_runs_in_an_environment_with_cuda(
-    docker: Docker, nvidia_smi: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_the_image_it_runs_in_an_environment_with_cuda(docker, nvidia_smi, monkeypatch, tmp_path):
     calls = docker(engine_that("exit 1", image="exit 1"))
     nvidia_smi("8-h100-nvswitch")
     python = tmp_path / "python"
@@ -114,9 +110,7 @@ def test_without_the_image_it_runs_in_an_environment_with_cuda(
         ("exit 1", "no engine provides GPUs to containers, and this environment has no"),
     ],
 )
-def test_where_nothing_can_measure_it_the_image_is_the_fix(
-    docker: Docker, nvidia_smi: Host, script: str, why: str
-) -> None:
+def test_where_nothing_can_measure_it_the_image_is_the_fix(docker, nvidia_smi, script, why):
     docker(script)
     nvidia_smi("8-h100-nvswitch")
     found = bandwidth.examine()
@@ -124,16 +118,14 @@ def test_where_nothing_can_measure_it_the_image_is_the_fix(
     assert why in found.detail
 
 
-def test_one_gpu_alone_has_nothing_to_reduce(docker: Docker, nvidia_smi: Host) -> None:
+def test_one_gpu_alone_has_nothing_to_reduce(docker, nvidia_smi):
     calls = docker(engine_that("exit 1"))
     nvidia_smi("8-h100-nvswitch")
     assert Finding("gpu bandwidth", "ok", "GPU 3 alone: nothing to all-reduce") == bandwidth.examine("3,")
     assert "" == calls.read_text()
 
 
-def test_gpus_that_a_run_trains_on_are_left_alone(
-    docker: Docker, nvidia_smi: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_a_run_trains_on_are_left_alone(docker, nvidia_smi, monkeypatch):
     calls = docker(engine_that("exit 1"))
     nvidia_smi("8-h100-nvswitch")
     monkeypatch.setattr(planning, "busy", lambda: {"0": "fashion"})
@@ -143,14 +135,14 @@ def test_gpus_that_a_run_trains_on_are_left_alone(
     assert "" == calls.read_text()
 
 
-def test_a_machine_without_gpus_fails_what_was_asked_for(docker: Docker) -> None:
+def test_a_machine_without_gpus_fails_what_was_asked_for(docker):
     docker("exit 1")
     found = bandwidth.examine()
     assert ("failed", True) == (found.state, "--bandwidth: no GPU was found on this machine" in found.detail)
 
 
 @pytest.mark.parametrize("requested", ["none", "some"])
-def test_what_is_not_understood_is_refused(requested: str) -> None:
+def test_what_is_not_understood_is_refused(requested):
     with pytest.raises(UsageError, match=f"--gpus '?{requested}"):
         bandwidth.examine(requested)
 
@@ -168,14 +160,14 @@ def test_what_is_not_understood_is_refused(requested: str) -> None:
         (0, measured(1), "measured on GPU:0 instead of 2 GPUs"),
     ],
 )
-def test_an_answer_without_a_bandwidth_is_a_failure(code: int, text: str, detail: str) -> None:
+def test_an_answer_without_a_bandwidth_is_a_failure(code, text, detail):
     found = bandwidth.judge(code, text, PAIR, ("0", "1"))
     assert "failed" == found.state
     assert detail in found.detail
     assert "NCCL_DEBUG=INFO" in found.fix
 
 
-def test_the_farthest_pair_is_named_if_it_is_known(nvidia_smi: Host) -> None:
+def test_the_farthest_pair_is_named_if_it_is_known(nvidia_smi):
     nvidia_smi("2-h100-nvl")
     assert bandwidth.judge(0, measured(2), gpus.machine("-"), ("0", "1")).detail.startswith("GPU 0,1 over NV12: ")
     nvidia_smi("8-a100-pcie-bridges")
@@ -191,9 +183,7 @@ def call_doctor(monkeypatch: pytest.MonkeyPatch, **options: object) -> int:
     return ended.value.code
 
 
-def test_the_doctor_measures_only_where_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_doctor_measures_only_where_asked(monkeypatch, capsys):
     requested: list[str] = []
     monkeypatch.setattr(
         bandwidth, "examine", lambda gpus: requested.append(gpus) or Finding("gpu bandwidth", "failed", "-")

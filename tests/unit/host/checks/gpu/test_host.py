@@ -1,7 +1,5 @@
 """The doctor on a machine with GPUs: every check says what it found, good or bad, and how to mend it."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess
@@ -36,7 +34,7 @@ def engine_that(*, info: str = INFO, image: str = "exit 0", run: str = f"echo '{
 
 
 @pytest.fixture
-def toolkit_installed(tmp_path: Path) -> Callable[[], None]:
+def toolkit_installed(tmp_path) -> Callable[[], None]:
     """Puts an `nvidia-ctk` beside the `docker` that is on the PATH."""
 
     def put() -> None:
@@ -65,20 +63,18 @@ def changed(setting: str, *values: str) -> gpu_host.Settings:
     return report
 
 
-def test_a_machine_without_gpus_lacks_nothing(docker: Docker) -> None:
+def test_a_machine_without_gpus_lacks_nothing(docker):
     calls = docker("exit 1")
     assert [Finding("gpus", "ok", "none: no nvidia-smi on this machine")] == gpu_host.examine()
     assert "" == calls.read_text()
 
 
-def test_the_doctor_looks_at_gpus(docker: Docker) -> None:
+def test_the_doctor_looks_at_gpus(docker):
     docker("exit 1")
     assert Finding("gpus", "ok", "none: no nvidia-smi on this machine") in doctor.examine(free_ports(1)[0])
 
 
-def test_a_good_host_is_ok(
-    docker: Docker, nvidia_smi: Host, toolkit_installed: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_good_host_is_ok(docker, nvidia_smi, toolkit_installed, monkeypatch):
     calls = docker(engine_that())
     toolkit_installed()
     nvidia_smi("8-h100-nvswitch")
@@ -105,7 +101,7 @@ def test_a_good_host_is_ok(
     assert "--entrypoint=python tf-cluster/train:gpu -c" in run
 
 
-def test_a_mixed_host_is_reported_with_what_to_use(docker: Docker, nvidia_smi: Host) -> None:
+def test_a_mixed_host_is_reported_with_what_to_use(docker, nvidia_smi):
     docker("exit 1")
     nvidia_smi("3-mixed")
     found = examine()
@@ -121,7 +117,7 @@ def test_a_mixed_host_is_reported_with_what_to_use(docker: Docker, nvidia_smi: H
     assert ("warning", "warning") == (found["gpu toolkit"].state, found["gpu image"].state)
 
 
-def test_instances_an_old_driver_and_memory_errors_are_reported(docker: Docker, nvidia_smi: Host) -> None:
+def test_instances_an_old_driver_and_memory_errors_are_reported(docker, nvidia_smi):
     docker("exit 1")
     nvidia_smi("2-a100-mig")
     found = examine()
@@ -144,12 +140,12 @@ def test_instances_an_old_driver_and_memory_errors_are_reported(docker: Docker, 
         ("1000.1", "ok"),
     ],
 )
-def test_the_driver_is_compared_by_its_numbers(version: str, state: str) -> None:
+def test_the_driver_is_compared_by_its_numbers(version, state):
     assert state == gpu_host.driver(changed("driver_version", version)).state
 
 
 @pytest.mark.parametrize("none", ["[N/A]", "[Not Supported]", "N/A"])
-def test_what_a_gpu_does_not_report_is_no_problem(none: str) -> None:
+def test_what_a_gpu_does_not_report_is_no_problem(none):
     report = [dict.fromkeys(gpu, none) | {"index": gpu["index"], "name": "L4"} for gpu in recorded("8-h100-nvswitch")]
     checks = (gpu_host.persistence, gpu_host.mig, gpu_host.memory_errors, gpu_host.clocks)
     found = [check(report) for check in checks]
@@ -158,16 +154,16 @@ def test_what_a_gpu_does_not_report_is_no_problem(none: str) -> None:
     assert "none reported" in found[3].detail
 
 
-def test_one_gpu_alone_of_its_model_is_named_as_a_list() -> None:
+def test_one_gpu_alone_of_its_model_is_named_as_a_list():
     assert gpu_host.models(changed("name", *"abcdefgh")[:2]).fix.endswith("--gpus 0,")
 
 
 @pytest.mark.parametrize("text", ["", "No devices were found", "a, b\n1, 2\nUnable to determine the device handle\n"])
-def test_output_that_is_no_table_reports_no_gpu(text: str) -> None:
+def test_output_that_is_no_table_reports_no_gpu(text):
     assert [] == settings(text)
 
 
-def test_nvidia_smi_without_a_gpu_is_the_only_finding(docker: Docker, tmp_path: Path) -> None:
+def test_nvidia_smi_without_a_gpu_is_the_only_finding(docker, tmp_path):
     docker("exit 1")
     program = tmp_path / "bin" / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "No devices were found"\nexit 6\n')
@@ -176,7 +172,7 @@ def test_nvidia_smi_without_a_gpu_is_the_only_finding(docker: Docker, tmp_path: 
     assert ("warning", "nvidia-smi reports none: No devices were found") == (found.state, found.detail)
 
 
-def test_fields_that_a_driver_does_not_know_are_left_out(docker: Docker, tmp_path: Path) -> None:
+def test_fields_that_a_driver_does_not_know_are_left_out(docker, tmp_path):
     docker("exit 1")
     program = tmp_path / "bin" / "nvidia-smi"
     program.write_text(
@@ -192,7 +188,7 @@ def test_fields_that_a_driver_does_not_know_are_left_out(docker: Docker, tmp_pat
     ("size", "state", "detail"),
     [(2**30, "ok", "1.0 GiB"), (64 * 2**20, "warning", "has 64 MiB"), (0, "warning", "0 MiB")],
 )
-def test_shared_memory_must_be_enough_for_nccl(size: int, state: str, detail: str) -> None:
+def test_shared_memory_must_be_enough_for_nccl(size, state, detail):
     found = gpu_host.shared_memory(size)
     assert state == found.state
     assert detail in found.detail
@@ -207,16 +203,14 @@ def test_shared_memory_must_be_enough_for_nccl(size: int, state: str, detail: st
         ("1.17.8", None, "warning", "no engine", "install Docker Engine"),
     ],
 )
-def test_the_toolkit_must_be_there_and_known_to_the_engine(
-    version: str, ways: list[str] | None, state: str, detail: str, fix: str
-) -> None:
+def test_the_toolkit_must_be_there_and_known_to_the_engine(version, ways, state, detail, fix):
     found = gpu_host.device_requests(version, ways)
     assert state == found.state
     assert detail in found.detail
     assert found.fix.startswith(fix)
 
 
-def test_an_engine_that_knows_only_cdi_is_asked_by_cdi(docker: Docker, nvidia_smi: Host) -> None:
+def test_an_engine_that_knows_only_cdi_is_asked_by_cdi(docker, nvidia_smi):
     calls = docker(engine_that(info='{"Runtimes": {}, "DiscoveredDevices": [{"ID": "nvidia.com/gpu=all"}]}'))
     nvidia_smi("8-h100-nvswitch")
     found = examine()
@@ -226,7 +220,7 @@ def test_an_engine_that_knows_only_cdi_is_asked_by_cdi(docker: Docker, nvidia_sm
     assert "--gpus" not in calls.read_text()
 
 
-def test_an_engine_without_the_toolkit_starts_no_container(docker: Docker, nvidia_smi: Host) -> None:
+def test_an_engine_without_the_toolkit_starts_no_container(docker, nvidia_smi):
     calls = docker(engine_that(info='{"Runtimes": {"runc": {}}}'))
     nvidia_smi("8-h100-nvswitch")
     found = examine()
@@ -234,7 +228,7 @@ def test_an_engine_without_the_toolkit_starts_no_container(docker: Docker, nvidi
     assert "\nrun " not in calls.read_text()
 
 
-def test_an_image_that_is_not_built_is_reported_with_its_command(docker: Docker, nvidia_smi: Host) -> None:
+def test_an_image_that_is_not_built_is_reported_with_its_command(docker, nvidia_smi):
     calls = docker(engine_that(image="exit 1"))
     nvidia_smi("8-h100-nvswitch")
     found = examine()["gpu image"]
@@ -243,7 +237,7 @@ def test_an_image_that_is_not_built_is_reported_with_its_command(docker: Docker,
     assert "\nrun " not in calls.read_text()
 
 
-def test_a_container_that_hangs_is_removed(docker: Docker, nvidia_smi: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_that_hangs_is_removed(docker, nvidia_smi, monkeypatch):
     calls = docker(engine_that(run="exec /bin/sleep 600"))
     nvidia_smi("8-h100-nvswitch")
     monkeypatch.setattr(inside, "INSIDE_TIMEOUT_S", 0.5)
@@ -266,7 +260,7 @@ def test_a_container_that_hangs_is_removed(docker: Docker, nvidia_smi: Host, mon
         (0, {"shared_bytes": 2**26}, "failed", "64 MiB"),
     ],
 )
-def test_what_a_container_sees_is_judged(code: int, report: dict[str, object], state: str, detail: str) -> None:
+def test_what_a_container_sees_is_judged(code, report, state, detail):
     found = inside.judge(code, "a warning\n" + json.dumps(SEEN | report), 8)
     assert state == found.state
     assert detail in found.detail
@@ -281,19 +275,19 @@ def test_what_a_container_sees_is_judged(code: int, report: dict[str, object], s
         (0, "[1]", "'[1]'"),
     ],
 )
-def test_a_container_without_a_report_is_a_failure(code: int, text: str, detail: str) -> None:
+def test_a_container_without_a_report_is_a_failure(code, text, detail):
     found = inside.judge(code, text, 1)
     assert "failed" == found.state
     assert detail in found.detail
 
 
-def test_an_engine_that_may_not_lift_limits_is_not_to_be_configured() -> None:
+def test_an_engine_that_may_not_lift_limits_is_not_to_be_configured():
     text = "docker: Error response from daemon: error setting rlimit type 8: operation not permitted: unknown"
     assert "CAP_SYS_RESOURCE" in inside.judge(125, text, 1).fix
     assert "nvidia-ctk" in inside.judge(125, "docker: no device driver", 1).fix
 
 
-def test_what_runs_inside_reports_a_place_without_cuda_too() -> None:
+def test_what_runs_inside_reports_a_place_without_cuda_too():
     done = subprocess.run([sys.executable, "-c", inside.INSIDE], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     lacking = [name for name in ("libcudart.so.12", "libcudnn.so.9", "libnccl.so.2") if not loads(name)]
@@ -313,7 +307,7 @@ def loads(name: str) -> bool:
     return True
 
 
-def test_gpus_cut_into_instances_are_not_expected_whole(docker: Docker, nvidia_smi: Host) -> None:
+def test_gpus_cut_into_instances_are_not_expected_whole(docker, nvidia_smi):
     docker(engine_that(run=f"echo '{json.dumps(SEEN | {'count': 1})}'"))
     nvidia_smi("2-a100-mig")
     assert "ok" == examine()["gpu image"].state

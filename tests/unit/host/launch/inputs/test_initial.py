@@ -1,8 +1,5 @@
 """`--init-from`: which files hold the weights that a run begins with."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from cluster.system.json_files import write_json
 
 
 @pytest.fixture
-def trained(make_run: Callable[..., RunFolder]) -> RunFolder:
+def trained(make_run) -> RunFolder:
     """A run with checkpoints of steps 5 and 10."""
     run = make_run("trained")
     for step in (5, 10):
@@ -31,11 +28,11 @@ def names(found: tuple[Path, ...]) -> list[str]:
     return [path.name for path in found]
 
 
-def test_of_a_run_the_newest_checkpoint_is_meant(trained: RunFolder) -> None:
+def test_of_a_run_the_newest_checkpoint_is_meant(trained):
     assert ["ckpt-10.data-00000-of-00001", "ckpt-10.index"] == names(initial.find("trained"))
 
 
-def test_a_damaged_checkpoint_is_passed_over(trained: RunFolder) -> None:
+def test_a_damaged_checkpoint_is_passed_over(trained):
     (trained.checkpoints / "ckpt-10.index").write_text("other")
     assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(initial.find("trained"))
     (trained.checkpoints / "ckpt-5.index").unlink()
@@ -45,20 +42,18 @@ def test_a_damaged_checkpoint_is_passed_over(trained: RunFolder) -> None:
 
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize("name", ["trainde", "absent.npz", "folder/file"])
-def test_what_is_not_there_is_refused(name: str) -> None:
+def test_what_is_not_there_is_refused(name):
     with pytest.raises(UsageError, match=name):
         initial.find(name)
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "weights.txt").touch()
     with pytest.raises(UsageError, match="--init-from "):
         initial.find(str(tmp_path / "weights.txt"))
 
 
-def test_files_are_copied_so_that_a_repeated_run_finds_them(
-    trained: RunFolder, make_run: Callable[..., RunFolder]
-) -> None:
+def test_files_are_copied_so_that_a_repeated_run_finds_them(trained, make_run):
     prefix = trained.checkpoints / "ckpt-5.index"
     found = initial.find(str(prefix))
     run = make_run("tuned")

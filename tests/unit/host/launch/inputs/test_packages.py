@@ -1,7 +1,5 @@
 """Extra packages: from a requirements file to a folder, without a network: the packages are made on the spot."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -21,7 +19,7 @@ PYTHON = packages.host_python()
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(tmp_path, monkeypatch):
     """Packages come from the files that tests make, and are kept in the test's own folder."""
     monkeypatch.setattr(packages, "FOLDER", tmp_path / "kept")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -48,7 +46,7 @@ def requirements(folder: Path, *lines: object) -> Path:
     return path
 
 
-def test_packages_are_installed_once_with_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_installed_once_with_what_they_need(tmp_path, monkeypatch):
     wheel(tmp_path, "their_helper", text="Y = 2\n")
     requested = requirements(
         tmp_path, wheel(tmp_path, "their_package", needs="their_helper"), f"--find-links {tmp_path}"
@@ -67,7 +65,7 @@ def test_packages_are_installed_once_with_what_they_need(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("installed_before", [False, True])
-def test_a_check_resolves_and_installs_nothing(tmp_path: Path, installed_before: bool) -> None:
+def test_a_check_resolves_and_installs_nothing(tmp_path, installed_before):
     requested = requirements(tmp_path, wheel(tmp_path, "their_package"))
     if installed_before:
         packages.prepare(requested, PYTHON)
@@ -81,7 +79,7 @@ def test_a_check_resolves_and_installs_nothing(tmp_path: Path, installed_before:
         packages.check(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
 
 
-def test_the_command_of_a_dry_run_prepares_the_packages(tmp_path: Path) -> None:
+def test_the_command_of_a_dry_run_prepares_the_packages(tmp_path):
     requested = requirements(tmp_path, "no-such-package-of-ours")
     words = shlex.split(packages.command(requested, PYTHON))
     done = subprocess.run(words, cwd=packages.ROOT, capture_output=True, text=True)
@@ -89,7 +87,7 @@ def test_the_command_of_a_dry_run_prepares_the_packages(tmp_path: Path) -> None:
     assert "error: --requirements " in done.stderr.splitlines()[-1]
 
 
-def test_packages_are_readable_whatever_the_umask(tmp_path: Path) -> None:
+def test_packages_are_readable_whatever_the_umask(tmp_path):
     old = os.umask(0o077)
     try:
         folder = packages.prepare(requirements(tmp_path, wheel(tmp_path, "their_package")), PYTHON)
@@ -126,7 +124,7 @@ def source(folder: Path, *needs: str) -> Path:
     return path
 
 
-def test_a_source_distribution_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_a_source_distribution_is_refused_and_not_run(tmp_path):
     source(tmp_path)
     with pytest.raises(UsageError, match="--no-binary"):
         packages.prepare(requirements(tmp_path, "their_source", f"--find-links {tmp_path}"), PYTHON)
@@ -134,7 +132,7 @@ def test_a_source_distribution_is_refused_and_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["--no-binary their_source", "archive"])
-def test_a_source_distribution_that_is_named_is_built_with_what_is_locked(tmp_path: Path, named: str) -> None:
+def test_a_source_distribution_that_is_named_is_built_with_what_is_locked(tmp_path, named):
     archive = source(tmp_path, "a-build-dependency-that-nothing-may-fetch")
     line = str(archive) if named == "archive" else "their_source"
     option = f"--find-links {tmp_path}" + ("" if named == "archive" else f"\n{named}")
@@ -142,7 +140,7 @@ def test_a_source_distribution_that_is_named_is_built_with_what_is_locked(tmp_pa
     assert "X = 3\n" == (folder / "their_source.py").read_text()
 
 
-def test_what_our_own_lock_has_is_left_out(tmp_path: Path) -> None:
+def test_what_our_own_lock_has_is_left_out(tmp_path):
     for pin in packages.locks.pins("train-cpu"):
         if pin.name in ("numpy", "keras") and pin.applies():
             wheel(tmp_path, pin.name, pin.version)
@@ -152,7 +150,7 @@ def test_what_our_own_lock_has_is_left_out(tmp_path: Path) -> None:
     assert "" == (folder / packages.RESOLVED).read_text()
 
 
-def test_another_tensorflow_is_refused(tmp_path: Path) -> None:
+def test_another_tensorflow_is_refused(tmp_path):
     requested = requirements(tmp_path, wheel(tmp_path, "tensorflow", "2.15.0"))
     with pytest.raises(UsageError) as refused:
         packages.prepare(requested, PYTHON)
@@ -169,28 +167,26 @@ def test_another_tensorflow_is_refused(tmp_path: Path) -> None:
         ("not a requirement", "Invalid requirement: 'not a requirement'"),
     ],
 )
-def test_what_pip_cannot_find_or_read_is_reported_in_one_line(tmp_path: Path, line: str, message: str) -> None:
+def test_what_pip_cannot_find_or_read_is_reported_in_one_line(tmp_path, line, message):
     with pytest.raises(UsageError) as refused:
         packages.prepare(requirements(tmp_path, line), PYTHON)
     assert str(refused.value).startswith(f"--requirements '{tmp_path}/theirs.txt': {message}")
     assert 1 == len(str(refused.value).splitlines())
 
 
-def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(UsageError, match=r"--requirements '.*absent.txt': No such file or directory; expected a file"):
         packages.prepare(tmp_path / "absent.txt", PYTHON)
 
 
-def test_an_index_that_cannot_be_reached_is_a_missing_prerequisite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_cannot_be_reached_is_a_missing_prerequisite(tmp_path, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(PrerequisiteError, match="the package index cannot be reached; connect, or set PIP_INDEX_URL"):
         packages.prepare(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
 
 
-def test_a_folder_without_a_hash_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_hash_is_refused(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "pyproject.toml").write_text(
         '[project]\nname = "theirs"\nversion = "1"\n[build-system]\nrequires = []\nbuild-backend = "backend"\n'
@@ -206,7 +202,7 @@ def test_a_folder_without_a_hash_is_refused(tmp_path: Path) -> None:
         packages.prepare(requirements(tmp_path, tmp_path / "theirs"), PYTHON)
 
 
-def test_the_folder_follows_from_all_that_counts(tmp_path: Path) -> None:
+def test_the_folder_follows_from_all_that_counts(tmp_path):
     module = wheel(tmp_path, "their_package")
     requested = requirements(tmp_path, f"./{module.name}")
     first = packages.folder(requested, "3.11")
@@ -217,7 +213,7 @@ def test_the_folder_follows_from_all_that_counts(tmp_path: Path) -> None:
     assert 3 == len({first, second, packages.folder(requested, "3.11")})
 
 
-def test_another_python_gets_wheels_only(tmp_path: Path) -> None:
+def test_another_python_gets_wheels_only(tmp_path):
     other = "3.11" if PYTHON != "3.11" else "3.12"
     folder = packages.prepare(requirements(tmp_path, wheel(tmp_path, "their_package")), other)
     assert (folder / "their_package.py").exists()

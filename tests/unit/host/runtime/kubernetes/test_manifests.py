@@ -1,7 +1,5 @@
 """Rendered manifests: valid by the published schemas, with the names, codes and privileges that the docs promise."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -88,14 +86,14 @@ def environments(made: Manifest) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize(("kind", "topology", "gpus"), [*itertools.product(KINDS, TOPOLOGIES, [0, 2])])
-def test_every_object_is_what_its_published_schema_says(kind: str, topology: dict[str, Any], gpus: int) -> None:
+def test_every_object_is_what_its_published_schema_says(kind, topology, gpus):
     documents = rendered(kind, manifest(kind, gpus, **topology))
     assert [] == [complaint for each in documents for complaint in complaints(each)]
     assert len({(each["kind"], each["metadata"]["name"]) for each in documents}) == len(documents)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_number_of_workers_to_64_is_valid(kind: str) -> None:
+def test_every_number_of_workers_to_64_is_valid(kind):
     for workers in range(1, 65):
         made = manifest(kind, workers % 3, workers=workers, ps=workers % 4, evaluator=workers % 2 == 0)
         job = KINDS[kind](made)
@@ -115,20 +113,20 @@ def test_every_number_of_workers_to_64_is_valid(kind: str) -> None:
     environment=st.dictionaries(st.from_regex("[A-Z_]{1,9}", fullmatch=True), st.text(max_size=20), max_size=3),
 )
 @settings(deadline=None, max_examples=15)
-def test_whatever_is_requested_is_valid_and_read_as_it_was_meant(kind: str, gpus: int, **requested: Any) -> None:
+def test_whatever_is_requested_is_valid_and_read_as_it_was_meant(kind, gpus, **requested):
     documents = rendered(kind, manifest(kind, gpus, **requested))
     assert [] == [complaint for each in documents for complaint in complaints(each)]
     assert documents == list(YAML(typ="safe").load_all(k8s._text(documents)))
 
 
-def test_a_field_that_kubernetes_does_not_know_is_noticed() -> None:
+def test_a_field_that_kubernetes_does_not_know_is_noticed():
     job = jobs.jobset(manifest("jobset"))
     job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
     assert complaints(job)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_each_pod_is_the_task_that_its_host_name_is_in_tf_config(topology: dict[str, Any]) -> None:
+def test_each_pod_is_the_task_that_its_host_name_is_in_tf_config(topology):
     made = manifest("jobset", **topology)
     found = environments(made)
     assert {task.host: task.name for task in made.spec.tasks} == {host: each["TASK"] for host, each in found.items()}
@@ -137,14 +135,14 @@ def test_each_pod_is_the_task_that_its_host_name_is_in_tf_config(topology: dict[
         assert "$(B)" == found[task.host]["A"]
 
 
-def test_host_names_of_the_largest_cluster_are_labels_of_dns() -> None:
+def test_host_names_of_the_largest_cluster_are_labels_of_dns():
     name = "a" * 40
     for hosts in HOSTS.values():
         for task in hosts(spec.build(workers=512, ps=2, evaluator=True), name).tasks:
             assert len(task.host.partition(".")[0] + "-abcde") <= 63
 
 
-def test_no_task_has_a_privilege() -> None:
+def test_no_task_has_a_privilege():
     for kind in KINDS:
         for template in templates(kind, manifest(kind, workers=1, ps=1, evaluator=True)).values():
             pod = template["spec"]
@@ -160,7 +158,7 @@ def test_no_task_has_a_privilege() -> None:
             assert container["resources"]["limits"]["memory"]
 
 
-def test_only_the_chief_and_the_workers_get_gpus() -> None:
+def test_only_the_chief_and_the_workers_get_gpus():
     for kind in KINDS:
         for name, template in templates(kind, manifest(kind, 2, workers=1, ps=1, evaluator=True)).items():
             (container,) = template["spec"]["containers"]
@@ -170,7 +168,7 @@ def test_only_the_chief_and_the_workers_get_gpus() -> None:
             assert (None if trains else "-1") == values.get("CUDA_VISIBLE_DEVICES")
 
 
-def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again() -> None:
+def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again():
     job = jobs.jobset(manifest("jobset"))["spec"]
     assert {"FailJobSet"} == {rule["action"] for rule in job["failurePolicy"]["rules"]}
     for each in job["replicatedJobs"]:
@@ -181,7 +179,7 @@ def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again() -> None
         assert EXIT_DONE not in by_code
 
 
-def test_only_tasks_of_the_run_are_let_in_to_tensorflow() -> None:
+def test_only_tasks_of_the_run_are_let_in_to_tensorflow():
     made = manifest("jobset")
     policy = objects.network_policy(made)["spec"]
     own = {"matchLabels": made.labels("task")}
@@ -194,7 +192,7 @@ def test_only_tasks_of_the_run_are_let_in_to_tensorflow() -> None:
     assert all(made.labels("task") == each for each in labels)
 
 
-def test_the_records_are_those_of_a_run_folder() -> None:
+def test_the_records_are_those_of_a_run_folder():
     made = manifest("jobset", workers=1)
     data = objects.records(made)["data"]
     assert made.spec == launch_records.cluster(json.loads(data["cluster.json"]))
@@ -203,7 +201,7 @@ def test_the_records_are_those_of_a_run_folder() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_golden_base_lists_what_it_holds_and_is_valid(kind: str) -> None:
+def test_a_golden_base_lists_what_it_holds_and_is_valid(kind):
     folder = HERE / "golden" / kind
     base = YAML(typ="safe").load(folder / "kustomization.yaml")
     once = {"claim.yaml", "data.yaml", "kustomization.yaml"}
@@ -215,7 +213,7 @@ def test_a_golden_base_lists_what_it_holds_and_is_valid(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kustomize_builds_a_base_and_an_overlay_of_it(kind: str, tmp_path: Path) -> None:
+def test_kustomize_builds_a_base_and_an_overlay_of_it(kind, tmp_path):
     if shutil.which("kubectl") is None:
         pytest.skip("there is no kubectl")
     shutil.copytree(HERE / "golden" / kind, tmp_path / "base")

@@ -1,13 +1,11 @@
 """`--loop fit`: the numbers of one device, and of no disturbance."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.unit.measured import measured
 
 
-def test_two_devices_give_the_numbers_of_one() -> None:
+def test_two_devices_give_the_numbers_of_one():
     """Weights, moving averages and other state of layers, losses, with an optimizer that clips."""
     found = measured("fit")
     for one, two in zip(found["one"]["weights"], found["two"]["weights"], strict=True):
@@ -16,7 +14,7 @@ def test_two_devices_give_the_numbers_of_one() -> None:
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-def test_a_training_that_is_killed_inside_of_epochs_ends_with_the_same_bits() -> None:
+def test_a_training_that_is_killed_inside_of_epochs_ends_with_the_same_bits():
     """With dropout, BatchNormalization and Adam, twice over."""
     whole, killed = measured("fit")["resumed"]["whole"], measured("fit")["resumed"]["killed"]
     assert whole["weights_sha256"] == killed["weights_sha256"]
@@ -27,7 +25,7 @@ def test_a_training_that_is_killed_inside_of_epochs_ends_with_the_same_bits() ->
     assert whole["weights_sha256"] != measured("fit")["two"]["weights_sha256"]  # dropout does something
 
 
-def test_training_accuracy_is_not_weighted() -> None:
+def test_training_accuracy_is_not_weighted():
     """As in the custom loop, and as everywhere in evaluation."""
     found = measured("fit")["weighted"]
     assert found["logged"] == np.float32(found["mean"]) != np.float32(found["weighted"])
