@@ -39,6 +39,8 @@ class Clusters:
     checkout: Path = ROOT
     limits: tuple[str, ...] = ()
     """A program that sets limits, and its arguments, before each command."""
+    module: str = "invoke"
+    """Module that is run with the words of each command."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -48,7 +50,7 @@ class Clusters:
     def popen(self, *words: str) -> subprocess.Popen[str]:
         """Start `invoke` with these words."""
         return subprocess.Popen(
-            [*self.limits, sys.executable, "-m", "invoke", *words],
+            [*self.limits, sys.executable, "-m", self.module, *words],
             cwd=self.checkout,
             env=os.environ | self.settings | self.environment,
             stdout=subprocess.PIPE,

@@ -10,13 +10,13 @@ import pytest
 
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run.folder import RunFolder
-from cluster.host.checks.campaign.cases import CASES
 from cluster.host.control import chaos, storm
 from cluster.host.control.chaos import Fault
 from cluster.host.runtime import registry
 from cluster.host.runtime.local import supervisor
 from cluster.system.journal import read_json_lines
 from tests.e2e.scenario import ENDLESS, Clusters, summary
+from tests.tools.campaign.cases import CASES
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -139,8 +139,9 @@ def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters, strate
 def test_faults_in_any_phase_must_lose_no_run_and_change_no_bit(clusters, case):
     """STORM_SEED repeats the faults of a failure."""
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
-    words = ("chaos", "campaign", "--faults=1", f"--cases={case}", f"--seed={seed}", "--json")
-    print(Clusters(clusters.runs_dir, {"WARM_SPARE": "1"}).invoke(*words, timeout_s=SLOW_MACHINE_S))
+    words = ("--faults=1", f"--cases={case}", f"--seed={seed}", "--json")
+    campaign = Clusters(clusters.runs_dir, {"WARM_SPARE": "1"}, module="tests.tools.campaign")
+    print(campaign.invoke(*words, timeout_s=SLOW_MACHINE_S))
 
 
 @pytest.mark.alone

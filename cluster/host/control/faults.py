@@ -61,5 +61,3 @@ KINDS: dict[str, FaultKind] = {
 """Every kind by its name; a storm draws from them in this order."""
 STORM = "storm"
 """One fault after the other: `storm.py`."""
-CAMPAIGN = "campaign"
-"""Storms over many runs: `cluster/host/checks/campaign`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import sys
 
@@ -14,12 +13,10 @@ from cluster.host.checks import doctor as machine
 from cluster.host.checks import explain as explaining
 from cluster.host.checks import rerun as repetition
 from cluster.host.checks import verify as verification
-from cluster.host.checks.campaign import campaign, record
-from cluster.host.checks.campaign.cases import CASES
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
 from cluster.host.control import chaos as injection
 from cluster.host.control import storm as storming
-from cluster.host.control.faults import CAMPAIGN, KINDS, STORM
+from cluster.host.control.faults import KINDS, STORM
 from cluster.host.launch import folders, startup
 from cluster.host.options.request import OPTIONS, Request
 from cluster.host.options.topology import topology as topology_of
@@ -71,35 +68,23 @@ def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
 @task(
     "kind",
     "task",
-    kind=f"{', '.join(KINDS)}; {STORM}, or {CAMPAIGN} of several runs (default: none, it must be named)",
+    kind=f"{', '.join(KINDS)}, or {STORM} (default: none, it must be named)",
     task="task such as worker-1 (default: none, it must be named; a storm draws its own)",
     at_step="not before the run has done this many steps (default: 0, at once)",
     whole="kill the task's agent too, as when its machine dies (default: no, its program alone)",
-    faults="of a storm or a campaign (default: 20)",
-    seed="of a storm or a campaign: the same one draws the same faults (default: 0)",
+    faults="of a storm (default: 20)",
+    seed="of a storm: the same one draws the same faults (default: 0)",
     kinds="of a storm, such as kill,pause (default: all that this run can outlive)",
     timeout="seconds to wait for the step, and for the recovery (default: 300)",
-    minutes="of a storm or a campaign: after which it injects no more (default: 60)",
-    cases=f"of a campaign: {', '.join(CASES)} (default: all)",
-    write="of a campaign: keep its counts in docs/internals/storms.jsonl, renew docs/guides/faults.md (default: no)",
+    minutes="of a storm: after which it injects no more (default: 60)",
     run=RUN_HELP,
     json=JSON_HELP,
 )
 def chaos(
     c, kind=None, task=None, at_step="0", whole=False, faults="20", seed="0", kinds="", timeout="300", minutes="60",
-    cases="", write=False, run="", json=False,
+    run="", json=False,
 ):  # fmt: skip
     """Inject a real fault into a run and report its cost, once the run has recovered or ended."""
-    if kind == CAMPAIGN:
-        count, number = spec.parse_count("faults", faults, 1, 10**6), spec.parse_count("seed", seed, 0, 2**31 - 1)
-        limit_s = spec.parse_count("minutes", minutes, 1, 10**5) * 60
-        log = functools.partial(print, file=sys.stderr, flush=True)
-        keep = record.add if write else lambda row: None
-        rows = campaign.main(campaign.chosen(cases), count, number, limit_s, log, keep)
-        if write:
-            record.write()
-        show({"runs": rows}, lambda _: campaign.lines(rows), as_json=json)
-        raise Exit(code=EXIT_FAILED if campaign.failed(rows) else EXIT_DONE)
     folder, timeout_s = folders.find_run(run), spec.parse_count("timeout", timeout, 1, 10**9)
     if kind == STORM:
         count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from cluster.contract import settings
 from cluster.host.checks import documents, troubles
-from cluster.host.cli.command_line import RUN_HELP, task
-from cluster.host.launch import folders
+from cluster.host.cli.command_line import task
 from cluster.host.options.option import Group
 from cluster.host.options.request import OPTIONS
-from cluster.host.reports import screenshots as pictures
 from cluster.system.paths import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "options.md"
 BEGIN = documents.begin("invoke docs.options --write")
-PICTURES = ROOT / "docs" / "guides" / "pictures"
 TROUBLES_PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
 TROUBLES_BEGIN = documents.begin("invoke docs.troubleshooting --write")
 
@@ -34,17 +30,6 @@ def options(c, write=False):
         documents.renew([PAGE], BEGIN, tables())
     else:
         print("\n".join(tables()))
-
-
-@task(
-    "run",
-    run=RUN_HELP,
-    output="folder of the PNG files (default: docs/guides/pictures)",
-)
-def screenshots(c, run=None, output=""):
-    """Take pictures of TensorBoard's tabs and of `report` for a run that has ended; needs Chromium."""
-    folder = settings.expanded("output", output).absolute() if output else PICTURES
-    pictures.take(folders.find_run(run or ""), folder, print)
 
 
 def tables() -> list[str]:

@@ -10,12 +10,12 @@ import pytest
 
 from cluster.contract.recovery.step_record import StepRecord
 from cluster.contract.run.folder import RunFolder
-from cluster.host.checks.campaign import injection
-from cluster.host.checks.campaign.injection import Injection
-from cluster.host.checks.campaign.volleys import Shot, Volley
 from cluster.host.runtime import registry
 from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
+from tests.tools.campaign import injection
+from tests.tools.campaign.injection import Injection
+from tests.tools.campaign.volleys import Shot, Volley
 from tests.waiting import wait_for
 
 TOTAL = 100

@@ -1,4 +1,7 @@
-"""Pictures of TensorBoard's tabs and of a run's page, taken by a browser without a window."""
+"""Pictures of TensorBoard's tabs and of a run's page for docs/guides/pictures, taken by a headless browser.
+
+python -m tests.tools.screenshots RUN
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -13,9 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.contract.run.folder import RunFolder
+from cluster.host.launch import folders
 from cluster.host.reports import page
 from cluster.host.runtime import tensorboard
 from cluster.system.errors import PrerequisiteError, RunFailed
+from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
 from cluster.system.waiting import wait_until
 
@@ -148,3 +154,7 @@ def _shrink(path: Path) -> None:
 
 def _no_shell(command: str) -> None:
     raise AssertionError(f"a local TensorBoard needs no {command}")
+
+
+if __name__ == "__main__":
+    take(folders.find_run(sys.argv[1]), ROOT / "docs" / "guides" / "pictures", print)

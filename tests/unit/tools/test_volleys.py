@@ -3,8 +3,8 @@
 from itertools import islice
 
 from cluster.contract import spec
-from cluster.host.checks.campaign import volleys
-from cluster.host.checks.campaign.volleys import Volley
+from tests.tools.campaign import volleys
+from tests.tools.campaign.volleys import Volley
 
 KINDS = set(volleys.WEIGHTS)
 CLUSTER = spec.build(workers=2)

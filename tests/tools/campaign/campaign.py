@@ -16,10 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.checks.campaign import record, volleys
-from cluster.host.checks.campaign.cases import CASES, Case
-from cluster.host.checks.campaign.injection import Injection
-from cluster.host.checks.campaign.record import Row
 from cluster.host.image import checkout
 from cluster.host.launch import folders
 from cluster.host.runtime import registry
@@ -28,6 +24,10 @@ from cluster.system.errors import RunFailed, UsageError, nearest
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
+from tests.tools.campaign import record, volleys
+from tests.tools.campaign.cases import CASES, Case
+from tests.tools.campaign.injection import Injection
+from tests.tools.campaign.record import Row
 
 FAULTS_S, LAST_FAULTS_S, RUN_S = 90.0, 180.0, 300.0
 """How long faults are injected into a run, and at its end, and after how long it is lost if it has not ended."""

@@ -11,12 +11,12 @@ from typing import Any
 from cluster.contract.recovery import step_record
 from cluster.contract.recovery.step_record import Progress
 from cluster.contract.run.folder import RunFolder
-from cluster.host.checks.campaign import volleys
-from cluster.host.checks.campaign.volleys import AGENT, ENDING, LAST_PHASES, PHASES, Shot, Volley
 from cluster.host.runtime import registry
 from cluster.host.runtime.faults import FaultInjector
 from cluster.system.errors import ClusterError
 from cluster.system.waiting import wait_until
+from tests.tools.campaign import volleys
+from tests.tools.campaign.volleys import AGENT, ENDING, LAST_PHASES, PHASES, Shot, Volley
 
 POLL_S = 0.002
 RECOVERY_S = 60.0

@@ -93,7 +93,7 @@ def draw(spec: ClusterSpec, seed: str, kinds: Collection[str]) -> Iterator[tuple
         seed: determines them.
         kinds: of faults that the run outlives, or can be resumed after.
     """
-    dice = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
+    dice = random.Random(seed)  # chaos needs to be repeated, not to be secret
     names = [task.name for task in spec.tasks]
     weights = {kind: weight for kind, weight in WEIGHTS.items() if kind in kinds}
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cluster.host.reports import screenshots
 from cluster.system.errors import PrerequisiteError, RunFailed
+from tests.tools import screenshots
 
 
 def browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from cluster.host.checks import documents
-from cluster.host.checks.campaign.cases import CASES
-from cluster.host.checks.campaign.volleys import PHASES, WEIGHTS
 from cluster.system.journal import append_json, read_json_lines
 from cluster.system.paths import ROOT
+from tests.tools.campaign.cases import CASES
+from tests.tools.campaign.volleys import PHASES, WEIGHTS
 
 RECORD = ROOT / "docs" / "internals" / "storms.jsonl"
 PAGE = ROOT / "docs" / "guides" / "faults.md"
-BEGIN = documents.begin("invoke chaos campaign --write")
+BEGIN = documents.begin("python -m tests.tools.campaign --write")
 
 Row = dict[str, Any]
 SAME, CHANGED, NOT_COMPARED = "same", "changed", "not compared"

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from cluster.host.checks import documents
-from cluster.host.checks.campaign import campaign, record
-from cluster.host.checks.campaign.cases import CASES
 from cluster.host.image import checkout
 from cluster.system.errors import UsageError
+from tests.tools.campaign import campaign, record
+from tests.tools.campaign.cases import CASES
 
 FAULT = {"kind": "kill", "task": "chief", "phase": "step", "step": 3}
 

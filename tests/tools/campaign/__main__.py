@@ -1,0 +1,45 @@
+"""Storms over many runs, with faults in every phase, several at once: `python -m tests.tools.campaign --help`.
+
+`cases.py` lists the kinds of runs, `volleys.py` draws the faults and `injection.py` injects them. `campaign.py` makes
+one run after the other and compares it with an undisturbed one; `record.py` counts the results for docs/guides/faults.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError
+from tests.tools.campaign import campaign, record
+from tests.tools.campaign.cases import CASES
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Inject faults into runs; exit code 1 if one is lost.")
+    parser.add_argument("--faults", type=int, default=20, help="after which no further run is started")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no further run is started")
+    parser.add_argument("--seed", type=int, default=0, help="the same one draws the same faults")
+    parser.add_argument("--cases", default="", help=f"some of {', '.join(CASES)} (default: all possible here)")
+    parser.add_argument(
+        "--write", action="store_true", help="record the runs and renew the table in docs/guides/faults.md"
+    )
+    parser.add_argument("--json", action="store_true", help="print the runs as JSON")
+    given = parser.parse_args()
+    log = functools.partial(print, file=sys.stderr, flush=True)
+    keep = record.add if given.write else lambda row: None
+    try:
+        cases = campaign.chosen(given.cases)
+        rows = campaign.main(cases, given.faults, given.seed, given.minutes * 60, log, keep)
+    except ClusterError as error:
+        log(f"error: {error}")
+        return error.exit_code
+    if given.write:
+        record.write()
+    print(json.dumps({"runs": rows}, indent=2) if given.json else "\n".join(campaign.lines(rows)))
+    return EXIT_FAILED if campaign.failed(rows) else EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
