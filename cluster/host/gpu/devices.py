@@ -1,4 +1,4 @@
-"""The GPUs of this machine as `nvidia-smi` reports them, and how they are connected."""
+"""The GPUs of this machine as `nvidia-smi` reports them, and which of them NVLink connects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ LIST = ("-L",)
 ANSWER_TIMEOUT_S = 30.0
 """The driver takes seconds to wake GPUs that nobody uses."""
 
-PATHS = {"SYS": 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5}
-"""What lies between two GPUs without NVLink, the farther the lower: sockets, host bridges, one of them, switches."""
-
-NVLINK = re.compile(r"NV(\d+)")
+NVLINK = re.compile(r"NV\d+")
+_INDEX = re.compile(r"GPU(\d+)")
 _UNDERLINE = re.compile(r"\x1b\[[0-9;]*m")
 _INSTANCE = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 
@@ -46,17 +44,10 @@ class Machine:
     """The MIG instances, if they were requested."""
     links: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """How two of them are connected: NV4, PIX, SYS and so on. Empty where `nvidia-smi topo` gave no answer."""
-    nodes: Mapping[str, str] = field(default_factory=dict)
-    """The NUMA node that a GPU is at; of older drivers the list of its processors, which says the same."""
 
-    def closeness(self, one: str, other: str) -> tuple[int, int]:
-        """Return how near two GPUs are: NVLinks between them first, then the path over PCIe or the NUMA node."""
-        link = self.links.get((one, other), "")
-        if match := NVLINK.fullmatch(link):
-            # `nvidia-smi` does not report paths without a link, but two NUMA nodes are on two sockets.
-            together = self.nodes.get(one) is not None and self.nodes.get(one) == self.nodes.get(other)
-            return int(match[1]), PATHS["NODE" if together else "SYS"]
-        return 0, PATHS.get(link, 0)
+    def linked(self, one: str, other: str) -> bool:
+        """Whether NVLink connects two GPUs."""
+        return NVLINK.fullmatch(self.links.get((one, other), "")) is not None
 
 
 def ask(*words: str) -> tuple[int, str]:
@@ -84,9 +75,9 @@ def machine(what: str, *, with_instances: bool = False) -> Machine:
     gpus = inventory(text)
     if not gpus:
         raise PrerequisiteError(f"{what}: nvidia-smi lists no GPU on this machine; use --gpus none, or another machine")
-    links, nodes = neighbours(ask(*TOPOLOGY)[1])  # empty if it failed
-    found = ask(*LIST) if with_instances else (1, "")
-    return Machine(gpus, instances(found[1]) if found[0] == 0 else (), links, nodes)
+    links = connections(ask(*TOPOLOGY)[1])  # empty if it failed
+    code, text = ask(*LIST) if with_instances else (1, "")
+    return Machine(gpus, instances(text) if code == 0 else (), links)
 
 
 def inventory(text: str) -> tuple[Gpu, ...]:
@@ -114,22 +105,17 @@ def instances(text: str) -> tuple[Gpu, ...]:
     return tuple(Gpu(match[2], match[2], f"MIG {match[1]}", 0) for match in found if match)
 
 
-def neighbours(text: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """Return how each two GPUs are connected and which NUMA node each is at, from what `nvidia-smi topo -m` printed."""
+def connections(text: str) -> dict[tuple[str, str], str]:
+    """Return how each two GPUs are connected, from the table that `nvidia-smi topo -m` printed."""
     rows = [cells for line in text.splitlines() if (cells := list(_cells(line)))]
-    at = next((at for at, cells in enumerate(rows) if cells[0] == "GPU0"), len(rows))
-    links, nodes = {}, {}
-    for name, *cells in rows[at + 1 :]:
-        if not (match := re.fullmatch(r"GPU(\d+)", name)):
-            continue
-        row = dict(zip(rows[at], cells, strict=False))
-        for other, link in row.items():
-            if (column := re.fullmatch(r"GPU(\d+)", other)) and other != name:
-                links[match[1], column[1]] = link
-        near = [row.get(column, "N/A") for column in ("NUMA Affinity", "CPU Affinity")]
-        if node := next((cell for cell in near if cell != "N/A"), ""):
-            nodes[match[1]] = node
-    return links, nodes
+    header = next((at for at, cells in enumerate(rows) if cells[0] == "GPU0"), len(rows))
+    links = {}
+    for name, *cells in rows[header + 1 :]:
+        for other, link in zip(rows[header], cells, strict=False):
+            pair = _INDEX.fullmatch(name), _INDEX.fullmatch(other)
+            if pair[0] and pair[1] and name != other:
+                links[pair[0][1], pair[1][1]] = link
+    return links
 
 
 def _cells(line: str) -> Iterator[str]:

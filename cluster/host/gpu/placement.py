@@ -1,4 +1,4 @@
-"""Which task gets which GPUs: the chief and the workers get neighbours, all tasks equally many, the others none."""
+"""Which task gets which GPUs: the chief and the workers the same number each, all other tasks none."""
 
 from __future__ import annotations
 
@@ -172,10 +172,10 @@ def place(
     count = _count(request, len(pool), len(tasks))
     if any(gpu.id.startswith("MIG-") for gpu in pool):
         _check_instances(request, count // len(tasks), cluster)
-    groups = _groups([gpu.id for gpu in pool], len(tasks), count // len(tasks), machine)
+    groups = _share_out([gpu.id for gpu in pool], len(tasks), count // len(tasks), machine)
     return Placement(
         dict(zip(tasks, groups, strict=True)),
-        notes=tuple(_notes(pool, groups, machine)),
+        notes=tuple(_notes([gpu for gpu in pool if any(gpu.id in group for group in groups)])),
         memory_bytes=min(gpu.memory_mib for gpu in pool) * 2**20,
     )
 
@@ -285,60 +285,22 @@ def _check_instances(request: GpuRequest, per_task: int, cluster: ClusterSpec) -
         )
 
 
-def _groups(ids: Sequence[str], num_groups: int, size: int, machine: Machine) -> list[tuple[str, ...]]:
-    """Return disjoint groups of neighbours, the groups near each other, too; in the order of their ids.
-
-    Greedy from every GPU as the first: machines have few GPUs, in islands, and there that finds the islands.
-    """
-    order = {gpu: at for at, gpu in enumerate(ids)}
-    best: tuple[list[int], list[list[str]]] = ([], [])
-    for first in ids:
-        taken: list[list[str]] = []
-        while len(taken) < num_groups:
-            left = [gpu for gpu in ids if not any(gpu in group for group in taken)]
-            outside = [gpu for group in taken for gpu in group]
-            starts = left if taken else [first]
-            groups = [_grow(start, left, size, outside, machine) for start in starts]
-            taken.append(max(groups, key=lambda group: _worth(group, outside, machine)))
-        worth = _total(taken, machine)
-        if not best[1] or worth > best[0]:
-            best = worth, taken
-    ordered = [tuple(sorted(group, key=order.__getitem__)) for group in best[1]]
-    return sorted(ordered, key=lambda group: order[group[0]])
+def _share_out(ids: Sequence[str], num_tasks: int, per_task: int, machine: Machine) -> list[tuple[str, ...]]:
+    """Return a group of GPUs for each task: in the order of their ids, but GPUs that NVLink connects together."""
+    left, groups = list(ids), []
+    for _ in range(num_tasks):
+        group = [left.pop(0)]
+        while len(group) < per_task:
+            linked = (gpu for gpu in left if all(machine.linked(gpu, member) for member in group))
+            group.append(next(linked, left[0]))
+            left.remove(group[-1])
+        groups.append(tuple(sorted(group, key=ids.index)))
+    return groups
 
 
-def _grow(start: str, left: Sequence[str], size: int, outside: Sequence[str], machine: Machine) -> list[str]:
-    """Return a group that begins with `start`, each further GPU the nearest to it, then to those outside."""
-    group = [start]
-    while len(group) < size:
-        rest = [gpu for gpu in left if gpu not in group]
-        group.append(max(rest, key=lambda gpu: _sum([gpu], group, machine) + _sum([gpu], outside, machine)))
-    return group
-
-
-def _worth(group: Sequence[str], outside: Sequence[str], machine: Machine) -> list[int]:
-    return _sum(group, group, machine) + _sum(group, outside, machine)
-
-
-def _total(groups: Sequence[Sequence[str]], machine: Machine) -> list[int]:
-    """Return how near the GPUs are in the groups, then those of all groups: the larger, the better."""
-    everything = [gpu for group in groups for gpu in group]
-    inside = [_sum(group, group, machine) for group in groups]
-    return [sum(part) for part in zip(*inside, strict=True)] + _sum(everything, everything, machine)
-
-
-def _sum(some: Sequence[str], others: Sequence[str], machine: Machine) -> list[int]:
-    """Return the sums of NVLinks and of the other closeness; lists compare by the first that differs."""
-    near = [machine.closeness(one, other) for one in some for other in others if one != other]
-    return [sum(links for links, _ in near), sum(path for _, path in near)]
-
-
-def _notes(pool: Sequence[Gpu], groups: Sequence[Sequence[str]], machine: Machine) -> Iterator[str]:
-    used = [gpu for gpu in pool if any(gpu.id in group for group in groups)]
+def _notes(used: Sequence[Gpu]) -> Iterator[str]:
     if len({gpu.model for gpu in used}) > 1:
         yield f"the GPUs are of several models ({_models(used)}): every synchronous step waits for the slowest"
-    if len(used) > 1 and not machine.links:
-        yield "`nvidia-smi topo -m` gave no answer: the tasks get GPUs in the order of their ids, not by NVLink"
 
 
 def _models(gpus: Sequence[Gpu]) -> str:

@@ -64,14 +64,9 @@ def judge(code: int, text: str, machine: Machine, ids: tuple[str, ...]) -> Findi
         return Finding(CHECK, "failed", f"train.bandwidth printed {last[:100]!r} instead of what it measured", fix)
     if not measured or used != [f"GPU:{index}" for index in range(len(ids))]:
         return Finding(CHECK, "failed", f"it was measured on {', '.join(used)} instead of {len(ids)} GPUs", fix)
-    way = _farthest(machine, ids)
-    return Finding(CHECK, "ok", f"GPU {','.join(ids)}{f' over {way}' if way else ''}: bus GB/s {shown}")
-
-
-def _farthest(machine: Machine, ids: tuple[str, ...]) -> str:
-    """Return how the two farthest GPUs are connected, which limits all of them; empty if that is unknown."""
-    pairs = [(one, other) for at, one in enumerate(ids) for other in ids[at + 1 :]]
-    return machine.links.get(min(pairs, key=lambda pair: machine.closeness(*pair)), "")
+    used_links = {link for pair, link in machine.links.items() if set(pair) <= set(ids)}
+    over = f" over {', '.join(sorted(used_links))}" if used_links else ""
+    return Finding(CHECK, "ok", f"GPU {','.join(ids)}{over}: bus GB/s {shown}")
 
 
 def _run(placed: Placement) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""What `nvidia-smi` says of a machine's GPUs, read: which there are, and which are neighbours."""
+"""The output of `nvidia-smi`: which GPUs there are, and how they are connected."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,53 +27,15 @@ def test_every_gpu_of_a_host_is_found(nvidia_smi, host):
     assert all(machine.links[other, one] == link for (one, other), link in machine.links.items())
 
 
-@pytest.mark.parametrize(
-    ("host", "pair", "near"),
-    [
-        ("8-h100-nvswitch", "03", (18, devices.PATHS["NODE"])),  # one NUMA node
-        ("8-h100-nvswitch", "34", (18, devices.PATHS["SYS"])),  # two
-        (
-            "8-v100-cube-mesh",
-            "03",
-            (2, devices.PATHS["NODE"]),
-        ),  # from the processors: there is no column of NUMA nodes
-        ("8-v100-cube-mesh", "04", (2, devices.PATHS["SYS"])),
-        ("8-v100-cube-mesh", "05", (0, devices.PATHS["SYS"])),
-        ("8-a100-pcie-bridges", "01", (12, devices.PATHS["NODE"])),
-        ("8-a100-pcie-bridges", "02", (0, devices.PATHS["NODE"])),
-        ("4-h100-pcie", "02", (0, devices.PATHS["PIX"])),
-        ("2-l4-no-topology", "01", (0, 0)),
-    ],
-)
-def test_neighbours_are_distinguished(nvidia_smi, host, pair, near):
-    nvidia_smi(host)
-    machine = devices.machine("--gpus all")
-    assert near == machine.closeness(*pair) == machine.closeness(*reversed(pair))
-
-
-def test_paths_are_ordered_as_nvidia_smi_s_legend_has_them():
-    legend = (RECORDED / "8-h100-nvswitch" / "topo.txt").read_text().partition("Self")[2]
-    assert sorted(devices.PATHS, key=devices.PATHS.__getitem__) == [
-        line.split()[0] for line in legend.splitlines() if " = Connection" in line and "NV#" not in line
-    ]
-
-
-def test_columns_cut_by_blanks_are_read_as_those_cut_by_tabs():
+def test_columns_separated_by_spaces_are_read_like_those_separated_by_tabs():
     text = (RECORDED / "8-h100-nvswitch" / "topo.txt").read_text()
-    assert devices.neighbours(text) == devices.neighbours(text.replace("\t", "    "))
-    assert "0" == devices.neighbours(text)[1]["3"]
-    older = text.replace("NUMA Affinity", "something else")
-    assert "0-55,112-167" == devices.neighbours(older)[1]["3"]
+    assert devices.connections(text) == devices.connections(text.replace("\t", "    "))
 
 
-def test_what_is_not_known_is_no_neighbourhood():
-    links, nodes = devices.neighbours(
-        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV4\tN/A\tN/A\nGPU1\tNV4\t X \n"
-    )
-    assert ({("0", "1"): "NV4", ("1", "0"): "NV4"}, {}) == (links, nodes)
-    machine = devices.Machine((), (), links, nodes)
-    assert (4, devices.PATHS["SYS"]) == machine.closeness("0", "1")
-    assert ({}, {}) == devices.neighbours("Not supported\n")
+def test_incomplete_tables_are_read_as_far_as_possible():
+    text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV4\tN/A\tN/A\nGPU1\tNV4\t X \n"
+    assert {("0", "1"): "NV4", ("1", "0"): "NV4"} == devices.connections(text)
+    assert {} == devices.connections("Not supported\n")
 
 
 def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi):

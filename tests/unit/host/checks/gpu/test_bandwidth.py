@@ -167,11 +167,11 @@ def test_an_answer_without_a_bandwidth_is_a_failure(code, text, detail):
     assert "NCCL_DEBUG=INFO" in found.fix
 
 
-def test_the_farthest_pair_is_named_if_it_is_known(nvidia_smi):
+def test_the_connections_are_named_if_they_are_known(nvidia_smi):
     nvidia_smi("2-h100-nvl")
     assert bandwidth.judge(0, measured(2), gpus.machine("-"), ("0", "1")).detail.startswith("GPU 0,1 over NV12: ")
     nvidia_smi("8-a100-pcie-bridges")
-    assert " over SYS: " in bandwidth.judge(0, measured(3), gpus.machine("-"), ("0", "1", "7")).detail
+    assert " over NV12, SYS: " in bandwidth.judge(0, measured(3), gpus.machine("-"), ("0", "1", "7")).detail
     assert "over" not in bandwidth.judge(0, measured(2), Machine(()), ("0", "1")).detail
 
 
