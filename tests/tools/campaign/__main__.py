@@ -1,7 +1,7 @@
 """Storms over many runs, with faults in every phase, several at once: `python -m tests.tools.campaign --help`.
 
 `cases.py` lists the kinds of runs, `volleys.py` draws the faults and `injection.py` injects them. `campaign.py` makes
-one run after the other and compares it with an undisturbed one; `record.py` counts the results for docs/guides/faults.md.
+one run after the other and compares it with an undisturbed one; `record.py` counts the results.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="after which no further run is started")
     parser.add_argument("--seed", type=int, default=0, help="the same one draws the same faults")
     parser.add_argument("--cases", default="", help=f"some of {', '.join(CASES)} (default: all possible here)")
-    parser.add_argument(
-        "--write", action="store_true", help="record the runs and renew the table in docs/guides/faults.md"
-    )
+    parser.add_argument("--write", action="store_true", help="record the runs and renew the table of docs")
     parser.add_argument("--json", action="store_true", help="print the runs as JSON")
     given = parser.parse_args()
     log = functools.partial(print, file=sys.stderr, flush=True)
