@@ -1,9 +1,22 @@
-"""`invoke explain`: a cluster in words, from a run, from options of `up`, or from anybody's TF_CONFIG."""
+"""`invoke explain`: a cluster in words and every mistake of its TF_CONFIG, each with its fix.
+
+`cluster.contract.tf_config.parse` refuses a TF_CONFIG at its first mistake; here it is read as far as possible.
+"""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import difflib
+import ipaddress
+import json
+import re
+import socket
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +24,91 @@ from cluster.contract import strategies, tf_config
 from cluster.contract.findings import Finding
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.contract.strategies import Strategy
-from cluster.host.checks import tf_config_lint
-from cluster.host.checks.tf_config_lint import Member, Reading
 from cluster.host.view.columns import columns
 from cluster.system.errors import UsageError
 from cluster.system.messages import counted, plain
 
 MAX_BYTES = 2**20
+ROLES = (*(role.value for role in Role), "master")
+"""The task types that TensorFlow knows; `master` is the chief of TensorFlow 1."""
+FIRST_EPHEMERAL, LAST_EPHEMERAL = 32768, 60999
+"""The ports that Linux gives to outgoing connections by default."""
+GOOD_PORT = "use a port from 1024 to 32767"
+REACH_TIMEOUT_S = 2.0
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
+_ANY_ADDRESS = ("0.0.0.0", "[::]", "::")  # noqa: S104  # refused, and not bound
+_THIS_MACHINE = ("localhost", "127.", "[::1]")
+_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+
+DUTIES = {
+    "chief": "hands out the steps, and saves checkpoints; it trains nothing itself",
+    "worker": "computes the steps that the chief hands out, on whole batches",
+    "ps": "holds its part of the weights, and updates them",
+}
+"""The duty of each role under ParameterServerStrategy."""
+ALONE = ("One process: no task waits for another, and TF_CONFIG may as well be unset.",)
+SERVED = (
+    "Workers and parameter servers wait for the chief, which may come last. Steps",
+    "are asynchronous: no worker waits for another, a lost one is replaced alone,",
+    "and two runs never give the same bits.",
+)
+TOGETHER = "Every task waits for all others, at the start and in each step:"
+STAGED = (
+    f"{TOGETHER} activations and",
+    "their gradients pass from stage to stage. One lost task ends the step of all.",
+)
+SUMMED = (f"{TOGETHER} their gradients", "are summed by all-reduce. One lost task ends the step of all.")
 
 
 @dataclass(frozen=True)
+class Member:
+    """A task as a TF_CONFIG lists it."""
+
+    role: str
+    index: int
+    address: str
+
+    @property
+    def name(self) -> str:
+        """Role and index, such as `worker 1`."""
+        return f"{self.role} {self.index}"
+
+    @property
+    def host(self) -> str:
+        """The address without its port."""
+        return self.address.rpartition(":")[0] or self.address
+
+    @property
+    def port(self) -> int | None:
+        """The port; None where there is none, or it is not a number."""
+        text = self.address.rpartition(":")[2]
+        return int(text) if re.fullmatch(r"[0-9]{1,9}", text) and ":" in self.address else None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the address is that of whichever machine uses it."""
+        return self.host.lower().startswith(_THIS_MACHINE)
+
+
+@dataclass
 class Explained:
-    """A cluster, what each of its tasks does, and what is wrong with it."""
+    """A cluster, what each of its tasks does, and the mistakes of its TF_CONFIG.
+
+    Attributes:
+        source: of the cluster, in words.
+        strategy: that trains on it; None where nothing says.
+        members: the tasks.
+        role: of the task that the TF_CONFIG was made for; empty where it names none.
+        index: of that task.
+        findings: the mistakes.
+    """
 
     source: str
-    """Where it comes from, in words."""
-    reading: Reading
-    strategy: Strategy | None
-    """That trains on it; None where nothing says."""
-    findings: tuple[Finding, ...]
+    strategy: Strategy | None = None
+    members: list[Member] = field(default_factory=list)
+    role: str = ""
+    index: int = 0
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -39,41 +118,35 @@ class Explained:
     @property
     def likely(self) -> Strategy:
         """The strategy, or the one that such clusters are made for."""
-        if self.strategy:
-            return self.strategy
-        return strategies.get("ps" if self.reading.of("ps") else "multiworker" if self._several else "one")
+        guess = "ps" if self.of("ps") else "multiworker" if len(self.members) > 1 else "one"
+        return self.strategy or strategies.get(guess)
 
-    @property
-    def _several(self) -> bool:
-        return len(self.reading.members) > 1
+    def of(self, *roles: str) -> list[Member]:
+        """Return the tasks of these types, in the order of the types."""
+        return [member for role in roles for member in self.members if member.role == role]
 
-    def does(self, member: Member) -> str:
+    def fail(self, check: str, detail: str, fix: str) -> None:
+        """Record a mistake."""
+        self.findings.append(Finding(check, "failed", detail, fix))
+
+    def warn(self, check: str, detail: str, fix: str) -> None:
+        """Record something that may be a mistake."""
+        self.findings.append(Finding(check, "warning", detail, fix))
+
+    def duty(self, member: Member) -> str:
         """Return what a task does, in words."""
-        kind, leads = self.likely, self.leads(member)
         if member.role == Role.EVALUATOR:
-            return "evaluates every new checkpoint, beside the cluster"
-        if kind.served:
-            return {
-                "chief": "hands out the steps, and saves checkpoints; it trains nothing itself",
-                "worker": "computes the steps that the chief hands out, on whole batches",
-                "ps": "holds its part of the weights, and updates them",
-            }.get(member.role, "unknown")
-        if kind.staged:
+            return "evaluates every new checkpoint, outside the cluster"
+        if self.likely.served:
+            return DUTIES.get(member.role, "unknown")
+        if self.likely.staged:
             work = "holds a stage of the model"
         elif member.role == "ps":
             work = "nothing: this strategy has no parameter servers"
         else:
-            work = "trains on its part of every batch" if self._several else "trains alone"
-        return f"{work}, and saves checkpoints" if leads else work
-
-    def leads(self, member: Member) -> bool:
-        """Whether a task is the one that saves: the chief, or worker 0 where none is listed."""
-        chiefs = self.reading.of("chief") or self.reading.of("master") or self.reading.of("worker")
-        return member == chiefs[0] if chiefs else False
-
-    def is_own(self, member: Member) -> bool:
-        """Whether the TF_CONFIG was made for this task."""
-        return (member.role, member.index) == (self.reading.role, self.reading.index)
+            work = "trains on its part of every batch" if len(self.members) > 1 else "trains alone"
+        saves = member in self.of("chief", "master", "worker")[:1]
+        return f"{work}, and saves checkpoints" if saves else work
 
     def to_json(self) -> dict[str, Any]:
         """Return the form of `invoke explain --json`."""
@@ -81,54 +154,36 @@ class Explained:
             "ok": self.ok,
             "source": self.source,
             "strategy": self.strategy.class_name if self.strategy else None,
-            "task": {"type": self.reading.role, "index": self.reading.index} if self.reading.role else None,
-            "tasks": [asdict(member) | {"does": self.does(member)} for member in self._shown],
+            "task": {"type": self.role, "index": self.index} if self.role else None,
+            "tasks": [asdict(member) | {"does": self.duty(member)} for member in self._shown],
             "findings": [asdict(finding) for finding in self.findings],
         }
 
     @property
     def _shown(self) -> list[Member]:
-        beside = self.reading.role == Role.EVALUATOR and not self.reading.of("evaluator")
-        return [*self.reading.members, *([Member("evaluator", self.reading.index, "in no cluster")] if beside else [])]
+        outside = self.role == Role.EVALUATOR and not self.of("evaluator")
+        return [*self.members, *([Member("evaluator", self.index, "in no cluster")] if outside else [])]
 
     def lines(self, *, lint: bool) -> list[str]:
-        """Return it as lines of text: the cluster and what is wrong with it, or with `lint` only the latter."""
-        found = columns(
-            (each.state, each.check, "; ".join(filter(None, (each.detail, each.fix)))) for each in self.findings
-        )
-        verdict = [f"{self.source}: nothing is wrong"] if not self.findings else found
+        """Return it as lines of text: the cluster and its mistakes, or with `lint` only the latter."""
+        rows = [(each.state, each.check, "; ".join(filter(None, (each.detail, each.fix)))) for each in self.findings]
+        verdict = columns(rows) if rows else [f"{self.source}: nothing is wrong"]
         return [plain(line) for line in (verdict if lint else [*self._drawn(), "", *verdict])]
 
     def _drawn(self) -> list[str]:
-        members = self._shown
-        if not members:
+        if not self._shown:
             return [f"{self.source}: no cluster could be read"]
-        own = " (this task)"
-        rows = [(each.name + (own if self.is_own(each) else ""), each.address, self.does(each)) for each in members]
+        rows = [("TASK", "ADDRESS", "WHAT IT DOES")]
+        for member in self._shown:
+            mark = " (this task)" if (member.role, member.index) == (self.role, self.index) else ""
+            rows.append((member.name + mark, member.address, self.duty(member)))
         likely = "" if self.strategy else ", as far as TF_CONFIG shows"
+        together = SERVED if self.likely.served else STAGED if self.likely.staged else SUMMED
         return [
-            f"{self.source}: {counted(len(self.reading.members), 'task')}, {self.likely.class_name}{likely}",
-            *columns([("TASK", "ADDRESS", "WHAT IT DOES"), *rows]),
-            *self._story(),
+            f"{self.source}: {counted(len(self.members), 'task')}, {self.likely.class_name}{likely}",
+            *columns(rows),
+            *(together if len(self.members) > 1 else ALONE),
         ]
-
-    def _story(self) -> list[str]:
-        """Return how the tasks work together."""
-        if not self._several:
-            return ["One process: no task waits for another, and TF_CONFIG may as well be unset."]
-        if self.likely.served:
-            return [
-                "Workers and parameter servers wait for the chief, which may come last. Steps",
-                "are asynchronous: no worker waits for another, a lost one is replaced alone,",
-                "and two runs never give the same bits.",
-            ]
-        together = "Every task waits for all others, at the start and in each step:"
-        if self.likely.staged:
-            return [
-                f"{together} activations and",
-                "their gradients pass from stage to stage. One lost task ends the step of all.",
-            ]
-        return [f"{together} their gradients", "are summed by all-reduce. One lost task ends the step of all."]
 
 
 def of_text(text: str, source: str, strategy: str = "", *, reach: bool = False) -> Explained:
@@ -136,17 +191,22 @@ def of_text(text: str, source: str, strategy: str = "", *, reach: bool = False) 
 
     Args:
         text: the value of the environment variable.
-        source: where it comes from, in words.
+        source: of the text, in words.
         strategy: that is to train on it; empty where that is not known.
         reach: whether to try every address.
 
     Raises:
-        UsageError: there is no such strategy.
+        UsageError: the strategy is unknown.
     """
-    kind = strategies.requested(strategy) if strategy else None
-    reading = tf_config_lint.read(text)
-    found = tf_config_lint.lint(reading, kind)
-    return Explained(source, reading, kind, tuple(found + (tf_config_lint.reach(reading) if reach else [])))
+    explained = Explained(source, strategies.requested(strategy) if strategy else None)
+    _read(text, explained)
+    for check in (_check_roles, _check_task, _check_addresses, _check_machines, _check_strategy):
+        check(explained)
+    if reach:
+        with ThreadPoolExecutor(max_workers=32) as pool:
+            for problem in filter(None, pool.map(_unreachable, explained.members)):
+                explained.fail("reach", *problem)
+    return explained
 
 
 def of_cluster(cluster: ClusterSpec, source: str, task: str = "", *, reach: bool = False) -> Explained:
@@ -158,18 +218,17 @@ def of_cluster(cluster: ClusterSpec, source: str, task: str = "", *, reach: bool
     member = cluster.task(task) if task else cluster.tasks[0]
     text = tf_config.dumps(cluster, member)
     if text is None:
-        alone = Reading((Member(member.role.value, 0, "in no cluster: TF_CONFIG is not set"),))
-        return Explained(source, alone, cluster.kind, ())
+        alone = Member(member.role.value, 0, "in no cluster: TF_CONFIG is not set")
+        return Explained(source, cluster.kind, [alone])
     explained = of_text(text, source, cluster.strategy, reach=reach)
-    if task:
-        return explained
-    evaluators = tuple(Member("evaluator", each.index, "in no cluster") for each in cluster.of(Role.EVALUATOR))
-    reading = explained.reading
-    return replace(explained, reading=replace(reading, members=reading.members + evaluators, role=""))
+    if not task:
+        explained.members += [Member("evaluator", each.index, "in no cluster") for each in cluster.of(Role.EVALUATOR)]
+        explained.role = ""
+    return explained
 
 
 def read_file(name: str) -> str:
-    """Return the text of a file, or of standard input where it is called `-`.
+    """Return the text of a file, or of standard input for the name `-`.
 
     Raises:
         UsageError: it cannot be read.
@@ -181,3 +240,245 @@ def read_file(name: str) -> str:
             return file.read(MAX_BYTES).decode(errors="replace")
     except OSError as error:
         raise UsageError(f"--file {name!r}: {error.strerror}; name a file that holds a TF_CONFIG") from None
+
+
+# The form
+
+
+def _read(text: str, into: Explained) -> None:
+    """Read the text of a TF_CONFIG as far as possible."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        detail = str(error)[:100]
+        if isinstance(error, json.JSONDecodeError):
+            detail = f"line {error.lineno}, column {error.colno}: {error.msg}" if text.strip() else "it is empty"
+        into.fail("json", detail, _repair(text))
+        return
+    if isinstance(value, str):
+        into.fail("json", "the JSON is a string that holds JSON: it was encoded twice", "encode it once")
+        _read(value, into)
+    elif isinstance(value, dict):
+        _read_cluster(value.get("cluster"), into)
+        _read_task(value.get("task"), into)
+    else:
+        into.fail("json", f"it is {_kind(value)}", 'write {"cluster": {...}, "task": {...}}')
+
+
+def _repair(text: str) -> str:
+    """Return how a text becomes JSON."""
+    if not text.strip():
+        return "set TF_CONFIG, or unset it where one process trains alone"
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(re.sub(r",(?=\s*[\]}])", "", text))
+        return "remove each comma before a closing bracket"
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        if isinstance(ast.literal_eval(text.strip()), dict):
+            return "this is Python's way to write a dict: use json.dumps, which writes double quotes"
+    if '\\"' in text:
+        return "the quotes are escaped once too often: remove the backslashes"
+    if "TF_CONFIG" in text:
+        return "this is more than TF_CONFIG: give its value alone, from { to }"
+    return "correct it there"
+
+
+def _read_cluster(cluster: Any, into: Explained) -> None:
+    if not isinstance(cluster, dict) or not cluster:
+        into.fail("cluster", f"'cluster' is {_kind(cluster)}", 'write {"worker": ["host:port", ...]} with every task')
+        return
+    for role, addresses in cluster.items():
+        if isinstance(addresses, list):
+            numbered = dict(enumerate(addresses))
+        elif isinstance(addresses, dict) and all(str(key).isdigit() for key in addresses):
+            # TensorFlow also takes {"0": "host:port"}, for clusters that know only some of their tasks
+            numbered = {int(key): address for key, address in addresses.items()}
+        else:
+            into.fail("cluster", f"{role!r} is {_kind(addresses)}", 'write a list: ["host:port", ...]')
+            continue
+        for index, address in numbered.items():
+            if isinstance(address, str):
+                into.members.append(Member(role, index, address))
+            else:
+                into.fail("address", f"{role} {index} is {_kind(address)}", 'write "host:port"')
+
+
+def _read_task(task: Any, into: Explained) -> None:
+    fix = 'add "task": {"type": "worker", "index": 0}, with each task\'s own type and index'
+    if not isinstance(task, dict) or not isinstance(task.get("type"), str):
+        into.fail("task", "it does not name the task that it is for", fix)
+        return
+    into.role, index = task["type"], task.get("index")
+    if isinstance(index, int) and not isinstance(index, bool):
+        into.index = index
+    elif isinstance(index, str) and re.fullmatch(r"[0-9]{1,9}", index):
+        into.warn("task", f"the index {index!r} is a text", f"write the number {index}")
+        into.index = int(index)
+    else:
+        into.fail("task", f"the index is {_kind(index)}", fix)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "missing"
+    empty = "empty, " if value in ({}, [], "") else ""
+    return empty + _KINDS[type(value)]
+
+
+# The tasks
+
+
+def _check_roles(config: Explained) -> None:
+    counts = Counter(member.role for member in config.members)
+    for role in counts:
+        if role not in ROLES:
+            config.fail("roles", f"TensorFlow has no task type {role!r}", _known_roles(role))
+        indices = {member.index for member in config.of(role)}
+        if indices != set(range(len(indices))):
+            config.warn("roles", f"{role} lists only the indices {sorted(indices)[:8]}", "list all")
+    if counts["evaluator"]:
+        config.fail(
+            "evaluator",
+            "the evaluator is listed in 'cluster', so every strategy waits for it",
+            "remove it from 'cluster'; only its own 'task' says that it is the evaluator",
+        )
+    chiefs = [f"{member.name} ({member.address})" for member in config.of("chief", "master")]
+    if len(chiefs) > 1:
+        config.fail("chief", f"there are {len(chiefs)} chiefs: {', '.join(chiefs)}", "keep one; others are workers")
+    elif counts["master"]:
+        config.warn("chief", "'master' is the chief of TensorFlow 1", "write 'chief'")
+
+
+def _known_roles(role: str) -> str:
+    if role.startswith("workerpool"):
+        return "this is Vertex AI's CLUSTER_SPEC; read TF_CONFIG, which it sets, too"
+    close = difflib.get_close_matches(role.lower(), ROLES[:-1], n=1)
+    return f"write {close[0]!r}" if close else f"use {', '.join(ROLES[:-1])}"
+
+
+def _check_task(config: Explained) -> None:
+    role, index = config.role, config.index
+    if role in ("", "evaluator") or not config.members:
+        return
+    indices = [member.index for member in config.of(role)]
+    if not indices:
+        known = ", ".join(dict.fromkeys(member.role for member in config.members))
+        config.fail("task", f"this task is {role} {index}, and the cluster has only: {known}", f"add it as {role!r}")
+    elif index not in indices:
+        config.fail(
+            "task",
+            f"the index {index} is out of range: there are {counted(len(indices), role)}",
+            f"use an index from 0 to {max(indices)}, or list this task's address under {role!r}",
+        )
+
+
+def _check_strategy(config: Explained) -> None:
+    strategy, servers, workers = config.strategy, config.of("ps"), config.of("worker")
+    name = strategy.class_name if strategy else ""
+    if servers and not strategy:
+        config.warn(
+            "strategy",
+            "with 'ps' in the cluster, only ParameterServerStrategy can train; others wait for ps 0 indefinitely",
+            "remove 'ps' for any other strategy; --strategy ps says that it is this one",
+        )
+    elif servers and strategy and not strategy.served:
+        detail = f"{name} has no parameter servers, and waits for ps 0 indefinitely"
+        config.fail("strategy", detail, "remove 'ps', or train with ParameterServerStrategy")
+    if servers and not workers:
+        config.fail("strategy", "there are parameter servers and no worker", "add 'worker'")
+    elif servers and not config.of("chief", "master"):
+        config.fail("strategy", "ParameterServerStrategy needs a chief, which hands out the steps", "add 'chief'")
+    if strategy and strategy.served and not servers:
+        config.fail("strategy", f"{name} needs parameter servers", "add 'ps'")
+    if strategy and strategy.one_process and len(config.members) > 1:
+        detail = f"{name} trains in one process, and {len(config.members)} tasks are listed"
+        config.fail("strategy", detail, "unset TF_CONFIG, or use MultiWorkerMirroredStrategy")
+
+
+# The addresses
+
+
+def _check_addresses(config: Explained) -> None:
+    by_address: dict[tuple[str, int | None], list[Member]] = {}
+    for member in config.members:
+        host = "localhost" if member.is_here else member.host.lower()
+        by_address.setdefault((host, member.port), []).append(member)
+        shown = f"{member.name}: {member.address[:100]!r}"
+        if "://" in member.address:
+            config.fail("address", f"{shown} has a scheme", "write host:port alone")
+            continue
+        _check_name(config, member)
+        if member.port is None or member.address.startswith(":"):
+            config.fail("address", f"{shown} is not host:port", "write the host and the port on which it listens")
+        elif not 0 < member.port < 65536:
+            config.fail("port", f"{shown}: port {member.port} does not exist", GOOD_PORT)
+        elif member.port < 1024:
+            config.warn("port", f"{shown}: ports below 1024 need root", GOOD_PORT)
+        elif FIRST_EPHEMERAL <= member.port <= LAST_EPHEMERAL:
+            detail = f"{shown}: Linux gives ports from {FIRST_EPHEMERAL} to outgoing connections, so it may be taken"
+            config.warn("port", detail, GOOD_PORT)
+    for members in by_address.values():
+        if len(members) > 1:
+            config.fail(
+                "duplicate", f"{_names(members)} have the same address {members[0].address}", "give each its own"
+            )
+
+
+def _check_name(config: Explained, member: Member) -> None:
+    host = member.host
+    if not host or _is_ip_address(host):
+        return
+    shown = f"{member.name}: {host[:100]!r}"
+    labels = host.removesuffix(".").split(".")
+    if labels[-1].isdigit():
+        config.fail("name", f"{shown} is neither a name nor an IPv4 address", "correct the address")
+    elif len(host) > 253 or not all(map(_LABEL.fullmatch, labels)):
+        fix = "use up to 253 characters; each part has 1 to 63 letters, digits and '-', with no '-' at either end"
+        config.fail("name", f"{shown} is refused by DNS", fix)
+    elif "_" in host:
+        detail = f"{shown} has an underscore: containers resolve it, DNS and Kubernetes refuse it"
+        config.warn("name", detail, "use '-' instead")
+
+
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _check_machines(config: Explained) -> None:
+    for member in config.members:
+        if member.host in _ANY_ADDRESS:
+            detail = f"{member.name}: {member.host} is where a server listens, not where others reach it"
+            config.fail("localhost", detail, "write the machine's name or address")
+    here = [member for member in config.members if member.is_here]
+    others = [member for member in config.members if not member.is_here]
+    if here and others:
+        config.fail(
+            "localhost",
+            f"{_names(here)} on {here[0].host}, and {others[0].name} on {others[0].host}: on every machine, localhost "
+            "is that machine",
+            "write each machine's name or address",
+        )
+
+
+def _names(members: Sequence[Member]) -> str:
+    return ", ".join(member.name for member in members)
+
+
+def _unreachable(member: Member) -> tuple[str, str] | None:
+    """Return why an address cannot be reached from here, and the fix; None where it can, or has no port."""
+    if not member.port or member.port > 65535:
+        return None
+    try:
+        socket.create_connection((member.host.strip("[]"), member.port), REACH_TIMEOUT_S).close()
+    except (socket.gaierror, UnicodeError):
+        return f"{member.name}: {member.host!r} does not resolve here", "correct the name, or the DNS"
+    except TimeoutError:
+        fix = "open the port in the firewall between the machines"
+        return f"{member.name}: {member.address} does not answer in {REACH_TIMEOUT_S:g} s", fix
+    except OSError as error:
+        fix = "start this task; it listens once TensorFlow has started"
+        return f"{member.name}: {member.address}: {error.strerror or error}", fix
+    return None

@@ -8,8 +8,8 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster.contract import spec, strategies, tf_config
-from cluster.host.checks import explain, tf_config_lint
+from cluster.contract import spec, tf_config
+from cluster.host.checks import explain
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 
 TWO = {"worker": ["a:2222", "b:2222"]}
@@ -21,8 +21,7 @@ def text(cluster: object = TWO, role: object = "worker", index: object = 0) -> s
 
 def found(value: str, strategy: str = "") -> set[tuple[str, str]]:
     """Return the state and the name of each finding."""
-    kind = strategies.get(strategy) if strategy else None
-    return {(each.state, each.check) for each in tf_config_lint.lint(tf_config_lint.read(value), kind)}
+    return {(each.state, each.check) for each in explain.of_text(value, "", strategy).findings}
 
 
 def explained(**options: Any) -> int:
@@ -89,7 +88,7 @@ def test_a_mistake_is_found(value, check):
     ],
 )
 def test_the_fix_is_for_the_mistake_that_was_made(value, fix):
-    assert any(fix in each.fix for each in tf_config_lint.lint(tf_config_lint.read(value)))
+    assert any(fix in each.fix for each in explain.of_text(value, "").findings)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,9 @@ def test_every_port_is_tried_where_that_is_requested():
         there, gone = server.getsockname()[1], closed.getsockname()[1]
         closed.close()
         cluster = {"worker": [f"127.0.0.1:{there}", f"127.0.0.1:{gone}", f"{'a' * 64}:2222"]}
-        details = [each.detail for each in tf_config_lint.reach(tf_config_lint.read(text(cluster)))]
+        details = [
+            each.detail for each in explain.of_text(text(cluster), "", reach=True).findings if each.check == "reach"
+        ]
     assert ["worker 1", "worker 2"] == [detail.split(":")[0] for detail in details]
 
 
