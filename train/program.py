@@ -19,16 +19,16 @@ from cluster.contract.spec import Role, Task
 from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.system.json_files import DISK_FULL, read_json
 from cluster.system.messages import system_error
-from train import evaluator, strategy
+from train import evaluator, patches, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
 from train.data import sources
 from train.data.function import service
 from train.loops import custom
 from train.loops.keras_fit import fit
-from train.loops.train_step import exact_order
-from train.model import initial, keras_compat, layer_state, models, objectives
+from train.model import initial, layer_state, models, objectives
 from train.model.export import is_legacy
+from train.patches import exact_order
 from train.pipeline.division import Division
 from train.startup import rehearsal
 from train.telemetry import environment
@@ -104,8 +104,8 @@ class Program:
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
         if not is_legacy():
-            keras_compat.install()
-        exact_order(config.micro_batches, deterministic=config.deterministic)
+            patches.apply()
+        exact_order.keep_order_of_sums(config.micro_batches, deterministic=config.deterministic)
         source = self._source()
 
         def new_model() -> keras.Model:

@@ -35,8 +35,8 @@ from cluster.system.processes import as_exit_code
 LONE_RESTART_S = 60.0
 """How long after a worker's restart another script's error counts as its consequence."""
 OTHERS_POLL_S = 0.2
-KERAS_HOOK = ROOT / "train" / "keras3" / "hook"
-"""Holds the `sitecustomize` that mends Keras 3 in a script's process."""
+KERAS_HOOK = ROOT / "train" / "patches" / "hook"
+"""Holds the `sitecustomize` that patches Keras 3 in a script's process."""
 
 
 class ScriptAgent(Agent):
@@ -159,7 +159,7 @@ def _reported(end: End) -> str:
 def script_environment(environment: dict[str, str]) -> dict[str, str]:
     """Return a script's environment: modules of this checkout must not shadow those that it imports.
 
-    Keras is mended as it is imported; the folder for that has nothing else that could be.
+    The folder of the hook that patches Keras has no other module.
     """
     entries = environment.get("PYTHONPATH", "").split(os.pathsep)
     kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]

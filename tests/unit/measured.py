@@ -1,7 +1,7 @@
 """Numbers measured in processes of their own, by `tests/unit/measure/`.
 
-What is measured needs several logical devices, a cluster, or Keras without `keras_compat` first and with it afterwards.
-Each of these is decided once a process, and all other unit tests share pytest's.
+They need several logical devices, a cluster, or Keras first without and then with the patches of `train/patches/`. A
+process can choose each of these only once, and all other unit tests share pytest's process.
 """
 
 import fcntl

@@ -25,7 +25,8 @@ from train.data.batches import Batch
 from train.elastic.exact_sum import exact_sum
 from train.elastic.virtual_shards import VirtualShards
 from train.loops.train_step import Computed, TrainStep, repeat
-from train.model import exchange, keras_compat, masks
+from train.model import exchange, masks
+from train.patches import nan_gradients, placed_seeds
 
 
 class ComputedShards(NamedTuple):
@@ -70,7 +71,7 @@ class ElasticTrainStep(TrainStep):
             part = self._shard(batch_of, step, shard, weights)
             loss = part.loss
             if self.policy.loss_scale is None:
-                loss = keras_compat.nan_if_broken(loss, part.gradients)
+                loss = nan_gradients.nan_if_broken(loss, part.gradients)
             return part.gradients, part.state, tf.stack([loss, part.score])
 
         numbers_n = self.shards.of(replica)
@@ -116,7 +117,7 @@ class ElasticTrainStep(TrainStep):
 
         def one(micro_batch: tf.Tensor | None) -> Computed:
             batch = batch_of(shard if micro_batch is None else shard * self.micro_batches + micro_batch)
-            place = keras_compat.random_place(step, shard, micro_batch)
+            place = placed_seeds.random_place(step, shard, micro_batch)
             part = self.state.part(self.model.trainable_variables, weights)
             with place, tf.GradientTape(watch_accessed_variables=False) as tape, part as state:
                 tape.watch(weights)

@@ -21,7 +21,7 @@ from train.loops import callbacks, outer, parameter_server, pipeline, steps
 from train.loops.best import Best, BestState, check_metric
 from train.loops.callback_state import CallbackState
 from train.loops.train_step import TrainStep
-from train.model import keras_compat
+from train.patches import batch_normalization
 from train.pipeline import timeline
 from train.saving import timer
 from train.telemetry import trace
@@ -36,7 +36,7 @@ class Training:
         config, strategy = context.config, context.strategy
         with strategy.scope():
             if not config.bitwise_elastic:  # a virtual shard knows nothing of those that are computed elsewhere
-                keras_compat.synchronize_batch_normalization(context.model, strategy.num_replicas_in_sync)
+                batch_normalization.synchronize_batch_normalization(context.model, strategy.num_replicas_in_sync)
         self._policy = context.new_policy()
         self._state = CallbackState() if config.callbacks else None
         self._best_state = BestState() if config.best.metric else None

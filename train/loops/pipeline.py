@@ -22,9 +22,9 @@ from train.data import memory
 from train.data.batches import Batch, BatchSlice, Replicas, eval_batches
 from train.loops import steps, train_step
 from train.loops.steps import LoopResult, Signals
-from train.model import keras_compat
 from train.model.gradients import GradientPolicy
 from train.model.objectives import global_mean
+from train.patches import nan_gradients, optimizer_rate, summed_gradients
 from train.pipeline import edges, schedule, timeline
 from train.pipeline.marks import Marks, marks_call
 from train.pipeline.stage import Stage
@@ -40,7 +40,7 @@ class Pipeline:
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         assert context.division is not None
         self._context, self._policy, self._signals, self._division = context, policy, signals, context.division
-        keras_compat.take_summed_gradients(policy.optimizer)
+        summed_gradients.take_summed_gradients(policy.optimizer)
         config, division = context.config, context.division
         self._parts = division.pipelines * config.micro_batches
         """Of the global batch, a micro-batch each."""
@@ -293,12 +293,12 @@ class Pipeline:
         micro_batches = self._context.config.micro_batches
         iterations.assign(before * micro_batches + at if self._asynchronous else before)
         if gradients:
-            with keras_compat.fixed_rate(policy.optimizer, self._rate):
+            with optimizer_rate.fixed_rate(policy.optimizer, self._rate):
                 policy.update(gradients, variables, self._finite, self._norm)
         counts = at == micro_batches - 1 if self._finite is None else self._finite
         iterations.assign(before + tf.cast(counts, before.dtype))
         with tf.control_dependencies([iterations.value.read_value()]):
-            return tf.zeros([]) if policy.loss_scale else keras_compat.nan_if_broken(tf.zeros([]), gradients)
+            return tf.zeros([]) if policy.loss_scale else nan_gradients.nan_if_broken(tf.zeros([]), gradients)
 
     def _global_norm(self) -> tf.Tensor:
         """Return the norm of all stages' gradients, with the bits of `tf.linalg.global_norm` on one device."""

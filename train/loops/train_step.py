@@ -14,7 +14,7 @@ The loss of each example is divided by the global batch, that of each position b
 excludes (`train/model/masks.py`). The model's own losses, such as regularisation, are divided by
 the number of replicas and of micro-batches, each of which adds them: so they count once a step.
 
-TensorFlow's Grappler may add in another order where sums meet: `exact_order` keeps it from that.
+TensorFlow's Grappler may reorder sums; `train/patches/exact_order.py` prevents that.
 
 Shapes: B micro-batch, K outputs.
 """
@@ -28,16 +28,15 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
-from tensorflow.python.eager import context
 
 from train import named
 from train.data.batches import Batch
-from train.model import inputs, keras_compat, masks
+from train.model import inputs, masks
 from train.model.gradients import GradientPolicy
 from train.model.layer_state import LayerState
 from train.model.objectives import Objective, global_mean
 from train.named import Named
+from train.patches import central_storage, placed_seeds, summed_gradients
 
 
 class Computed(NamedTuple):
@@ -71,8 +70,8 @@ class TrainStep:
     BatchNormalization."""
 
     def __post_init__(self) -> None:
-        keras_compat.take_summed_gradients(self.policy.optimizer)
-        keras_compat.let_replicas_assign(self.model)
+        summed_gradients.take_summed_gradients(self.policy.optimizer)
+        central_storage.let_replicas_assign(self.model)
 
     @functools.cached_property
     def state(self) -> LayerState:
@@ -133,7 +132,7 @@ class TrainStep:
         """Loss, score and state after a batch: (batch, step, replica, micro-batch) -> their shares."""
 
         def forward(batch: Batch, step: tf.Tensor, replica: tf.Tensor, micro_batch: Any) -> Any:
-            with keras_compat.random_place(step, replica, micro_batch), self.state.part() as state:
+            with placed_seeds.random_place(step, replica, micro_batch), self.state.part() as state:
                 return *self.shares(batch), state()
 
         return never_inlined(forward) if self.as_function and not self.masked else forward
@@ -224,23 +223,6 @@ class TrainStep:
 def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `tf.function` that is optimised by itself, as is its gradient: they have the same bits everywhere."""
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
-
-
-def exact_order(micro_batches: int, *, deterministic: bool) -> None:
-    """Keep the order of sums as written. Call before any graph is built.
-
-    Grappler's arithmetic optimization makes one sum of several that meet, in an order of its own: with micro-batches
-    it is off. Its memory optimization adds up three values or more in whatever order they come, where it estimates
-    that a graph takes more than 200 MB: it is off, too, and also where bits must repeat.
-    """
-    if micro_batches > 1 or deterministic:
-        of_context = context.context()  # has no public name for this optimization
-        of_context._config = of_context._config or config_pb2.ConfigProto()
-        rewrites = of_context._config.graph_options.rewrite_options
-        rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
-        tf.config.optimizer.set_experimental_options({})  # has the change noticed
-    if micro_batches > 1:
-        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
 
 
 def as_input(model: keras.Model, features: Named) -> Named:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from train.model import exchange, keras_compat
+from train.model import exchange
+from train.patches import nan_gradients, summed_gradients
 from train.saving.checkpoint import diverged
 
 FIRST_SCALE, LARGEST_SCALE = 2.0**15, 2.0**24
@@ -133,7 +134,7 @@ class GradientPolicy:
     def checked(self, loss: tf.Tensor, gradients: Gradients) -> tf.Tensor:
         """Return the loss once its gradients were applied; NaN where training must end for them."""
         if self.loss_scale is None:
-            return keras_compat.nan_if_broken(loss, gradients)
+            return nan_gradients.nan_if_broken(loss, gradients)
         return tf.where(tf.convert_to_tensor(self.loss_scale.scale) < 1, tf.constant(float("nan"), loss.dtype), loss)
 
     def install(self) -> None:
@@ -156,7 +157,7 @@ class GradientPolicy:
 
             optimizer.apply_gradients = apply_gradients
             return
-        keras_compat.take_summed_gradients(optimizer)
+        summed_gradients.take_summed_gradients(optimizer)
         optimizer.apply = lambda gradients, variables: self.apply(self.sum(gradients), variables)
         optimizer.scale_loss = lambda loss: loss if (scale := self.loss_gradient) is None else loss * scale
 

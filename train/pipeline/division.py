@@ -18,7 +18,7 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  #
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Task
 from train.config import TrainConfig
-from train.model import keras_compat
+from train.patches import optimizer_averages
 from train.pipeline import blocks
 from train.pipeline.cut import cut
 from train.pipeline.measure import release
@@ -93,7 +93,7 @@ class Division:
 
     def build_optimizer(self, optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
         """Build an optimizer of the whole model, with values for what it keeps of this task's weights alone."""
-        keras_compat.average_what_changes(optimizer)
+        optimizer_averages.average_changed_weights(optimizer)
         with keras.StatelessScope(initialize_variables=False):
             optimizer.build(model.trainable_variables)
         weights = model.trainable_variables

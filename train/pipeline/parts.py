@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
-from train.model import keras_compat
+from train.patches import placed_seeds
 from train.pipeline.blocks import ModelBlock, stage_model
 
 
@@ -129,7 +129,7 @@ def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tup
     """Call a model in a graph of its own; return the ids of the variables it reads and assigns, and count its draws."""
     with tf.__internal__.FuncGraph("observed").as_default(), _Reads() as scope:
         zero = tf.zeros([], tf.int64)
-        with keras_compat.random_place(zero, zero, zero, drawn) as place:
+        with placed_seeds.random_place(zero, zero, zero, drawn) as place:
             model(tf.zeros([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype), training=True)
         drawn |= place.drawn
     return scope.read, set(scope.state_mapping)

@@ -20,8 +20,8 @@ from typing import Any
 import tensorflow as tf
 
 from train.loops.train_step import never_inlined
-from train.model import keras_compat
 from train.model.layer_state import LayerState
+from train.patches import placed_seeds
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
 from train.pipeline.marks import Marks
 from train.pipeline.parts import Part
@@ -91,7 +91,7 @@ class Stage:
         self._state = LayerState(model, shares)
 
         def forward(values: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None, list[Any]]:
-            place = keras_compat.random_place(step, tf.constant(replica, tf.int64), at, part.drawn)
+            place = placed_seeds.random_place(step, tf.constant(replica, tf.int64), at, part.drawn)
             with place, self._state.part() as state:
                 outputs = model(values, training=True)
                 outputs = loss(outputs, step, at) if self._last else outputs

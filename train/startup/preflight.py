@@ -108,13 +108,13 @@ def _stages(
     """Return the model without values, and its stages, which compute as those of the tasks do."""
     import tensorflow as tf
 
-    from train.model import keras_compat
+    from train import patches
     from train.pipeline.blocks import with_shape
     from train.pipeline.cut import describe
     from train.pipeline.division import without_values
     from train.strategy import policy
 
-    keras_compat.install()
+    patches.apply()
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()

@@ -8,7 +8,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from train.config import TrainConfig
 from train.model import variables
-from train.startup import imports
+from train.patches.quick_imports import quick_imports
 
 
 def load(run: RunFolder) -> None:
@@ -20,5 +20,5 @@ def load(run: RunFolder) -> None:
     variables.set_defaults(trained.onednn)
     if trained.needs_tf_keras(run.load_cluster().strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported: tf.keras is tf_keras then
-    with imports.quick():
+    with quick_imports():
         from train import program  # noqa: F401

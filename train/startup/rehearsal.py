@@ -10,13 +10,14 @@ import tensorflow as tf
 from tensorflow import keras
 from tensorflow.python.eager import context  # forgetting its devices has no public name
 
+from train import patches
 from train.config import TrainConfig
 from train.data import memory
 from train.data.batches import Batch, BatchSlice
 from train.data.sources import Feed
 from train.loops import steps
 from train.loops.train_step import TrainStep
-from train.model import keras_compat, models, objectives, optimizers
+from train.model import models, objectives, optimizers
 
 EXAMPLES = 8
 IMAGE = (28, 28, 1)
@@ -37,7 +38,7 @@ def rehearse() -> None:
     Nothing of the run is touched, and none of the user's own modules is imported: a tensor that one of those kept would
     not outlive this.
     """
-    keras_compat.install()
+    patches.apply()
     strategy = tf.distribute.MirroredStrategy(["/CPU:0"])
     with strategy.scope():
         model = models.build("two_conv_cnn", IMAGE, CLASSES)

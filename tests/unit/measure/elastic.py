@@ -24,13 +24,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from train import patches
 from train.data import sources
 from train.elastic.exact_sum import exact_sum
 from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import outer, steps
 from train.loops.train_step import TrainStep
-from train.model import keras_compat
 from train.model.gradients import GradientPolicy
 
 SHARDS, STEPS = 4, 6
@@ -101,7 +101,7 @@ def summed(where: str, numbers_VN: np.ndarray) -> list[str]:
 def main(result: Path, everywhere: bool) -> None:
     """Measure."""
     tf.config.experimental.enable_op_determinism()
-    keras_compat.install()
+    patches.apply()
     random = np.random.default_rng(1)
     numbers_VN = (random.normal(size=(7, 50)) * 10.0 ** random.integers(-12, 12, (7, 50))).astype(np.float32)
     with tempfile.TemporaryDirectory() as folder:

@@ -25,6 +25,7 @@ from cluster.contract.spec import build  # noqa: E402
 from cluster.system.journal import read_json_lines  # noqa: E402
 from cluster.system.json_files import read_json  # noqa: E402
 from tests.unit.measure.tracking import Tracking  # noqa: E402
+from train import patches  # noqa: E402
 from train.config import Optimizer, TrainConfig  # noqa: E402
 from train.context import TaskContext  # noqa: E402
 from train.data import (  # noqa: E402
@@ -32,7 +33,7 @@ from train.data import (  # noqa: E402
     sources,
 )
 from train.loops.keras_fit import fit  # noqa: E402
-from train.model import keras_compat, objectives  # noqa: E402
+from train.model import objectives  # noqa: E402
 
 EXAMPLES, FEATURES, CLASSES, STEPS = 40, 6, 3, 13
 CONFIG = TrainConfig(
@@ -179,7 +180,7 @@ def main(result: Path) -> None:
     folder = Path(tempfile.mkdtemp())
     prepare(folder / "data")
     one, two = tf.distribute.OneDeviceStrategy("/CPU:0"), tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
-    keras_compat.install()
+    patches.apply()
     found = {
         "one": train(folder / "one", one, optimizer=clipped),
         "two": train(folder / "two", two, optimizer=clipped),

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from train.keras3 import callbacks, fit, replicas
+from train import patches
 
 EXAMPLES, FEATURES, BATCH = 40, 4, 8
 random = np.random.default_rng(0)
@@ -174,9 +174,8 @@ def main(result: Path) -> None:
     scope = strategy.scope if several else tf.init_scope
     tf.config.experimental.enable_op_determinism()
     found: dict[str, Any] = {"error": error_without_layer(scope)} if several else {}
-    found["replaced"] = [fit.apply(), replicas.apply()]
-    found["again"] = [fit.apply(), replicas.apply()]
-    callbacks.apply()
+    found["replaced"] = patches.apply(patches.SCRIPTS)
+    found["again"] = patches.apply(patches.SCRIPTS)
     folder = result.parent / ("several" if several else "one")
     (folder / "interrupted").mkdir(parents=True, exist_ok=True)
     found |= {

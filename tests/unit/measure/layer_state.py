@@ -18,10 +18,9 @@ import tensorflow as tf
 
 from tests.unit.measure.small_training import PLAIN, STEPS, Training, training
 from tests.unit.measure.tracking import Tracking
-from train import program
+from train import patches, program
 from train.data import memory, sources
 from train.data.batches import BatchSlice
-from train.model import keras_compat
 
 RATE = PLAIN.learning_rate
 
@@ -107,7 +106,7 @@ def main(result: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = prepare(Path(folder))["own:plain"]
         measured: dict[str, Any] = {kind: {"keras": of_keras(kind, source)} for kind in ("tracking", "normalized")}
-        keras_compat.install()
+        patches.apply()
         for where in ("one", "mirrored-3", "central-2"):
             measured["normalized"][where] = of_ours("normalized", where, source)
         for where, how in {

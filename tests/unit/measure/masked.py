@@ -20,6 +20,7 @@ from cluster.contract.run.folder import RunFolder  # noqa: E402
 from cluster.contract.run.heartbeat import Heartbeat  # noqa: E402
 from cluster.contract.spec import build  # noqa: E402
 from cluster.system.journal import read_json_lines  # noqa: E402
+from train import patches  # noqa: E402
 from train.config import Optimizer, TrainConfig  # noqa: E402
 from train.context import TaskContext, regularization, regularized  # noqa: E402
 from train.data import arrays, sources  # noqa: E402
@@ -29,7 +30,7 @@ from train.elastic.virtual_shards import VirtualShards  # noqa: E402
 from train.loops import steps  # noqa: E402
 from train.loops.keras_fit import fit  # noqa: E402
 from train.loops.train_step import TrainStep  # noqa: E402
-from train.model import keras_compat, objectives  # noqa: E402
+from train.model import objectives  # noqa: E402
 from train.model.gradients import GradientPolicy  # noqa: E402
 
 EXAMPLES, LENGTH, WORDS, CLASSES, BATCH, STEPS, SEED, RATE = 36, 5, 11, 3, 12, 4, 7, 0.5
@@ -152,7 +153,7 @@ def main(result: Path) -> None:
         folder = Path(name)
         source = prepare(folder / "data")
         found = {"keras": plainly(source)}
-        keras_compat.install()
+        patches.apply()
         one, two = tf.distribute.OneDeviceStrategy("/CPU:0"), tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
         found |= {
             "custom one": custom(source, one),

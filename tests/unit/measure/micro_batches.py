@@ -25,11 +25,13 @@ import numpy as np
 import tensorflow as tf
 
 from tests.unit.measure.small_training import CLIPPED, training
+from train import patches
 from train.data import memory, sources
 from train.data.batches import Batch, BatchSlice, Replicas
 from train.loops import steps
-from train.loops.train_step import TrainStep, exact_order
-from train.model import keras_compat, optimizers
+from train.loops.train_step import TrainStep
+from train.model import optimizers
+from train.patches.exact_order import keep_order_of_sums
 
 WIDE, ROWS = 512, 384
 """Of a model whose activations are most of its memory."""
@@ -146,8 +148,8 @@ def largest_temporary(micro_batches: int) -> int:
 def main(result: Path) -> None:
     """Measure."""
     tf.config.experimental.enable_op_determinism()
-    keras_compat.install()
-    exact_order(2, deterministic=True)
+    patches.apply()
+    keep_order_of_sums(2, deterministic=True)
     with tempfile.TemporaryDirectory() as folder:
         found = prepare(Path(folder))
         source = found["own:weighted"]

@@ -14,13 +14,13 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.system.ports import free_ports
-from train import program
+from train import patches, program
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, sources
 from train.loops import parameter_server, steps
 from train.loops.train_step import TrainStep
-from train.model import keras_compat, objectives, optimizers
+from train.model import objectives, optimizers
 from train.model.gradients import GradientPolicy
 from train.saving.checkpoint import Checkpoint
 
@@ -217,10 +217,10 @@ def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
 
 
 def main(result: Path) -> None:
-    """Measure: without `keras_compat`, then with it."""
+    """Measure: without patches, then with them."""
     found: dict[str, Any] = {"updates": SLICES * UPDATES}
     found |= {"slots_without_build": slots_without_build(), "slots": slots(), "counted_without_guard": counted()}
-    keras_compat.install()
+    patches.apply()
     found |= {"counted": counted()}
     with tempfile.TemporaryDirectory() as folder:
         source = data(Path(folder))

@@ -25,10 +25,11 @@ import numpy as np
 import tensorflow as tf
 
 from tests.unit.measure.small_training import CLIPPED, PLAIN, STEPS, training
+from train import patches
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
 from train.data import sources
-from train.model import gradients, keras_compat, optimizers
+from train.model import gradients, optimizers
 
 STEEP = dataclasses.replace(OBJECTIVE, loss=lambda labels, outputs: 1e7 * OBJECTIVE.loss(labels, outputs))
 """Its loss is a float32, and its gradients are too large for float16 even where nothing scales them."""
@@ -140,7 +141,7 @@ def averaged(where: str, source: sources.Source, name: str) -> dict[str, list[fl
 def main(result: Path) -> None:
     """Measure."""
     tf.config.experimental.enable_op_determinism()
-    keras_compat.install()
+    patches.apply()
     with tempfile.TemporaryDirectory() as folder:
         source = prepare(Path(folder))["own:weighted"]
         kinds: dict[str, tuple[Any, ...]] = {

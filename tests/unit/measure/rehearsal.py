@@ -9,13 +9,14 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.ports import free_ports
+from train import patches
 from train.config import TrainConfig
 from train.data import memory
 from train.data.batches import Batch, BatchSlice
 from train.data.sources import Feed
 from train.loops import outer, steps
 from train.loops.train_step import TrainStep
-from train.model import keras_compat, models, objectives, optimizers
+from train.model import models, objectives, optimizers
 from train.model.gradients import GradientPolicy
 from train.startup import rehearsal
 
@@ -30,7 +31,7 @@ def main(result: Path, rehearses: bool) -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(7)
     tf.config.experimental.enable_op_determinism()
-    keras_compat.install()
+    patches.apply()
     with strategy.scope():
         model = models.build("two_conv_cnn", (28, 28, 1), 10)
         optimizer = optimizers.build(TrainConfig())

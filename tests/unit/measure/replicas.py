@@ -22,6 +22,7 @@ strategies.configure_devices(DEVICES)  # before anything else of TensorFlow
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+from train import patches  # noqa: E402
 from train.config import TrainConfig  # noqa: E402
 from train.data import (  # noqa: E402
     arrays,
@@ -32,8 +33,9 @@ from train.data.batches import Batch, BatchSlice  # noqa: E402
 from train.data.prepare import sharding  # noqa: E402
 from train.loops import steps  # noqa: E402
 from train.loops.train_step import TrainStep  # noqa: E402
-from train.model import keras_compat, objectives  # noqa: E402
+from train.model import objectives  # noqa: E402
 from train.model.gradients import GradientPolicy  # noqa: E402
+from train.patches import batch_normalization, placed_seeds  # noqa: E402
 
 SEED, GLOBAL_BATCH, STEPS, RATE = 7, 12, 3, 0.1
 NUM_TRAIN, NUM_TEST = 40, 1003  # neither a multiple of the global batch
@@ -278,7 +280,9 @@ def normalized(name: str, guarded: bool, found: dict[str, sources.Source]) -> di
         model = keras.Sequential(
             [keras.Input((FEATURES,)), layers.BatchNormalization(momentum=0.5), layers.Dense(4), inner, Block()]
         )
-        changed = keras_compat.synchronize_batch_normalization(model, strategy.num_replicas_in_sync) if guarded else 0
+        changed = (
+            batch_normalization.synchronize_batch_normalization(model, strategy.num_replicas_in_sync) if guarded else 0
+        )
         optimizer = keras.optimizers.SGD(RATE)
         optimizer.build(model.trainable_variables)
     train_step = TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
@@ -300,7 +304,7 @@ def dropped(name: str) -> dict[str, Any]:
     state = [layer.seed_generator.state.numpy().tolist() for layer in (first, second)]
 
     def draw(replica: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        with keras_compat.random_place(step, replica):
+        with placed_seeds.random_place(step, replica):
             return tf.concat([layer(ones, training=True) for layer in (first, second, second)], 0) > 0
 
     run = per_replica(strategy, draw)
@@ -368,13 +372,13 @@ def fed(found: dict[str, sources.Source]) -> dict[str, Any]:
 
 
 def guarded(found: dict[str, sources.Source]) -> dict[str, Any]:
-    """Return what goes wrong without keras_compat, and install it; then what it prevents."""
+    """Measure without patches, then apply them and measure again."""
     traps = {
         "counters": counters(),
         "dropout": {name: dropped(name) for name in ("mirrored-2", "central-2")},
         "normalized": {name: normalized(name, False, found) for name in ("mirrored-2", "central-2")},
     }
-    keras_compat.install()
+    patches.apply()
     held = {
         "counters": counters(),
         "dropout": {name: dropped(name) for name in ("one", "mirrored-2", "central-2")},

@@ -32,6 +32,7 @@ NO_TPU = without_a_tpu()  # before anything else of TensorFlow, as in a task
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+from train import patches  # noqa: E402
 from train.config import TrainConfig  # noqa: E402
 from train.data import (  # noqa: E402
     arrays,
@@ -40,7 +41,7 @@ from train.data import (  # noqa: E402
 from train.data.batches import Batch, BatchSlice  # noqa: E402
 from train.loops import steps  # noqa: E402
 from train.loops.train_step import Computed, TrainStep  # noqa: E402
-from train.model import keras_compat, models, objectives  # noqa: E402
+from train.model import models, objectives  # noqa: E402
 from train.model.gradients import GradientPolicy  # noqa: E402
 
 GLOBAL_BATCH, REPLICAS = 8, 2
@@ -152,7 +153,7 @@ def in_bfloat16(source: sources.Source) -> dict[str, Any]:
 
 def main(result: Path) -> None:
     """Measure."""
-    keras_compat.install()
+    patches.apply()
     with tempfile.TemporaryDirectory() as folder:
         source = prepare(Path(folder))
         found = {"shapes": shapes(source), "compiled": compiled(source), "bfloat16": in_bfloat16(source)}

@@ -17,7 +17,8 @@ from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import outer, steps
 from train.loops.train_step import TrainStep
-from train.model import gradients, keras_compat, objectives, optimizers
+from train.model import gradients, objectives, optimizers
+from train.patches import batch_normalization
 
 SHARDS, STEPS = 4, 4
 PLAIN = Optimizer(name="sgd", learning_rate=0.5, momentum=0.0, warmup_steps=0)
@@ -69,7 +70,7 @@ def training(
     with strategy.scope(), strategies.policy(precision):
         model = model_of()
         if not elastic:
-            keras_compat.synchronize_batch_normalization(model, replicas)
+            batch_normalization.synchronize_batch_normalization(model, replicas)
         policy = optimizers.policy(config, optimizers.build_for(config, model))
     shards = VirtualShards(SHARDS, replicas) if elastic else None
     what = (model, policy, objective, GLOBAL_BATCH)

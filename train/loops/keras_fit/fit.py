@@ -1,7 +1,7 @@
 """`--loop fit`: Keras's `Model.fit`, with the same data order, checkpoints, evaluation and report as the custom loop.
 
-It is Keras 3's (`train/keras3/` mends it on several tasks), except under parameter servers, which only tf_keras's
-knows; which of them `tf.keras` is was decided before TensorFlow was imported (`train/__main__.py`).
+Keras 3 provides it, repaired for several tasks by `train/patches/`. Under parameter servers tf_keras provides it,
+because Keras 3 does not support them. The choice is made before TensorFlow is imported (`train/startup/preload.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from train.loops.callback_state import CallbackState
 from train.loops.keras_fit.fit_step import MicroBatches, separate_steps
 from train.loops.keras_fit.follower import Follower
 from train.loops.train_step import as_input, full_precision
-from train.model import keras_compat, masks
+from train.model import masks
 from train.model.export import is_legacy
+from train.model.layer_state import variables_of
 from train.model.objectives import PerExample
+from train.patches import batch_normalization, central_storage, layer_aggregation
 from train.telemetry.report import Report
 
 
@@ -34,9 +36,11 @@ class Training:
         self._context = context
         model = context.model
         with context.strategy.scope():
-            keras_compat.synchronize_batch_normalization(model, context.strategy.num_replicas_in_sync)
+            batch_normalization.synchronize_batch_normalization(model, context.strategy.num_replicas_in_sync)
             if not is_legacy() and context.strategy.num_replicas_in_sync > 1:
-                keras_compat.aggregate_state(model)
+                central_storage.let_replicas_assign(model)
+                for variable in variables_of(model):
+                    layer_aggregation.aggregate(variable)  # as `LayerState` does in the custom loop
         state = CallbackState() if context.config.callbacks else None
         self._policy = context.new_policy()
         if context.config.micro_batches == 1:

@@ -11,21 +11,21 @@ from cluster.system.errors import UsageError
 from train.context import TaskContext
 from train.data.batches import Batch
 from train.loops.train_step import Computed, TrainStep, part_of
-from train.model import keras_compat
 from train.model.gradients import GradientPolicy
+from train.patches import placed_seeds
 
 
 def separate_steps(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
     """Make Keras log each step's own loss and score, not means since the epoch began, as the custom loop does.
 
-    Random numbers are drawn by the step and the replica, see `keras_compat.random_place`.
+    Random numbers are drawn by the step and the replica, see `placed_seeds.random_place`.
     """
     train_step = model.train_step
 
     def separate(data: Any) -> Any:
         for metric in model.metrics:
             metric.reset_state()
-        with keras_compat.random_place(tf.cast(optimizer.iterations, tf.int64), _replica()):
+        with placed_seeds.random_place(tf.cast(optimizer.iterations, tf.int64), _replica()):
             return train_step(data)
 
     model.train_step = separate

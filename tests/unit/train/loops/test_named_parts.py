@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
+from train import patches
 from train.config import TrainConfig
 from train.data import sources
 from train.data.batches import BatchSlice
@@ -18,7 +19,7 @@ from train.data.prepare import arrays
 from train.loops import steps
 from train.loops.keras_fit import fit
 from train.loops.train_step import TrainStep, as_input
-from train.model import export, keras_compat, models, objectives, optimizers
+from train.model import export, models, objectives, optimizers
 from train.settings.optimization import Optimizer
 from train.startup import preflight
 
@@ -75,7 +76,7 @@ def objective_of(source: sources.Source, **more: Any) -> objectives.Objective:
 
 def trained(source: sources.Source, objective: objectives.Objective, micro_batches: int = 1) -> tuple[Any, np.ndarray]:
     """Return a model after 60 steps and the loss of each."""
-    keras_compat.install()
+    patches.apply()
     keras.utils.set_random_seed(1)
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
     with strategy.scope():

@@ -12,13 +12,15 @@ from tensorflow import keras
 
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
+from train import patches
 from train.config import Optimizer, Pipeline, TrainConfig
 from train.data import memory
 from train.data.batches import BatchSlice, Replicas
 from train.loops import pipeline
 from train.loops.steps import Signals
-from train.model import keras_compat, objectives, optimizers
+from train.model import objectives, optimizers
 from train.model.gradients import GradientPolicy
+from train.patches import placed_seeds
 from train.pipeline.division import Division
 
 EXAMPLES, TOKENS, VOCABULARY = 40, 5, 11
@@ -27,7 +29,7 @@ MADE = keras.layers
 
 @pytest.fixture(autouse=True, scope="module")
 def _installed():
-    keras_compat.install()
+    patches.apply()
 
 
 def config(**values: Any) -> TrainConfig:
@@ -144,7 +146,7 @@ class Reference(Setting):
         return total
 
     def _loss(self, batch: Any, step: tf.Tensor, micro_batch: int) -> tf.Tensor:
-        place = keras_compat.random_place(step, tf.zeros([], tf.int64), tf.constant(micro_batch, tf.int64))
+        place = placed_seeds.random_place(step, tf.zeros([], tf.int64), tf.constant(micro_batch, tf.int64))
         with place:
             outputs = tf.cast(self.model(batch.features, training=True), tf.float32)
             loss = tf.reduce_sum(self.objective.loss(batch.labels, outputs)) / self.config.global_batch

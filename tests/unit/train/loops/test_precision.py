@@ -12,7 +12,8 @@ from keras.src.backend.common.variables import AutocastScope  # has no public na
 
 from tests.unit.measured import measured
 from train.config import Optimizer, TrainConfig
-from train.model import gradients, keras_compat, optimizers
+from train.model import gradients, optimizers
+from train.patches import variable_updates
 
 
 def numbers(what: str) -> dict[str, Any]:
@@ -63,8 +64,8 @@ def test_a_layer_that_computes_in_less_still_counts_in_float32():
     """To it `value` is no variable, but a copy in float16."""
     count = keras.Variable(1.0)
     with AutocastScope("float16"):
-        keras_compat._assign_add(count, 4097.0)
-        keras_compat._assign_sub(count, 1.0)
+        variable_updates.assign_add(count, 4097.0)
+        variable_updates.assign_sub(count, 1.0)
     assert ("float32", 4097.0) == (count.dtype, float(count.numpy()))
 
 

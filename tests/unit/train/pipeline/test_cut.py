@@ -7,8 +7,8 @@ from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
+from train import patches
 from train.config import Optimizer, Pipeline, TrainConfig, Transformer
-from train.model import keras_compat
 from train.model.transformer import transformer_lm
 from train.pipeline import blocks, cut, measure
 
@@ -18,7 +18,7 @@ CONFIG = TrainConfig(model="transformer_lm", global_batch=8, micro_batches=4, tr
 
 @pytest.fixture(autouse=True, scope="module")
 def _keras():
-    keras_compat.install()
+    patches.apply()
 
 
 def new_model():

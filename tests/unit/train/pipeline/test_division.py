@@ -9,8 +9,9 @@ from tensorflow import keras
 
 from cluster.contract import spec
 from cluster.system.errors import RunFailed
+from train import patches
 from train.config import TrainConfig
-from train.model import export, initial, keras_compat
+from train.model import export, initial
 from train.model.transformer import transformer_lm
 from train.pipeline.division import Division, to_restore
 from train.saving import weights
@@ -20,7 +21,7 @@ CONFIG = TrainConfig(global_batch=8, micro_batches=4)
 
 
 def new_model() -> keras.Model:
-    keras_compat.install()
+    patches.apply()
     keras.utils.set_random_seed(3)
     return transformer_lm((6,), 11, layers=2, width=8, heads=2)
 

@@ -5,9 +5,10 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
+from train import patches
 from train.loops.train_step import never_inlined
-from train.model import keras_compat
 from train.model.transformer import transformer_lm
+from train.patches import placed_seeds
 from train.pipeline import blocks, parts, schedule
 from train.pipeline.edges import LocalEdges
 from train.pipeline.partition import Plan, partition
@@ -19,7 +20,7 @@ MICRO = BATCH // MICRO_BATCHES
 
 @pytest.fixture(autouse=True, scope="module")
 def exact():
-    keras_compat.install()
+    patches.apply()
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
 
 
@@ -74,7 +75,7 @@ def of_one_device(task, step=0):
 
     @never_inlined
     def forward(features, step, at):
-        with keras_compat.random_place(step, tf.zeros_like(at), at):
+        with placed_seeds.random_place(step, tf.zeros_like(at), at):
             return task.loss(task.model(features, training=True), step, at)
 
     @tf.function(autograph=False)
@@ -244,7 +245,7 @@ def simulated_pipedream(task, number):
 
     def called(at):
         def forward(values, step, number_of_batch):
-            with keras_compat.random_place(step, tf.zeros_like(number_of_batch), number_of_batch):
+            with placed_seeds.random_place(step, tf.zeros_like(number_of_batch), number_of_batch):
                 outputs = models[at](values, training=True)
             return task.loss(outputs, step, number_of_batch) if at == number - 1 else outputs
 

@@ -1,4 +1,4 @@
-"""What a script's process runs first: it mends Keras as that is imported, and says which call needs Keras 2."""
+"""The `sitecustomize` of a script's process: patches Keras on import, and names the call that needs Keras 2."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from cluster.contract.recovery import ends
-from train.keras3 import hook as folder_of_hook
-from train.keras3.hook import sitecustomize as hook
+from train.patches import hook as folder_of_hook
+from train.patches.hook import sitecustomize as hook
 
 HOOK = Path(hook.__file__).parent
 KERAS = """
@@ -79,8 +79,8 @@ def test_keras_2_must_not_be_suggested_to_itself(keras, tmp_path, monkeypatch):
     assert explained("keras.Adam().lr", keras, tmp_path) is None
 
 
-def test_the_hook_must_mend_what_is_imported_and_hide_nothing(tmp_path):
-    """A Keras of the script's own, and a `sitecustomize` of the machine's."""
+def test_the_hook_must_find_what_is_imported_and_hide_nothing(tmp_path):
+    """The script has another Keras, and the machine another `sitecustomize`."""
     site = tmp_path / "site"
     (site / "keras").mkdir(parents=True)
     (site / "keras" / "__init__.py").write_text("class config:\n    backend = staticmethod(lambda: 'jax')\n")

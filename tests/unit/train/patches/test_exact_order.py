@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from train.loops.train_step import exact_order
+from train.patches.exact_order import keep_order_of_sums
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _rewrites_as_before() -> Iterator[None]:
 
 @pytest.mark.parametrize(("micro_batches", "deterministic"), [(1, True), (2, False), (1, False)])
 def test_only_what_must_repeat_is_not_rewritten(micro_batches, deterministic):
-    exact_order(micro_batches, deterministic=deterministic)
+    keep_order_of_sums(micro_batches, deterministic=deterministic)
     rewrites = context.context().config.graph_options.rewrite_options
     assert (rewrites.memory_optimization == rewrites.NO_MEM_OPT) is (micro_batches > 1 or deterministic)
     assert (rewrites.arithmetic_optimization == rewrites.OFF) is (micro_batches > 1)

@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from tensorflow import keras
 
-from train.model import keras_compat
+from train.patches import repeated_rows
 
 SLICES = tf.IndexedSlices(tf.ones([4, 2]), tf.constant([1, 0, 1, 1]), tf.constant([3, 2]))
 
@@ -21,10 +21,10 @@ def step(gradient: tf.Tensor | tf.IndexedSlices) -> np.ndarray:
 
 
 def test_it_does_the_step_of_the_sum(monkeypatch):
-    monkeypatch.setattr(TFOptimizer, "_distributed_tf_update_step", keras_compat._update)
+    monkeypatch.setattr(TFOptimizer, "_distributed_tf_update_step", repeated_rows.update)
     np.testing.assert_array_equal(step(tf.convert_to_tensor(SLICES)), step(SLICES))
 
 
 def test_keras_itself_does_a_larger_one(monkeypatch):
-    monkeypatch.setattr(TFOptimizer, "_distributed_tf_update_step", keras_compat._keras_update)
+    monkeypatch.setattr(TFOptimizer, "_distributed_tf_update_step", repeated_rows.keras_update)
     assert step(SLICES)[1, 0] / step(tf.convert_to_tensor(SLICES))[1, 0] == pytest.approx(3**0.5, rel=1e-3)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from train.startup import imports
+from train.patches import quick_imports
 
 
 @pytest.fixture
@@ -14,20 +14,20 @@ def drawing(tmp_path, monkeypatch) -> str:
     """A package as Keras would import it for nothing: it is installed, and was not imported yet."""
     (tmp_path / "drawing_for_a_test.py").write_text("pictures = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(imports, "DRAWING", ("drawing_for_a_test",))
+    monkeypatch.setattr(quick_imports, "DRAWING", ("drawing_for_a_test",))
     monkeypatch.delitem(sys.modules, "drawing_for_a_test", raising=False)
     return "drawing_for_a_test"
 
 
 def test_what_only_draws_is_taken_for_not_installed_until_later(drawing):
-    with imports.quick(), pytest.raises(ModuleNotFoundError):
+    with quick_imports.quick_imports(), pytest.raises(ModuleNotFoundError):
         importlib.import_module(drawing)
     assert 1 == importlib.import_module(drawing).pictures
 
 
 def test_what_was_imported_before_stays(drawing):
     before = importlib.import_module(drawing)
-    with imports.quick():
+    with quick_imports.quick_imports():
         assert before is importlib.import_module(drawing)
     assert before is sys.modules[drawing]
 
@@ -39,7 +39,7 @@ def test_garbage_is_looked_for_again_also_after_an_error(drawing):
 
     frozen = gc.get_freeze_count()
     try:
-        with pytest.raises(ValueError, match="broken"), imports.quick():
+        with pytest.raises(ValueError, match="broken"), quick_imports.quick_imports():
             fail()
         assert gc.isenabled()
         assert gc.get_freeze_count() > frozen

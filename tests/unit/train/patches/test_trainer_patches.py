@@ -1,6 +1,6 @@
-"""What goes wrong with Keras 3 under tf.distribute, and that `keras_compat` puts it right.
+"""Defects of Keras 3 under tf.distribute, and their patches in `train/patches/`.
 
-Each test fails without its own fix, and once Keras has mended what goes wrong: then the fix can go.
+Each test of a patch fails without it; each test of "Keras itself" fails once the defect is fixed.
 """
 
 from typing import Any

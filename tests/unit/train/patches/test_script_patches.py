@@ -1,4 +1,4 @@
-"""`Model.fit` of Keras 3 on two tasks, mended, gives the numbers of one process; and the layer is still needed."""
+"""The patches for scripts: patched, `Model.fit` of Keras 3 on two tasks gives the numbers of one process."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ from tests.unit.measured import finish, start
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:
     """What two tasks measure, and one process."""
-    folder = tmp_path_factory.mktemp("keras3")
+    folder = tmp_path_factory.mktemp("script_patches")
     workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
     tasks = {}
     for index in range(2):
@@ -37,23 +37,22 @@ def same(one: Any, other: Any, names: tuple[str, ...] = ("loss", "accuracy")) ->
         np.testing.assert_allclose(weight, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_layer_must_still_be_needed(found):
+def test_every_script_patch_must_still_be_needed(found):
     """https://github.com/keras-team/keras/issues/20585
 
-    Once this fails, Keras has mended it: drop what is no longer replaced from `train/keras3/`.
+    Once this fails, Keras has fixed it: drop what is no longer replaced from `train/patches/`.
     """
     for task in found[:2]:
         assert task["error"].startswith("ValueError"), task["error"]
         assert "PerReplica" in task["error"]
-    expected = [
-        ["_maybe_symbolic_build", "reduce_per_replica", "_make_function"],
-        ["Layer.add_weight", "Layer.losses", "SeedGenerator.next"],
-    ]
-    assert [expected] * 3 == [task["replaced"] for task in found]
+    fit = ["_maybe_symbolic_build", "reduce_per_replica", "_make_function"]
+    layers = ["Layer.add_weight", "Layer.losses", "SeedGenerator.next"]
+    callbacks = ["BackupAndRestore", "ModelCheckpoint"]
+    assert [[*fit, *layers, *callbacks]] * 3 == [task["replaced"] for task in found]
 
 
-def test_the_layer_must_step_aside_where_it_is_not_needed(found):
-    assert [[[], []]] * 3 == [task["again"] for task in found]
+def test_no_patch_must_be_applied_twice(found):
+    assert [[]] * 3 == [task["again"] for task in found]
 
 
 def test_training_with_validation_and_callbacks_must_be_that_of_one_process(found):
@@ -105,7 +104,7 @@ def test_evaluation_and_prediction_must_be_those_of_one_process(found):
     np.testing.assert_allclose(first["predict"], alone["predict"], rtol=1e-5, atol=1e-6)
 
 
-def test_replicas_must_draw_masks_of_their_own(found):
+def test_replicas_must_draw_different_masks(found):
     assert found[0]["drawn"] != found[1]["drawn"]
     for task in found[:2]:
         assert {0.0, 2.0} == set(task["drawn"])

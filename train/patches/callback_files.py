@@ -1,7 +1,12 @@
-"""Mends callbacks of Keras 3 that write files: on several tasks all of them would write the same ones.
+"""BackupAndRestore and ModelCheckpoint write files on the chief only, as with Keras 2.
 
-The chief writes, as with Keras 2. The other tasks write to a temporary folder that is deleted at once, because reading
-some variables takes all tasks. Nothing here waits for a collective: a script may give a callback to its chief alone.
+Defect: on several tasks, all of them write the same files.
+Versions: Keras 3.15.1.
+Test: tests/unit/train/patches/test_script_patches.py::test_the_chief_alone_must_write_what_callbacks_save
+Not applied: to a task that trains alone.
+
+The other tasks write to a temporary folder that is deleted at once, because reading some variables takes all tasks.
+Nothing here waits for a collective: a script may give a callback to its chief alone.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import keras
 import tensorflow as tf
 
 DELETED_S = 60.0
-"""How long a task waits for the chief to delete a backup that it could otherwise restore again."""
+"""Longest time a task waits for the chief to delete a backup that it could otherwise restore again."""
 _PATHS = (
     "backup_dir",
     "_weights_path",
@@ -29,21 +34,23 @@ _PATHS = (
 )
 
 
-def apply() -> None:
-    """Patch the callbacks. Idempotent."""
+def apply() -> list[str]:
+    """Patch both callbacks."""
     backup, checkpoint = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
-    if not hasattr(backup, "_of_one_task"):
-        backup._of_one_task = {
-            name: getattr(backup, name) for name in ("on_train_begin", "_save_model", "on_train_end")
-        }
+    replaced = []
+    if not hasattr(backup, "_unpatched"):
+        backup._unpatched = {name: getattr(backup, name) for name in ("on_train_begin", "_save_model", "on_train_end")}
         backup.on_train_begin, backup._save_model, backup.on_train_end = _begin, _back_up, _end
-    if not hasattr(checkpoint, "_of_one_task"):
-        checkpoint._of_one_task = {"_save_model": checkpoint._save_model}
+        replaced.append("BackupAndRestore")
+    if not hasattr(checkpoint, "_unpatched"):
+        checkpoint._unpatched = {"_save_model": checkpoint._save_model}
         checkpoint._save_model = _save
+        replaced.append("ModelCheckpoint")
+    return replaced
 
 
 def _is_chief(model: Any) -> bool | None:
-    """Whether this task is the chief of several; None: it trains alone."""
+    """Whether this task is the chief of several; None if it trains alone."""
     strategy = getattr(model, "_distribute_strategy", None)
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return None
@@ -51,26 +58,26 @@ def _is_chief(model: Any) -> bool | None:
     return bool(extended.should_checkpoint) if extended._in_multi_worker_mode() else None
 
 
-def _in_own_folder(path: str) -> Path | None:
-    """Return a path relative to the folder that this task of a run works in; None: it lies elsewhere."""
+def _in_task_folder(path: str) -> Path | None:
+    """Return a path relative to the working folder of this task of a run; None if it is outside."""
     if not {"RUN_DIR", "TASK"} <= os.environ.keys() or "://" in path:
         return None
-    own = Path(os.environ["RUN_DIR"], "work", os.environ["TASK"]).resolve()
-    whole = Path(path).resolve()
-    return whole.relative_to(own) if whole.is_relative_to(own) else None
+    folder = Path(os.environ["RUN_DIR"], "work", os.environ["TASK"]).resolve()
+    absolute = Path(path).resolve()
+    return absolute.relative_to(folder) if absolute.is_relative_to(folder) else None
 
 
 def _begin(backup: Any, logs: Any = None) -> None:
-    """Restore what the chief backed up, where the path is one of each task's own folder, too."""
-    own = _in_own_folder(backup.backup_dir)
-    if _is_chief(backup.model) is False and own is not None:
-        _move(backup, str(Path(os.environ["RUN_DIR"], "work", "chief", own)))
-    backup._of_one_task["on_train_begin"](backup, logs)
+    """Restore the chief's backup, also if the path is in each task's working folder."""
+    path = _in_task_folder(backup.backup_dir)
+    if _is_chief(backup.model) is False and path is not None:
+        _move(backup, str(Path(os.environ["RUN_DIR"], "work", "chief", path)))
+    backup._unpatched["on_train_begin"](backup, logs)
 
 
 def _back_up(backup: Any) -> None:
-    """Write the backup, on the chief; it is complete whenever the chief is killed."""
-    original, chief = backup._of_one_task["_save_model"], _is_chief(backup.model)
+    """Write the backup on the chief, so that it is complete whenever the chief is killed."""
+    original, chief = backup._unpatched["_save_model"], _is_chief(backup.model)
     if chief is None or (chief and (backup.double_checkpoint or "://" in backup.backup_dir)):
         original(backup)
         return
@@ -91,9 +98,9 @@ def _back_up(backup: Any) -> None:
 
 
 def _end(backup: Any, logs: Any = None) -> None:
-    """Delete the backup, on the chief; the others wait for that, so that their next `fit` begins as the chief's."""
+    """Delete the backup on the chief; the others wait for that, so that all start their next `fit` alike."""
     if _is_chief(backup.model) is not False:
-        backup._of_one_task["on_train_end"](backup, logs)
+        backup._unpatched["on_train_end"](backup, logs)
         return
     until = time.monotonic() + DELETED_S
     while backup.delete_checkpoint and Path(backup.backup_dir).exists() and time.monotonic() < until:
@@ -101,17 +108,16 @@ def _end(backup: Any, logs: Any = None) -> None:
 
 
 def _move(backup: Any, folder: str) -> None:
-    """Set the folder of a backup."""
     old = backup.backup_dir
     for name in _PATHS:
         setattr(backup, name, folder + getattr(backup, name)[len(old) :])
 
 
 def _save(checkpoint: Any, epoch: int, batch: int | None, logs: Any) -> None:
-    """Save the model, on the chief, and on a task that does so in its own folder."""
-    elsewhere = _is_chief(checkpoint.model) is False and _in_own_folder(checkpoint.filepath) is None
+    """Save the model on the chief, and on other tasks if the path is in their working folder."""
+    elsewhere = _is_chief(checkpoint.model) is False and _in_task_folder(checkpoint.filepath) is None
     with _temporary(checkpoint) if elsewhere else contextlib.nullcontext():
-        checkpoint._of_one_task["_save_model"](checkpoint, epoch, batch, logs)
+        checkpoint._unpatched["_save_model"](checkpoint, epoch, batch, logs)
 
 
 @contextlib.contextmanager

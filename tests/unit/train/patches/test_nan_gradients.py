@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from train.model import keras_compat
+from train.patches import nan_gradients
 
 GOOD = tf.constant([1.0, -3e38])
 
 
 def checked(*gradients: Any) -> float:
-    return float(keras_compat.nan_if_broken(tf.constant(0.25), gradients))
+    return float(nan_gradients.nan_if_broken(tf.constant(0.25), gradients))
 
 
 def test_the_loss_stays_where_every_gradient_is_finite():

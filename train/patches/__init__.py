@@ -1,0 +1,25 @@
+"""Repairs of Keras and TensorFlow, one file each.
+
+The docstring of each file names the defect, the version that has it, the test that shows it, and the condition under
+which the patch is not applied. A patch whose `apply` finds no defect replaces nothing and returns an empty list.
+
+The patches in `SCRIPTS` import nothing of this project: the process of a user's script loads this package by its path
+(`hook/sitecustomize.py`), because `import train` can find the user's own `train.py` there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+
+FIT = ("symbolic_build", "scalar_metrics", "steps_per_execution")
+"""Patches of `Model.fit`; docs/internals/upstream/ has the same changes as a patch for Keras itself."""
+SCRIPTS = (*FIT, "layer_aggregation", "layer_losses", "replica_seeds", "callback_files")
+"""Patches for users' scripts."""
+TRAINING = (*FIT, "layer_losses", "variable_updates", "placed_seeds", "repeated_rows")
+"""Patches for the built-in training program, which has stronger guarantees for layers' state and random numbers."""
+
+
+def apply(names: Iterable[str] = TRAINING) -> list[str]:
+    """Apply patches and return the names of the functions they replaced. Idempotent; call before a model is built."""
+    return [replaced for name in names for replaced in importlib.import_module(f"{__name__}.{name}").apply()]

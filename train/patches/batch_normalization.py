@@ -1,0 +1,24 @@
+"""BatchNormalization normalizes over the global batch.
+
+Defect: by default each replica normalizes over its own examples, so that the result depends on the number of replicas.
+Versions: Keras 3.15.1 and tf_keras 2.21.0, where `synchronized` is False by default.
+Test: tests/unit/train/patches/test_trainer_patches.py::test_replicas_themselves_normalise_over_their_own_examples
+Not applied: on one replica, and to layers that are synchronized already.
+"""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+
+def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:
+    """Synchronize every BatchNormalization layer of a model; return the number of changed layers."""
+    if replicas == 1:
+        return 0
+    changed = 0
+    for layer in model._flatten_layers():  # includes layers inside layers, which no public property lists
+        if isinstance(layer, tf.keras.layers.BatchNormalization):  # of the Keras in use
+            changed += not layer.synchronized
+            layer.synchronized = True
+    return changed

@@ -1,0 +1,22 @@
+"""Replicas can assign a model's variables under CentralStorageStrategy, as constraints and layers do.
+
+Defect: Keras creates variables without an aggregation, and the strategy refuses to assign those.
+Versions: Keras 3.15.1 with TensorFlow 2.21.0.
+Test: tests/unit/train/patches/test_trainer_patches.py::test_central_storage_itself_refuses_dropout
+Not applied: to variables of other strategies, and to those that have an aggregation.
+"""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute.ps_values import AggregatingVariable  # has no public name
+
+
+def let_replicas_assign(model: keras.Model) -> None:
+    """Set an aggregation for a model's variables. All replicas assign the same value."""
+    kinds = tf.VariableAggregation
+    for variable in model.variables:
+        stored = getattr(variable, "_value", None)
+        if isinstance(stored, AggregatingVariable) and stored._aggregation == kinds.NONE:
+            stored._aggregation = kinds.ONLY_FIRST_REPLICA

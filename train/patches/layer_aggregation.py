@@ -1,0 +1,43 @@
+"""Layers' state, such as moving averages, is aggregated over replicas.
+
+Defect: `Layer.add_weight` creates state without an aggregation. Each replica then has its own, and the chief saves that
+of its part of the data; CentralStorageStrategy refuses to update it at all.
+Versions: Keras 3.15.1.
+Test: tests/unit/train/patches/test_script_patches.py::test_moving_averages_must_be_those_of_all_replicas
+Not applied: to variables that have an aggregation. The built-in trainer uses `train/model/layer_state.py` instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def apply() -> list[str]:
+    """Patch `Layer.add_weight`."""
+    layer = keras.layers.Layer
+    if "aggregate(" in inspect.getsource(layer.add_weight):
+        return []
+    layer.add_weight = _aggregated(layer.add_weight)
+    return ["Layer.add_weight"]
+
+
+def aggregate(variable: Any) -> None:
+    """Set the aggregation of a layer's state if it has none: the mean, or for whole numbers the first replica's."""
+    value, kinds = variable._value, tf.VariableAggregation
+    if hasattr(value, "_aggregation") and variable.aggregation == "none":  # under a strategy with replicas
+        value._aggregation = kinds.MEAN if value.dtype.is_floating else kinds.ONLY_FIRST_REPLICA
+
+
+def _aggregated(original: Any) -> Any:
+    def add_weight(layer: Any, *args: Any, **options: Any) -> Any:
+        """Add a variable, which is aggregated over replicas if it is a layer's state."""
+        variable = original(layer, *args, **options)
+        if not variable.trainable:
+            aggregate(variable)
+        return variable
+
+    return add_weight

@@ -1,0 +1,25 @@
+"""An optimizer uses a learning rate given from outside.
+
+Defect: a schedule is evaluated at the optimizer's own count of updates. A pipeline's stage needs the rate of its step.
+Versions: Keras 3.15.1.
+Test: tests/unit/train/loops/test_pipeline.py
+Not applied: outside `fixed_rate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+
+@contextlib.contextmanager
+def fixed_rate(optimizer: keras.optimizers.Optimizer, rate: tf.Tensor) -> Iterator[None]:
+    """Give an optimizer a learning rate inside, instead of that of its count of updates."""
+    optimizer._get_current_learning_rate = lambda: rate
+    try:
+        yield
+    finally:
+        del optimizer._get_current_learning_rate

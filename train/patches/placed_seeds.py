@@ -1,0 +1,95 @@
+"""Random layers draw from (seed, step, replica, micro-batch) instead of a state.
+
+Defect: Keras's seed generators count their draws in a variable that all replicas share, so every replica drops the same
+units. Drawn from the place in the training, masks differ between replicas and are the same again after a resume.
+Versions: Keras 3.15.1.
+Test: tests/unit/train/patches/test_trainer_patches.py::test_keras_itself_drops_the_same_units_on_every_replica
+Not applied: outside `random_place`. It stays when Keras draws by replica: Keras does not promise the same masks after a
+resume, see docs/internals/decisions/0008-random-layers.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import keras
+import tensorflow as tf
+
+
+@dataclass
+class Place:
+    """The place in the training from which random numbers are drawn."""
+
+    step: tf.Tensor
+    replica: tf.Tensor
+    micro_batch: tf.Tensor | None = None
+    drawn: dict[int, int] = field(default_factory=dict)
+    """Number of seeds drawn from each generator, by its `id`."""
+
+
+_DRAWS = 2**44
+"""More than the numbers of all draws of all generators, whose own seeds have 32 bits."""
+
+_place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("place", default=None)
+_keras_next_seed = keras.random.SeedGenerator.next
+
+
+def apply() -> list[str]:
+    """Patch `SeedGenerator.next`."""
+    if keras.random.SeedGenerator.next is _next_seed:
+        return []
+    keras.random.SeedGenerator.next = _next_seed
+    return ["SeedGenerator.next"]
+
+
+@contextlib.contextmanager
+def random_place(
+    step: tf.Tensor, replica: tf.Tensor, micro_batch: tf.Tensor | None = None, drawn: Mapping[int, int] | None = None
+) -> Iterator[Place]:
+    """Set the place from which layers called inside draw their random numbers.
+
+    Args:
+        step: int64 scalar, optimizer steps done before this one.
+        replica: int64 scalar.
+        micro_batch: int64 scalar, the number of one of several; None: as number 0.
+        drawn: how many seeds the stages before have drawn from each generator, by its `id`; None: none.
+    """
+    inside = Place(step, replica, micro_batch, dict(drawn or {}))
+    token = _place.set(inside)
+    try:
+        yield inside
+    finally:
+        _place.reset(token)
+
+
+def place() -> Place | None:
+    """Return the current place; None outside `random_place`."""
+    return _place.get()
+
+
+def draw_seed(place: Place, generator: object, generator_seed: tf.Tensor) -> tf.Tensor:
+    """Return a seed `[2] uint32` for the next draw of a generator in a place.
+
+    Args:
+        place: the place in the training.
+        generator: the generator that draws, of either Keras.
+        generator_seed: int64 scalar.
+    """
+    call = place.drawn.get(id(generator), 0)
+    place.drawn[id(generator)] = call + 1
+    draw = generator_seed * 1009 + call
+    if place.micro_batch is not None:
+        draw += place.micro_batch * _DRAWS
+    key = tf.stack([draw, place.step * 65_537 + place.replica])
+    return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
+
+
+def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
+    place = _place.get()
+    if place is None:
+        return _keras_next_seed(generator, ordered)
+    # The state's first word is the generator's seed and never changes.
+    return draw_seed(place, generator, tf.cast(generator.state.value[0], tf.int64))

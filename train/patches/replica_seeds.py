@@ -1,0 +1,40 @@
+"""Replicas of a user's script draw different random numbers, such as the masks of dropout.
+
+Defect: `SeedGenerator.next` counts its draws in a variable that all replicas share, so all of them draw alike.
+Versions: Keras 3.15.1.
+Test: tests/unit/train/patches/test_script_patches.py::test_replicas_must_draw_different_masks
+Not applied: if the source of `SeedGenerator.next` mentions replicas. The built-in trainer uses `placed_seeds.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_REPLICA_STRIDE = 0x9E3779B1
+"""An odd number of 32 bits: its multiples are all different."""
+
+
+def apply() -> list[str]:
+    """Patch `SeedGenerator.next` if replicas draw alike."""
+    generator = keras.random.SeedGenerator
+    if "replica" in inspect.getsource(generator.next):
+        return []
+    generator.next = _draw_by_replica(generator.next)
+    return ["SeedGenerator.next"]
+
+
+def _draw_by_replica(original: Any) -> Any:
+    def next_seed(generator: Any, ordered: bool = True) -> Any:
+        """Return a seed that differs between replicas, which all count the same draws."""
+        seed = original(generator, ordered)
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            return seed
+        offset = tf.cast(context.replica_id_in_sync_group, seed.dtype) * tf.constant(_REPLICA_STRIDE, seed.dtype)
+        return seed + tf.stack([offset, tf.zeros_like(offset)])
+
+    return next_seed

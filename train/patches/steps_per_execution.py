@@ -1,0 +1,53 @@
+"""`Model.fit` with `steps_per_execution` above 1 works on several replicas.
+
+Defect: `TensorFlowTrainer._make_function` puts the steps after the first into `tf.cond`, where replicas' variables
+cannot be captured. Keras issue 20585.
+Versions: Keras 3.15.1.
+Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_must_still_be_needed
+Not applied: if the source of `_make_function` has no `tf.cond`, or depends on the number of replicas. A trial would
+take two devices.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer  # has no public name
+
+
+def apply() -> list[str]:
+    """Replace the method if Keras has the defect."""
+    source = inspect.getsource(trainer.TensorFlowTrainer._make_function)
+    if "tf.cond(" not in source or "num_replicas_in_sync" in source:
+        return []
+    trainer.TensorFlowTrainer._make_function = _make_function(trainer.TensorFlowTrainer._make_function)
+    return ["_make_function"]
+
+
+def _make_function(original: Any) -> Any:
+    def make_function(model: Any, step_function: Any) -> Any:
+        """Return a function that repeats a step `steps_per_execution` times, or until the data ends."""
+        execute = original(model, step_function)
+        if model.steps_per_execution == 1 or model.distribute_strategy.num_replicas_in_sync == 1:
+            return execute
+
+        def function(iterator: Any) -> Any:
+            if isinstance(iterator, tf.distribute.DistributedIterator):
+                iterator = _batches(iterator)
+                first = next(iterator)  # ends the epoch if there is none
+                iterator = itertools.chain([first], iterator)
+            return execute(iterator)  # Keras runs step after step on an iterator that is not TensorFlow's
+
+        return function
+
+    return make_function
+
+
+def _batches(iterator: Any) -> Iterator[Any]:
+    """Yield batches; requesting one too many inside a step would count a step without examples."""
+    while (batch := iterator.get_next_as_optional()).has_value():
+        yield batch.get_value()

@@ -1,0 +1,71 @@
+"""`Model.fit` builds the model from one replica's batch under MultiWorkerMirroredStrategy.
+
+Defect: `TensorFlowTrainer._maybe_symbolic_build` averages the first batch over all replicas, which collectives refuse,
+and a model with a `train_step` but no `call` cannot be built at all. Keras issue 20585,
+docs/internals/upstream/keras-20585.md.
+Versions: Keras 3.15.1.
+Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_must_still_be_needed
+Not applied: if `_maybe_symbolic_build`, tried on a batch of one value, reduces nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+from keras import tree
+from keras.src.backend.tensorflow import trainer  # has no public name
+
+from .trial_strategy import TrialStrategy, TrialValue
+
+
+def apply() -> list[str]:
+    """Replace the method if Keras has the defect."""
+    if not _reduces_the_batch():
+        return []
+    trainer.TensorFlowTrainer._maybe_symbolic_build = _maybe_symbolic_build
+    return ["_maybe_symbolic_build"]
+
+
+def _reduces_the_batch() -> bool:
+    strategy = TrialStrategy()
+    model = SimpleNamespace(
+        _distribute_strategy=strategy, distribute_strategy=strategy, _symbolic_build=lambda data_batch: None
+    )
+    with contextlib.suppress(Exception):  # another Keras may expect other attributes
+        trainer.TensorFlowTrainer._maybe_symbolic_build(model, iterator=[(0, 0, iter([(TrialValue(),)]))])
+    return bool(strategy.reduced_axes)
+
+
+def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    """Build the model, its metrics and its loss from the shapes of one replica's part of a batch."""
+    strategy = model._distribute_strategy
+    if strategy is None:
+        return
+    if iterator is not None:
+        for _, _, batches in iterator:
+            data_batch = tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
+            break
+    with strategy.scope():
+        if type(model).call is not keras.Model.call:
+            model._symbolic_build(data_batch=data_batch)
+        else:  # trained by its `train_step` alone, which Keras cannot call with symbolic tensors
+            _build_optimizer(model, strategy.num_replicas_in_sync)
+
+
+def _build_optimizer(model: Any, num_replicas: int) -> None:
+    """Build the optimizer of a model without `call`, whose layers and other optimizers the user has built."""
+    unbuilt = [layer.name for layer in model._flatten_layers(include_self=False) if not layer.built]
+    if not unbuilt:
+        if model.optimizer is not None:
+            model.optimizer.build(model.trainable_variables)
+        optimizers = {name: part for name, part in vars(model).items() if isinstance(part, keras.optimizers.Optimizer)}
+        unbuilt = [name for name, optimizer in optimizers.items() if not optimizer.built]
+    if unbuilt and num_replicas > 1:
+        raise ValueError(
+            f"{type(model).__name__} has a train_step and no call: on {num_replicas} replicas build "
+            f"{', '.join(unbuilt)} before fit: layers with build(input_shape) or a keras.Input, "
+            "optimizers with build(variables)"
+        )
