@@ -105,7 +105,7 @@ ns = Collection(
     golden,
     image=Collection(image.build, image.base, image.reproduce, image.sbom, image.watch),
     data=Collection(data.prepare, data.shard, data.examine, data.verify),
-    docs=Collection(docs.options, docs.troubleshooting),
+    docs=Collection(docs.options),
     k8s=Collection(k8s.render),
     requirements=Collection(image.lock),
 )

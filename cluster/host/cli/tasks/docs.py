@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.host.checks import documents, troubles
+from cluster.host.checks import documents
 from cluster.host.cli.command_line import task
 from cluster.host.options.option import Group
 from cluster.host.options.request import OPTIONS
@@ -10,17 +10,6 @@ from cluster.system.paths import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "options.md"
 BEGIN = documents.begin("invoke docs.options --write")
-TROUBLES_PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
-TROUBLES_BEGIN = documents.begin("invoke docs.troubleshooting --write")
-
-
-@task(write="renew them in docs/guides/troubleshooting.md (default: no)")
-def troubleshooting(c, write=False):
-    """Show the tables of docs/guides/troubleshooting.md."""
-    if write:
-        documents.renew([TROUBLES_PAGE], TROUBLES_BEGIN, troubles.page())
-    else:
-        print("\n".join(troubles.page()))
 
 
 @task(write="renew them in docs/reference/options.md (default: no)")
