@@ -10,7 +10,7 @@ from typing import Any
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))

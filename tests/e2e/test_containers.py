@@ -17,9 +17,9 @@ from cluster.host.image import engine
 from cluster.host.runtime.compose import overlay
 from cluster.system import namespaces
 from cluster.system.ports import free_ports
-from tests import doors
 from tests.e2e.scenario import ENDLESS, TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
-from tests.waiting import wait_for
+from tests.support import doors
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 

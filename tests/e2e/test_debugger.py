@@ -5,9 +5,9 @@ import time
 import pytest
 
 from cluster.agent.watchdog import SILENT_S
-from tests.debug_client import Client, free_port
 from tests.e2e.scenario import TRAINING, Clusters, summary
-from tests.waiting import wait_for
+from tests.support.debug_client import Client, free_port
+from tests.support.waiting import wait_for
 
 
 def debug(clusters: Clusters, name: str, runtime: str, *, hold_s: float = 0) -> None:

@@ -13,7 +13,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import registry
 from cluster.host.runtime.local import supervisor
 from tests.e2e.scenario import DATA, ENDLESS, SLOW_MACHINE_S, TRAINING, Clusters, await_members, step_of, summary
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 

@@ -18,7 +18,7 @@ from cluster.system import processes
 from cluster.system.json_files import read_json
 from cluster.system.process_table import ProcessTable
 from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, step_of, summary
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.usefixtures("data"), pytest.mark.long, pytest.mark.alone]
 

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import summary
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 

@@ -20,8 +20,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime.kubernetes.pods import RECORDS, SHARED
 from cluster.system.errors import EXIT_INTERRUPTED
 from tests.e2e.scenario import DATA, TRAIN_IMAGE, TRAINING, step_of, summary
+from tests.support.waiting import wait_for
 from tests.unit.host.runtime.kubernetes.test_manifests import expanded
-from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 LONGER = (*TRAINING, "--max-steps", "80")

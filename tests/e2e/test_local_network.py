@@ -7,9 +7,9 @@ import pytest
 from cluster.host.runtime.local import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import read_json
-from tests import doors
 from tests.e2e.scenario import ENDLESS, TRAINING, step_of
-from tests.waiting import wait_for
+from tests.support import doors
+from tests.support.waiting import wait_for
 
 LISTENS = "0A"
 """How /proc writes that state of a socket."""

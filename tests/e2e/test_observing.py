@@ -4,7 +4,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import ENDLESS, step_of, summary
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 FEWEST_STEPS = 40
 """Enough to have an undisturbed step timed."""

@@ -7,7 +7,7 @@ import pytest
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters, summary
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("data")]
 

@@ -9,7 +9,7 @@ from cluster.host.runtime.local import supervisor
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import TRAINING, Clusters, losses, step_of, summary
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 

@@ -13,7 +13,7 @@ from cluster.host.image import engine
 from cluster.host.runtime.local import supervisor
 from tests.e2e.scenario import Clusters, summary
 from tests.e2e.test_containers import containers
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 FIT = """
 import json

@@ -17,7 +17,7 @@ from cluster.host.runtime.slurm import queue
 from cluster.host.runtime.slurm import runtime as slurm
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import ENDLESS, ROOT, TRAIN_IMAGE, Clusters, await_members, step_of, summary
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.alone]
 TRAINING = ("--log-every=10", "--checkpoint-every=40", "--evaluate-every=100000")

@@ -16,8 +16,8 @@ from cluster.host.runtime import registry
 from cluster.host.runtime.local import supervisor
 from cluster.system.journal import read_json_lines
 from tests.e2e.scenario import ENDLESS, Clusters, summary
+from tests.support.waiting import wait_for
 from tests.tools.campaign.cases import CASES
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 

@@ -14,7 +14,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime.swarm import stack
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import ENDLESS, TENSORBOARD_IMAGE, TRAIN_IMAGE, Clusters, await_members, step_of, summary
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.alone, pytest.mark.usefixtures("require_engine")]
 HOSTS = Path("/var/lib/tf-cluster-swarm")

@@ -12,7 +12,7 @@ from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import DATA, ENDLESS, ROOT, STEPS, TRAINING, losses, step_of, summary
 from tests.e2e.test_containers import containers
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 from train.model import variables
 
 pytestmark = pytest.mark.usefixtures("data")

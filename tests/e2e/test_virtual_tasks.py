@@ -4,7 +4,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import ENDLESS, Clusters, losses, step_of, summary
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 

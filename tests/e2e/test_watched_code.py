@@ -10,7 +10,7 @@ import pytest
 
 from cluster.host.image import engine
 from tests.e2e.scenario import ENDLESS, TRAINING, Clusters, step_of, summary
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 OWN_IMAGES = "tf-cluster-tests-watched"
 SOON_S = 240

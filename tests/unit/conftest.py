@@ -24,9 +24,9 @@ from cluster.host.runtime.local.runtime import processes_of
 from cluster.host.runtime.network import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast
-from tests.unit import measured
-from tests.unit.gang import Gang, StartGang
-from tests.unit.launching import CONFIG
+from tests.support import measured
+from tests.support.gang import Gang, StartGang
+from tests.support.launching import CONFIG
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,7 +71,7 @@ def start_gang(make_run, start_run, tmp_path) -> StartGang:
 
     def start(
         lines: str,
-        imports: str = "from tests.unit.trainer import *",
+        imports: str = "from tests.programs.trainer import *",
         absent: tuple[str, ...] = (),
         stopped: bool = False,
         hang_timeout_s: float = 60,
@@ -90,7 +90,7 @@ def start_gang(make_run, start_run, tmp_path) -> StartGang:
         how = processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program], network=network)
         how |= {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}}
         if apart:
-            agent = [sys.executable, "-m", "tests.unit.importing_agent", preload, *program]
+            agent = [sys.executable, "-m", "tests.programs.importing_agent", preload, *program]
             how["tasks"] = {name: task | {"command": agent} for name, task in how["tasks"].items()}
         write_json(run.compose, how | ({"preload": preload} if preload and not apart else {}))
         limits = {"hang_timeout_s": hang_timeout_s, "max_restarts": max_restarts, **elastic}

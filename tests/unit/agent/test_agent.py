@@ -14,8 +14,8 @@ from cluster.host.control import watch
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
 from cluster.system.processes import start_ticks
-from tests.unit.gang import SIGKILLED, assert_ended
-from tests.waiting import wait_for
+from tests.support.gang import SIGKILLED, assert_ended
+from tests.support.waiting import wait_for
 
 ALL_FINISH = "train(5), meet(), finish()"
 SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"

@@ -15,8 +15,8 @@ from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import REQUEUE, RunFolder
 from cluster.contract.run.heartbeat import Heartbeat
 from cluster.system.json_files import read_json, write_json
-from tests.unit.gang import Gang
-from tests.waiting import wait_for
+from tests.support.gang import Gang
+from tests.support.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
 CHECKED = """

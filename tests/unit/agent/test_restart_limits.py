@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from tests.unit.gang import Gang
-from tests.waiting import wait_for
+from tests.support.gang import Gang
+from tests.support.waiting import wait_for
 
 LONG_PAUSE_S = "30"
 SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"

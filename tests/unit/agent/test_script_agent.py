@@ -23,8 +23,8 @@ from cluster.host.view.ended import ended_lines
 from cluster.host.view.status import read_status, status_table
 from cluster.system.journal import append_json
 from cluster.system.json_files import read_json, write_json
-from tests.unit.gang import SIGKILLED, Gang, assert_ended
-from tests.waiting import wait_for
+from tests.support.gang import SIGKILLED, Gang, assert_ended
+from tests.support.waiting import wait_for
 
 LINES = """
 import json, os, pathlib, signal, sys, time

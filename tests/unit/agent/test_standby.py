@@ -14,8 +14,8 @@ from cluster.contract.recovery import standby_cluster
 from cluster.host.runtime.local import supervisor
 from cluster.system import processes
 from cluster.system.json_files import write_json
-from tests.unit.gang import Gang
-from tests.waiting import wait_for
+from tests.support.gang import Gang
+from tests.support.waiting import wait_for
 
 DIES_AS_STANDBY = """
 import os, sys
@@ -121,7 +121,7 @@ def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang):
 
 def test_a_run_goes_on_where_one_of_these_died_at_the_last_moment(start_gang):
     dies = f"import os\nif os.environ['TASK'] == 'worker-0' and 'STANDBY' in os.environ:{DIES_IN_CLUSTER}"
-    imports = f"{dies}\nfrom tests.unit.trainer import *"
+    imports = f"{dies}\nfrom tests.programs.trainer import *"
     gang = start_gang(DEAD_AT_THE_LAST_MOMENT, imports=imports, workers=1, config=IN_CLUSTER)
     assert "succeeded" == gang.summary()["state"]
 
@@ -147,7 +147,7 @@ def test_only_some_trainings_can_prepare_a_cluster(make_run, config, topology, p
 def test_a_standby_process_that_died_is_not_used(start_gang):
     gang = start_gang(
         LINES,
-        imports=f"{DIES_AS_STANDBY}\nfrom tests.unit.trainer import *",
+        imports=f"{DIES_AS_STANDBY}\nfrom tests.programs.trainer import *",
         workers=0,
     )
     gang.await_step("chief", 5)

@@ -17,7 +17,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import Heartbeat
 from cluster.contract.run.liveness import HANG_TIMEOUT_S
 from cluster.system.json_files import read_json, write_json
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 SHOWS_STACKS = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n"
 WORKS_THEN_ENDS = "train(5)\nif not GENERATION: work()\ntrain(6), meet(), finish()"

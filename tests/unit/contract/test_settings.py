@@ -13,7 +13,7 @@ from cluster.host.launch.inputs.scripts import check_script
 from cluster.host.options.request import Request
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.paths import ROOT
-from tests.unit.launching import refusal
+from tests.support.launching import refusal
 
 
 @pytest.mark.parametrize("name", [*settings.SECONDS, *settings.SWITCHES])

@@ -30,8 +30,8 @@ from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
 from tests import fast
-from tests.unit.launching import Commands
-from tests.waiting import wait_for
+from tests.support.launching import Commands
+from tests.support.waiting import wait_for
 
 SCRIPT = "import time\nwhile True:\n    time.sleep(0.05)\n"
 

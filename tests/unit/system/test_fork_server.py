@@ -20,18 +20,18 @@ from cluster.host.runtime.local import supervisor
 from cluster.host.runtime.local.runtime import processes_of
 from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
-from tests.unit.gang import Gang, StartGang
-from tests.waiting import wait_for
+from tests.support.gang import Gang, StartGang
+from tests.support.waiting import wait_for
 
 LOADED = """
-from tests.unit import preloaded
+from tests.programs import preloaded
 (run.path / f"{NAME}.{GENERATION}.loaded").write_text(str(preloaded.loaded_by))
 """
 
 
 @pytest.fixture
 def start(start_gang) -> StartGang:
-    return partial(start_gang, preload="tests.unit.preloaded")
+    return partial(start_gang, preload="tests.programs.preloaded")
 
 
 BeforeStart = Callable[[Callable[[RunFolder], object]], None]

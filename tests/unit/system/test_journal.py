@@ -10,7 +10,7 @@ import pytest
 
 from cluster.system import journal
 from cluster.system.journal import LINE_BYTES, Journal, append_json, read_json_lines
-from tests.unit.together import together
+from tests.support.together import together
 
 
 @pytest.fixture

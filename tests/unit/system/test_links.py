@@ -20,7 +20,7 @@ from cluster.host.runtime.local import supervisor
 from cluster.host.runtime.local.faults import ProcessFaults
 from cluster.host.view.logs import print_logs
 from cluster.system import files, journal, json_files
-from tests.unit.launching import Commands
+from tests.support.launching import Commands
 
 MakeRun = Callable[..., RunFolder]
 SECRET = '{"state": "done", "task": "chief", "updated_at": 0, "step": 0, "secret": 1}\n'

@@ -16,7 +16,7 @@ from cluster.host.options.request import Request
 from cluster.system.errors import UsageError
 from cluster.system.messages import described, system_error
 from cluster.system.paths import ROOT
-from tests.unit.launching import refusal
+from tests.support.launching import refusal
 
 
 def failure_of(body: Callable[[], object]) -> OSError:

@@ -17,9 +17,9 @@ from cluster.host.runtime.local import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
-from tests import doors
-from tests.unit.gang import Gang
-from tests.waiting import wait_for
+from tests.support import doors
+from tests.support.gang import Gang
+from tests.support.waiting import wait_for
 
 SOMEBODY = 12345
 """A user who owns nothing."""

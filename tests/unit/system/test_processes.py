@@ -11,7 +11,7 @@ import pytest
 
 from cluster.system import processes
 from cluster.system.process_table import ProcessTable
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 SLEEP = ["sleep", "60"]
 

@@ -15,7 +15,7 @@ from cluster.host.launch import configuration
 from cluster.host.options.request import Request
 from cluster.system import processes
 from cluster.system.errors import ClusterError, TimedOut, UsageError
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 FORGED = '{"config": {}, "code_dirs": [], "data": "forged"}'

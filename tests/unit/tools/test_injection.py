@@ -13,10 +13,10 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import registry
 from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
+from tests.support.waiting import wait_for
 from tests.tools.campaign import injection
 from tests.tools.campaign.injection import Injection
 from tests.tools.campaign.volleys import Shot, Volley
-from tests.waiting import wait_for
 
 TOTAL = 100
 

@@ -16,7 +16,7 @@ from cluster.agent.gang.wire import Channel
 from cluster.contract.run import joining
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import Heartbeat
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 FAR_S = 1000.0
 

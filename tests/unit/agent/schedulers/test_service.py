@@ -10,7 +10,7 @@ from cluster.agent.schedulers import lifecycle, service
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import REQUEUE, RunFolder
 from cluster.system.errors import EXIT_DONE, EXIT_PEER_LOST, TimedOut
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 ENDLESS = "import time\nopen({!r}, 'w')\nwhile True: time.sleep(0.01)"
 

@@ -12,7 +12,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
 from cluster.system.journal import append_json
 from cluster.system.json_files import read_json, write_json
-from tests.unit.ending import end
+from tests.support.ending import end
 
 MakeRun = Callable[..., RunFolder]
 

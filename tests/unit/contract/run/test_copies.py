@@ -7,7 +7,7 @@ from cluster.agent.gang.board import Board
 from cluster.contract.run import copies
 from cluster.contract.run.copies import Copy, Superseded
 from cluster.contract.run.folder import RunFolder
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture

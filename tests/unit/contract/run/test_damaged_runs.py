@@ -22,9 +22,9 @@ from cluster.host.runtime import memory as limits
 from cluster.host.runtime import registry
 from cluster.host.runtime.local import supervisor
 from cluster.system import files, journal
-from tests.unit import damage
-from tests.unit.gang import StartGang
-from tests.waiting import wait_for
+from tests.support import damage
+from tests.support.gang import StartGang
+from tests.support.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
 CODES = (0, 1, 2, 3, 4, 130)

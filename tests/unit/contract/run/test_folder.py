@@ -15,8 +15,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import Heartbeat
 from cluster.system.errors import PrerequisiteError
 from cluster.system.json_files import RESERVE, read_json, write_json
-from tests.unit.together import together
-from tests.waiting import wait_for
+from tests.support.together import together
+from tests.support.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
 

@@ -13,7 +13,7 @@ import pytest
 from cluster.agent.program import Script
 from cluster.contract.run import logs
 from cluster.contract.run.logs import GAP, LINE_BYTES, Reader
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture

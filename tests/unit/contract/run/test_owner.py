@@ -12,8 +12,8 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime.local import supervisor
 from cluster.system import processes
-from tests.unit.gang import Gang
-from tests.waiting import wait_for
+from tests.support.gang import Gang
+from tests.support.waiting import wait_for
 
 DAEMON = """
 import subprocess

@@ -24,7 +24,7 @@ from cluster.host.runtime.compose import overlay
 from cluster.host.runtime.local import supervisor
 from cluster.system.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
-from tests.unit.launching import WORKING_ENGINE, Commands, refusal
+from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
 MakeRun = Callable[..., RunFolder]
 

@@ -17,8 +17,8 @@ from cluster.host.options.request import Request
 from cluster.host.runtime.compose import overlay
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
-from tests.unit.beats import beat
-from tests.unit.command_line import commands, context, current, invoke, refusal
+from tests.support.beats import beat
+from tests.support.command_line import commands, context, current, invoke, refusal
 
 
 def real_context() -> Context:

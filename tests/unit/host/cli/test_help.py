@@ -11,7 +11,7 @@ from cluster.host.options.option import Group
 from cluster.host.options.request import OPTIONS, Request
 from cluster.system.errors import PrerequisiteError
 from cluster.system.paths import ROOT
-from tests.unit.command_line import context, invoke, options, refusal
+from tests.support.command_line import context, invoke, options, refusal
 
 CONTRACT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),

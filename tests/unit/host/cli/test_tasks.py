@@ -18,7 +18,7 @@ from cluster.host.runtime import tensorboard as board
 from cluster.host.runtime.local import supervisor
 from cluster.system.errors import EXIT_USAGE, TimedOut
 from cluster.system.json_files import write_json
-from tests.unit.command_line import commands, context, current, invoke, refusal
+from tests.support.command_line import commands, context, current, invoke, refusal
 
 # Dry runs
 

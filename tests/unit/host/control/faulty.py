@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from cluster.system.journal import read_json_lines
-from tests.unit.gang import Gang, StartGang
+from tests.support.gang import Gang, StartGang
 
 WORKS_ON = "train(6 if GENERATION else 5), work()"
 """At step 5 whoever is hurt; the next generation repeats the steps from 3 on and works until it is asked to stop."""

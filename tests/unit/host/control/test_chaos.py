@@ -7,7 +7,7 @@ import pytest
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
 from cluster.system.json_files import write_json
-from tests.unit.gang import Gang
+from tests.support.gang import Gang
 from tests.unit.host.control.faulty import STEPS_ON, WORKS_ON, begin, recorded, slowing
 
 

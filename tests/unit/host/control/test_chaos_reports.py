@@ -18,9 +18,9 @@ from cluster.host.runtime import faults
 from cluster.system.errors import TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
-from tests.unit.beats import beat
+from tests.support.beats import beat
+from tests.support.waiting import wait_for
 from tests.unit.host.control.faulty import STEPS_ON, WORKS_ON, begin, recorded, slowing
-from tests.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
 

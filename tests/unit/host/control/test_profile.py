@@ -14,7 +14,7 @@ from cluster.host.control import trace, trace_cache
 from cluster.host.runtime import tensorboard
 from cluster.system.errors import RunFailed, TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
 

@@ -11,7 +11,7 @@ from tests import fast
 
 
 def act(folder: Path, seed: int, actions: int) -> None:
-    command = [sys.executable, "-m", "tests.unit.random_actions", str(folder), str(seed), str(actions)]
+    command = [sys.executable, "-m", "tests.programs.random_actions", str(folder), str(seed), str(actions)]
     done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
     assert 0 == done.returncode, done.stderr
 

@@ -21,8 +21,8 @@ from cluster.host.view.status import read_status
 from cluster.system import memory
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, UsageError
 from cluster.system.json_files import read_json, write_json
-from tests.unit.beats import beat
-from tests.unit.launching import no_shell
+from tests.support.beats import beat
+from tests.support.launching import no_shell
 
 MakeRun = Callable[..., RunFolder]
 

@@ -22,9 +22,9 @@ from cluster.host.runtime.local import supervisor
 from cluster.host.runtime.local.runtime import processes_of
 from cluster.system.errors import EXIT_TIMEOUT, TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
-from tests.unit.gang import Gang
-from tests.unit.launching import no_shell
-from tests.waiting import wait_for
+from tests.support.gang import Gang
+from tests.support.launching import no_shell
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("recorded_configuration")
 
@@ -45,7 +45,7 @@ def end_of(gang: Gang) -> dict[str, Any]:
 def fake_plan(run: RunFolder, lines: str, data: Path, **requested: str) -> Plan:
     """Return a plan whose tasks run the given lines instead of the training program."""
     planned = scaling.plan(run, requested.get("workers", ""), requested.get("ps", ""))
-    program = [sys.executable, "-c", f"from tests.unit.trainer import *\n{lines}"]
+    program = [sys.executable, "-c", f"from tests.programs.trainer import *\n{lines}"]
     how = processes_of(planned.cluster, run.path, data, ["--", *program])
     return dataclasses.replace(planned, compose=how)
 

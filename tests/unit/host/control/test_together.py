@@ -19,8 +19,8 @@ from cluster.host.runtime.local import supervisor
 from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_USAGE, PrerequisiteError
 from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT
-from tests.unit.launching import Commands
-from tests.waiting import wait_for
+from tests.support.launching import Commands
+from tests.support.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
 

@@ -25,9 +25,9 @@ from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE
 from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
-from tests.unit.ending import end
-from tests.unit.launching import Commands
-from tests.waiting import wait_for
+from tests.support.ending import end
+from tests.support.launching import Commands
+from tests.support.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
 Docker = Callable[[str], Path]

@@ -14,9 +14,9 @@ from cluster.host.control import watch
 from cluster.host.image import engine
 from cluster.system import processes
 from cluster.system.json_files import write_json
-from tests.unit.beats import beat
-from tests.unit.ending import end
-from tests.unit.launching import Commands
+from tests.support.beats import beat
+from tests.support.ending import end
+from tests.support.launching import Commands
 
 
 @pytest.mark.usefixtures("hurried")

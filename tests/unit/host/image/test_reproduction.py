@@ -16,7 +16,7 @@ from cluster.host.cli.tasks import image
 from cluster.host.image import contents, engine, images, reproduction
 from cluster.host.image.engine import Answer
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, UsageError
-from tests.unit.saved_image import Layer, archive, packed
+from tests.support.saved_image import Layer, archive, packed
 
 NAMES = ("one", "other")
 ENTRIES: dict[str, dict[str, Any]] = {

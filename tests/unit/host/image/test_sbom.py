@@ -12,7 +12,7 @@ import tasks
 from cluster.host.image import contents, engine, images, sbom
 from cluster.host.image.engine import Answer
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE
-from tests.unit.saved_image import archive
+from tests.support.saved_image import archive
 
 Json = dict[str, Any]
 SITE = "/opt/venv/lib/python3.11/site-packages"

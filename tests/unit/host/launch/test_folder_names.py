@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launching import WORKING_ENGINE
+from tests.support.launching import WORKING_ENGINE
 
 ROOT = Path(__file__).resolve().parents[4]
 NAMES = ["a;touch PWNED; R&D", "tf-cluster (1) $(touch PWNED) `touch PWNED`", '-x \\ bob\'s "tf" a$b ü']

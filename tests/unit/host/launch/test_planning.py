@@ -4,7 +4,7 @@ import pytest
 
 from cluster.host.launch import configuration, planning
 from cluster.host.options.request import Request
-from tests.unit.launching import CONFIG, refusal
+from tests.support.launching import CONFIG, refusal
 
 
 def test_a_plan_changes_nothing(resolved, tmp_path):

@@ -25,7 +25,7 @@ from cluster.host.view.plan import plan_lines
 from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
-from tests.unit.launching import WORKING_ENGINE, Commands, refusal
+from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
 NvidiaSmi = Callable[[str], None]
 MakeRun = Callable[..., RunFolder]

@@ -14,7 +14,7 @@ from cluster.host.launch import configuration, folders, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime.local import supervisor
 from cluster.system.json_files import read_json, write_json
-from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands, refusal
+from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from cluster.host.runtime import memory as limits
 from cluster.host.runtime import tensorboard
 from cluster.host.runtime.local import supervisor
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
-from tests.unit.launching import WORKING_ENGINE, Commands, refusal
+from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
 # What cannot be done
 

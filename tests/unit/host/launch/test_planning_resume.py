@@ -13,8 +13,8 @@ from cluster.host.options.request import Request
 from cluster.host.runtime.local import supervisor
 from cluster.system.errors import EXIT_USAGE
 from cluster.system.json_files import write_json
-from tests.unit.beats import beat
-from tests.unit.launching import Commands, refusal
+from tests.support.beats import beat
+from tests.support.launching import Commands, refusal
 
 MakeRun = Callable[..., RunFolder]
 

@@ -16,7 +16,7 @@ from cluster.host.runtime.compose import overlay
 from cluster.host.runtime.local import supervisor
 from cluster.system.errors import ClusterError
 from cluster.system.json_files import read_json, write_json
-from tests.unit.launching import CONFIG, WORKING_ENGINE, Commands
+from tests.support.launching import CONFIG, WORKING_ENGINE, Commands
 
 MakeRun = Callable[..., RunFolder]
 

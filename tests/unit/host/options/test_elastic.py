@@ -7,7 +7,7 @@ from cluster.host.launch import configuration, kubernetes, planning
 from cluster.host.options import elastic
 from cluster.host.options.request import Request
 from cluster.system.errors import EXIT_USAGE, UsageError
-from tests.unit.launching import CONFIG, refusal
+from tests.support.launching import CONFIG, refusal
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import debugger
 from cluster.host.runtime.compose.overlay import Containers, overlay
 from cluster.system.errors import PrerequisiteError, UsageError
-from tests.debug_client import free_port
-from tests.unit.launching import refusal
+from tests.support.debug_client import free_port
+from tests.support.launching import refusal
 
 CLUSTER = spec.build(workers=1)
 

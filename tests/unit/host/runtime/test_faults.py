@@ -22,7 +22,7 @@ from cluster.system import memory
 from cluster.system.errors import ClusterError, UsageError
 from cluster.system.json_files import write_json
 from cluster.system.processes import identity
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 MakeRun = Callable[..., RunFolder]
 

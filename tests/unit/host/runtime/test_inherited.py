@@ -25,8 +25,8 @@ from cluster.host.runtime.local.runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
-from tests.unit.gang import Gang
-from tests.unit.launching import refusal
+from tests.support.gang import Gang
+from tests.support.launching import refusal
 
 PRINTS = "import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))"
 STALE = {

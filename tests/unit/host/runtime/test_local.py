@@ -15,7 +15,7 @@ from cluster.system import ports, processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
 from cluster.system.ports import free_ports
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 
 def test_free_ports_are_free_and_different():

@@ -20,7 +20,7 @@ from cluster.system import memory as machine
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError
 from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
-from tests.unit.launching import WORKING_ENGINE, refusal
+from tests.support.launching import WORKING_ENGINE, refusal
 
 MakeRun = Callable[..., RunFolder]
 GIB = 2**30

@@ -15,7 +15,7 @@ from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from cluster.system.json_files import read_json, write_json
 from cluster.system.namespaces import Refusal
-from tests.unit.launching import WORKING_ENGINE, Commands, refusal
+from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
 LOCAL = {"runtime": "local", "tensorboard_port": "0"}
 OPEN = "warning: TensorFlow's servers ask for no password, and whoever reaches this machine reaches them: the tasks "

@@ -13,7 +13,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import tensorboard
 from cluster.system.errors import PrerequisiteError
 from cluster.system.json_files import write_json
-from tests.unit.launching import no_shell
+from tests.support.launching import no_shell
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from cluster.host.runtime import tensorboard
 from cluster.host.view.ended import ended_lines
 from cluster.system.errors import TimedOut
 from cluster.system.json_files import read_json, write_json
-from tests.unit.beats import beat
-from tests.unit.ending import end
+from tests.support.beats import beat
+from tests.support.ending import end
 
 
 def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(run, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from cluster.host.runtime import registry
 from cluster.host.view.live import Live
 from cluster.host.view.status import live_lines, read_status
-from tests.unit.beats import beat, save
+from tests.support.beats import beat, save
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 

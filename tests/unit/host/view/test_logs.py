@@ -9,8 +9,8 @@ from cluster.agent import health
 from cluster.contract.run.logs import LINE_BYTES, copy
 from cluster.host.view import logs
 from cluster.host.view.logs import print_logs
-from tests.unit.beats import beat
-from tests.unit.ending import end
+from tests.support.beats import beat
+from tests.support.ending import end
 
 
 def test_logs_of_several_tasks_carry_their_names(run, capsys):

@@ -6,9 +6,9 @@ from cluster.host.runtime import tensorboard
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.status import progress, read_status, status_table
 from cluster.system.json_files import write_json
-from tests.unit.beats import beat, save
-from tests.unit.ending import end
-from tests.unit.ledgers import LEDGER
+from tests.support.beats import beat, save
+from tests.support.ending import end
+from tests.support.ledgers import LEDGER
 
 PACE = {"step_ms": {"mean": 90.0, "median": 88.2}, "busy_share": 0.75, "input_share": 0.016}
 

@@ -8,8 +8,8 @@ from cluster.host.view.live import Live
 from cluster.host.view.logs import print_logs
 from cluster.host.view.status import read_status, status_table
 from cluster.system.json_files import read_json
-from tests.unit.beats import beat, save
-from tests.unit.ending import end
+from tests.support.beats import beat, save
+from tests.support.ending import end
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\nroot cause: none \u202e\x9b2J"
 

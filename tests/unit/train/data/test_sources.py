@@ -11,7 +11,7 @@ import tensorflow as tf
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.json_files import read_json
-from tests.unit.measured import measured
+from tests.support.measured import measured
 from train.config import TrainConfig
 from train.data import arrays, memory, sources
 from train.data.batches import BatchSlice, Replicas

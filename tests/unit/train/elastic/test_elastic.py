@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.measured import measured
+from tests.support.measured import measured
 
 OTHERS = ("central-2", "mirrored-3")
 

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.contract.compatibility import check_micro_batches
 from cluster.system.errors import UsageError
-from tests.unit.measured import measured
+from tests.support.measured import measured
 
 
 def numbers(what: str) -> Any:

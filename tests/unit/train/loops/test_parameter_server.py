@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.unit.measured import measured
+from tests.support.measured import measured
 
 
 def found(what: str) -> Any:

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 from keras.src.backend.common.variables import AutocastScope  # has no public name
 
-from tests.unit.measured import measured
+from tests.support.measured import measured
 from train.config import Optimizer, TrainConfig
 from train.model import gradients, optimizers
 from train.patches import variable_updates

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.unit.measured import measured
+from tests.support.measured import measured
 
 
 def test_every_shape_that_an_update_sees_or_makes_is_static():

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.measured import measured
+from tests.support.measured import measured
 
 
 @pytest.fixture(scope="module")

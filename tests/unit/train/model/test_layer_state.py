@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.measured import measured
+from tests.support.measured import measured
 
 CASES = [
     ("normalized", "one"),

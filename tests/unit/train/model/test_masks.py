@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.measured import measured
+from tests.support.measured import measured
 from train.model import masks
 
 WHERES = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cluster.system.ports import free_ports
-from tests.unit.measured import finish, start
+from tests.support.measured import finish, start
 
 
 @pytest.fixture(scope="module")

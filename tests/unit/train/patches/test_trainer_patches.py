@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.measured import measured
+from tests.support.measured import measured
 
 
 def traps(what: str) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import fast
-from tests.unit.measured import ENVIRONMENT, HANG_S, ROOT
+from tests.support.measured import ENVIRONMENT, HANG_S, ROOT
 
 pytestmark = pytest.mark.needs("git")
 UPSTREAM = ROOT / "docs" / "internals" / "upstream"

@@ -16,7 +16,7 @@ from tensorflow import keras
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import Heartbeat
 from cluster.system.journal import read_json_lines
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 from train import evaluator
 from train.config import TrainConfig
 from train.saving import files

@@ -14,7 +14,7 @@ import pytest
 from cluster.system.errors import EXIT_FAILED, RunFailed
 from cluster.system.json_files import DISK_FULL, read_json
 from cluster.system.paths import ROOT
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 from train.saving import files as checkpoint_files
 from train.saving.files import Saved, agreed, clean, finished, keep_only, newest_good, prune, set_aside, write
 

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.paths import ROOT
-from tests.debug_client import Client, free_port
+from tests.support.debug_client import Client, free_port
 from train.startup import debugger
 
 PROGRAM = """

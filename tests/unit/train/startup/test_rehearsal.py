@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.unit.measured import measured
+from tests.support.measured import measured
 from train.config import TrainConfig
 
 

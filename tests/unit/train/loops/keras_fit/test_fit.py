@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.unit.measured import measured
+from tests.support.measured import measured
 
 
 def test_two_devices_give_the_numbers_of_one():

@@ -4,7 +4,7 @@ import os
 import signal
 
 from cluster.contract.run.folder import RunFolder
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 loaded_by: list[int] = []
 """The process that called `load`, in itself and in its copies; none in others."""

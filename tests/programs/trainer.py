@@ -1,6 +1,6 @@
 """A training program without TensorFlow, to test what starts and watches one: heartbeats, events, deaths on demand.
 
-It passes the gate when it is imported. Tests write a few lines after `from tests.unit.trainer import *`.
+It passes the gate when it is imported. Tests write a few lines after `from tests.programs.trainer import *`.
 """
 
 import json
@@ -20,7 +20,7 @@ from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import Heartbeat
 from cluster.system.json_files import read_json, write_json
-from tests.doors import GREETING
+from tests.support.doors import GREETING
 
 __all__ = [
     "GENERATION", "NAME", "RESTARTS",

@@ -1,6 +1,6 @@
 """Random commands on runs from two terminals, many of them killed; then checks what is left. A program for a test.
 
-    python -m tests.unit.random_actions FOLDER SEED ACTIONS
+    python -m tests.programs.random_actions FOLDER SEED ACTIONS
 
 The commands are those of `tasks.py`, forked from this process. The runs have real supervisors and agents, but training
 programs without TensorFlow. Every few actions all commands are ended, and then
@@ -36,8 +36,8 @@ from cluster.host.runtime.local import supervisor
 from cluster.host.runtime.local.runtime import LocalProcesses, processes_of
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json
-from tests.unit.launching import CONFIG
-from tests.waiting import wait_for
+from tests.support.launching import CONFIG
+from tests.support.waiting import wait_for
 
 NAMES = ("first", "second", "third")
 ROUND = 12
@@ -47,8 +47,8 @@ LONGEST_S = 100.0
 """Longest time that a command may take: a stop may take 75 s."""
 PROGRAM = """
 import time
-from tests.unit.trainer import *
-from tests.unit.trainer import _stop
+from tests.programs.trainer import *
+from tests.programs.trainer import _stop
 train(3 if not GENERATION else 5)
 end = time.monotonic() + 4
 until(lambda: _stop or time.monotonic() > end)
@@ -224,7 +224,7 @@ def install() -> None:
     def render(_: LocalProcesses, work: Any) -> dict[str, Any]:
         program = ["--", sys.executable, "-c", PROGRAM]
         how = processes_of(work.cluster, work.run.path, work.data_dir, program)
-        return how | {"preload": "tests.unit.preloaded"}
+        return how | {"preload": "tests.programs.preloaded"}
 
     replaced: list[tuple[object, str, Callable[..., Any]]] = [
         (configuration, "resolve", resolve),

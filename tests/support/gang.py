@@ -8,7 +8,7 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime.local import supervisor
 from cluster.system.json_files import read_json
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 SIGKILLED = "exit code 137 (SIGKILL: killed)"
 
