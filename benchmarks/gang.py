@@ -175,7 +175,7 @@ def _await(condition: Callable[[], object], what: str) -> None:
 
 def _trains(run: RunFolder, names: list[str], generation: int) -> bool:
     beats = [run.heartbeat(name) for name in names]
-    return all(beat and (beat["state"], beat["generation"]) == ("training", generation) for beat in beats)
+    return all(beat and (beat.state, beat.generation) == ("training", generation) for beat in beats)
 
 
 def _pids(run: RunFolder, names: list[str], of: str) -> list[int]:

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.errors import EXIT_PEER_LOST
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
@@ -30,8 +30,8 @@ def main() -> None:
     with os.fdopen(int(os.environ["GATE_FD"]), "rb") as gate:
         if not gate.readline():
             sys.exit(EXIT_PEER_LOST)
-    heartbeat = Heartbeat(run, task, int(os.environ["GENERATION"]))
-    heartbeat.values["state"] = "training"
+    heartbeat = HeartbeatWriter(run, task, int(os.environ["GENERATION"]))
+    heartbeat.update(state="training")
     heartbeat.start()
     if task.name == "chief":
         threading.Thread(target=_answer, args=(task.host, task.port), daemon=True).start()

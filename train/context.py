@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import ClusterSpec, Role, Task
 from train.config import TrainConfig
 from train.data import ngram
@@ -68,7 +68,7 @@ class TaskContext:
     strategy: tf.distribute.Strategy
     model: keras.Model
     new_model: Callable[[], keras.Model]
-    heartbeat: Heartbeat
+    heartbeat: HeartbeatWriter
     stop: threading.Event
     cluster: tf.distribute.Strategy | None = None
     division: Division | None = None
@@ -86,7 +86,7 @@ class TaskContext:
     @property
     def generation(self) -> int:
         """How often the cluster was started before."""
-        return int(self.heartbeat.values["generation"])
+        return self.heartbeat.current.generation
 
     @property
     def asynchronous(self) -> bool:

@@ -14,7 +14,7 @@ from cluster.contract.compatibility import precision_of
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import Role, Task
 from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.system.json_files import DISK_FULL, read_json
@@ -46,7 +46,7 @@ class Program:
         self.spec = membership.cluster(run, generation)
         self.config = TrainConfig.from_json(read_json(run.config))
         configure_threads(self.config)
-        self.heartbeat = Heartbeat(run, task, generation, restarts)
+        self.heartbeat = HeartbeatWriter(run, task, generation, restarts)
         self.stop = threading.Event()
         self._prepared: tuple[TaskContext, custom.Training] | None = None
 
@@ -56,11 +56,11 @@ class Program:
         training = custom.Training(context)
         training.rehearse()
         self._prepared = context, training
-        standby_cluster.report(self.run, self.task.name, self.heartbeat.values["generation"])
+        standby_cluster.report(self.run, self.task.name, self.heartbeat.current.generation)
 
     def begin(self) -> None:
         """Belong to the generation that the environment now names."""
-        self.heartbeat.values |= {name.lower(): int(os.environ[name]) for name in ("GENERATION", "RESTARTS")}
+        self.heartbeat.update(generation=int(os.environ["GENERATION"]), restarts=int(os.environ["RESTARTS"]))
 
     def main(self) -> None:
         """Do this task's part of the run."""
@@ -81,7 +81,7 @@ class Program:
         if self.run.stop_requested:
             self.stop.set()  # it came while that handler was in place
         if self.task.role == Role.CHIEF:
-            if self.config.init_from and not self.heartbeat.values["generation"]:
+            if self.config.init_from and not self.heartbeat.current.generation:
                 print(self._began, flush=True)
             environment.record(self.run, self.config.dataset, context.source)
         self.heartbeat.update(state="compiling")  # the model is built, which can be the user's code
@@ -145,16 +145,16 @@ class Program:
             self.config,
             Path(os.environ.get("DATA_DIR", "data")),
             self.run,
-            service.of(self.spec, self.heartbeat.values["generation"]) if trains else None,
+            service.of(self.spec, self.heartbeat.current.generation) if trains else None,
         )
 
     def _prepare_data(self) -> None:
         """Serve the tasks that train with batches until this process is ended."""
-        generation, (dispatcher,) = self.heartbeat.values["generation"], self.spec.of(Role.DATA_DISPATCHER)
+        generation, (dispatcher,) = self.heartbeat.current.generation, self.spec.of(Role.DATA_DISPATCHER)
 
         def newest_step() -> int:
             beat = self.run.heartbeat("chief")
-            return beat["step"] if beat and beat["generation"] == generation else 0
+            return beat.step if beat and beat.generation == generation else 0
 
         if self.task == dispatcher:
             server = service.dispatcher(self.task.port, self.run.control / "data-service" / str(generation))

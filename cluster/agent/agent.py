@@ -38,7 +38,8 @@ from cluster.contract import settings, tf_config
 from cluster.contract.recovery import attempts, ends, standby_cluster
 from cluster.contract.recovery.attempts import OUTSIDE, OWN, PLANNED
 from cluster.contract.run import joining
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.records import TaskState
 from cluster.contract.spec import Role, Task
 from cluster.system import fork_server, quiet
 from cluster.system.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError
@@ -115,16 +116,18 @@ class Agent(Decisions):
         beat = self.run.heartbeat(self.task.name)
         if not beat:
             return
-        self.run.begun(beat["generation"])  # a network file system may not list it yet
-        if beat["generation"] != self.run.generation or "importing" in beat:
+        self.run.begun(beat.generation)  # a network file system may not list it yet
+        if beat.generation != self.run.generation or beat.importing:
             return
-        if not self.members.has(beat["generation"]):
+        if not self.members.has(beat.generation):
             return
-        finished = beat["state"] in ("done", "stopped")
-        self.exit_code = beat.get("exit_code", 0 if finished else as_exit_code(-signal.SIGKILL))
+        finished = beat.state in (TaskState.DONE, TaskState.STOPPED)
+        self.exit_code = beat.exit_code
+        if self.exit_code is None:
+            self.exit_code = 0 if finished else as_exit_code(-signal.SIGKILL)
         if self.run.outcome:
             return
-        self._last_generation = generation = beat["generation"]
+        self._last_generation = generation = beat.generation
         if finished:
             self._await_outcome(generation)
         elif self.run.stop_requested and not self.restarts_alone:
@@ -133,7 +136,7 @@ class Agent(Decisions):
             kind, cause = OUTSIDE, "the whole task was killed"
             if self.run.replaced.exists():
                 kind, cause = PLANNED, "its code was changed"
-            end = self.recovery.end(generation, kind, cause, at=beat["updated_at"])
+            end = self.recovery.end(generation, kind, cause, at=beat.updated_at)
             if self.restarts_alone:
                 self._restart_alone(end)
             else:
@@ -149,10 +152,11 @@ class Agent(Decisions):
         if not self._imports or accelerated or not settings.is_on("SHARED_IMPORT") or fork_server.has_preloaded():
             return
         beat = self.run.heartbeat(self.task.name)
-        if self.run.outcome or (beat and beat["generation"] == self.run.generation and "importing" in beat):
+        if self.run.outcome or (beat and beat.generation == self.run.generation and beat.importing):
             return  # nothing is left to run, or the import has killed this agent before
-        heartbeat = Heartbeat(self.run, self.task, self.run.generation, attempts.restarts(self.run, self.task.name))
-        heartbeat.values["importing"] = True
+        restarts = attempts.restarts(self.run, self.task.name)
+        heartbeat = HeartbeatWriter(self.run, self.task, self.run.generation, restarts)
+        heartbeat.update(importing=True)
         heartbeat.start()
         with contextlib.suppress(Exception), quiet.imports():
             fork_server.preload(self._imports, self.run)
@@ -162,7 +166,7 @@ class Agent(Decisions):
         """Run the program once in this generation, and act on its end."""
         self._join(generation)
         restarts = attempts.restarts(self.run, self.task.name)
-        heartbeat = Heartbeat(self.run, self.task, generation, restarts).start()
+        heartbeat = HeartbeatWriter(self.run, self.task, generation, restarts).start()
         if not self._pause(heartbeat, generation):
             heartbeat.stop()
             return
@@ -201,7 +205,7 @@ class Agent(Decisions):
                 pids = {"agent": os.getpid(), "program": program.pid}
                 write_json(self.run.programs(self.task.name), {of: identity(pid) for of, pid in pids.items()})
 
-    def _pause(self, heartbeat: Heartbeat, generation: int) -> bool:
+    def _pause(self, heartbeat: HeartbeatWriter, generation: int) -> bool:
         """Wait before a program that failed by itself starts again; return whether to start it."""
         if generation != self._last_generation:
             self._pause_s = float(self.run.begun(generation).get("pause_s", 0.0))
@@ -222,7 +226,7 @@ class Agent(Decisions):
         """Create the program. It does not join the cluster before `_let_start`."""
         return Trainer(self.command, tmpdir.add(environment, self.run, self.task), self.run.log(self.task.name))
 
-    def _rendezvous(self, program: Program, heartbeat: Heartbeat, generation: int) -> bool:
+    def _rendezvous(self, program: Program, heartbeat: HeartbeatWriter, generation: int) -> bool:
         """Hold the rendezvous with the other tasks; return whether the program may start."""
         if self.task.role == Role.EVALUATOR:
             return True
@@ -289,7 +293,7 @@ class Agent(Decisions):
         self._stopped = None if program.ended else self._watchdog.stopped(program.stopped_s)
         return program.ended or self._stopped is not None
 
-    def _let_start(self, program: Program, heartbeat: Heartbeat, variables: dict[str, str]) -> None:
+    def _let_start(self, program: Program, heartbeat: HeartbeatWriter, variables: dict[str, str]) -> None:
         """Let the program join the cluster. Once its imports are done, the program writes the heartbeat itself."""
         heartbeat.hand_over()
         if self._formed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 
 from cluster.agent import rendezvous
 from cluster.agent.diagnosis import MemoryKills, describe
@@ -20,8 +21,9 @@ from cluster.contract.recovery.ends import End
 from cluster.contract.results import summary
 from cluster.contract.run import membership
 from cluster.contract.run.folder import REQUEUE, TASK_LOST
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.membership import LEFT_OUT
+from cluster.contract.run.records import TaskState
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_PEER_LOST, ClusterError
 
@@ -73,7 +75,7 @@ class Decisions:
     def _state(self) -> str:
         """The state in this task's newest heartbeat."""
         beat = self.run.heartbeat(self.task.name)
-        return str(beat["state"]) if beat else ""
+        return beat.state if beat else ""
 
     @property
     def _lived_s(self) -> float:
@@ -188,7 +190,7 @@ class Decisions:
             if finding := watchdog.examine():
                 self._act_on_silence(finding, generation)
             chief = self.run.heartbeat(Role.CHIEF.value)
-            done = chief is not None and (chief["state"], chief["generation"]) == (self._state, generation)
+            done = chief is not None and (chief.state, chief.generation) == (self._state, generation)
             looks = looks + 1 if done else 0
             if looks * POLL_S > SILENT_S:
                 return True
@@ -212,16 +214,18 @@ class Decisions:
         """Write the last heartbeat; the chief's agent also writes the summary, unless the run continues elsewhere."""
         outcome = self.run.outcome
         assert outcome is not None
-        beat = Heartbeat(self.run, self.task, self.run.generation)
-        previous = self.run.heartbeat(self.task.name) or {}
-        state = {"succeeded": "done", "stopped": "stopped", "failed": "failed"}[outcome["state"]]
+        beat = HeartbeatWriter(self.run, self.task, self.run.generation)
+        previous = self.run.heartbeat(self.task.name)
+        state = {"succeeded": TaskState.DONE, "stopped": TaskState.STOPPED, "failed": TaskState.FAILED}[
+            outcome["state"]
+        ]
         if not self.members.has(self.run.generation):
-            state = "stopped"  # the run ended without it
+            state = TaskState.STOPPED  # the run ended without it
         elif outcome["state"] == "failed" and outcome.get("task") != self.task.name:
             # Another task failed: this one's work was done, or it was ended.
-            state = "done" if previous.get("state") == "done" else "stopped"
-        beat.values |= previous | {"state": state, "exit_code": self.exit_code}
+            state = TaskState.DONE if previous and previous.state == TaskState.DONE else TaskState.STOPPED
+        beat.current = replace(previous or beat.current, state=state, exit_code=self.exit_code, ended=True)
         beat.write()
-        self.run.event(self.task.name, state, step=previous.get("step"), exit_code=self.exit_code)
+        self.run.event(self.task.name, state, step=previous.step if previous else None, exit_code=self.exit_code)
         if self.task.role == Role.CHIEF and not self.run.goes_on:
             summary.write(self.run)

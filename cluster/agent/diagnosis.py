@@ -43,11 +43,11 @@ def explain_missing(run: RunFolder, task: str) -> str:
     beat = run.heartbeats().get(task)
     if beat is None:
         return "never started"
-    explanation = f"state {beat['state']}"
-    if beat.get("exit_code") is not None:
-        explanation += f", {describe_exit(beat['exit_code'])}"
-    if beat.get("obstacle"):
-        explanation += f", {beat['obstacle']}"
+    explanation = f"state {beat.state}"
+    if beat.exit_code is not None:
+        explanation += f", {describe_exit(beat.exit_code)}"
+    if beat.obstacle:
+        explanation += f", {beat.obstacle}"
     if last := last_line(run.log(task)):
         explanation += f", last line: {last[:200]}"
     return explanation

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.liveness import look_once
+from cluster.contract.run.records import TaskState
 
 
 def check(run: RunFolder, task: str) -> tuple[bool, str]:
@@ -18,7 +19,7 @@ def check(run: RunFolder, task: str) -> tuple[bool, str]:
     beat = look_once(run, task).get(task)
     if beat is None:
         return False, f"{task} has no heartbeat yet"
-    return beat["state"] not in ("lost", "failed"), f"{task} is {beat['state']} at step {beat['step']}"
+    return beat.state not in (TaskState.LOST, TaskState.FAILED), f"{task} is {beat.state} at step {beat.step}"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from cluster.contract.recovery.attempts import OUTSIDE
 from cluster.contract.recovery.ends import End
 from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import REQUEUE, RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import ClusterSpec, Role, Task
 
 TRIES = 3
@@ -108,9 +108,9 @@ class Members:
             self._returns = Returns(membership.times_left_out(self._run))
         beats = {name: self._run.heartbeat(name) for name in left_out}
         waiting = {
-            name: beat["updated_at"]
+            name: beat.updated_at
             for name, beat in beats.items()
-            if beat and (beat["state"], beat["generation"]) == ("waiting", generation)
+            if beat and (beat.state, beat.generation) == ("waiting", generation)
         }
         if not (due := self._returns.due(waiting, max(self._run.saved_steps, default=-1))):
             return
@@ -125,7 +125,7 @@ class Members:
     def await_turn(self, generation: int, is_over: Callable[[], bool], listener: Task) -> None:
         """Wait, as a task that this generation leaves out, until that is over."""
         restarts = attempts.restarts(self._run, self._task.name)
-        heartbeat = Heartbeat(self._run, self._task, generation, restarts).start()
+        heartbeat = HeartbeatWriter(self._run, self._task, generation, restarts).start()
         heartbeat.update(state="waiting")
         if not self._waits:
             self._run.event(self._task.name, "returned", generation=generation)

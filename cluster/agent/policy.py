@@ -49,7 +49,7 @@ class Recovery:
         """Return the last step in a task's own record; others may have done one more."""
         if task.role == Role.EVALUATOR:
             beat = self._run.heartbeat(task.name)
-            return int(beat["step"]) if beat else -1
+            return beat.step if beat else -1
         if self._spec.restarts_alone(task):  # written by the chief, in whatever generation
             progress = step_record.read(self._run, task.name)
             return progress.step if progress else -1

@@ -26,7 +26,8 @@ from cluster.contract import settings
 from cluster.contract.recovery import ends
 from cluster.contract.recovery.attempts import LOST_CONTACT
 from cluster.contract.recovery.ends import End
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.records import TaskState
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_FAILED
 from cluster.system.paths import ROOT
@@ -54,7 +55,7 @@ class ScriptAgent(Agent):
         environment = tmpdir.add(script_environment(environment), self.run, self.task)
         return Script(self.command, environment, self.run.log(self.task.name), folder)
 
-    def _let_start(self, program: Program, heartbeat: Heartbeat, variables: dict[str, str]) -> None:
+    def _let_start(self, program: Program, heartbeat: HeartbeatWriter, variables: dict[str, str]) -> None:
         program.open_gate(variables)
         self.heartbeat = heartbeat
         self._script_began_s = time.monotonic()
@@ -123,7 +124,7 @@ class ScriptAgent(Agent):
         training = {task.name for task in self.spec.tasks if not self.spec.serves(task)}
         while not self._is_over(generation):
             beats = self.run.heartbeats().values()
-            done = {b["task"] for b in beats if (b["state"], b["generation"]) == ("done", generation)}
+            done = {beat.task for beat in beats if (beat.state, beat.generation) == ("done", generation)}
             if training <= done:
                 self.run.end("stopped" if self.run.stop_requested else "succeeded", task=self.task.name)
             elif finding := watchdog.examine():
@@ -132,9 +133,12 @@ class ScriptAgent(Agent):
                 time.sleep(OTHERS_POLL_S)
 
     def _others_failed(self, generation: int) -> bool:
-        beats = self.run.heartbeats().values()
-        mine = self.task.name
-        return any(b["task"] != mine and b["generation"] == generation and b["state"] == "failed" for b in beats)
+        failed = [
+            beat.task
+            for beat in self.run.heartbeats().values()
+            if (beat.state, beat.generation) == (TaskState.FAILED, generation)
+        ]
+        return bool(set(failed) - {self.task.name})
 
     def _another_died(self, generation: int) -> bool:
         """Whether a task reported that it was killed or crashed, and has not begun the next generation yet."""
@@ -148,7 +152,7 @@ class ScriptAgent(Agent):
         """
         beats = self.run.heartbeats()
         restarted = [e for e in self.run.events() if (e["event"], e["generation"]) == ("restarted", generation)]
-        return any(beats[e["task"]]["updated_at"] - e["time"] < LONE_RESTART_S for e in restarted if e["task"] in beats)
+        return any(beats[e["task"]].updated_at - e["time"] < LONE_RESTART_S for e in restarted if e["task"] in beats)
 
 
 def _reported(end: End) -> str:

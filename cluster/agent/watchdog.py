@@ -16,8 +16,8 @@ from typing import Any
 from cluster.agent.gang.board import Board
 from cluster.agent.gang.roster import HEARD_S
 from cluster.contract.recovery import ends, standby_cluster
-from cluster.contract.run.folder import FINAL_STATES
 from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.json_files import create_json
 
@@ -38,7 +38,7 @@ AWAY_S = 4.0
 """A longer time between two examinations means that this process was stopped and does not know what changed."""
 PROOF_S = HEARD_S + 2.0
 """After so long the hub says of a task that is gone that it does not hear it, and every agent knows that."""
-START_STATES = frozenset({"starting", "waiting", "restarting", "compiling"})
+START_STATES = frozenset({TaskState.STARTING, TaskState.WAITING, TaskState.RESTARTING, TaskState.COMPILING})
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Watchdog:
         self._generation = generation
         self._scripted = run.script is not None
         self._changed: dict[str, tuple[Any, float]] = {}
-        self._newest: dict[str, dict[str, Any]] = {}
+        self._newest: dict[str, Heartbeat] = {}
         self._behind: set[str] = set()
         """The tasks whose newest heartbeat is of an earlier generation."""
         self._renewed: set[str] = set()
@@ -103,7 +103,7 @@ class Watchdog:
         unlinked = self._run.unlinked  # while the hub is heard, its agent watches the others
         watched = self._names if unlinked is None else [name for name in self._names if name in unlinked]
         beats = self._read(self._run.heartbeat, watched, now, self._others_every_s)
-        ages = {name: now - self._since(name, beat["updated_at"], now) for name, beat in beats.items()}
+        ages = {name: now - self._since(name, beat.updated_at, now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
     def longest_silent(self) -> tuple[str, float]:
@@ -155,8 +155,8 @@ class Watchdog:
         return self._run.control / f"hang-{self._generation}.json"
 
     def _read(
-        self, read: Callable[[str], dict[str, Any] | None], watched: Sequence[str], now: float, others_every_s: float
-    ) -> dict[str, dict[str, Any]]:
+        self, read: Callable[[str], Heartbeat | None], watched: Sequence[str], now: float, others_every_s: float
+    ) -> dict[str, Heartbeat]:
         """Return the heartbeats of this generation, of which those watched are read again after so long."""
         names = dict.fromkeys([self._task.name, Role.CHIEF.value])  # the chief's agent watches all others
         self._newest = {name: beat for name, beat in self._newest.items() if name in names or name in watched}
@@ -167,11 +167,11 @@ class Watchdog:
         for name in names:
             beat = read(name)
             self._behind.discard(name)
-            if beat and beat["generation"] == self._generation:
+            if beat and beat.generation == self._generation:
                 self._newest[name] = beat
             else:
                 self._newest.pop(name, None)
-                if beat and beat["generation"] < self._generation:
+                if beat and beat.generation < self._generation:
                     self._behind.add(name)
         return self._newest
 
@@ -188,7 +188,7 @@ class Watchdog:
         for name in (task.name for task in self._spec.members if task.name not in known):
             beat = beats.get(name)
             if self._scripted if beat is None else _is_running(beat):
-                since = self._since(name, beat and beat["updated_at"], now)
+                since = self._since(name, beat and beat.updated_at, now)
                 found[name] = beat is None, now - since
         return found
 
@@ -207,13 +207,13 @@ class Watchdog:
                 self._renewed.add(key)
         return self._changed[key][1]
 
-    def _frozen(self, beats: dict[str, Any], ages: dict[str, float], now: float) -> Finding | None:
+    def _frozen(self, beats: dict[str, Heartbeat], ages: dict[str, float], now: float) -> Finding | None:
         for name, age in ages.items():
             mine = name == self._task.name
             quiet_s, patience_s = age, FROZEN_S if mine else SILENT_S
-            if "importing" in beats[name]:  # while a library is loaded from a slow disk no thread runs
+            if beats[name].importing:  # while a library is loaded from a slow disk no thread runs
                 patience_s = IMPORT_S
-            if mine and beats[name]["state"] == "waiting":  # until its program's own first heartbeat, the agent's
+            if mine and beats[name].state == "waiting":  # until its program's own first heartbeat, the agent's
                 quiet_s, patience_s = now - self._began, IMPORT_S
             if not _is_running(beats[name]) or quiet_s < patience_s:
                 continue
@@ -227,45 +227,45 @@ class Watchdog:
             return Finding(late[0], f"it did not join generation {self._generation} in {waited_s:.0f} s", "silent")
         return None
 
-    def _hanging(self, beats: dict[str, Any], ages: dict[str, float], now: float) -> Finding | None:
+    def _hanging(self, beats: dict[str, Heartbeat], ages: dict[str, float], now: float) -> Finding | None:
         """Look for missing steps: the chief's agent does so for all tasks, the evaluator's for itself."""
         own = beats.get(self._task.name)
         if self._task.role not in (Role.CHIEF, Role.EVALUATOR) or own is None or not _is_running(own) or self._scripted:
             return None
-        if own["state"] in START_STATES:  # time in all of these states counts towards the first step
+        if own.state in START_STATES:  # time in all of these states counts towards the first step
             stuck_s, missing = now - self._began, "first step"
         elif self._task.role == Role.EVALUATOR:
             return None  # it may wait for checkpoints forever
         else:
-            stuck_s, missing = now - self._since("the step", (own["step"], own["state"]), now), "new step"
-        if stuck_s < self._hang_timeout_s * (1 if own["state"] == "training" else SLOW_FACTOR):
+            stuck_s, missing = now - self._since("the step", (own.step, own.state), now), "new step"
+        if stuck_s < self._hang_timeout_s * (1 if own.state == "training" else SLOW_FACTOR):
             return None
-        cause = f"no {missing} for {stuck_s:.0f} s at step {own['step']}"
+        cause = f"no {missing} for {stuck_s:.0f} s at step {own.step}"
         if self._task.role == Role.EVALUATOR:
             return Finding(self._task.name, cause, "hang")
         training = {name: beat for name, beat in beats.items() if not self._spec.serves(self._spec.task(name))}
         training.pop("evaluator", None)
-        name = (_behind(training) if own["state"] in START_STATES else None) or _differing(training, ages)
-        differs = f"; {name} differs: {training[name]['state']} at step {training[name]['step']}" if name else ""
+        name = (_behind(training) if own.state in START_STATES else None) or _differing(training, ages)
+        differs = f"; {name} differs: {training[name].state} at step {training[name].step}" if name else ""
         return Finding(name or self._task.name, cause + differs, "hang")
 
 
-def _is_running(beat: dict[str, Any]) -> bool:
-    return beat["state"] not in FINAL_STATES
+def _is_running(beat: Heartbeat) -> bool:
+    return beat.state not in FINAL_STATES
 
 
-def _behind(beats: dict[str, Any]) -> str | None:
+def _behind(beats: dict[str, Heartbeat]) -> str | None:
     """Return a task that has not built its model yet, if another one has."""
-    behind = [name for name, beat in beats.items() if beat["state"] != "compiling"]
+    behind = [name for name, beat in beats.items() if beat.state != "compiling"]
     return behind[0] if 0 < len(behind) < len(beats) else None
 
 
-def _differing(beats: dict[str, Any], ages: dict[str, float]) -> str | None:
+def _differing(beats: dict[str, Heartbeat], ages: dict[str, float]) -> str | None:
     """Return the task that differs from the others: by its silence, or by its step and state."""
     oldest = max(beats, key=lambda name: ages[name])
     if ages[oldest] > FROZEN_S / 2:
         return oldest
-    places = {name: (beat["step"], beat["state"]) for name, beat in beats.items()}
+    places = {name: (beat.step, beat.state) for name, beat in beats.items()}
     common = Counter(places.values()).most_common()
     if len(common) < 2 or common[0][1] == common[1][1]:
         return None

@@ -108,7 +108,8 @@ def losses(run: RunFolder, task: str = "chief") -> dict[int, float]:
 
 def step_of(run: RunFolder) -> int:
     """Return the chief's newest step."""
-    return run.heartbeats().get("chief", {}).get("step", 0)
+    beat = run.heartbeat("chief")
+    return beat.step if beat else 0
 
 
 def await_members(run: RunFolder, *left_out: str) -> None:
@@ -117,7 +118,7 @@ def await_members(run: RunFolder, *left_out: str) -> None:
 
     def trains() -> bool:
         beats, generation = run.heartbeats(), run.generation
-        states = [(beats.get(t.name, {}).get("state"), beats.get(t.name, {}).get("generation")) for t in members]
+        states = [(beats[t.name].state, beats[t.name].generation) if t.name in beats else None for t in members]
         assert not run.ended, summary(run)
         return membership.left_out(run, generation) == set(left_out) and set(states) == {("training", generation)}
 

@@ -267,7 +267,7 @@ def test_a_container_that_died_must_come_back_and_all_go_on(clusters, training):
     result = json.loads(clusters.invoke("chaos", "kill", "worker-0", "--whole", "--run=contained", "--json"))
     assert None is result["ended"]
     assert [0, 1] == [containers(training)[task]["RestartCount"] for task in ("chief", "worker-0")]
-    assert {1} == {beat["generation"] for beat in training.heartbeats().values()}
+    assert {1} == {beat.generation for beat in training.heartbeats().values()}
 
 
 def test_stop_must_save_and_down_must_leave_nothing(clusters, training):

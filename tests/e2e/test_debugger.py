@@ -25,7 +25,7 @@ def debug(clusters: Clusters, name: str, runtime: str, *, hold_s: float = 0) -> 
         client.request("setFunctionBreakpoints", breakpoints=[{"name": "_report_steps"}])
         client.request("configurationDone")
         stopped = client.until("event", "stopped")
-        wait_for(lambda: time.time() - run.heartbeats()["worker-0"]["updated_at"] > hold_s, "silence", 60)
+        wait_for(lambda: time.time() - run.heartbeats()["worker-0"].updated_at > hold_s, "silence", 60)
         client.request("setFunctionBreakpoints", breakpoints=[])
         client.request("continue", threadId=stopped["body"]["threadId"])
         output, _ = up.communicate(timeout=200)

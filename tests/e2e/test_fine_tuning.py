@@ -16,7 +16,7 @@ WORSE_AT_ONCE = ("--best.metric", "eval_loss", "--best.mode", "max", "--best.pat
 def test_a_run_must_end_early_in_every_task_and_another_begin_with_its_weights(clusters):
     base = clusters.up("base", f"--workers=1 -- --evaluate-every 5 {' '.join(WORSE_AT_ONCE)}")
     assert ("succeeded", 10) == (summary(base)["state"], summary(base)["steps"])
-    assert {10} == {beat["step"] for beat in base.heartbeats().values()}
+    assert {10} == {beat.step for beat in base.heartbeats().values()}
     assert [5] == [saved.step for saved in finished(base.checkpoints / BEST)]
     assert 5 == json.loads(clusters.invoke("evaluate", "base", "--best", "--json"))["step"]
     tuned = clusters.up("tuned", "--workers=0 --init-from=base -- --max-steps 5 --freeze conv2d*")

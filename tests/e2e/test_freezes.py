@@ -145,9 +145,8 @@ def _await_new_steps(run: RunFolder, step: int, together: tuple[Frozen, ...]) ->
         if run.outcome:
             assert run.outcome.get("task") in {one.task for one in together}, run.outcome
             pytest.fail(f"local tasks are replaced, but the run ended: {run.outcome}")
-        beat = run.heartbeats().get("chief", {})
         frozen = [each for each in (one.find(run) for one in together) if each]
         still = any(processes.stopped_at(each["pid"]) is not None for each in frozen)
-        return not still and run.generation >= generation and beat.get("step", 0) > step
+        return not still and run.generation >= generation and step_of(run) > step
 
     wait_for(recovered, f"new steps after {together} were frozen", BOUND_S)

@@ -20,12 +20,12 @@ TRAINING = ("--steps-per-loop=5", "--log-every=5", f"--max-steps={STEPS}", "--ev
 
 PHASES: dict[str, Callable[[dict[str, Any]], bool]] = {
     # What the chief's heartbeat says then; its changes of state are written at once.
-    "start": lambda beat: beat["state"] == "starting",
-    "compile": lambda beat: beat["state"] == "compiling",
-    "training": lambda beat: beat["state"] == "training" and beat["step"] >= 10,
-    "checkpoint": lambda beat: beat["state"] == "saving" and beat["step"] < STEPS,
-    "evaluation": lambda beat: beat["state"] == "evaluating",
-    "export": lambda beat: beat["state"] == "saving" and beat["step"] == STEPS,
+    "start": lambda beat: beat.state == "starting",
+    "compile": lambda beat: beat.state == "compiling",
+    "training": lambda beat: beat.state == "training" and beat.step >= 10,
+    "checkpoint": lambda beat: beat.state == "saving" and beat.step < STEPS,
+    "evaluation": lambda beat: beat.state == "evaluating",
+    "export": lambda beat: beat.state == "saving" and beat.step == STEPS,
 }
 SAMPLE = {("ps", "ps-0", "evaluation")}
 """What every run of the tests tries, beside `test_storms.py`."""

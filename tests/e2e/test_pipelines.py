@@ -38,8 +38,8 @@ def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_
     run = clusters.run("killed-stage")
 
     def trains() -> bool:
-        beat = run.heartbeats().get("worker-0", {})
-        return beat.get("state") == "training" and beat["step"] >= EVERY and run.programs("worker-0").exists()
+        beat = run.heartbeat("worker-0")
+        return beat and beat.state == "training" and beat.step >= EVERY and run.programs("worker-0").exists()
 
     wait_for(trains, "the middle stage to train", pause_s=0.001)
     os.kill(read_json(run.programs("worker-0"))["program"]["pid"], signal.SIGKILL)
@@ -56,7 +56,7 @@ def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_
 
 
 def _check_timeline(clusters: Clusters, run: RunFolder) -> None:
-    assert all(0 < beat["busy_share"] <= 1 for beat in run.heartbeats().values())
+    assert all(0 < beat.busy_share <= 1 for beat in run.heartbeats().values())
     clusters.invoke("timeline", run.name, f"--output={run.path / 'own.png'}")
     assert (run.path / "own.png").read_bytes().startswith(b"\x89PNG")
     assert any(b"stages/timeline" in file.read_bytes() for file in run.tensorboard("chief").glob("events.*"))

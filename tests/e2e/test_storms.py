@@ -216,5 +216,5 @@ def five_steps_after(run: RunFolder, generation: int) -> list[int] | bool:
         return []
     begun = ("restored", "initialized")
     firsts = [e["step"] for e in run.events() if e["generation"] == generation and e["event"] in begun]
-    beat = run.heartbeats().get("chief", {})
-    return firsts if firsts and beat["generation"] == generation and beat["step"] >= firsts[0] + 5 else False
+    beat = run.heartbeats().get("chief")
+    return firsts if firsts and beat and beat.generation == generation and beat.step >= firsts[0] + 5 else False

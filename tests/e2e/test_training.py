@@ -112,7 +112,7 @@ def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters, longer):
     stopped_at = summary(run)["steps"]
     assert "stopped" == summary(run)["state"]
     assert 6 <= stopped_at < 100
-    assert [stopped_at] * 3 == [beat["step"] for beat in run.heartbeats().values()]
+    assert [stopped_at] * 3 == [beat.step for beat in run.heartbeats().values()]
     clusters.invoke("up", "--resume=stopped", "--runtime=local", "--tensorboard-port=0")
     assert ("succeeded", 100) == (summary(run)["state"], summary(run)["steps"])
     assert summary(longer)["weights_sha256"] == summary(run)["weights_sha256"]

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.recovery.step_record import StepRecord
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.records import Heartbeat
 from cluster.system.json_files import read_json, write_json
 from tests.support.doors import GREETING
 
@@ -39,7 +40,7 @@ run = RunFolder(Path(os.environ["RUN_DIR"]))
 NAME, GENERATION, RESTARTS = os.environ["TASK"], int(os.environ["GENERATION"]), int(os.environ["RESTARTS"])
 CHIEF = NAME == "chief"
 
-_heartbeat = Heartbeat(run, run.load_cluster().task(NAME), GENERATION, RESTARTS)
+_heartbeat = HeartbeatWriter(run, run.load_cluster().task(NAME), GENERATION, RESTARTS)
 _record = StepRecord(run, NAME, GENERATION)
 _step = CHECKPOINT if GENERATION else 0
 _stop: list[int] = []
@@ -51,7 +52,7 @@ def train(to: int) -> None:
     while _step < to:
         _step += 1
         _record.done(_step)
-        _heartbeat.values |= {"state": "training", "step": _step}
+        _heartbeat.update(state="training", step=_step)
         _heartbeat.write()
         if CHIEF and _step == (CHECKPOINT if GENERATION else 0) + 1:
             run.event(NAME, "first step", step=_step)
@@ -88,8 +89,8 @@ def meet() -> None:
         until(lambda name=task.name: name == NAME or _trains(run.heartbeats().get(name)))
 
 
-def _trains(beat: dict[str, Any] | None) -> bool:
-    return beat is not None and beat["state"] in ("training", "done") and beat["generation"] == GENERATION
+def _trains(beat: Heartbeat | None) -> bool:
+    return beat is not None and beat.state in ("training", "done") and beat.generation == GENERATION
 
 
 def _listen() -> None:

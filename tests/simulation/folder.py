@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.contract.recovery.ends import End
 from cluster.contract.recovery.step_record import Progress
-from cluster.contract.run.folder import FINAL_STATES, RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now, SimTask, World
 
@@ -187,10 +189,10 @@ class SimFolder(RunFolder):
 
     # Heartbeats. A live writer writes every second; that is worked out when somebody reads.
 
-    def heartbeats(self) -> dict[str, dict[str, Any]]:
+    def heartbeats(self) -> dict[str, Heartbeat]:
         return {name: beat for name in self.cache.listed("beats", self.beats) if (beat := self.heartbeat(name))}
 
-    def heartbeat(self, task: str) -> dict[str, Any] | None:
+    def heartbeat(self, task: str) -> Heartbeat | None:
         self.world.operation("read")
         beat = self.beats.get(task)
         return None if self.cache.hides(f"beats/{task}", exists=beat is not None) else beat.read()
@@ -204,15 +206,15 @@ class SimFolder(RunFolder):
 class Beat:
     """The heartbeat file of a task, and who writes it."""
 
-    def __init__(self, values: dict[str, Any], skew_s: float, writes: Any) -> None:
+    def __init__(self, values: Heartbeat, skew_s: float, writes: Any) -> None:
         self.values, self.skew_s, self.writes = values, skew_s, writes
         self._last = int(Now.world.now)
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Heartbeat:
         """Return the heartbeat as it was written last."""
         if self.writes is not None and self.writes():
             self._last = int(Now.world.now)
-        return self.values | {"updated_at": 1e9 + self._last + self.skew_s}
+        return replace(self.values, updated_at=1e9 + self._last + self.skew_s)
 
     def settle(self) -> None:
         """Let nobody write it any more; its writer was alive until now."""
@@ -226,16 +228,20 @@ class Beat:
 
 
 class SimHeartbeat:
-    """Replaces `Heartbeat` in an agent."""
+    """Replaces `HeartbeatWriter` in an agent."""
 
     def __init__(self, run: SimFolder, task: Task, generation: int, restarts: int = 0) -> None:
         self._run, self._name = run, task.name
         self._owner = run.world.running
         self._beat: Beat | None = None
-        self.values: dict[str, Any] = {
-            "task": task.name, "role": task.role.value, "state": "starting", "generation": generation, "step": 0,
-            "restarts": restarts, "pace": None,
-        }  # fmt: skip
+        self.current = Heartbeat(
+            task=task.name,
+            role=task.role.value,
+            state=TaskState.STARTING,
+            generation=generation,
+            restarts=restarts,
+            updated_at=0.0,
+        )
 
     def start(self) -> SimHeartbeat:
         """Write from now on."""
@@ -245,9 +251,9 @@ class SimHeartbeat:
     def update(self, **values: Any) -> None:
         """Change what is written."""
         self._run.world.operation("heartbeat")
-        self.values |= values
+        self.current = replace(self.current, **values)
         if self._beat and self._run.beats.get(self._name) is self._beat:
-            self._beat.values = dict(self.values)
+            self._beat.values = self.current
         elif values.get("state") in FINAL_STATES:
             self.write()
 
@@ -259,7 +265,7 @@ class SimHeartbeat:
         owner, world = self._owner, self._run.world
         incarnation = owner.thread
         self._beat = Beat(
-            dict(self.values),
+            self.current,
             owner.skew_s,
             lambda: owner.alive and owner.thread is incarnation and owner.frozen_until <= world.now,
         )

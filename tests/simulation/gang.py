@@ -178,7 +178,9 @@ class SimLink(End):
         hub = self.world.hub
         if hub and not hub.gone and not self.frozen and self.message["number"] >= 0:
             beat = self.world.folder.beats.get(self.owner.name)
-            self.send(self, hub, json.loads(json.dumps(self.message | {"beat": beat.read() if beat else None})))
+            self.send(
+                self, hub, json.loads(json.dumps(self.message | {"beat": beat.read().to_json() if beat else None}))
+            )
         self.world.at(TICK_S, self._tick)
 
     def hear(self, link: SimLink, what: Any) -> None:

@@ -156,7 +156,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for module in (agent, board, decisions, members, watchdog, policy, script, standing_by):
         patch.setattr(module, "time", Clock)
     for module in (agent, decisions, members):
-        patch.setattr(module, "Heartbeat", folder.SimHeartbeat)
+        patch.setattr(module, "HeartbeatWriter", folder.SimHeartbeat)
     for module in (agent, decisions):
         patch.setattr(module, "MemoryKills", NoKills)
         patch.setattr(module, "POLL_S", POLL_S)

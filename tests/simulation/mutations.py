@@ -75,7 +75,7 @@ def listed_generations_only(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
     def report_as_listed(self: Agent) -> None:
         beat = self.run.heartbeat(self.task.name)
-        if beat and beat["generation"] == self.run.generation:
+        if beat and beat.generation == self.run.generation:
             report(self)
 
     patch.setattr(Agent, "_report_own_death", report_as_listed)

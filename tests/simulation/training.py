@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.recovery.step_record import Progress
 from cluster.contract.run.membership import LEFT_OUT
+from cluster.contract.run.records import Heartbeat, TaskState
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_PEER_LOST
 from tests.simulation import standby
@@ -109,12 +110,19 @@ class SimProgram:
         self.state = state
         if self.world.training.scripted or self.owner.superseded:
             return  # its agent writes it, or the newer copy's program does again within a second
-        values = {"task": self.owner.name, "role": self.owner.task.role.value, "state": state, "step": step}
+        values = Heartbeat(
+            task=self.owner.name,
+            role=self.owner.task.role.value,
+            state=TaskState(state),
+            generation=self.generation,
+            step=step,
+            updated_at=0.0,
+        )
         beat = self.world.folder.beats.get(self.owner.name)
         if beat is None or beat.writes != self._writes:
-            beat = self.world.folder.beats[self.owner.name] = Beat({}, self.owner.skew_s, self._writes)
+            beat = self.world.folder.beats[self.owner.name] = Beat(values, self.owner.skew_s, self._writes)
             self.owner.cache.forget(f"beats/{self.owner.name}")
-        beat.values = values | {"generation": self.generation, "restarts": 0, "pace": None}
+        beat.values = values
 
     def _writes(self) -> bool:
         return self.runs

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.records import Pace
 from cluster.host.runtime.local.runtime import processes_of
 from cluster.system.journal import append_json
 from cluster.system.json_files import write_json
@@ -63,8 +64,10 @@ def fill(run: RunFolder) -> None:
     run.event("chief", "fault", step=4, kind="kill", whole=False)
     for task in spec.tasks:
         pace = {"step_ms": {"mean": 9.0, "median": 9.0}, "busy_share": 0.9, "input_share": 0.1}
-        beat = Heartbeat(run, task, generation=1)
-        beat.update(state="done", step=9, loss=0.5, examples_per_s=100.0, steps_total=9, **pace, pace=pace, exit_code=0)
+        beat = HeartbeatWriter(run, task, generation=1)
+        beat.update(state="done", step=9, loss=0.5, examples_per_s=100.0, steps_total=9, **pace, pace=Pace(**pace))
+        beat.update(exit_code=0, ended=True)
+        beat.write()
         for step in range(1, 10):
             append_json(run.metrics(task.name), {"step": step, "loss": 1 / step, "examples_per_s": 9.0, "time": now})
         run.log(task.name).write_text("step 1\nstep 2\n")

@@ -6,6 +6,7 @@ from typing import Any
 
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Heartbeat, TaskState
 from cluster.host.runtime.local import supervisor
 from cluster.system.json_files import read_json
 from tests.support.waiting import wait_for
@@ -38,13 +39,14 @@ class Gang:
         """Wait for the run's outcome and return it."""
         return wait_for(lambda: self.run.outcome, "the outcome")
 
-    def beat(self, task: str) -> dict[str, Any]:
+    def beat(self, task: str) -> Heartbeat:
         """Return a task's last heartbeat."""
-        return self.run.heartbeats().get(task, {"state": None, "step": 0})
+        none_yet = Heartbeat(task=task, state=TaskState.STARTING, updated_at=0.0)
+        return self.run.heartbeat(task) or none_yet
 
     def await_step(self, task: str, step: int) -> None:
         """Wait until a task has done a step."""
-        wait_for(lambda: self.beat(task)["step"] >= step, f"step {step} of {task}")
+        wait_for(lambda: self.beat(task).step >= step, f"step {step} of {task}")
 
     def pid(self, task: str, of: str = "program") -> int:
         """Return the process id of a task's program or agent."""

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.contract.run import liveness, provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.liveness import LivenessMonitor
 from cluster.host.control import watch
 from cluster.host.launch import configuration
@@ -97,8 +97,8 @@ def start_gang(make_run, start_run, tmp_path) -> StartGang:
         for name in away:
             run.away(name).parent.mkdir(exist_ok=True)
             run.away(name).touch()
-            beat = Heartbeat(run, run.load_cluster().task(name), 0)  # the supervisor's, while it imports for all tasks
-            beat.values["importing"] = True
+            beat = HeartbeatWriter(run, run.load_cluster().task(name), 0)  # the supervisor's, which imports for all
+            beat.update(importing=True)
             beat.write()
         write_json(run.control / "started.json", read_json(run.control / "started.json") | limits)
         provenance.write(run)

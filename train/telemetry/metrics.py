@@ -100,7 +100,7 @@ class Metrics:
             for name, ms_S in timing.histograms().items():
                 tf.summary.histogram(f"perf/{name}", ms_S)
             for name in ("input_share", "busy_share"):
-                if (share := timing.generation().get(name)) is not None:
+                if (share := getattr(timing.generation(), name)) is not None:
                     tf.summary.scalar(f"perf/{name}", share)
 
     def events(self, step: int, events: Sequence[Mapping[str, Any]]) -> None:

@@ -74,8 +74,8 @@ class Report:
         self._config = context.config
         self._heartbeat = context.heartbeat
         self._timing, self._timing_shown_at = StepTiming(), 0.0
-        self._ledger = Ledger(context.run, self._heartbeat.values["generation"], first) if context.chief else None
-        self._done = StepRecord(context.run, context.task.name, self._heartbeat.values["generation"])
+        self._ledger = Ledger(context.run, self._heartbeat.current.generation, first) if context.chief else None
+        self._done = StepRecord(context.run, context.task.name, self._heartbeat.current.generation)
         self._train_seconds = 0.0
         self._timed_steps = 0
         self.results: dict[str, float] = {}

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from cluster.contract.run.records import Pace
+
 RECENT = 200
 """Steps that the heartbeat reports."""
 KEPT = 4096
@@ -68,17 +70,17 @@ class StepTiming:
         found = {"mean": ms_S.mean(), "median": np.median(ms_S), "p90": np.percentile(ms_S, 90), "max": ms_S.max()}
         return {"step_ms": _rounded(found), **_shares(self._recent_S3)}
 
-    def generation(self) -> dict[str, Any]:
-        """Return what the summary says of all steps of this generation; nothing before there are any."""
+    def generation(self) -> Pace:
+        """Return the pace of all steps of this generation."""
         if not self.steps:
-            return {}
+            return Pace()
         ms_S = self._kept_S3[:, 0] * 1000
         found = {
             "mean": ms_S.mean(),
             **{f"p{p}": np.percentile(ms_S, p) for p in PERCENTILES},
             "max": self._max_s * 1000,
         }
-        return {"steps": self.steps, "step_ms": _rounded(found), **_shares(self._kept_S3)}
+        return Pace(steps=self.steps, step_ms=_rounded(found), **_shares(self._kept_S3))
 
     def histograms(self) -> dict[str, np.ndarray]:
         """Return the milliseconds of the steps, and of their parts where these are known: `[S]` each."""
@@ -86,7 +88,7 @@ class StepTiming:
         return {name: ms_S for name, ms_S in parts.items() if len(ms_S) and not np.isnan(ms_S).any()}
 
 
-def _shares(rows_S3: np.ndarray) -> dict[str, float | None]:
+def _shares(rows_S3: np.ndarray) -> dict[str, Any]:
     """Return which share of the time went into the input, and into the task's own work with it."""
     step_s, input_s, busy_s = rows_S3.sum(0)
     shares = {"input_share": input_s / step_s, "busy_share": busy_s / step_s} if step_s else {}
@@ -96,7 +98,7 @@ def _shares(rows_S3: np.ndarray) -> dict[str, float | None]:
     }
 
 
-def _rounded(values: dict[str, Any]) -> dict[str, float]:
+def _rounded(values: dict[str, Any]) -> dict[str, float | None]:
     return {name: round(float(value), 3) for name, value in values.items()}
 
 

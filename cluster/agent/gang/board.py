@@ -13,6 +13,7 @@ from cluster.agent.gang.link import Link
 from cluster.agent.gang.roster import News
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Heartbeat
 from cluster.contract.spec import ClusterSpec, Role, Task
 
 READ_S = 2.0
@@ -165,11 +166,11 @@ class Board(RunFolder):
 
     # The other tasks
 
-    def heartbeat(self, task: str) -> dict[str, Any] | None:
+    def heartbeat(self, task: str) -> Heartbeat | None:
         """Return a task's newest heartbeat; None if there is no valid one."""
         return (self._hub.beat(task) if self._hub else None) or super().heartbeat(task)
 
-    def recorded_heartbeat(self, task: str) -> dict[str, Any] | None:
+    def recorded_heartbeat(self, task: str) -> Heartbeat | None:
         """Return a task's newest heartbeat in the folder; None if there is no valid one."""
         return super().heartbeat(task)
 

@@ -15,6 +15,7 @@ from cluster.agent.gang.server import HANDSHAKE_S, Peer, Server
 from cluster.agent.gang.wire import Refused
 from cluster.contract.run import joining
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Heartbeat
 from cluster.contract.spec import ClusterSpec
 
 TICK_S = 0.1
@@ -52,7 +53,7 @@ class Hub(Server):
         """Whether the thread goes on."""
         return time.monotonic() - self._told_at < HEARD_S
 
-    def beat(self, task: str) -> dict[str, Any] | None:
+    def beat(self, task: str) -> Heartbeat | None:
         """Return a connected task's newest heartbeat; None if the folder knows better."""
         with self._lock:
             return self._roster.beat(task)

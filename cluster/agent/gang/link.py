@@ -15,6 +15,7 @@ from cluster.contract.run import joining
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.joining import Invitation
+from cluster.contract.run.records import Heartbeat
 
 LOOK_S = 0.5
 """How often the task's own heartbeat is read; a new one is sent at once."""
@@ -116,13 +117,13 @@ class Link:
             heard = looked = sent_at = time.monotonic()
             looked -= LOOK_S
             sent: dict[str, Any] = {}
-            beat: dict[str, Any] | None = None
+            beat: Heartbeat | None = None
             while not self._stopped:
                 now = time.monotonic()
                 if channel.established and self._message["number"] >= 0:
                     if now - looked >= LOOK_S:
                         looked, beat = now, self._run.heartbeat(self._task)
-                    message = self._message | {"beat": beat}
+                    message = self._message | {"beat": beat and beat.to_json()}
                     if message != sent or now - sent_at >= PULSE_S:
                         channel.send(message)
                         sent, sent_at = message, now

@@ -13,6 +13,7 @@ from typing import Any
 from cluster.contract.run import membership, records
 from cluster.contract.run.fields import count, flag, listing, mapping, optional, record, text
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Heartbeat
 
 HEARD_S = 3.0
 """A side that has heard nothing for so long goes on by the folder; something is sent every second."""
@@ -30,7 +31,7 @@ _message = record(
     {
         "begun": (optional(mapping(lambda value: value)), None),
         "outcome": (optional(records.outcome), None),
-        "beat": (optional(records.heartbeat), None),
+        "beat": (optional(Heartbeat.from_json), None),
         "here": (flag, False),
     },
 )
@@ -101,7 +102,7 @@ class Roster:
         self._outcome: dict[str, Any] | None = None
         self._heard: dict[str, float] = {}
         """When each connected task was last heard."""
-        self._beats: dict[str, dict[str, Any]] = {}
+        self._beats: dict[str, Heartbeat] = {}
         """The newest heartbeat of each task."""
         self._here: set[str] = set()
         """Who is at the rendezvous of the current generation."""
@@ -123,7 +124,7 @@ class Roster:
         if said["here"]:
             self._here.add(name)
         beat = said["beat"]
-        if beat and (beat["task"], beat["generation"]) == (name, self._number):
+        if beat and (beat.task, beat.generation) == (name, self._number):
             self._beats[name] = beat
 
     def closed(self, name: str) -> None:
@@ -136,7 +137,7 @@ class Roster:
         if number == self._number:
             self._here.add(self._chief)
 
-    def beat(self, name: str) -> dict[str, Any] | None:
+    def beat(self, name: str) -> Heartbeat | None:
         """Return the newest heartbeat of a task that was heard of late; None if the folder knows better."""
         heard = self._clock() - self._heard.get(name, float("-inf")) < BEAT_S
         return self._beats.get(name) if heard else None

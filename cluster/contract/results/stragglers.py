@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from cluster.contract.run.records import Pace
+
 SLOWER = 1.25
 """A straggler is busy at least so many times as long as the others."""
 EXCESS_MS = 1.0
@@ -47,12 +49,11 @@ class Starved:
         return f"{self.task} waits {self.input_share:.0%} of the time for input".replace("%", " %")
 
 
-def stragglers(paces: Mapping[str, Mapping[str, Any]]) -> list[Straggler]:
+def stragglers(paces: Mapping[str, Pace]) -> list[Straggler]:
     """Return the stragglers, the slowest first.
 
     Args:
-        paces: for each task its `step_ms` (`mean`), `busy_share` and `input_share`, as in a heartbeat, whose `pace`
-            has the number of steps of the generation. Tasks without these values are left out.
+        paces: the pace of each task; one that is not known completely is left out.
     """
     known = {name: _busy_and_input(pace) for name, pace in paces.items() if _measured(pace)}
     slow = []
@@ -68,14 +69,14 @@ def stragglers(paces: Mapping[str, Mapping[str, Any]]) -> list[Straggler]:
     return sorted(slow, key=lambda straggler: -straggler.slower)
 
 
-def starved(paces: Mapping[str, Mapping[str, Any]]) -> list[Starved]:
+def starved(paces: Mapping[str, Pace]) -> list[Starved]:
     """Return the starved tasks, the one that waits longest first."""
-    shares = {name: pace["input_share"] for name, pace in paces.items() if _measured(pace)}
+    shares = {name: pace.input_share or 0.0 for name, pace in paces.items() if _measured(pace)}
     waiting = [Starved(name, round(share, 2)) for name, share in shares.items() if share >= STARVED]
     return sorted(waiting, key=lambda task: -task.input_share)
 
 
-def findings(paces: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def findings(paces: Mapping[str, Pace]) -> dict[str, list[dict[str, Any]]]:
     """Return stragglers and starved tasks as JSON."""
     return {
         "stragglers": [vars(each) for each in stragglers(paces)],
@@ -91,14 +92,14 @@ def lines(value: Mapping[str, list[dict[str, Any]]]) -> list[str]:
     return [str(each) for each in (*slow, *waiting)]
 
 
-def _measured(pace: Mapping[str, Any]) -> bool:
-    mean_ms = (pace.get("step_ms") or {}).get("mean")
-    steps = pace.get("steps", (pace.get("pace") or {}).get("steps", 0))
-    if steps < FEWEST:
-        return False
-    return None not in (mean_ms, pace.get("busy_share"), pace.get("input_share"))
+def _measured(pace: Pace) -> bool:
+    return pace.steps >= FEWEST and None not in (_mean_ms(pace), pace.busy_share, pace.input_share)
 
 
-def _busy_and_input(pace: Mapping[str, Any]) -> tuple[float, float]:
-    mean_ms = pace["step_ms"]["mean"]
-    return mean_ms * pace["busy_share"], mean_ms * pace["input_share"]
+def _mean_ms(pace: Pace) -> float | None:
+    return (pace.step_ms or {}).get("mean")
+
+
+def _busy_and_input(pace: Pace) -> tuple[float, float]:
+    mean_ms = _mean_ms(pace) or 0.0
+    return mean_ms * (pace.busy_share or 0.0), mean_ms * (pace.input_share or 0.0)

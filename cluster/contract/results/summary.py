@@ -30,7 +30,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     wall_s = max(0.0, outcome["time"] - started)  # what tasks record may be from the future
     began = restarts.training_began(spec, [event for event in run.events() if event["time"] > started])
     members = [task.name for task in present.tasks]
-    paces = {name: beats[name]["pace"] for name in members if beats.get(name, {}).get("pace")}
+    paces = {name: pace for name in members if name in beats and (pace := beats[name].pace)}
     value = {
         "state": outcome["state"],
         "strategy": spec.strategy_class,
@@ -48,8 +48,8 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         "checkpoint_every_s": goodput.checkpoint_every_s(
             sorted(run.ledgers(), key=lambda ledger: ledger["generation"], reverse=True)
         ),
-        "pace": {"tasks": paces, **stragglers.findings(paces)},
-        "tasks": {name: beats.get(name, {}).get("exit_code") for name in names},
+        "pace": {"tasks": {name: pace.to_json() for name, pace in paces.items()}, **stragglers.findings(paces)},
+        "tasks": {name: beats[name].exit_code if name in beats else None for name in names},
     }
     if changes := membership.changes(run):
         value["membership"] = changes
@@ -74,7 +74,7 @@ def await_last_heartbeats(run: RunFolder, timeout_s: float) -> None:
 
     def written() -> bool:
         beats = run.heartbeats()
-        return all("exit_code" in beats.get(name, {}) for name in names)  # which only the last heartbeat has
+        return all(name in beats and beats[name].ended for name in names)
 
     wait_until(written, timeout_s)
 

@@ -13,7 +13,7 @@ from typing import Any
 Check = Callable[[Any], Any]
 """Returns the checked value; raises ValueError with a short reason if it is invalid."""
 
-Record = Callable[[Any], dict[str, Any]]
+ObjectCheck = Callable[[Any], dict[str, Any]]
 
 MAX_COUNT = 2**53
 MAX_TEXT = 2**16
@@ -27,28 +27,28 @@ ABSENT = object()
 def count(value: Any) -> int:
     """A whole number, at least 0."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
-        raise _unexpected("a whole number from 0", value)
+        raise unexpected("a whole number from 0", value)
     return value
 
 
 def code(value: Any) -> int:
     """An exit code."""
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) > 2**31:
-        raise _unexpected("an exit code", value)
+        raise unexpected("an exit code", value)
     return value
 
 
 def number(value: Any) -> float:
     """A finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_NUMBER:
-        raise _unexpected("a number", value)
+        raise unexpected("a number", value)
     return float(value) if isinstance(value, float) else int(value)
 
 
 def seconds(value: Any) -> float:
     """A duration, or a time in seconds since the epoch."""
     if not 0 <= number(value) <= MAX_SECONDS:
-        raise _unexpected(f"seconds, at most {MAX_SECONDS:g}", value)
+        raise unexpected(f"seconds, at most {MAX_SECONDS:g}", value)
     return float(value)
 
 
@@ -62,14 +62,14 @@ def measured(value: Any) -> float | None:
 def text(value: Any) -> str:
     """A text."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise _unexpected("a text", value)
+        raise unexpected("a text", value)
     return value
 
 
 def flag(value: Any) -> bool:
     """Yes or no."""
     if not isinstance(value, bool):
-        raise _unexpected("true or false", value)
+        raise unexpected("true or false", value)
     return value
 
 
@@ -78,7 +78,7 @@ def one_of(*names: str) -> Check:
 
     def check(value: Any) -> Any:
         if value not in names or not isinstance(value, str):
-            raise _unexpected(f"one of {', '.join(names)}", value)
+            raise unexpected(f"one of {', '.join(names)}", value)
         return value
 
     return check
@@ -94,24 +94,24 @@ def listing(check: Check, limit: int = 2**16) -> Check:
 
     def checked(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) > limit:
-            raise _unexpected("a list", value)
+            raise unexpected("a list", value)
         return [check(each) for each in value]
 
     return checked
 
 
-def mapping(check: Check) -> Record:
+def mapping(check: Check) -> ObjectCheck:
     """An object with any keys whose values pass the check."""
 
     def checked(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise _unexpected("an object", value)
-        return {name: _inside(name, check, each) for name, each in value.items()}
+            raise unexpected("an object", value)
+        return {name: inside(name, check, each) for name, each in value.items()}
 
     return checked
 
 
-def record(needed: Mapping[str, Check], usual: Mapping[str, tuple[Check, Any]] | None = None) -> Record:
+def record(needed: Mapping[str, Check], usual: Mapping[str, tuple[Check, Any]] | None = None) -> ObjectCheck:
     """An object with these keys, and possibly others.
 
     Args:
@@ -121,15 +121,15 @@ def record(needed: Mapping[str, Check], usual: Mapping[str, tuple[Check, Any]] |
 
     def checked(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise _unexpected("an object", value)
+            raise unexpected("an object", value)
         if missing := [name for name in needed if name not in value]:
             raise ValueError(f"{missing[0]} is missing")
         result = dict(value)
         for name, check in needed.items():
-            result[name] = _inside(name, check, value[name])
+            result[name] = inside(name, check, value[name])
         for name, (check, default) in (usual or {}).items():
             if name in value:
-                result[name] = _inside(name, check, value[name])
+                result[name] = inside(name, check, value[name])
             elif default is not ABSENT:
                 result[name] = copy(default)
         return result
@@ -137,7 +137,7 @@ def record(needed: Mapping[str, Check], usual: Mapping[str, tuple[Check, Any]] |
     return checked
 
 
-def exactly(needed: Mapping[str, Check]) -> Record:
+def exactly(needed: Mapping[str, Check]) -> ObjectCheck:
     """An object with these keys; others are removed."""
     check = record(needed)
     return lambda value: {name: each for name, each in check(value).items() if name in needed}
@@ -154,14 +154,16 @@ def every(*checks: Check) -> Check:
     return checked
 
 
-def _inside(name: str, check: Check, value: Any) -> Any:
+def inside(name: str, check: Check, value: Any) -> Any:
+    """Return the checked value of a key; an error names the key."""
     try:
         return check(value)
     except ValueError as error:
         raise ValueError(f"{name[:40]}: {error}") from None
 
 
-def _unexpected(expected: str, value: Any) -> ValueError:
+def unexpected(expected: str, value: Any) -> ValueError:
+    """Return the error for a value of another type."""
     return ValueError(f"expected {expected}, not {type(value).__name__} {ascii(value)[:40]}")
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.fields import count, record
 from cluster.contract.run.layout import Layout
+from cluster.contract.run.records import Heartbeat
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import guard, make_folder, open_file, remove, rename
@@ -29,8 +30,6 @@ from cluster.system.json_files import RESERVE, RESERVE_BYTES, create_json, write
 
 LOST_AFTER_S = 15.0
 """Seconds without a new heartbeat, by the watcher's clock, after which a task counts as lost."""
-
-FINAL_STATES = frozenset({"done", "failed", "stopped"})
 
 SCALE = "scale"
 """What follows a stop that was requested so that the run can continue at once on another cluster."""
@@ -162,21 +161,21 @@ class RunFolder(Layout):
 
     # Heartbeats and metrics
 
-    def heartbeats(self) -> dict[str, dict[str, Any]]:
+    def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the newest heartbeat of every task; `cluster/contract/run/liveness.py` judges which are silent."""
         names = (path.stem for path in sorted((self.path / "status").glob("*.json")))
         beats = {name: beat for name in names if _TASK.fullmatch(name) and (beat := self.heartbeat(name))}
         return dict(list(beats.items())[: 3 * MAX_TASKS])
 
-    def heartbeat(self, task: str) -> dict[str, Any] | None:
-        """Return a task's newest heartbeat; None if there is no valid one."""
-        beat = records.read(self.status(task), records.heartbeat, None, limit=records.TASK_BYTES)
-        return beat if beat and beat["task"] == task else None
+    def heartbeat(self, task: str) -> Heartbeat | None:
+        """Return a task's newest heartbeat; None without a valid one."""
+        beat = records.read(self.status(task), Heartbeat.from_json, None, limit=records.TASK_BYTES)
+        return beat if beat and beat.task == task else None
 
     @property
     def newest_step(self) -> int:
         """The newest step that any task reports; parameter servers report none."""
-        return max((beat["step"] for beat in self.heartbeats().values()), default=0)
+        return max((beat.step for beat in self.heartbeats().values()), default=0)
 
     @property
     def saved_steps(self) -> list[int]:

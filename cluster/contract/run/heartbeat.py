@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
-from cluster.contract.run.folder import FINAL_STATES, RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.contract.spec import Task
 from cluster.system.json_files import write_json
 
@@ -15,7 +17,7 @@ HEARTBEAT_S = 1.0
 """Longest time between two heartbeats of a live task."""
 
 
-class Heartbeat:
+class HeartbeatWriter:
     """Writes `status/<task>.json`: at once when the state changes, and every second while the process runs.
 
     A background thread writes, so that updates do not wait for the disk. Heartbeats are not flushed to the disk: losing
@@ -25,7 +27,7 @@ class Heartbeat:
     def __init__(self, run: RunFolder, task: Task, generation: int, restarts: int = 0) -> None:
         self._run, self._task = run, task.name
         self._lock = threading.Lock()
-        """Guards the values; never held while a file is written."""
+        """Guards `current`; never held while a file is written."""
         self._writing = threading.Lock()
         """One write at a time."""
         self._due = threading.Event()
@@ -33,21 +35,15 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         self._handed_over = False
         self._written_at = 0.0
-        self.values: dict[str, Any] = {
-            "task": task.name,
-            "role": task.role.value,
-            "state": "starting",
-            "generation": generation,
-            "step": 0,
-            "examples_per_s": None,
-            "loss": None,
-            "restarts": restarts,
-            "step_ms": None,
-            "input_share": None,
-            "busy_share": None,
-            "pace": None,
-            "updated_at": 0.0,
-        }
+        self.current = Heartbeat(
+            task=task.name,
+            role=task.role.value,
+            state=TaskState.STARTING,
+            generation=generation,
+            restarts=restarts,
+            updated_at=0.0,
+        )
+        """The next heartbeat."""
 
     def update(self, **values: Any) -> None:
         """Change the values of the next heartbeat; a change of state is written at once.
@@ -55,10 +51,9 @@ class Heartbeat:
         Returns before that, except for a final state, since the process may end right after.
         """
         with self._lock:
-            changed = values.get("state", self.values["state"]) != self.values["state"]
-            self.values.update(values)
-            state = self.values["state"]
-        if not changed:
+            before, self.current = self.current.state, replace(self.current, **values)
+            state = self.current.state
+        if state == before:
             return
         if self._thread is None or state in FINAL_STATES:
             self.write()
@@ -73,12 +68,11 @@ class Heartbeat:
                 self._due.set()
                 return
             with self._lock:
-                self.values["updated_at"] = time.time()
-                values = dict(self.values)
-            self._written_at = values["updated_at"]
-            write_json(self._run.status(self._task), values, durable=False)
+                written = self.current = replace(self.current, updated_at=time.time())
+            self._written_at = written.updated_at
+            write_json(self._run.status(self._task), written.to_json(), durable=False)
 
-    def start(self) -> Heartbeat:
+    def start(self) -> HeartbeatWriter:
         """Start to write in the background."""
         self.write()
         self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
@@ -100,7 +94,7 @@ class Heartbeat:
 
     def _has_new_owner(self) -> bool:
         written = self._run.heartbeat(self._task)
-        return written is not None and written["updated_at"] != self._written_at
+        return written is not None and written.updated_at != self._written_at
 
     def _write_on(self) -> None:
         while not self._stopped:

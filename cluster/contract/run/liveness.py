@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import replace
 
 from cluster.contract.run import claim
-from cluster.contract.run.folder import FINAL_STATES, LOST_AFTER_S, RunFolder
+from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.heartbeat import HEARTBEAT_S
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 
 HANG_TIMEOUT_S = 60.0
 """How long a task may take no step before it counts as hanging, unless `--hang-timeout` says otherwise."""
@@ -33,7 +34,7 @@ class LivenessMonitor:
         self._run, self._clock = run, clock
         self._looked = clock()
         self._generation = -1
-        self._seen: dict[str, Any] = {}
+        self._seen: dict[str, Heartbeat] = {}
         self._silent_s: dict[str, float] = {}
         self.silence_s = 0.0
         """Seconds without a heartbeat of any task and without a new generation."""
@@ -43,7 +44,7 @@ class LivenessMonitor:
         """Whether any task has written a heartbeat."""
         return bool(self._seen)
 
-    def look(self) -> dict[str, dict[str, Any]]:
+    def look(self) -> dict[str, Heartbeat]:
         """Look; return the newest heartbeats, with the state `lost` for silent tasks. To be called often."""
         now = self._clock()
         passed_s, self._looked = min(now - self._looked, LONGEST_LOOK_S), now
@@ -62,7 +63,7 @@ class LivenessMonitor:
         return self._silent_s.get(task, 0.0)
 
 
-def look_once(run: RunFolder, *names: str) -> dict[str, dict[str, Any]]:
+def look_once(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
     """Return the newest heartbeats, with the state `lost` for silent tasks.
 
     A task whose heartbeat seems old, or from the future, is watched for `SECOND_LOOK_S` before it counts as lost.
@@ -90,7 +91,7 @@ def silent(run: RunFolder) -> bool:
     if claim.scaling(run):
         return False
     beats = run.heartbeats()
-    if any(beat["state"] not in FINAL_STATES and not _seems_old(beat) for beat in beats.values()):
+    if any(beat.state not in FINAL_STATES and not _seems_old(beat) for beat in beats.values()):
         return False
     deadline = time.monotonic() + SECOND_LOOK_S
     while beats and time.monotonic() < deadline:
@@ -110,17 +111,17 @@ def final_state(run: RunFolder) -> str | None:
     return str(outcome["state"])
 
 
-def _shown(beats: dict[str, dict[str, Any]], lost: Collection[str]) -> dict[str, dict[str, Any]]:
+def _shown(beats: dict[str, Heartbeat], lost: Collection[str]) -> dict[str, Heartbeat]:
     return {
-        name: beat | {"state": "lost"} if name in lost and beat["state"] not in FINAL_STATES else beat
+        name: replace(beat, state=TaskState.LOST) if name in lost and beat.state not in FINAL_STATES else beat
         for name, beat in beats.items()
     }
 
 
-def _seems_lost(beat: dict[str, Any]) -> bool:
-    return beat["state"] not in FINAL_STATES and _seems_old(beat)
+def _seems_lost(beat: Heartbeat) -> bool:
+    return beat.state not in FINAL_STATES and _seems_old(beat)
 
 
-def _seems_old(beat: dict[str, Any]) -> bool:
+def _seems_old(beat: Heartbeat) -> bool:
     """Return whether a heartbeat is not recent, by the clocks."""
-    return abs(time.time() - float(beat["updated_at"])) > LOST_AFTER_S
+    return abs(time.time() - beat.updated_at) > LOST_AFTER_S

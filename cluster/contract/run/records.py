@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from cluster.contract.run.fields import (
     ABSENT,
     Check,
-    Record,
+    ObjectCheck,
     code,
     count,
     every,
@@ -25,6 +27,7 @@ from cluster.contract.run.fields import (
     seconds,
     text,
 )
+from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Record, Seconds
 from cluster.system.json_files import RECORD_BYTES, DamagedError, read_json, warn_once
 
 TASK_BYTES = 2**20
@@ -72,35 +75,80 @@ def read(path: Path, check: Callable[[Any], Any], default: Any = _NEEDED, *, lim
     return default
 
 
-STATES = (
-    *("starting", "waiting", "compiling", "training", "saving", "evaluating"),
-    *("restarting", "done", "failed", "stopped", "lost"),
-)
-"""The states of a task in its heartbeat, and `lost`, by which watchers replace them."""
+class TaskState(StrEnum):
+    """The states of a task, in the order in which an attempt passes through them.
+
+        starting -> waiting -> compiling -> training -> done, stopped or failed
+                                            training <-> saving, evaluating
+
+    `restarting` is the pause before the next attempt; watchers replace the state of a silent task by `lost`.
+    """
+
+    STARTING = "starting"
+    WAITING = "waiting"
+    COMPILING = "compiling"
+    TRAINING = "training"
+    SAVING = "saving"
+    EVALUATING = "evaluating"
+    RESTARTING = "restarting"
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    LOST = "lost"
+
+
+FINAL_STATES = frozenset({TaskState.DONE, TaskState.FAILED, TaskState.STOPPED})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace(Record):
+    """How long the steps of a task take, and for which share of that it waits for input or is busy."""
+
+    steps: Count = 0
+    step_ms: dict[str, Measured] | None = None
+    input_share: Measured = None
+    busy_share: Measured = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat(Record):
+    """The state of a task, its step and speed: `status/<task>.json`."""
+
+    task: str
+    role: str = ""
+    state: TaskState
+    generation: Count = 0
+    step: Count = 0
+    steps_total: Count | None = field(default=None, metadata=SPARSE)
+    examples_per_s: Measured = None
+    loss: Measured = None
+    restarts: Count = 0
+    step_ms: dict[str, Measured] | None = None
+    input_share: Measured = None
+    busy_share: Measured = None
+    pace: Pace | None = None
+    """All steps of the generation; the three fields before are about the newest steps."""
+    exit_code: ExitCode | None = field(default=None, metadata=SPARSE)
+    obstacle: str | None = field(default=None, metadata=SPARSE)
+    """The reason why the task cannot listen on its port."""
+    importing: bool = field(default=False, metadata=SPARSE)
+    """Whether its process imports the libraries of the program."""
+    ended: bool = field(default=False, metadata=SPARSE)
+    """Whether this is the last heartbeat of the task's agent."""
+    updated_at: Seconds
+
+    @property
+    def recent_pace(self) -> Pace:
+        """The pace of the newest steps."""
+        return Pace(
+            steps=self.pace.steps if self.pace else 0,
+            step_ms=self.step_ms,
+            input_share=self.input_share,
+            busy_share=self.busy_share,
+        )
+
 
 OUTCOMES = ("succeeded", "stopped", "failed")
-
-_times = optional(mapping(measured))
-_pace = record({}, {"step_ms": (_times, None), "input_share": (measured, None), "busy_share": (measured, None)})
-
-heartbeat: Record = every(
-    _pace,
-    record(
-        {"task": text, "state": one_of(*STATES), "updated_at": seconds},
-        {
-            "role": (text, ""),
-            "generation": (count, 0),
-            "step": (count, 0),
-            "steps_total": (optional(count), ABSENT),
-            "examples_per_s": (measured, None),
-            "loss": (measured, None),
-            "restarts": (count, 0),
-            "pace": (optional(_pace), None),
-            "exit_code": (optional(code), ABSENT),
-            "obstacle": (optional(text), ABSENT),
-        },
-    ),
-)
 
 _attempt: dict[str, tuple[Check, Any]] = {
     "kind": (text, ABSENT),
@@ -136,7 +184,7 @@ row = record(
 """A line of a task's metrics."""
 
 
-def generation(begun: int) -> Record:
+def generation(begun: int) -> ObjectCheck:
     """Why generation `begun` was begun; if by a failure, with its details."""
 
     def checked(value: Any) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) 
     missing = [step for step in range(1, STEPS + 1) if step not in losses]
     problem = ""
     if code is None:
-        states = ", ".join(f"{name} {beat['state']}" for name, beat in run.heartbeats().items()) or "no task started"
+        states = ", ".join(f"{name} {beat.state}" for name, beat in run.heartbeats().items()) or "no task started"
         problem = f"ended after {seconds:.0f} s because it was not done: {states}"
     elif code != EXIT_DONE or summary.get("state") != "succeeded":
         errors = [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]

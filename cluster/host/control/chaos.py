@@ -174,7 +174,7 @@ class _Before:
     def new_step_after(self, moment: float) -> float | None:
         """Return when a task reported a new step after a moment."""
         beats = self._run.heartbeats().values()
-        times = [beat["updated_at"] for beat in beats if beat["step"] > self.step and beat["updated_at"] > moment]
+        times = [beat.updated_at for beat in beats if beat.step > self.step and beat.updated_at > moment]
         return min(times, default=None)
 
     def result(self, fault: Fault) -> Result:
@@ -200,8 +200,8 @@ class _Before:
 
 def _ready(run: RunFolder, fault: Fault) -> bool:
     """Whether the task works in the newest generation, and the step has been reached."""
-    beat = run.heartbeats().get(fault.task, {"state": "starting", "generation": -1})
-    begun = beat["state"] in WORKING and beat["generation"] == run.generation
+    beat = run.heartbeat(fault.task)
+    begun = beat is not None and beat.state in WORKING and beat.generation == run.generation
     return begun and run.programs(fault.task).exists() and run.newest_step >= fault.at_step
 
 

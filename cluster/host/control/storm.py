@@ -129,4 +129,5 @@ def _choices(outlived: Collection[str], *, synchronous: bool, elastic: bool = Fa
 
 def _last_step(run: RunFolder) -> float:
     """Return the step that the run ends with; without end where no task has reported it yet."""
-    return float(run.heartbeats().get("chief", {}).get("steps_total") or "inf")
+    beat = run.heartbeat("chief")
+    return float((beat and beat.steps_total) or "inf")

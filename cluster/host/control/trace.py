@@ -12,8 +12,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 from cluster.contract.run import records
-from cluster.contract.run.folder import FINAL_STATES, RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.liveness import look_once
+from cluster.contract.run.records import FINAL_STATES
 from cluster.contract.spec import Role
 from cluster.host.control import trace_cache
 from cluster.host.runtime import tensorboard
@@ -79,7 +80,8 @@ def check(run: RunFolder, name: str) -> None:
         raise UsageError(
             "Keras's fit under parameter servers reports no single steps; use --loop custom to trace there"
         )
-    state = look_once(run, name).get(name, {}).get("state", "not started")
+    beat = look_once(run, name).get(name)
+    state = beat.state if beat else "not started"
     if state not in WORKING:
         then = f"see `invoke logs {name}`" if state in {*FINAL_STATES, "lost"} else "try again once it trains"
         raise UsageError(f"{name} is {state}, expected one that trains; {then} (`invoke status` shows it)")

@@ -61,10 +61,10 @@ def _state(run: RunFolder) -> str:
     if state := final_state(run):
         return state
     beats = run.heartbeats()
-    newest = max((beat["updated_at"] for beat in beats.values()), default=0.0)
+    newest = max((beat.updated_at for beat in beats.values()), default=0.0)
     if abs(time.time() - newest) > LOST_AFTER_S:
         return "lost" if beats else "not started"
-    return str(beats.get("chief", {}).get("state", "starting"))
+    return beats["chief"].state if "chief" in beats else "starting"
 
 
 def manifest(run: RunFolder) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from cluster.contract.results import score, stragglers
 from cluster.contract.run import records
 from cluster.contract.run.fields import anything
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Pace
 from cluster.host.reports import charts, curves, inspection, listing, timeline
 from cluster.host.reports.comparison import flat, shareable
 from cluster.system.processes import describe_exit
@@ -135,12 +136,12 @@ def _cluster(run: RunFolder) -> str:
     beats, spec = run.heartbeats(), run.load_cluster()
     rows = []
     for task in spec.tasks:
-        beat = beats.get(task.name, {})
-        pace = beat.get("pace") or {}
-        ms = (pace.get("step_ms") or {}).get("p50")
-        numbers = (ms, "{:.1f}"), (pace.get("busy_share"), "{:.0%}"), (pace.get("input_share"), "{:.0%}")
+        beat = beats.get(task.name)
+        pace = (beat and beat.pace) or Pace()
+        ms = (pace.step_ms or {}).get("p50")
+        numbers = (ms, "{:.1f}"), (pace.busy_share, "{:.0%}"), (pace.input_share, "{:.0%}")
         shown = ["-" if value is None else form.format(value) for value, form in numbers]
-        rows.append([task.name, task.address, beat.get("state", "-"), beat.get("restarts", 0), *shown])
+        rows.append([task.name, task.address, beat.state if beat else "-", beat.restarts if beat else 0, *shown])
     head = ["task", "address", "state", "restarts", "ms a step", "busy", "input"]
     slow = "".join(f"<p>{escape(line)}</p>" for line in stragglers.lines((run.ended or {}).get("pace", {})))
     return _rows(head, rows, numbers=range(3, 7)) + slow

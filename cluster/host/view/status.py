@@ -9,15 +9,16 @@ from typing import Any
 
 from cluster.contract.results import goodput, stragglers
 from cluster.contract.run import membership, records
-from cluster.contract.run.folder import FINAL_STATES, RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.liveness import final_state, look_once
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.view.columns import columns, plain_lines
 from cluster.host.view.sparkline import bar, sparkline
 
 
 def read_status(
-    run: RunFolder, beats: dict[str, dict[str, Any]] | None = None, *, with_board: bool = True
+    run: RunFolder, beats: dict[str, Heartbeat] | None = None, *, with_board: bool = True
 ) -> dict[str, Any]:
     """Return the run's status, as `invoke status --json` shows it.
 
@@ -32,13 +33,14 @@ def read_status(
     spec, config = run.load_cluster(), run.load_config()
     beats = look_once(run) if beats is None else beats
     summary = run.ended
-    chief = beats.get("chief", {})
-    step, total, rate = chief.get("step", 0), chief.get("steps_total"), chief.get("examples_per_s")
+    paces = {name: beat.recent_pace for name, beat in beats.items() if beat.state == TaskState.TRAINING}
+    chief = beats.get("chief") or Heartbeat(task="chief", state=TaskState.STARTING, updated_at=0.0)
+    step, total, rate = chief.step, chief.steps_total, chief.examples_per_s
     batch = config.get("global_batch", 0)
     port = tensorboard.running(run.path.parent) if with_board else None
     return {
         "run": run.name,
-        "state": final_state(run) or chief.get("state", "starting"),
+        "state": final_state(run) or chief.state,
         "strategy": spec.strategy_class,
         "script": config.get("script"),
         "generation": run.generation,
@@ -48,11 +50,11 @@ def read_status(
         "examples_per_s": rate,
         "checkpoint": _checkpoint(run),
         "tensorboard": tensorboard.address(port) if port else None,
-        "pace": stragglers.findings({name: beat for name, beat in beats.items() if beat["state"] == "training"}),
+        "pace": stragglers.findings(paces),
         "left_out": sorted(membership.left_out(run)),
         "last_event": _last_event(run),
         "queued": "" if summary or _heard(beats) else registry.of(run).situation(run),
-        "tasks": [beats[task.name] for task in spec.tasks if task.name in beats],
+        "tasks": [beats[task.name].to_json() for task in spec.tasks if task.name in beats],
     }
 
 
@@ -60,8 +62,8 @@ def _queued(value: dict[str, Any]) -> list[str]:
     return [value["queued"]] if value.get("queued") else []
 
 
-def _heard(beats: dict[str, dict[str, Any]]) -> bool:
-    return any(beat["state"] not in ("lost", *FINAL_STATES) for beat in beats.values())
+def _heard(beats: dict[str, Heartbeat]) -> bool:
+    return any(beat.state not in (TaskState.LOST, *FINAL_STATES) for beat in beats.values())
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:

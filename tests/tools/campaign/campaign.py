@@ -221,7 +221,7 @@ def _resumable(run: RunFolder, injection: Injection) -> bool:
 def _end(run: RunFolder, timeout_s: float) -> str:
     """Wait for a run's end; return why it did not succeed, empty where it did. Nothing of it runs then."""
     if not wait_until(lambda: run.ended is not None, timeout_s):
-        states = ", ".join(f"{name} {beat['state']}" for name, beat in run.heartbeats().items())
+        states = ", ".join(f"{name} {beat.state}" for name, beat in run.heartbeats().items())
         _kill(run)
         return f"not over: generation {run.generation}, step {run.newest_step}, {states}"
     ended = run.ended or {}

@@ -87,7 +87,7 @@ class Injection:
     @property
     def _near_the_end(self) -> bool:
         beat = self._run.heartbeat("chief")
-        total = beat.get("steps_total") if beat else None
+        total = beat.steps_total if beat else None
         return total is not None and self._progress.step > total - CLOSING_STEPS
 
     @property
@@ -127,8 +127,8 @@ class Injection:
 
         def trains() -> bool:
             beat = run.heartbeat("chief")
-            if not beat or beat["state"] not in ("training", "saving", "evaluating"):
-                return bool(closing and beat and beat["state"] in ("done", "stopped"))
+            if not beat or beat.state not in ("training", "saving", "evaluating"):
+                return bool(closing and beat and beat.state in ("done", "stopped"))
             if not run.script:
                 return closing or self._progress.step >= before + volley.steps
             since.append(time.monotonic())  # a script reports no steps

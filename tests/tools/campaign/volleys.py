@@ -5,22 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from cluster.contract.run.records import Heartbeat
 from cluster.contract.spec import ClusterSpec
 
 AGENT = "agent"
 
-PHASES: dict[str, Callable[[dict[str, Any]], bool]] = {
+PHASES: dict[str, Callable[[Heartbeat], bool]] = {
     # What the task's heartbeat says then; changes of state are written at once.
-    "start": lambda beat: beat["state"] == "starting",
-    "rendezvous": lambda beat: beat["state"] == "waiting",
-    "compile": lambda beat: beat["state"] == "compiling",
-    "step": lambda beat: beat["state"] == "training",
-    "save": lambda beat: beat["state"] == "saving" and not _last(beat),
-    "evaluate": lambda beat: beat["state"] == "evaluating",
-    "export": lambda beat: beat["state"] == "saving" and _last(beat),
-    "end": lambda beat: beat["state"] in ("done", "stopped"),
+    "start": lambda beat: beat.state == "starting",
+    "rendezvous": lambda beat: beat.state == "waiting",
+    "compile": lambda beat: beat.state == "compiling",
+    "step": lambda beat: beat.state == "training",
+    "save": lambda beat: beat.state == "saving" and not _last(beat),
+    "evaluate": lambda beat: beat.state == "evaluating",
+    "export": lambda beat: beat.state == "saving" and _last(beat),
+    "end": lambda beat: beat.state in ("done", "stopped"),
 }
 OPENING = {"step": 4, "save": 3, "evaluate": 2}
 """In which phase the first fault of a volley comes, and how often each is drawn."""
@@ -116,10 +116,10 @@ def draw(spec: ClusterSpec, seed: str, kinds: Collection[str]) -> Iterator[tuple
         yield volley, Volley(0, volley.wait_s, (last, *more))
 
 
-def phase_of(beat: dict[str, Any] | None) -> str:
+def phase_of(beat: Heartbeat | None) -> str:
     """Return the phase that a task's heartbeat reports."""
     return next((name for name, reached in PHASES.items() if beat and reached(beat)), "start")
 
 
-def _last(beat: dict[str, Any]) -> bool:
-    return bool(beat["step"] > 0 and beat["step"] == beat.get("steps_total"))
+def _last(beat: Heartbeat) -> bool:
+    return beat.step > 0 and beat.step == beat.steps_total

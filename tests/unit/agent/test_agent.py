@@ -56,7 +56,7 @@ def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang, code):
     assert ("failed", []) == (summary["state"], summary["restarts"])
     assert code == summary["tasks"]["worker-0"]
     assert (EXIT_FAILED if code == EXIT_USAGE else code) == watch.exit_code(summary)  # `up` itself was used well
-    assert {"chief": "stopped", "worker-0": "failed"} == {n: beat["state"] for n, beat in gang.run.heartbeats().items()}
+    assert {"chief": "stopped", "worker-0": "failed"} == {n: beat.state for n, beat in gang.run.heartbeats().items()}
 
 
 def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang):
@@ -105,7 +105,7 @@ def test_killing_a_worker_restarts_the_gang(start_gang):
     assert 0 <= restart.pop("detected_s") < restart.pop("resumed_s")
     assert {"generation": 1, "task": "worker-1", "cause": SIGKILLED, "steps_lost": 3} == restart
     assert [1, 1, 1] == [gang.pid(task, "generation") for task in first_pids]
-    assert [1, 1, 1] == [gang.beat(task)["restarts"] for task in first_pids]
+    assert [1, 1, 1] == [gang.beat(task).restarts for task in first_pids]
     assert not set(first_pids.values()) & {gang.pid(task) for task in first_pids}
 
 
@@ -154,7 +154,7 @@ elif not GENERATION: os.kill(os.getppid(), 19)  # the agent sees nothing of the 
 finish()
 """
     gang = start_gang(lines, workers=1)
-    wait_for(lambda: gang.beat(task)["state"] == "done", f"the end of {task}'s program")
+    wait_for(lambda: gang.beat(task).state == "done", f"the end of {task}'s program")
     program = gang.pid(task)
     os.kill(gang.pid(task, "agent"), signal.SIGKILL)
     wait_for(lambda: ended(program), "the end of the program")
@@ -180,7 +180,7 @@ train(3), until(lambda: any(event['event'] == 'resumed' for event in run.events(
     assert 0 == gang.run.generation
     assert [("worker-0", SIGKILLED)] == [(e["task"], e["detail"]["cause"]) for e in gang.events("restarted")]
     assert {"worker-0": 1, "worker-1": 0, "ps-0": 0} == {
-        name: beat["restarts"] for name, beat in gang.run.heartbeats().items() if name != "chief"
+        name: beat.restarts for name, beat in gang.run.heartbeats().items() if name != "chief"
     }
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0} == summary["tasks"]
     (restart,) = summary["restarts"]
@@ -202,26 +202,26 @@ def test_a_gang_restart_waits_for_a_worker_that_once_restarted_alone(start_gang,
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "5")
     lines = """
 if NAME == 'worker-0' and not RESTARTS: train(3), die()
-if NAME == 'ps-0' and not GENERATION: until(lambda: run.heartbeats()['worker-0']['restarts']), meet(), die()
+if NAME == 'ps-0' and not GENERATION: until(lambda: run.heartbeats()['worker-0'].restarts), meet(), die()
 """
     gang = start_gang(lines + SERVERS_SERVE + "if not GENERATION: work()\ntrain(5), meet(), finish()", workers=1, ps=1)
     summary = gang.summary()
     assert ("succeeded", ["worker-0", "ps-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
-    assert {"chief": 1, "worker-0": 2, "ps-0": 1} == {n: beat["restarts"] for n, beat in gang.run.heartbeats().items()}
+    assert {"chief": 1, "worker-0": 2, "ps-0": 1} == {n: beat.restarts for n, beat in gang.run.heartbeats().items()}
 
 
 def test_a_killed_agent_of_a_worker_under_ps_restarts_only_that_worker(start_gang):
     lines = SERVERS_SERVE + "train(3), until(lambda: (run.path / 'enough').exists()), finish()"
     gang = start_gang(lines, workers=1, ps=1)
-    wait_for(lambda: gang.beat("worker-0")["state"] == "training", "the worker")
+    wait_for(lambda: gang.beat("worker-0").state == "training", "the worker")
     gang.await_step("chief", 3)
     os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
     wait_for(lambda: gang.events("restarted"), "the worker's restart")
-    wait_for(lambda: gang.beat("worker-0")["state"] == "training", "the worker")
+    wait_for(lambda: gang.beat("worker-0").state == "training", "the worker")
     (gang.run.path / "enough").touch()
     summary = gang.summary()
     assert ("succeeded", 0) == (summary["state"], gang.run.generation)
-    assert 1 == gang.beat("worker-0")["restarts"]
+    assert 1 == gang.beat("worker-0").restarts
 
 
 # The evaluator
@@ -230,7 +230,7 @@ def test_a_killed_agent_of_a_worker_under_ps_restarts_only_that_worker(start_gan
 @pytest.mark.parametrize("end", ["sys.exit('no checkpoint can be read')", "die()"])
 def test_an_evaluator_never_fails_the_run(start_gang, end):
     lines = f"""
-if NAME == 'evaluator': until(lambda: run.heartbeats().get('chief', {{}}).get('step') == 3), {end}
+if NAME == 'evaluator': until(lambda: run.newest_step == 3), {end}
 train(3)
 if NAME == 'chief': until(lambda: len([event for event in run.events() if event['event'] == 'restarted']) > 5)
 finish()
@@ -260,7 +260,7 @@ def test_sigterm_to_one_agent_stops_every_task(start_gang):
     summary = gang.summary()
     assert ("stopped", []) == (summary["state"], summary["restarts"])
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "evaluator": 0} == summary["tasks"]
-    assert {"stopped"} == {beat["state"] for beat in gang.run.heartbeats().values()}
+    assert {"stopped"} == {beat.state for beat in gang.run.heartbeats().values()}
 
 
 def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang):
@@ -273,7 +273,7 @@ def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang):
 
 def test_a_stop_while_tasks_wait_for_each_other_ends_the_run(start_gang):
     gang = start_gang(ALL_FINISH, absent=("worker-0",), workers=1)
-    wait_for(lambda: gang.beat("chief")["state"] == "waiting", "the chief at the rendezvous")
+    wait_for(lambda: gang.beat("chief").state == "waiting", "the chief at the rendezvous")
     gang.run.request_stop("a test")
     assert "stopped" == gang.outcome()["state"]
 

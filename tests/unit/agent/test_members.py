@@ -13,7 +13,7 @@ from cluster.contract.recovery import attempts
 from cluster.contract.recovery.attempts import PLANNED
 from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import REQUEUE, RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang
 from tests.support.waiting import wait_for
@@ -37,7 +37,7 @@ def begin(start_gang, monkeypatch) -> Callable[..., Gang]:
     def start(lines: str, min_workers: int) -> Gang:
         elastic_run = {"min_workers": min_workers, "grow": False}
         gang = start_gang(lines, workers=2, elastic=elastic_run, away=("chief", "worker-0"))
-        wait_for(lambda: gang.beat("worker-1")["state"] == "waiting", "worker-1 at the rendezvous")
+        wait_for(lambda: gang.beat("worker-1").state == "waiting", "worker-1 at the rendezvous")
         gang.run.away("chief").unlink()
         return gang
 
@@ -70,17 +70,17 @@ def test_a_worker_that_returns_waits_and_a_failure_of_the_others_does_not_bring_
     gang = begin(lines + "if GENERATION == 1 and NAME == 'worker-1': die()\nwork()", min_workers=1)
     gang.await_step("worker-1", 3)
     gang.run.away("worker-0").unlink()
-    wait_for(lambda: gang.beat("worker-0")["state"] == "waiting", "worker-0 to return")
+    wait_for(lambda: gang.beat("worker-0").state == "waiting", "worker-0 to return")
     (gang.run.path / "go").touch()
-    wait_for(lambda: (gang.beat("worker-0")["generation"], gang.run.generation) == (2, 2), "the next generation")
-    wait_for(lambda: gang.beat("worker-1").get("generation") == 2, "the others in it")
+    wait_for(lambda: (gang.beat("worker-0").generation, gang.run.generation) == (2, 2), "the next generation")
+    wait_for(lambda: gang.beat("worker-1").generation == 2, "the others in it")
     gang.await_step("chief", 3)
     gang.run.request_stop("a test")
     summary = gang.summary()
     assert "stopped" == summary["state"]
     assert ["worker-0"] == [event["task"] for event in gang.events("returned")]
     assert {"chief": "stopped", "worker-0": "stopped", "worker-1": "stopped"} == {
-        name: beat["state"] for name, beat in gang.run.heartbeats().items()
+        name: beat.state for name, beat in gang.run.heartbeats().items()
     }
     assert not (gang.run.path / "pids" / "worker-0.json").exists()  # it ran no program
 
@@ -146,7 +146,7 @@ def test_a_loss_never_counts_as_a_failure_of_the_program(without):
 
 
 def test_the_agent_of_a_task_that_was_left_out_reports_no_death(without):
-    Heartbeat(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")
+    HeartbeatWriter(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")
     killed = agent.Agent(Board(without.path), "worker-1", ["false"], rendezvous_timeout_s=1)
     killed._report_own_death()
     assert (1, None) == (without.generation, without.outcome)
@@ -177,7 +177,7 @@ def returned(without) -> Iterator[RunFolder]:
     arguments = (1, over.is_set, worker)
     thread = threading.Thread(target=Members(without, cluster, worker).await_turn, args=arguments)
     thread.start()
-    wait_for(lambda: (without.heartbeat("worker-1") or {}).get("state") == "waiting", "worker-1 to wait")
+    wait_for(lambda: (beat := without.heartbeat("worker-1")) and beat.state == "waiting", "worker-1 to wait")
     yield without
     over.set()
     thread.join()
@@ -203,7 +203,7 @@ def test_a_task_that_returned_and_can_be_reached_is_taken_in(returned, monkeypat
 
 
 def test_a_task_out_of_reach_is_not_taken_in(without, monkeypatch):
-    Heartbeat(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")  # and nothing listens
+    HeartbeatWriter(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")  # and nothing listens
     monkeypatch.setattr(elastic.Returns, "due", lambda self, waiting, saved: frozenset(waiting))
     look(without, 10)
     assert 1 == without.generation
@@ -227,7 +227,7 @@ def test_a_task_that_waits_answers_only_its_generation(returned):
 
 def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without):
     chief = agent.Agent(Board(without.path), "chief", ["false"], rendezvous_timeout_s=1)
-    Heartbeat(without, without.load_cluster().task("chief"), 1).update(state="stopped")
+    HeartbeatWriter(without, without.load_cluster().task("chief"), 1).update(state="stopped")
     without.request_stop("invoke scale", then="scale")
     without.withdraw_stop()
     chief._await_outcome(1)

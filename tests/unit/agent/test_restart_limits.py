@@ -76,7 +76,7 @@ def test_a_worker_of_parameter_servers_that_cannot_work_fails_the_run(start_gang
 
 def test_a_worker_of_parameter_servers_that_is_killed_comes_back_however_often(start_gang):
     lines = "if NAME == 'worker-0' and RESTARTS < 2: die()\n" + SERVERS_SERVE
-    lines += "train(3), until(lambda: run.heartbeats().get('worker-0', {}).get('restarts') == 2), meet(), finish()"
+    lines += "train(3), until(lambda: run.heartbeats()['worker-0'].restarts == 2), meet(), finish()"
     gang = start_gang(lines, workers=1, ps=1, max_restarts=0)
     assert ("succeeded", 0) == (gang.summary()["state"], gang.run.generation)
 
@@ -111,7 +111,7 @@ def long_pause(monkeypatch):
 
 
 def pausing(gang: Gang, task: str) -> bool:
-    return gang.beat(task)["state"] == "restarting"
+    return gang.beat(task).state == "restarting"
 
 
 @pytest.mark.usefixtures("long_pause")
@@ -127,7 +127,7 @@ def test_a_stop_ends_a_pause_of_the_gang(start_gang):
 @pytest.mark.usefixtures("long_pause")
 def test_a_stop_ends_a_pause_of_the_evaluator(start_gang):
     gang = start_gang("if NAME == 'evaluator': sys.exit('no data')\ntrain(3), work()", workers=0, evaluator=True)
-    wait_for(lambda: pausing(gang, "evaluator") and gang.beat("chief")["step"] == 3, "the evaluator's pause")
+    wait_for(lambda: pausing(gang, "evaluator") and gang.beat("chief").step == 3, "the evaluator's pause")
     began = time.monotonic()
     gang.run.request_stop("a test")
     assert ("stopped", 0) == (gang.summary()["state"], gang.summary()["tasks"]["chief"])
@@ -137,12 +137,12 @@ def test_a_stop_ends_a_pause_of_the_evaluator(start_gang):
 @pytest.mark.usefixtures("long_pause")
 def test_a_stop_brings_back_a_worker_that_the_chief_saves_with(start_gang):
     lines = """
-if NAME == 'worker-0' and not RESTARTS: until(lambda: run.heartbeats().get('chief', {}).get('step') == 3), sys.exit(70)
+if NAME == 'worker-0' and not RESTARTS: until(lambda: run.newest_step == 3), sys.exit(70)
 if NAME != 'chief': serve()
-train(3), until(lambda: run.heartbeats()['worker-0']['state'] == 'training', timeout_s=300), work()
+train(3), until(lambda: run.heartbeats()['worker-0'].state == 'training', timeout_s=300), work()
 """
     gang = start_gang(lines, workers=1, ps=1)
-    wait_for(lambda: pausing(gang, "worker-0") and gang.beat("chief")["step"] == 3, "the worker's pause")
+    wait_for(lambda: pausing(gang, "worker-0") and gang.beat("chief").step == 3, "the worker's pause")
     gang.run.request_stop("a test")
     summary = gang.summary()
     assert ("stopped", 3, 0) == (summary["state"], summary["steps"], summary["tasks"]["chief"])
@@ -156,15 +156,15 @@ def test_a_task_that_comes_back_waits_for_its_port(start_gang, task, topology):
     lines = "if NAME.startswith(('worker', 'ps')) and PS: serve()\ntrain(5)\n"
     lines += "until(lambda: (run.path / 'enough').exists()), meet(), finish()"
     gang = start_gang(f"PS = {'ps' in topology}\n{lines}", **topology)
-    wait_for(lambda: gang.beat(task)["state"] == "training" and gang.beat("chief")["step"] == 5, "the training")
-    restarts_before = int(gang.beat(task)["restarts"])
+    wait_for(lambda: gang.beat(task).state == "training" and gang.beat("chief").step == 5, "the training")
+    restarts_before = int(gang.beat(task).restarts)
     port = gang.run.load_cluster().task(task).port
     os.kill(gang.pid(task, "agent"), signal.SIGKILL)
     holder = wait_for(lambda: held(port), "the port", pause_s=0.0001)  # as a killed program does for a while
     with holder:
-        wait_for(lambda: gang.beat(task).get("obstacle"), "the task that waits for its port")
+        wait_for(lambda: gang.beat(task).obstacle, "the task that waits for its port")
     wait_for(
-        lambda: gang.beat(task)["restarts"] > restarts_before and gang.beat(task)["state"] == "training",
+        lambda: gang.beat(task).restarts > restarts_before and gang.beat(task).state == "training",
         "its next attempt",
     )
     (gang.run.path / "enough").touch()

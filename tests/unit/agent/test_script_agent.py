@@ -93,7 +93,7 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts):
     gang = start_scripts("if NAME != 'chief': until(lambda: beat('chief')['state'] == 'done')", workers=2)
     summary = gang.summary()
     assert_ended(summary, state="succeeded", replicas=3, tasks={"chief": 0, "worker-0": 0, "worker-1": 0})
-    assert {("done", 0)} == {(beat["state"], beat["exit_code"]) for beat in gang.run.heartbeats().values()}
+    assert {("done", 0)} == {(beat.state, beat.exit_code) for beat in gang.run.heartbeats().values()}
     line, *rest = ended_lines(gang.run, "runs/run")
     assert line.startswith("succeeded: every task's script ended with 0 in ")
     assert "its files    runs/run/work/TASK" in rest
@@ -116,7 +116,7 @@ def test_a_script_s_own_failure_ends_the_run_at_once(start_scripts, end, code, m
     assert 1 == watch.exit_code(summary)  # 2 to 4 would say that nothing was started
     (cause,) = [line for line in ended_lines(gang.run, "runs/run") if line.startswith("root cause: worker-0 at ")]
     assert cause.endswith(f": {message}")
-    assert ["failed", "stopped"] == [gang.beat(task)["state"] for task in ("worker-0", "chief")]
+    assert ["failed", "stopped"] == [gang.beat(task).state for task in ("worker-0", "chief")]
 
 
 def test_the_first_error_is_the_root_cause(start_scripts):
@@ -149,7 +149,7 @@ def test_killing_one_script_restarts_the_gang(start_scripts):
     assert 0 <= restart.pop("detected_s") < restart.pop("script_started_s")
     unknown = {"resumed_s": None, "steps_lost": None}
     assert {"generation": 1, "task": "worker-1", "cause": SIGKILLED, **unknown} == restart
-    assert {1} == {beat["restarts"] for beat in gang.run.heartbeats().values()}
+    assert {1} == {beat.restarts for beat in gang.run.heartbeats().values()}
 
 
 def test_an_error_before_a_death_is_heard_of_is_not_the_root_cause(start_scripts):
@@ -248,11 +248,11 @@ def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(
 @pytest.mark.parametrize("on_sigterm", ["signal.SIG_DFL", "lambda *_: sys.exit('saved')"])
 def test_a_stop_ends_every_script(start_scripts, on_sigterm):
     gang = start_scripts(f"signal.signal(signal.SIGTERM, {on_sigterm})\nuntil(lambda: False)", workers=1)
-    wait_for(lambda: {gang.beat(task)["state"] for task in ("chief", "worker-0")} == {"training"}, "both scripts")
+    wait_for(lambda: {gang.beat(task).state for task in ("chief", "worker-0")} == {"training"}, "both scripts")
     gang.run.request_stop("a test")
     summary = gang.summary()
     assert ("stopped", []) == (summary["state"], summary["restarts"])
-    assert {"stopped"} == {beat["state"] for beat in gang.run.heartbeats().values()}
+    assert {"stopped"} == {beat.state for beat in gang.run.heartbeats().values()}
 
 
 def test_a_script_that_does_not_hear_of_a_stop_is_killed(start_scripts, monkeypatch):
@@ -313,7 +313,7 @@ def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkey
 
 def test_status_shows_who_is_alive_and_how_who_ended(start_scripts, tmp_path):
     gang = start_scripts("if NAME == 'chief': until(lambda: (RUN / 'enough').exists())", workers=1)
-    wait_for(lambda: [gang.beat(t)["state"] for t in ("chief", "worker-0")] == ["training", "done"], "the worker's end")
+    wait_for(lambda: [gang.beat(t).state for t in ("chief", "worker-0")] == ["training", "done"], "the worker's end")
     assert watch.until_training(gang.run, lambda value: None)
     head, names, chief, worker = status_table(read_status(gang.run))
     assert f"run  training  {tmp_path / 'theirs' / 'script.py'}" == head

@@ -79,7 +79,7 @@ def test_after_a_death_the_standby_processes_become_the_next_generation(start_ga
     assert {("chief", "0", "standby=False"), ("worker-0", "0", "standby=False")} <= attempts
     assert {("chief", "1", "standby=True"), ("worker-0", "1", "standby=True")} <= attempts
     assert 4 == len(attempts)
-    assert [1, 1] == [gang.beat(task)["restarts"] for task in ("chief", "worker-0")]
+    assert [1, 1] == [gang.beat(task).restarts for task in ("chief", "worker-0")]
 
 
 def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_ports(start_gang):
@@ -88,7 +88,7 @@ def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_port
         wait_for(lambda at=generation: ready(gang, at), "the cluster of the standby processes")
         gang.await_step(victim, 5)
         os.kill(gang.pid(victim), signal.SIGKILL)
-        wait_for(lambda at=generation: gang.beat("chief").get("generation") == at + 1, "the next generation")
+        wait_for(lambda at=generation: gang.beat("chief").generation == at + 1, "the next generation")
     assert "succeeded" == gang.summary()["state"]
     assert [None, 1, 0] == [record.get("standby_ports") for record in gang.run.generations()]
     first, second = (read_text(gang.run.path / f"chief.{generation}.formed") for generation in (1, 2))
@@ -110,7 +110,7 @@ def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang):
     wait_for(lambda: gang.run.generation == 1, "the next generation", timeout_s=20)
     beats = [("training", 1)] * 2
     wait_for(
-        lambda: beats == [(b["state"], b.get("generation")) for b in map(gang.beat, ("chief", "worker-0"))],
+        lambda: beats == [(beat.state, beat.generation) for beat in map(gang.beat, ("chief", "worker-0"))],
         "both tasks",
     )
     os.kill(gang.pid("worker-0"), signal.SIGKILL)  # which ends the fake training

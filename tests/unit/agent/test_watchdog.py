@@ -14,8 +14,9 @@ from cluster.agent.gang.board import Board
 from cluster.agent.gang.roster import News
 from cluster.contract.recovery import ends
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.contract.run.records import Heartbeat, TaskState
 from cluster.system.json_files import read_json, write_json
 from tests.support.waiting import wait_for
 
@@ -44,7 +45,7 @@ def test_a_frozen_worker_of_parameter_servers_starts_again_alone(start_gang):
         workers=1,
         ps=1,
     )
-    wait_for(lambda: gang.beat("worker-0")["state"] == "training", "the worker")
+    wait_for(lambda: gang.beat("worker-0").state == "training", "the worker")
     os.kill(gang.pid("worker-0"), signal.SIGSTOP)
     summary = gang.summary()
     assert ("succeeded", 0) == (summary["state"], gang.run.generation)
@@ -88,8 +89,8 @@ def clock(monkeypatch) -> Clock:
 def beats(run: RunFolder, **values: dict[str, Any]) -> None:
     """Write heartbeats: task -> what differs from a training one."""
     for task in run.load_cluster().tasks:
-        beat = Heartbeat(run, task, run.generation)
-        beat.values |= {"state": "training", "step": 5} | values.get(task.name.replace("-", "_"), {})
+        beat = HeartbeatWriter(run, task, run.generation)
+        beat.update(**{"state": "training", "step": 5} | values.get(task.name.replace("-", "_"), {}))
         beat.write()
 
 
@@ -125,9 +126,9 @@ def test_nothing_is_found_while_a_task_is_debugged(make_run, clock):
 def test_in_a_large_gang_only_the_chiefs_agent_reads_every_heartbeat_often(make_run, clock, monkeypatch):
     run, read = make_run(workers=63), Counter[str]()
 
-    def heartbeat(self: RunFolder, task: str) -> dict[str, Any]:
+    def heartbeat(self: RunFolder, task: str) -> Heartbeat:
         read[task] += 1
-        return {"task": task, "state": "training", "step": 5, "generation": 0, "updated_at": clock.now}
+        return Heartbeat(task=task, state=TaskState.TRAINING, step=5, updated_at=clock.now)
 
     monkeypatch.setattr(RunFolder, "heartbeat", heartbeat)
     dog = watch(run, "worker-0")

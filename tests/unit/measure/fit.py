@@ -20,7 +20,7 @@ import tensorflow as tf  # noqa: E402
 from tensorflow import keras  # noqa: E402
 
 from cluster.contract.run.folder import RunFolder  # noqa: E402
-from cluster.contract.run.heartbeat import Heartbeat  # noqa: E402
+from cluster.contract.run.heartbeat import HeartbeatWriter  # noqa: E402
 from cluster.contract.spec import build  # noqa: E402
 from cluster.system.journal import read_json_lines  # noqa: E402
 from cluster.system.json_files import read_json  # noqa: E402
@@ -112,7 +112,7 @@ def train(
         strategy=strategy,
         model=model,
         new_model=lambda: new_model(dropout, plain=plain),
-        heartbeat=Heartbeat(run, spec.task("chief"), 0),
+        heartbeat=HeartbeatWriter(run, spec.task("chief"), 0),
         stop=threading.Event(),
     )
     fit.Training(context).run()

@@ -17,7 +17,7 @@ import tensorflow as tf  # noqa: E402
 from tensorflow import keras  # noqa: E402
 
 from cluster.contract.run.folder import RunFolder  # noqa: E402
-from cluster.contract.run.heartbeat import Heartbeat  # noqa: E402
+from cluster.contract.run.heartbeat import HeartbeatWriter  # noqa: E402
 from cluster.contract.spec import build  # noqa: E402
 from cluster.system.journal import read_json_lines  # noqa: E402
 from train import patches  # noqa: E402
@@ -134,7 +134,7 @@ def by_fit(folder: Path, strategy: tf.distribute.Strategy, micro_batches: int = 
         strategy=strategy,
         model=model,
         new_model=new_model,
-        heartbeat=Heartbeat(run, spec.task("chief"), 0),
+        heartbeat=HeartbeatWriter(run, spec.task("chief"), 0),
         stop=threading.Event(),
     )
     fit.Training(context).run()

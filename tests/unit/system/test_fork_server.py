@@ -120,7 +120,7 @@ def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(start, before_st
     before_start(lambda run: (run.path / "import-lasts").touch())
     gang = start("train(2), finish()", workers=1)
     wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
-    assert {"starting"} == {beat["state"] for beat in gang.run.heartbeats().values()}
+    assert {"starting"} == {beat.state for beat in gang.run.heartbeats().values()}
     assert teardown.in_progress(gang.run)
     os.kill(supervisor_of(gang), signal.SIGTERM)
     wait_for(lambda: gang.run.stop_requested, "the request to stop")
@@ -181,7 +181,7 @@ def test_an_agent_that_comes_back_reports_its_death_before_it_imports(start_apar
     (gang.run.path / "import-lasts").touch()
     os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
     wait_for(lambda: gang.run.generation == 1, "the next generation")
-    wait_for(lambda: gang.beat("worker-0").get("generation") == 1, "a heartbeat of the agent that imports")
+    wait_for(lambda: gang.beat("worker-0").generation == 1, "a heartbeat of the agent that imports")
     (gang.run.path / "import-lasts").unlink()
     summary = gang.summary()
     assert ["the whole task was killed"] == [restart["cause"] for restart in summary["restarts"]]
@@ -192,15 +192,15 @@ def test_an_agent_that_comes_back_reports_its_death_before_it_imports(start_apar
 
 def test_an_agent_that_comes_back_to_do_nothing_imports_nothing(start_apart):
     gang = start_apart("train(2)\nif NAME == 'chief': work()\nfinish()", workers=1)
-    wait_for(lambda: gang.beat("worker-0")["state"] == "done", "the end of worker-0's work")
+    wait_for(lambda: gang.beat("worker-0").state == "done", "the end of worker-0's work")
     (gang.run.path / "import-fails").touch()
     before = gang.pid("worker-0", "agent")
     os.kill(before, signal.SIGKILL)
     gang.run.request_stop("a test")
     assert "stopped" == gang.summary()["state"]
     beat = gang.beat("worker-0")
-    assert 2 == beat["step"]
-    assert "importing" not in beat
+    assert 2 == beat.step
+    assert not beat.importing
 
 
 def test_a_run_whose_agents_import_can_be_stopped(start_apart, before_start):

@@ -12,7 +12,7 @@ from invoke import Context, Exit
 import tasks
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime.compose import access, overlay
@@ -163,7 +163,7 @@ def test_a_file_that_is_replaced_takes_the_place_of_a_link(make_run, outside, un
 def test_a_heartbeat_goes_nowhere_else(make_run, outside, untouched):
     run = make_run()
     swap(run.path / "status", outside)
-    Heartbeat(run, run.load_cluster().task("chief"), 0).write()
+    HeartbeatWriter(run, run.load_cluster().task("chief"), 0).write()
     assert untouched()
 
 

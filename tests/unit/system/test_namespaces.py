@@ -122,7 +122,7 @@ def test_a_task_that_comes_back_is_in_its_run_s_network_again(private, start_gan
 def test_two_runs_are_in_two_networks(private, start_gang):
     gangs = [start_gang("work()", name=name, workers=0, network="private") for name in ("one", "other")]
     for gang in gangs:
-        wait_for(lambda gang=gang: gang.beat("chief")["state"] == "training", "the training")
+        wait_for(lambda gang=gang: gang.beat("chief").state == "training", "the training")
     assert 2 == len({network_of(gang.pid("chief")) for gang in gangs})
 
 

@@ -63,7 +63,7 @@ class Follower(keras.callbacks.Callback):
         self._reported_at = self._batch_at = time.perf_counter()
         self._batch_s: list[float] = []
         self._tracer = trace.Tracer(context.run, context.task.name)
-        generation = context.heartbeat.values["generation"]
+        generation = context.generation
         workers = context.spec.of(Role.WORKER) if context.asynchronous else ()
         self._workers = [StepRecord(context.run, worker.name, generation) for worker in workers]
         if not context.asynchronous:

@@ -26,7 +26,7 @@ from cluster.contract.recovery.attempts import Attempt
 from cluster.contract.results import summary
 from cluster.contract.run import launch_records, owner, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.host.runtime import inherited
 from cluster.host.runtime.local import keeper
 from cluster.host.runtime.network import HOST, PRIVATE
@@ -141,9 +141,9 @@ class Supervisor:
     def _preload(self) -> None:
         """Import once what every task needs; its agent and its program are then copies of this process."""
         spec = self.run.load_cluster()
-        beats = [Heartbeat(self.run, spec.task(name), self.run.generation) for name in self.tasks]
+        beats = [HeartbeatWriter(self.run, spec.task(name), self.run.generation) for name in self.tasks]
         for beat in beats:
-            beat.values["importing"] = True
+            beat.update(importing=True)
             beat.start()
         try:
             fork_server.preload(self.preload, self.run)

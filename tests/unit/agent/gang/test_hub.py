@@ -15,7 +15,7 @@ from cluster.agent.gang.board import Board
 from cluster.agent.gang.wire import Channel
 from cluster.contract.run import joining
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from tests.support.waiting import wait_for
 
 FAR_S = 1000.0
@@ -57,8 +57,8 @@ def linked(board: Board) -> Board:
 
 
 def beat(run: RunFolder, task: str, **values: Any) -> None:
-    heartbeat = Heartbeat(run, run.load_cluster().task(task), run.generation)
-    heartbeat.values |= {"state": "training"} | values
+    heartbeat = HeartbeatWriter(run, run.load_cluster().task(task), run.generation)
+    heartbeat.update(**{"state": "training"} | values)
     heartbeat.write()
 
 
@@ -213,7 +213,7 @@ def test_the_newest_connection_of_a_task_counts(run, join):
     run.request_stop("a user")
     assert first.stop_requested  # by the folder
     beat(run, "worker-0", step=7)
-    assert 7 == wait_for(lambda: chief._hub.beat("worker-0"), "the heartbeat")["step"]
+    assert 7 == wait_for(lambda: chief._hub.beat("worker-0"), "the heartbeat").step
 
 
 def test_a_hub_that_cannot_listen_leaves_the_folder(run, join, monkeypatch):

@@ -1,25 +1,26 @@
 """Who is slower than the others and who waits for input; and what a generation's steps leave of themselves."""
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from cluster.contract.results import stragglers
+from cluster.contract.run.records import Pace
 from train.telemetry.timing import KEPT, RECENT, StepTiming, Times, from_marks
 
 
-def pace(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> dict[str, Any]:
-    """Return what a heartbeat has of a task that is busy that long in each of its steps."""
-    return {
-        "pace": {"steps": stragglers.FEWEST},
-        "step_ms": {"mean": step_ms},
-        "busy_share": busy_ms / step_ms,
-        "input_share": input_ms / step_ms,
-    }
+def pace(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> Pace:
+    """Return the pace of a task that is busy that long in each of its steps."""
+    return Pace(
+        steps=stragglers.FEWEST,
+        step_ms={"mean": step_ms},
+        busy_share=busy_ms / step_ms,
+        input_share=input_ms / step_ms,
+    )
 
 
-def lines(**paces: dict[str, Any]) -> list[str]:
+def lines(**paces: Pace) -> list[str]:
     """Return the findings as text, the tasks' names with an underscore."""
     return stragglers.lines(stragglers.findings({name.replace("_", "-"): each for name, each in paces.items()}))
 
@@ -56,14 +57,13 @@ def test_the_others_are_judged_by_their_median():
     assert [] == lines(chief=pace(20), worker_0=pace(100), worker_1=pace(101), worker_2=pace(103))
 
 
-@pytest.mark.parametrize("silent", [{}, {"step_ms": None}, {"step_ms": {"mean": 900.0}, "busy_share": None}])
+@pytest.mark.parametrize("silent", [Pace(), Pace(steps=stragglers.FEWEST, step_ms={"mean": 900.0})])
 def test_a_task_that_cannot_report_is_left_out(silent):
     assert [] == lines(chief=pace(100), ps_0=silent)
 
 
 def test_of_a_few_steps_nobody_is_slower_or_starved():
-    few = {"pace": {"steps": stragglers.FEWEST - 1}}
-    assert [] == lines(chief=pace(100), worker_0=pace(190, 90) | few)
+    assert [] == lines(chief=pace(100), worker_0=replace(pace(190, 90), steps=stragglers.FEWEST - 1))
 
 
 def test_no_one_is_slower_than_nobody():
@@ -100,7 +100,7 @@ def test_a_batch_that_is_asked_for_one_step_early_keeps_the_task_busy():
 
 
 def test_before_any_step_there_is_nothing_to_report():
-    assert ({}, {}, {}) == (StepTiming().recent(), StepTiming().generation(), StepTiming().histograms())
+    assert ({}, Pace(), {}) == (StepTiming().recent(), StepTiming().generation(), StepTiming().histograms())
 
 
 def test_the_heartbeat_reports_the_newest_steps_and_the_summary_of_all():
@@ -111,8 +111,8 @@ def test_the_heartbeat_reports_the_newest_steps_and_the_summary_of_all():
     assert {"mean": 100.0, "median": 100.0, "p90": 100.0, "max": 100.0} == seen.recent()["step_ms"]
     assert (0.1, 0.5) == (seen.recent()["input_share"], seen.recent()["busy_share"])
     whole = seen.generation()
-    assert (RECENT + 1, 9000.0, 100.0) == (whole["steps"], whole["step_ms"]["max"], whole["step_ms"]["p50"])
-    assert whole["input_share"] > 0.15
+    assert (RECENT + 1, 9000.0, 100.0) == (whole.steps, whole.step_ms["max"], whole.step_ms["p50"])
+    assert whole.input_share > 0.15
 
 
 def test_however_many_steps_a_life_has_a_spread_over_all_of_it_is_kept():
@@ -123,11 +123,11 @@ def test_however_many_steps_a_life_has_a_spread_over_all_of_it_is_kept():
     (kept,) = seen.histograms().values()
     assert KEPT / 2 <= len(kept) <= KEPT
     np.testing.assert_allclose(np.diff(kept), 4)  # every fourth, none left out
-    assert (total, total - 1) == (seen.steps, seen.generation()["step_ms"]["max"])
+    assert (total, total - 1) == (seen.steps, seen.generation().step_ms["max"])
 
 
 def test_what_a_task_cannot_distinguish_is_none():
     seen = StepTiming()
     seen.add(Times(np.array([0.1, 0.3])))
-    assert (None, None) == (seen.recent()["input_share"], seen.generation()["busy_share"])
+    assert (None, None) == (seen.recent()["input_share"], seen.generation().busy_share)
     assert ["step_ms"] == list(seen.histograms())

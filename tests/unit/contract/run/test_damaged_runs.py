@@ -180,7 +180,7 @@ def live(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
     before = contents(calm)
     gang = start_gang("work()", workers=1)
     for task in ("chief", "worker-0"):
-        wait_for(lambda task=task: gang.beat(task)["state"] == "training", f"{task} to train")
+        wait_for(lambda task=task: gang.beat(task).state == "training", f"{task} to train")
     outside = calm.path.parent.parent / "outside"
     outside.mkdir()
     names = [name for name in damage.files_of(gang.run) if name != "compose.json"]

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.contract.run import heartbeat
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.errors import PrerequisiteError
 from cluster.system.json_files import RESERVE, read_json, write_json
 from tests.support.together import together
@@ -40,7 +40,7 @@ def test_a_folder_that_cannot_be_written_is_a_missing_prerequisite(tmp_path, par
 
 
 def test_a_heartbeat_holds_what_the_contract_lists(run):
-    beat = Heartbeat(run, run.load_cluster().task("worker-0"), generation=2, restarts=1)
+    beat = HeartbeatWriter(run, run.load_cluster().task("worker-0"), generation=2, restarts=1)
     beat.update(state="training", step=7, loss=0.5, examples_per_s=100.0)
     written = read_json(run.status("worker-0"))
     assert abs(time.time() - written.pop("updated_at")) < 60
@@ -62,7 +62,7 @@ def test_a_heartbeat_holds_what_the_contract_lists(run):
 
 def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run, monkeypatch):
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.02)
-    beat = Heartbeat(run, run.load_cluster().task("chief"), generation=0).start()
+    beat = HeartbeatWriter(run, run.load_cluster().task("chief"), generation=0).start()
     first = read_json(run.status("chief"))["updated_at"]
     wait_for(lambda: read_json(run.status("chief"))["updated_at"] > first, "the next heartbeat")
     beat.update(step=3)
@@ -76,12 +76,12 @@ def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run, monkeypatch):
 def test_a_heartbeat_that_was_handed_over_goes_on_until_its_new_owner_writes(run, monkeypatch):
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.02)
     task = run.load_cluster().task("chief")
-    agents = Heartbeat(run, task, generation=0).start()
+    agents = HeartbeatWriter(run, task, generation=0).start()
     agents.update(state="waiting")
     agents.hand_over()
     first = read_json(run.status("chief"))["updated_at"]
     wait_for(lambda: read_json(run.status("chief"))["updated_at"] > first, "another heartbeat of the first owner")
-    programs = Heartbeat(run, task, generation=0)
+    programs = HeartbeatWriter(run, task, generation=0)
     programs.update(state="training")
     wait_for(lambda: "heartbeat" not in {thread.name for thread in threading.enumerate()}, "the first owner's end")
     programs.update(state="saving")
@@ -94,7 +94,7 @@ def test_a_full_disk_does_not_end_the_task_that_reports_it(run, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(heartbeat, "write_json", full)
-    Heartbeat(run, run.load_cluster().task("chief"), generation=0).update(state="training")
+    HeartbeatWriter(run, run.load_cluster().task("chief"), generation=0).update(state="training")
     assert {} == run.heartbeats()
 
 
@@ -172,7 +172,7 @@ def test_an_event_on_a_full_disk_is_lost_and_nothing_else(make_run, monkeypatch)
 
 def test_training_does_not_wait_for_a_heartbeat_s_disk(run, monkeypatch):
     released, writing = threading.Event(), threading.Event()
-    beat = Heartbeat(run, run.load_cluster().task("chief"), generation=0).start()
+    beat = HeartbeatWriter(run, run.load_cluster().task("chief"), generation=0).start()
 
     def slowly(*arguments: Any, **options: Any) -> None:
         writing.set()
@@ -184,11 +184,11 @@ def test_training_does_not_wait_for_a_heartbeat_s_disk(run, monkeypatch):
     assert writing.wait(60)
     for step in range(2, 50):  # while the disk takes its time
         beat.update(state="saving" if step % 2 else "training", step=step)
-    assert "starting" == run.heartbeats()["chief"]["state"]
+    assert "starting" == run.heartbeats()["chief"].state
     released.set()
-    wait_for(lambda: 49 == run.heartbeats()["chief"]["step"], "the newest values")
+    wait_for(lambda: 49 == run.heartbeats()["chief"].step, "the newest values")
     beat.update(state="done")
-    assert "done" == run.heartbeats()["chief"]["state"]  # the process may end right after
+    assert "done" == run.heartbeats()["chief"].state  # the process may end right after
     beat.stop()
 
 
@@ -216,7 +216,7 @@ def test_what_is_no_heartbeat_is_none_yet(run, found):
 def test_a_heartbeat_has_every_key(run):
     write_json(run.status("chief"), BEAT | {"loss": float("nan")})
     beat = run.heartbeats()["chief"]
-    assert (0, 0, 0, None, None) == tuple(beat[key] for key in ("step", "generation", "restarts", "loss", "pace"))
+    assert (0, 0, 0, None, None) == (beat.step, beat.generation, beat.restarts, beat.loss, beat.pace)
 
 
 @pytest.mark.parametrize("left", [b"", b"{}", b"[]", b'{"generation": 2, "time": 1}'])

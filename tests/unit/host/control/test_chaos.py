@@ -96,9 +96,9 @@ def test_a_corrupt_fault_before_the_first_checkpoint_only_kills(start_gang):
 def test_a_slow_task_lets_nothing_start_again(start_gang, monkeypatch):
     monkeypatch.setattr(chaos, "SLOW_S", 1.0)
     gang = begin(start_gang, STEPS_ON)
-    before = {task: gang.beat(task)["step"] for task in ("chief", "worker-0")}
+    before = {task: gang.beat(task).step for task in ("chief", "worker-0")}
     result = chaos.inflict(gang.run, Fault("slow", "worker-0"))
-    done = {task: gang.beat(task)["step"] - step for task, step in before.items()}
+    done = {task: gang.beat(task).step - step for task, step in before.items()}
     assert done["worker-0"] < done["chief"] / 2
     assert (None, 0, None) == (result.detected_s, result.steps_lost, result.ended)
     assert result.as_it_should

@@ -58,7 +58,7 @@ def test_what_still_lasts_is_undone_when_nothing_recovers(start_gang, monkeypatc
     with pytest.raises(TimedOut):
         chaos.inflict(gang.run, Fault("slow", "worker-0"), timeout_s=0.3)
     assert [] == slowing()
-    gang.await_step("worker-0", gang.beat("worker-0")["step"] + 20)
+    gang.await_step("worker-0", gang.beat("worker-0").step + 20)
 
 
 # How it is reported

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.host.control import trace, trace_cache
 from cluster.host.runtime import tensorboard
 from cluster.system.errors import RunFailed, TimedOut, UsageError
@@ -22,7 +22,7 @@ MakeRun = Callable[..., RunFolder]
 def beats(run: RunFolder, state: str = "training", **others: str) -> RunFolder:
     """Leave every task's heartbeat, all in the same state but for `others`, their names with an underscore."""
     for task in run.load_cluster().tasks:
-        beat = Heartbeat(run, task, 0)
+        beat = HeartbeatWriter(run, task, 0)
         beat.update(state=others.get(task.name.replace("-", "_"), state))
         beat.write()
     return run

@@ -93,7 +93,7 @@ def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "2")
     lines = LASTING.replace("if not GENERATION", "if GENERATION < 2")
     gang = start_gang(lines, workers=2, elastic={"min_workers": 1, "grow": False}, away=("chief", "worker-0"))
-    wait_for(lambda: gang.beat("worker-1")["state"] == "waiting", "worker-1 at the rendezvous")
+    wait_for(lambda: gang.beat("worker-1").state == "waiting", "worker-1 at the rendezvous")
     gang.run.away("chief").unlink()
     wait_for(lambda: gang.run.generation == 1, "the run to go on without worker-0")
     assert 0 == scale(gang, lines, workers="2")
@@ -154,7 +154,7 @@ def test_a_stop_for_another_size_is_not_the_end(start_gang):
     gang.run.request_stop("a test", then=SCALE)
     wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=300)
     assert ("stopped", True, False) == (gang.outcome()["state"], gang.run.goes_on, gang.run.summary.exists())
-    assert {"chief": "stopped", "worker-0": "stopped"} == {n: b["state"] for n, b in gang.run.heartbeats().items()}
+    assert {"chief": "stopped", "worker-0": "stopped"} == {n: b.state for n, b in gang.run.heartbeats().items()}
 
 
 def test_a_run_that_ends_by_itself_first_says_so(start_gang, scale, capsys):

@@ -36,7 +36,7 @@ def inflicted(monkeypatch) -> list[tuple[int, Fault]]:
 
     def inflict(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
         faults.append((run.newest_step, fault))
-        beat(run, fault.at_step + 3, run.heartbeats()["chief"]["steps_total"])
+        beat(run, fault.at_step + 3, run.heartbeats()["chief"].steps_total)
         return Result(fault.kind, fault.task, fault.at_step, 0.1, 2.5, 4, None)
 
     monkeypatch.setattr(chaos, "inflict", inflict)

@@ -51,10 +51,10 @@ def test_a_watcher_s_own_sleep_is_no_silence(make_run):
     run, clock = make_run(), [0.0]
     monitor = LivenessMonitor(run, lambda: clock[0])
     beat(run, "chief", age_s=0)
-    assert "training" == monitor.look()["chief"]["state"]
+    assert "training" == monitor.look()["chief"].state
     for asleep_s in (100.0, 1e5):
         clock[0] += asleep_s
-        assert "training" == monitor.look()["chief"]["state"]
+        assert "training" == monitor.look()["chief"].state
         watch._notice_silence(run, monitor)
     assert run.outcome is None
     assert LONGEST_LOOK_S * 2 == monitor.silence_s
@@ -69,7 +69,7 @@ def test_only_what_was_seen_to_be_silent_is_lost(make_run):
         beat(run, "chief", age_s=1000 - second)
         shown = monitor.look()
         clock[0] += 1
-    assert ["training", "lost", "done"] == [shown[name]["state"] for name in ("chief", "worker-0", "worker-1")]
+    assert ["training", "lost", "done"] == [shown[name].state for name in ("chief", "worker-0", "worker-1")]
     assert 0 == monitor.silence_s
 
 
@@ -133,7 +133,7 @@ def test_whoever_asks_once_looks_twice(make_run, monkeypatch, age_s):
     run = make_run()
     beat(run, "chief", age_s=age_s)
     monkeypatch.setattr(liveness.time, "sleep", lambda seconds: beat(run, "chief", age_s=age_s - 1))
-    assert "training" == look_once(run)["chief"]["state"]
+    assert "training" == look_once(run)["chief"].state
     assert not silent(run)
 
 
@@ -142,11 +142,11 @@ def test_and_calls_lost_what_does_not_change(make_run):
     run = make_run()
     assert silent(run)
     beat(run, "chief", age_s=60)
-    assert ("lost", True) == (look_once(run)["chief"]["state"], silent(run))
+    assert ("lost", True) == (look_once(run)["chief"].state, silent(run))
     beat(run, "chief", age_s=0)
-    assert ("training", False) == (look_once(run)["chief"]["state"], silent(run))
+    assert ("training", False) == (look_once(run)["chief"].state, silent(run))
     beat(run, "chief", age_s=60, state="done")
-    assert "done" == look_once(run)["chief"]["state"]
+    assert "done" == look_once(run)["chief"].state
 
 
 def test_watching_asks_no_engine(make_run, monkeypatch):

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.errors import UsageError
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
@@ -179,7 +179,7 @@ def train(own_parts, make_run, tmp_path) -> Train:
             strategy=strategy,
             model=trained,
             new_model=new_model,
-            heartbeat=Heartbeat(run, spec.task("chief"), 0),
+            heartbeat=HeartbeatWriter(run, spec.task("chief"), 0),
             stop=own_parts.stop,
         )
         try:

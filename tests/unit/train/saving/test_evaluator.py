@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import Heartbeat
+from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.journal import read_json_lines
 from tests.support.waiting import wait_for
 from train import evaluator
@@ -42,7 +42,7 @@ class Evaluator:
             config=TrainConfig(),
             source=SimpleNamespace(train_examples=1000),
             model=model,
-            heartbeat=Heartbeat(run, task, 0),
+            heartbeat=HeartbeatWriter(run, task, 0),
             stop=self.stop,
             new_evaluation=lambda: lambda: {"eval_loss": float(model.get_weights()[0][0, 0])},
         )
