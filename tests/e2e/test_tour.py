@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.host.control import tour
+from cluster.host.cli.tasks import tour
 
 
 @pytest.mark.long
@@ -10,6 +10,6 @@ from cluster.host.control import tour
 def test_a_tour_must_end_with_the_same_weights(clusters):
     output = clusters.invoke("tour", "--yes", timeout_s=480)
     for step in tour.STEPS:
-        assert f"$ {step.command}" in output
+        assert f"$ {step.command()}" in output
     assert "noticed after" in output
     assert "identical: " in output

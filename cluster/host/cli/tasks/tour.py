@@ -1,50 +1,136 @@
-"""The task `tour`: the first ten minutes."""
+"""The task `tour`: ten minutes from a clone to a killed worker and the same weights again.
+
+Each command is explained and shown before it runs.
+"""
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import subprocess
 import sys
+import textwrap
+from dataclasses import dataclass
 
 from invoke import Exit
 
-from cluster.host.checks import environment
 from cluster.host.cli.command_line import answer, task
-from cluster.host.control import tour as touring
 from cluster.host.launch import folders
 from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from cluster.system.files import write_text
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
 
-PAGE = ROOT / "docs" / "guides" / "start.md"
-
-
-@task(
-    yes="run the commands without waiting for Enter before each (default: no)",
-    write="renew docs/guides/start.md with what they print (default: no)",
+RUN = "first-run"
+WIDTH = 80
+HEAD = (
+    "Ten minutes from a clone to a killed worker and the same weights again. No Docker Engine, no GPU and no account "
+    "is needed: everything runs as processes of this machine, in `runs`."
 )
-def tour(c, yes=False, write=False):
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, with what happens and why."""
+
+    title: str
+    why: str
+    words: tuple[str, ...]
+    at_once: bool = False
+    """Whether to run it without asking: the run that it is about does not wait for a reader."""
+
+    def command(self, run: str = RUN) -> str:
+        """Return the command for a run of this name."""
+        return shlex.join(["invoke", *(run if word == RUN else word for word in self.words)])
+
+
+STEPS = (
+    Step(
+        "What a cluster is",
+        "Distributed training means several processes, each with a role and an address. TensorFlow reads them from the "
+        "variable TF_CONFIG. Nothing is started yet: this only draws the cluster that the next step makes.",
+        ("explain", "--workers", "1"),
+    ),
+    Step(
+        "Start it",
+        "A chief and a worker train a small network on Fashion-MNIST. Under MultiWorkerMirroredStrategy each computes"
+        " the gradients of half of every batch, and all-reduce sums them, so that both hold the same weights. "
+        "--detach returns once both train. The data is prepared first if it is not there yet.",
+        (
+            *("up", "--workers", "1", "--runtime", "local", "--name", RUN, "--tensorboard-port", "0"),
+            *("--checkpoint-every", "100", "--detach", "--", "--epochs", "5"),
+        ),
+    ),
+    Step(
+        "Look at it",
+        "Each task writes a heartbeat every second: its state, step, speed, and how much of a step it is busy. `invoke "
+        "status --watch` keeps this on the screen, `invoke logs` shows what the programs print.",
+        ("status", RUN),
+        at_once=True,
+    ),
+    Step(
+        "Kill a worker",
+        "A real SIGKILL, not before step 150. In a synchronous step every task waits for all others, so that one lost "
+        "task stops all: the agents end both programs and start them again from the newest good checkpoint. The "
+        "command returns once there is a new step, and reports what that cost.",
+        ("chaos", "kill", "worker-0", "--at-step", "150", "--run", RUN),
+        at_once=True,
+    ),
+    Step(
+        "Wait for the end",
+        "The run goes on as if nothing had happened: which examples a step uses is a function of the seed and the step "
+        "alone, so that no example is skipped or seen twice.",
+        ("wait", RUN),
+    ),
+    Step(
+        "Run it again",
+        "The manifest in the run's folder has everything that determines the result. This trains once more, "
+        "undisturbed, and compares every logged loss and the final weights with those of the run that lost a worker.",
+        ("rerun", RUN),
+    ),
+    Step(
+        "Keep it",
+        "One HTML page with the curves, the timeline with the fault, and where the time went. It needs no network. The "
+        "card `README.md` beside it says how to run this again.",
+        ("report", RUN, "--quick"),
+    ),
+)
+TAIL = (
+    "Next: `invoke up` with containers and TensorBoard, docs/guides/your-model.md to train your own model, "
+    "docs/guides/faults.md for more faults."
+)
+
+
+@task(yes="run the commands without waiting for Enter before each (default: no)")
+def tour(c, yes=False):
     """Walk from a first cluster to a killed worker and the same weights again; explains and shows every command."""
     asks = sys.stdin.isatty() and not yes
-    print("\n".join(touring.paragraph(touring.HEAD)))
-    name = folders.free_folder(touring.RUN).name
-    steps = touring.steps(name)
+    run = folders.free_folder(RUN).name  # the tour deletes nothing
+    _print_paragraph(HEAD)
     try:
-        ran = touring.take(steps, _agreed if asks else lambda: True, lambda line: print(line, flush=True))
+        for number, step in enumerate(STEPS, 1):
+            print(f"\n{number}/{len(STEPS)}  {step.title}")
+            _print_paragraph(step.why)
+            print(f"\n$ {step.command(run)}", flush=True)
+            if asks and not step.at_once and answer("press Enter to run it, q to stop: ") in ("q", "quit", "n", "no"):
+                left = len(STEPS) - number + 1
+                print(f"stopped, {counted(left, 'step')} before its end; invoke down {run} ends what runs")
+                return
+            if code := call(step.command(run)):
+                message = f"error: {step.command(run)} ended with exit code {code}; its last lines say why"
+                raise Exit(message, code=code if code > 0 else EXIT_FAILED)
     except KeyboardInterrupt:
-        subprocess.run([sys.executable, "-m", "invoke", "down", name], cwd=ROOT, check=False)
+        call(f"invoke down {run}")
         raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
-    if ran and ran[-1].code:
-        message = f"error: {ran[-1].step.command} ended with exit code {ran[-1].code}; its last lines say why"
-        raise Exit(message, code=ran[-1].code if ran[-1].code > 0 else EXIT_FAILED)
-    if len(ran) < len(steps):
-        left = len(steps) - len(ran)
-        print(f"stopped, {counted(left, 'step')} before its end; invoke down {name} ends what runs")
-        return
-    print("\n" + "\n".join(touring.paragraph(touring.TAIL)))
-    if write:
-        write_text(PAGE, "\n".join(touring.document(ran, environment.shareable)) + "\n")
+    print()
+    _print_paragraph(TAIL)
 
 
-def _agreed() -> bool:
-    return answer("press Enter to run it, q to stop: ") not in ("q", "quit", "n", "no")
+def call(command: str) -> int:
+    """Run an invoke command; return its exit code."""
+    words = [sys.executable, "-m", *shlex.split(command)]
+    return subprocess.run(words, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, check=False).returncode
+
+
+def _print_paragraph(text: str) -> None:
+    columns = min(WIDTH, shutil.get_terminal_size().columns)
+    print("\n".join(textwrap.wrap(text, columns, break_on_hyphens=False)))

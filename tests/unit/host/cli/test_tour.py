@@ -6,33 +6,29 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster.host.cli.tasks import tour as task
-from cluster.host.control import tour
-from cluster.host.control.tour import STEPS, Ran, Step
+from cluster.host.cli.tasks import tour
+from cluster.host.cli.tasks.tour import STEPS
+from tests.tools import tour as tour_page
 
 
 @pytest.fixture
 def ran(monkeypatch) -> list[str]:
     """The commands that were run, in a tour where each succeeds."""
     commands: list[str] = []
-
-    def run(step: Step, say: object) -> Ran:
-        commands.append(step.command)
-        return Ran(step, 0, ["its output"])
-
-    monkeypatch.setattr(tour, "run", run)
+    monkeypatch.setattr(tour, "call", lambda command: commands.append(command) or 0)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     return commands
 
 
 def test_each_command_is_explained_and_shown_in_80_columns(ran, capsys):
     tasks.ns["tour"](MockContext())
-    lines = capsys.readouterr().out.splitlines()
-    assert [step.command for step in STEPS] == ran
-    shown = [line for line in lines if line.startswith("$ ")]
+    printed = capsys.readouterr().out
+    assert [step.command() for step in STEPS] == ran
+    shown = [line for line in printed.splitlines() if line.startswith("$ ")]
     assert [f"$ {command}" for command in ran] == shown
-    assert not [line for line in lines if len(line) > tour.WIDTH and not line.startswith("$ ")]
-    assert "\x1b" not in "".join(lines)
+    assert not [line for line in printed.splitlines() if len(line) > tour.WIDTH and not line.startswith("$ ")]
+    page = tour_page.document(printed)
+    assert [f"$ {step.command()}" for step in STEPS] == [line for line in page if line in shown]
 
 
 @pytest.mark.parametrize("there", ["a run", "a file"])
@@ -43,20 +39,19 @@ def test_a_tour_leaves_what_has_its_run_s_name(ran, make_run, tmp_path, there):
         (tmp_path / "runs").mkdir()
         (tmp_path / "runs" / tour.RUN).touch()
     tasks.ns["tour"](MockContext())
-    other = f"{tour.RUN}-2"
-    assert [step.command.replace(tour.RUN, other) for step in STEPS] == ran
+    assert [step.command(f"{tour.RUN}-2") for step in STEPS] == ran
     assert not [command for command in ran if "--fresh" in command]
 
 
-def test_a_user_can_stop_before_any_command(ran, monkeypatch, capsys):
+def test_a_user_can_stop_before_any_command(ran, monkeypatch):
     answers = iter(["", "q"])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: next(answers))
     tasks.ns["tour"](MockContext())
-    assert [STEPS[0].command] == ran
+    assert [STEPS[0].command()] == ran
 
 
-def test_a_reader_who_takes_long_does_not_miss_the_training(ran, monkeypatch, capsys):
+def test_a_reader_who_takes_long_does_not_miss_the_training(ran, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(len(ran)) or "")
@@ -67,26 +62,25 @@ def test_a_reader_who_takes_long_does_not_miss_the_training(ran, monkeypatch, ca
     assert not set(range(start + 1, kill + 1)) & set(asked)
 
 
-def test_a_command_that_fails_ends_the_tour_with_its_code(monkeypatch):
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
-    monkeypatch.setattr(tour, "run", lambda step, say: Ran(step, 3, []))
+def test_a_command_that_fails_ends_the_tour_with_its_code(ran, monkeypatch):
+    monkeypatch.setattr(tour, "call", lambda command: 3)
     with pytest.raises(Exit) as ended:
         tasks.ns["tour"](MockContext())
     assert 3 == ended.value.code
 
 
-def test_an_interrupted_tour_ends_its_run(monkeypatch):
-    def interrupt(step: Step, say: object) -> Ran:
-        raise KeyboardInterrupt
+def test_an_interrupted_tour_ends_its_run(ran, monkeypatch):
+    def call(command: str) -> int:
+        ran.append(command)
+        if len(ran) == 1:
+            raise KeyboardInterrupt
+        return 0
 
-    called: list[list[str]] = []
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
-    monkeypatch.setattr(tour, "run", interrupt)
-    monkeypatch.setattr(task.subprocess, "run", lambda command, **more: called.append(command))
+    monkeypatch.setattr(tour, "call", call)
     with pytest.raises(Exit) as ended:
         tasks.ns["tour"](MockContext())
     assert 130 == ended.value.code
-    assert [["down", tour.RUN]] == [command[-2:] for command in called]
+    assert f"invoke down {tour.RUN}" == ran[-1]
 
 
 def test_every_command_is_a_task_and_needs_no_engine():
@@ -95,21 +89,17 @@ def test_every_command_is_a_task_and_needs_no_engine():
     assert "local" == start[start.index("--runtime") + 1]
 
 
-def test_a_command_s_output_and_code_are_kept():
-    said: list[str] = []
-    step = Step("", "", ("explain", "--workers", "0", "--strategy", "none"))
-    result = tour.run(step, said.append)
-    assert (2, said) == (result.code, result.output)
-    assert said[-1].startswith("error: ")
+def test_a_command_runs_in_the_checkout_and_returns_its_code(capfd):
+    assert 2 == tour.call("invoke explain --workers 0 --strategy none")
+    assert capfd.readouterr().out.startswith("error: ")
 
 
 def test_the_document_has_every_step_with_what_it_printed():
-    written = task.PAGE.read_text()
+    written = tour_page.PAGE.read_text()
     for number, step in enumerate(STEPS, 1):
         _, found, rest = written.partition(f"## {number}. {step.title}\n")
         assert found, step.title
-        assert f"$ {step.command}\n" in rest.partition("\n## ")[0]
-        output = rest.partition(f"$ {step.command}\n")[2].partition("```")[0]
+        output = rest.partition(f"$ {step.command()}\n")[2].partition("```")[0]
         assert output.strip(), step.title
     assert "identical: " in written
     assert "noticed after" in written

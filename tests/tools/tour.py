@@ -1,0 +1,46 @@
+"""Renew docs/guides/start.md with the commands of the tour and their output.
+
+python -m tests.tools.tour
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+
+from cluster.host.checks.environment import shareable
+from cluster.host.cli.tasks.tour import HEAD, STEPS, TAIL
+from cluster.system.paths import ROOT
+
+PAGE = ROOT / "docs" / "guides" / "start.md"
+SETUP = ("make setup", ". .venv/bin/activate", "invoke tour")
+
+
+def main() -> None:
+    command = [sys.executable, "-m", "invoke", "tour", "--yes"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    PAGE.write_text("\n".join(document(done.stdout)) + "\n")
+
+
+def document(printed: str) -> list[str]:
+    """Return the page, from the output of the tour."""
+    lines = ["# A tour", "", *wrapped(HEAD), ""]
+    lines += ["```console", *(f"$ {command}" for command in SETUP), "```", ""]
+    lines += ["What follows is the output of `invoke tour` on 2 cores, with lines left as they are.", ""]
+    for number, step in enumerate(STEPS, 1):
+        rest = printed.partition(f"\n$ {step.command()}")[2]
+        shown = re.split(rf"\n\n{number + 1}/|\n\n{re.escape(TAIL[:20])}", rest)[0].removeprefix("\n")
+        lines += [f"## {number}. {step.title}", "", *wrapped(step.why), ""]
+        lines += ["```console", f"$ {step.command()}", *(shareable(line).rstrip() for line in shown.splitlines())]
+        lines += ["```", ""]
+    return [*lines, *wrapped(TAIL)]
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    main()
