@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.unit.measured import ROOT
+from tests.support.measured import ROOT
 
 PATCHES = [
     path for path in (ROOT / "train" / "patches").glob("*.py") if path.stem not in ("__init__", "trial_strategy")
