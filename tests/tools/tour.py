@@ -26,9 +26,9 @@ def main() -> None:
 
 def document(printed: str) -> list[str]:
     """Return the page, from the output of the tour."""
-    lines = ["# A tour", "", *wrapped(HEAD), ""]
+    lines = ["# Start", "", *wrapped(HEAD), ""]
     lines += ["```console", *(f"$ {command}" for command in SETUP), "```", ""]
-    lines += ["What follows is the output of `invoke tour` on 2 cores, with lines left as they are.", ""]
+    lines += ["This is the output of `invoke tour` on 2 cores.", ""]
     for number, step in enumerate(STEPS, 1):
         rest = printed.partition(f"\n$ {step.command()}")[2]
         shown = re.split(rf"\n\n{number + 1}/|\n\n{re.escape(TAIL[:20])}", rest)[0].removeprefix("\n")

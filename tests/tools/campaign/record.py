@@ -1,4 +1,4 @@
-"""Results of campaigns: a line for each run in a record file, and their counts as a table in docs/guides/faults.md."""
+"""Results of campaigns: a line for each run in a record file, and their counts in docs/internals/recovery.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tools.campaign.cases import CASES
 from tests.tools.campaign.volleys import PHASES, WEIGHTS
 
 RECORD = ROOT / "docs" / "internals" / "storms.jsonl"
-PAGE = ROOT / "docs" / "guides" / "faults.md"
+PAGE = ROOT / "docs" / "internals" / "recovery.md"
 BEGIN = documents.begin("python -m tests.tools.campaign --write")
 
 Row = dict[str, Any]
@@ -86,5 +86,5 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def write() -> None:
-    """Renew the table in docs/guides/faults.md from the record file."""
+    """Renew the table in docs/internals/recovery.md from the record file."""
     documents.renew([PAGE], BEGIN, table(read()))

@@ -77,8 +77,8 @@ STEPS = (
     ),
     Step(
         "Wait for the end",
-        "The run goes on as if nothing had happened: which examples a step uses is a function of the seed and the step "
-        "alone, so that no example is skipped or seen twice.",
+        "The run continues as if nothing had happened: the examples of a step are a function of the seed and the step "
+        "alone, so that none is skipped or seen twice.",
         ("wait", RUN),
     ),
     Step(
