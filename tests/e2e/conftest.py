@@ -13,10 +13,24 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime.local import supervisor
 from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
 
+AT_THEIR_DEFAULTS = ("WARM_SPARE", "WARM_SPARE_DELAY_S", "RESTART_PAUSE_S")
+"""Variables that runs do not inherit: a test that needs another value passes it to its commands."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def defaults():
+    """The defaults for fixtures of a module, which are made before those of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in AT_THEIR_DEFAULTS:
+            patch.delenv(name, raising=False)
+        yield
+
 
 @pytest.fixture(autouse=True)
-def image_names(monkeypatch):
-    """The images of the tests, also for what runs in pytest's own process."""
+def environment(isolation, monkeypatch):
+    """The defaults again, which `isolation` changes, and the images of the tests, also in pytest's own process."""
+    for name in AT_THEIR_DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
     for name, value in IMAGES.items():
         monkeypatch.setenv(name, value)
 

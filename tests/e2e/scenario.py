@@ -44,8 +44,7 @@ class Clusters:
 
     @property
     def settings(self) -> dict[str, str]:
-        # No spares: a fixture of a module is made before the one that keeps them from every test.
-        return {"RUNS_DIR": str(self.runs_dir), "DATA_DIR": str(DATA), "WARM_SPARE": "0", **IMAGES}
+        return {"RUNS_DIR": str(self.runs_dir), "DATA_DIR": str(DATA), **IMAGES}
 
     def popen(self, *words: str) -> subprocess.Popen[str]:
         """Start `invoke` with these words."""

@@ -38,12 +38,6 @@ PROCESSES = ("agent", "program")
 SECONDS = (5.0, 30.0, None)
 
 
-@pytest.fixture(autouse=True)
-def with_standby_processes(clusters, monkeypatch):
-    """As users have them."""
-    monkeypatch.setitem(clusters.environment, "WARM_SPARE", "1")
-
-
 @dataclass(frozen=True)
 class Frozen:
     """A process to freeze: the supervisor, or an agent, program or standby process of a task."""

@@ -68,8 +68,7 @@ def check_stopped(clusters: Clusters, run: RunFolder, *words: str) -> None:
 def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters):
     words, length = ("--workers=1", "--checkpoint-every=10"), ("--max-steps=100",)
     undisturbed = calm(clusters, *words, length=length)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(clusters.environment, "WARM_SPARE", "1")
+    with pytest.MonkeyPatch.context() as patch:  # the first kill comes before the usual ten seconds of training
         patch.setitem(clusters.environment, "WARM_SPARE_DELAY_S", "1")
         run = start(clusters, "stormy", *words, length=length)
     # From this process, as the run would do many steps while a command starts.
@@ -94,8 +93,7 @@ def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters):
 @pytest.mark.long
 def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(clusters):
     words = ("--workers=2", "--checkpoint-every=20")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(clusters.environment, "WARM_SPARE", "1")
+    with pytest.MonkeyPatch.context() as patch:  # so that the test does not wait for them
         patch.setitem(clusters.environment, "WARM_SPARE_DELAY_S", "0")
         run = start(clusters, "formed", *words)
     for generation, victim in enumerate(("worker-0", "chief")):
@@ -140,7 +138,7 @@ def test_faults_in_any_phase_must_lose_no_run_and_change_no_bit(clusters, case):
     """STORM_SEED repeats the faults of a failure."""
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
     words = ("--faults=1", f"--cases={case}", f"--seed={seed}", "--json")
-    campaign = Clusters(clusters.runs_dir, {"WARM_SPARE": "1"}, module="tests.tools.campaign")
+    campaign = Clusters(clusters.runs_dir, module="tests.tools.campaign")
     print(campaign.invoke(*words, timeout_s=SLOW_MACHINE_S))
 
 
