@@ -56,7 +56,8 @@ class Program:
         training = custom.Training(context)
         training.rehearse()
         self._prepared = context, training
-        standby_cluster.report(self.run, self.task.name, self.heartbeat.current.generation)
+        number = int(os.environ[standby_cluster.NUMBER])
+        standby_cluster.report(self.run, self.task.name, self.heartbeat.current.generation, number)
 
     def begin(self) -> None:
         """Belong to the generation that the environment now names."""

@@ -51,6 +51,8 @@ GRACE_S = 40.0
 NOTHING_TO_SAVE = ("starting", "waiting", "restarting")
 SERVERS_S = 120.0
 """Longest wait for the TensorFlow servers that this task calls first: they listen once their imports are done."""
+LOOK_S = 0.5
+"""How often an agent looks whether the cluster of the standby processes has lost one."""
 STACKS_S = 1.0
 """How long the programs of a hanging gang get to print their stacks."""
 
@@ -75,6 +77,7 @@ class Agent(Decisions):
         self._imports = imports
         self.rendezvous_timeout_s = rendezvous_timeout_s
         self.standby = Standby(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
+        self._standby_checked = 0.0
         self._last_generation = -1
         """The generation of the previous attempt."""
         self._formed = False
@@ -331,8 +334,7 @@ class Agent(Decisions):
             self.members.take_in_returned(self.recovery, generation)
             if self.run.stop_requested and not self.serves and self.task.role != Role.EVALUATOR:
                 self._request_end(program)  # an evaluator ends after the run, whose last checkpoint it evaluates
-            if self.standby.ended:
-                standby_cluster.withdraw(self.run, self.task.name)
+            self._check_standby(generation)
             if self._resuming or (program.can_wait and not self.standby.settled):
                 self._act_on_training(program, generation)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -350,6 +352,19 @@ class Agent(Decisions):
             variables = self._standby_variables(generation)
             self.standby.keep(training=state == "training", variables=variables, like=program.pid)
 
+    def _check_standby(self, generation: int) -> None:
+        """Give up a standby process that has ended, and one of a cluster of which another has ended."""
+        number = self.standby.cluster
+        if self.standby.ended:
+            standby_cluster.withdraw(self.run, self.task.name)
+            if number is not None:
+                standby_cluster.replace_cluster(self.run, generation, number)
+        elif number is not None and time.monotonic() - self._standby_checked >= LOOK_S:
+            self._standby_checked = time.monotonic()
+            if standby_cluster.number(self.run, generation, number) > number:
+                self.standby.remove()
+                standby_cluster.withdraw(self.run, self.task.name)
+
     def _standby_variables(self, generation: int) -> dict[str, str] | None:
         """Return what the standby process needs to form a cluster with the others; None where it cannot."""
         possible = standby_cluster.trains(self.task) and standby_cluster.possible(self.run, self.spec)
@@ -357,7 +372,12 @@ class Agent(Decisions):
             return None
         cluster = standby_cluster.of(self.run, self.spec, generation)
         config = tf_config.dumps(cluster, cluster.task(self.task.name))
-        return {"GENERATION": str(generation), standby_cluster.VARIABLE: config or ""}
+        number = standby_cluster.number(self.run, generation)
+        return {
+            "GENERATION": str(generation),
+            standby_cluster.VARIABLE: config or "",
+            standby_cluster.NUMBER: str(number),
+        }
 
     def _act_on_finding(self, finding: Finding, program: Program, generation: int) -> None:
         """Apply the failure policy to a task that is alive but does nothing."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cluster.agent.program import Program
 from cluster.contract import settings
+from cluster.contract.recovery import standby_cluster
 from cluster.system import memory
 
 STAGGER_S = 2.0
@@ -24,7 +25,7 @@ STOPPED_S = 8.0
 """A standby process that a signal has kept stopped for longer is replaced."""
 AGAIN_S = 15.0
 """How long after a standby process ended another one is started, the first time; each further time doubles it. By then
-the others of its cluster have lost contact and ended, too."""
+the other agents have ended those of its cluster, too."""
 LONGEST_AGAIN_S = 600.0
 MEMORY_BYTES = 700 * 2**20
 """The memory of a program that has imported TensorFlow."""
@@ -53,8 +54,9 @@ class Standby:
         self._enabled = settings.is_on("WARM_SPARE")
         self._num_tasks = num_tasks
         self._program: Program | None = None
-        self._in_cluster = False
-        """Whether it forms a cluster with other standby processes, so that it can train with these alone."""
+        self.cluster: int | None = None
+        """The number of the cluster that it forms with other standby processes, so that it can train with these alone;
+        None: it forms none."""
         self._training_since: float | None = None
         self._started_at = self._again_at = 0.0
         self._kills = self._kills_before = self._removed = 0
@@ -89,8 +91,8 @@ class Standby:
         if self._training_since is None:
             self._training_since = now if training else None
             return
-        if self._program and self.ended:
-            self._remove(self._program)
+        if self.ended:
+            self.remove()
         if self.settled or now < max(self._training_since + self._delay_s, self._again_at):
             return
         needed = MEMORY_BYTES if variables is None else max(MEMORY_BYTES, memory.used_bytes(like))
@@ -98,19 +100,20 @@ class Standby:
         if short or memory.headroom_bytes() < OWN_RESERVE_BYTES + needed:
             self._enabled = False
             return
-        self._in_cluster = variables is not None
+        self.cluster = None if variables is None else int(variables[standby_cluster.NUMBER])
         self._started_at, self._kills_before = now, memory.kills()
         self._program = self._start(dict(os.environ) | {"STANDBY": "1"} | (variables or {}))
         self._set_kill_score(FIRST_TO_KILL)
 
-    def _remove(self, program: Program) -> None:
-        """Remove a standby process that ended, to start another one later unless there is too little memory."""
+    def remove(self) -> None:
+        """Remove a standby process, which ended or is of no use; another one follows unless memory is short."""
+        program, self._program, self.cluster = self._program, None, None
+        assert program
         for_memory = memory.kills() > self._kills_before or memory.in_kernel_log(program.pid, self._started_at)
         if self._was_killed(program):
             self._kills += 1
             self._enabled = not for_memory
         program.end(0.0)
-        self._program = None
         self._again_at = time.monotonic() + min(LONGEST_AGAIN_S, AGAIN_S * 2**self._removed)
         self._removed += 1
 
@@ -124,7 +127,8 @@ class Standby:
         self._again_at, self._kills = 0.0, 0
         self._set_kill_score(0)
         program, self._program = self._program, None
-        if program and (program.ended or program.is_stopped or self._in_cluster != in_cluster):
+        formed, self.cluster = self.cluster is not None, None
+        if program and (program.ended or program.is_stopped or formed != in_cluster):
             program.end(0.0)
             return None
         return program
@@ -137,5 +141,5 @@ class Standby:
 
     def end(self) -> None:
         """End the standby process."""
-        if program := self.take(in_cluster=self._in_cluster):
+        if program := self.take(in_cluster=self.cluster is not None):
             program.end(0.0)

@@ -33,7 +33,8 @@ CHECKPOINT = 2
 """The step that every generation but the first starts after."""
 
 if standby_cluster.VARIABLE in os.environ:
-    standby_cluster.report(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"], int(os.environ["GENERATION"]))
+    _generation, _number = int(os.environ["GENERATION"]), int(os.environ[standby_cluster.NUMBER])
+    standby_cluster.report(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"], _generation, _number)
 if "STANDBY" in os.environ:  # the attempt is known only once it begins
     os.environ |= json.loads(os.fdopen(int(os.environ["GATE_FD"]), "rb").readline() or sys.exit(EXIT_PEER_LOST))
 run = RunFolder(Path(os.environ["RUN_DIR"]))

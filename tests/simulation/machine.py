@@ -179,10 +179,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(watchdog.Watchdog, "report_hang", lambda self, finding: self._run.records.update({_hang(self): {}}))
     patch.setattr(standing_by, "memory", standby.Memory)
     patch.setattr(standing_by.Standby, "_set_kill_score", lambda *_: None)
-    for name in ("possible", "write_json"):
+    for name in ("possible", "write_json", "create_json"):
         patch.setattr(standby_cluster, name, getattr(standby, name))
     patch.setattr(standby_cluster, "records", standby.Records)
     patch.setattr(standby_cluster, "_path", standby.path)
+    patch.setattr(standby_cluster, "_replaced", standby.replaced)
     patch.setenv("RESTART_PAUSE_S", "0.5")
 
 

@@ -49,6 +49,8 @@ STUCK_S = 90.0
 """Longest time from a fault to a new step or the run's end."""
 REVIVED_S = 15.0
 """After how long an engine replaces an agent that is stopped."""
+NOBODY_LEFT = {"state": "unknown"}
+"""The outcome of a run all of whose tasks are gone: the command that watches it ends it."""
 FOR_GOOD_S = 110.0
 """A task that would be lost for longer does not come back."""
 
@@ -102,7 +104,7 @@ class Schedule:
             self._watch()
             world.run(self._is_over)
             self._check_end()
-        return self.first_outcome
+        return self.first_outcome or NOBODY_LEFT
 
     def _is_over(self) -> bool:
         """Whether every agent has ended that can."""

@@ -1,7 +1,8 @@
 """Standby processes in a simulated run, and the clusters they form (cluster/contract/recovery/standby_cluster.py).
 
-One is ready once all have joined, and ends, with everybody in it, soon after one of its processes has. It trains once
-every agent has opened the gate of its standby process; until then those that wait for the others can lose contact.
+One is ready once all have joined, and cannot be used once one of its processes has ended; some of the others then lose
+contact and end soon after. It trains once every agent has opened the gate of its standby process; until then those that
+wait for the others can lose contact.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from tests.simulation.world import Now
 
 if TYPE_CHECKING:
     from tests.simulation.training import SimProgram, Training
+
+NOTICED_SHARE = 0.5
+"""How many standby processes notice that another one of their cluster has ended."""
 
 
 class StandbyCluster:
@@ -47,7 +51,7 @@ class StandbyCluster:
 
     def _report(self, program: SimProgram) -> None:
         if program.runs and program.standby:
-            standby_cluster.report(Now.world.folder, program.owner.name, self.generation)
+            standby_cluster.report(Now.world.folder, program.owner.name, self.generation, program.cluster_number)
             program.owner.cache.forget(f"standby/{program.owner.name}")
 
     def left(self, program: SimProgram) -> None:
@@ -65,7 +69,8 @@ class StandbyCluster:
     def _break(self) -> None:
         self._broken = True
         for each in self._members.values():
-            Now.world.at(Now.world.random.uniform(1, 11), lambda each=each: self._lose_contact(each))
+            if Now.world.random.random() < NOTICED_SHARE:
+                Now.world.at(Now.world.random.uniform(1, 11), lambda each=each: self._lose_contact(each))
 
     def _lose_contact(self, program: SimProgram) -> None:
         if not self.trains:
@@ -97,10 +102,21 @@ class Record:
         self._run.world.operation("withdraw the standby process")
         self._run.standby.pop(self._task, None)
 
+    def exists(self) -> bool:
+        """Whether there is one, as the host sees it."""
+        self._run.world.operation("read")
+        return not self._run.cache.hides(f"standby/{self._task}", exists=self._task in self._run.standby)
+
     def write(self, value: dict[str, Any]) -> None:
         """Replace it."""
         self._run.world.operation("report the standby process")
         self._run.standby[self._task] = value
+
+    def create(self, value: dict[str, Any]) -> None:
+        """Create it unless it exists."""
+        self._run.world.operation("replace the standby cluster")
+        self._run.standby.setdefault(self._task, value)
+        self._run.cache.forget(f"standby/{self._task}")
 
     def read(self, default: Any) -> Any:
         """Return it."""
@@ -137,6 +153,16 @@ def write_json(record: Record, value: dict[str, Any], *, durable: bool) -> None:
     record.write(json.loads(json.dumps(value)))
 
 
+def create_json(record: Record, value: dict[str, Any]) -> None:
+    """Replace `standby_cluster.create_json`."""
+    record.create(value)
+
+
 def path(run: RunFolder, task: str) -> Record:
     """Replace `standby_cluster._path`."""
     return Record(run, Path(task).name)
+
+
+def replaced(run: RunFolder, generation: int, number: int) -> Record:
+    """Replace `standby_cluster._replaced`."""
+    return Record(run, f"replaced-{generation}-{number}")

@@ -50,6 +50,7 @@ class SimProgram:
         if same:
             raise Broken(f"programs: {owner.name} has {len(same) + 1} programs at once")
         owner.programs.append(self)
+        self.cluster_number = int(environment.get(standby_cluster.NUMBER, "0"))
         if standby_cluster.VARIABLE in environment:
             self.cluster = self.training.standby_cluster(int(environment["GENERATION"]))
             world.at(self.imported_at - world.now, self._join)

@@ -7,6 +7,10 @@ costs no rendezvous, no forming of a cluster and no compilation: all of them res
 A standby process reports that it is ready in a record of its own. Whoever begins a generation then notes there that the
 standby processes are its programs. An agent whose standby process has died meanwhile begins another generation, with
 new programs, and so does one that finds its program without contact, as ever.
+
+TensorFlow takes nobody back into a cluster, and not all of its processes notice that one has ended. So the agent whose
+standby process has ended records that, every other agent then ends its own, and the new ones form the next cluster. The
+clusters that the standby processes of one generation form are numbered; only processes of the same one can train.
 """
 
 from __future__ import annotations
@@ -18,15 +22,17 @@ from cluster.contract.run import launch_records, records
 from cluster.contract.run.fields import count, record
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Task
-from cluster.system.json_files import write_json
+from cluster.system.json_files import create_json, write_json
 from cluster.system.ports import PORTS
 
 PORTS_KEY = "standby_ports"
 """The key, in the record of a generation that begins with standby processes, of the ports of their cluster: 0 or 1."""
 VARIABLE = "STANDBY_CLUSTER"
 """The environment variable of a standby process with the TF_CONFIG of this cluster."""
+NUMBER = "STANDBY_CLUSTER_NUMBER"
+"""The environment variable of a standby process with the number of its cluster in its generation."""
 
-_ready = record({"generation": count})
+_ready = record({"generation": count, "number": count})
 
 
 def possible(run: RunFolder, spec: ClusterSpec) -> bool:
@@ -64,11 +70,23 @@ def _other(port: int) -> int:
     return port + 1
 
 
-def report(run: RunFolder, task: str, generation: int) -> None:
+def number(run: RunFolder, generation: int, known: int = 0) -> int:
+    """Return the number of the newest cluster of a generation's standby processes, which is `known` or a later one."""
+    while _replaced(run, generation, known).exists():
+        known += 1
+    return known
+
+
+def replace_cluster(run: RunFolder, generation: int, number: int) -> None:
+    """Record that a process of a standby cluster has ended, so that all of them are replaced."""
+    create_json(_replaced(run, generation, number), {})
+
+
+def report(run: RunFolder, task: str, generation: int, number: int) -> None:
     """Report that a task's standby process is ready."""
     path = _path(run, task)
     path.parent.mkdir(exist_ok=True)
-    write_json(path, {"generation": generation}, durable=False)
+    write_json(path, {"generation": generation, "number": number}, durable=False)
 
 
 def withdraw(run: RunFolder, task: str) -> None:
@@ -79,7 +97,8 @@ def withdraw(run: RunFolder, task: str) -> None:
 def complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
     """Whether the standby processes of all tasks are ready to follow the programs of a generation."""
     found = [records.read(_path(run, task.name), _ready, {}) for task in spec.tasks if trains(task)]
-    return all(each.get("generation") == generation for each in found)
+    numbers = {each.get("number") for each in found}
+    return len(numbers) == 1 and all(each.get("generation") == generation for each in found)
 
 
 def begins(run: RunFolder, task: Task, generation: int) -> bool:
@@ -89,3 +108,7 @@ def begins(run: RunFolder, task: Task, generation: int) -> bool:
 
 def _path(run: RunFolder, task: str) -> Path:
     return run.control / "standby" / f"{task}.json"
+
+
+def _replaced(run: RunFolder, generation: int, number: int) -> Path:
+    return run.control / "standby" / f"replaced-{generation}-{number}.json"

@@ -105,6 +105,14 @@ def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated)
     assert any(standby_cluster.PORTS_KEY in each for schedule in alone for each in schedule.begun)
 
 
+def test_standby_processes_form_their_cluster_again_once_one_has_ended(simulated):
+    faults = [(12.0, "kill standby", "worker-0", 0.0), (80.0, "kill program", "chief", 0.0)]
+    drawn = Drawn({"workers": 2}, scripted=False, steps=150, save_every=5, standby_s=0.0, faults=faults)
+    for schedule in islice(schedules(drawn=drawn), 20):
+        assert "succeeded" == schedule.run()["state"]
+        assert standby_cluster.PORTS_KEY in schedule.begun[-1]
+
+
 def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated):
     away = [(8.0, "lose task", "worker-0", 100.0), (8.0, "freeze task", "worker-1", 90.0)]
     drawn = Drawn({"workers": 2}, scripted=False, steps=40, save_every=5, min_workers=1, faults=away)

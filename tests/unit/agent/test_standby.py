@@ -48,7 +48,7 @@ train(5)
 if GENERATION == 0 and NAME == "worker-0":
     until(lambda: (run.path / "standby").exists())
     until(lambda: standby_cluster.complete(run, run.load_cluster().without(["worker-0"]), 0))
-    standby_cluster.report(run, "worker-0", 0)
+    standby_cluster.report(run, "worker-0", 0, 0)
     die()
 if GENERATION == 0: work()
 train(6), meet(), finish()
@@ -142,6 +142,22 @@ def test_only_some_trainings_can_prepare_a_cluster(make_run, config, topology, p
     run = make_run(**topology)
     write_json(run.config, config)
     assert possible is standby_cluster.possible(run, run.load_cluster())
+
+
+def test_only_standby_processes_of_the_same_cluster_can_train(make_run):
+    run = make_run(workers=1)
+    cluster = run.load_cluster()
+    for task in ("chief", "worker-0"):
+        standby_cluster.report(run, task, 0, standby_cluster.number(run, 0))
+    assert standby_cluster.complete(run, cluster, 0)
+    for _ in range(2):  # as each agent whose standby process ended does
+        standby_cluster.replace_cluster(run, 0, 0)
+    assert 1 == standby_cluster.number(run, 0)
+    standby_cluster.report(run, "chief", 0, 1)
+    assert not standby_cluster.complete(run, cluster, 0)
+    standby_cluster.report(run, "worker-0", 0, 1)
+    assert standby_cluster.complete(run, cluster, 0)
+    assert 0 == standby_cluster.number(run, 1)
 
 
 def test_a_standby_process_that_died_is_not_used(start_gang):
