@@ -246,7 +246,6 @@ def read_file(name: str) -> str:
 
 
 def _read(text: str, into: Explained) -> None:
-    """Read the text of a TF_CONFIG as far as possible."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

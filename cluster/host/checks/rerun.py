@@ -154,7 +154,6 @@ def to_json(second: RunFolder, verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
-    """Yield each value in which the manifests differ."""
     for run in (first, second):
         for change in membership.changes(run):
             yield f"tasks: {run.name} went on {membership.describe(change)}"

@@ -249,7 +249,6 @@ def write(rows: list[Row]) -> list[str]:
 
 
 def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) -> Ended:
-    """Return how a run ended, from its folder and the output of `up`."""
     summary, result = run.ended or {}, run.result
     losses = run.losses()
     missing = [step for step in range(1, STEPS + 1) if step not in losses]

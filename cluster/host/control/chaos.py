@@ -159,12 +159,10 @@ class _Before:
         return self._run.generation > self.generation or any(e["task"] == fault.task for e in recent)
 
     def costs(self) -> list[dict[str, Any]]:
-        """Return the cost of the restarts since then."""
         alone = [Role.WORKER, *(role for role in Role if role.beside)]
         return restarts.costs(self._run, self.time, alone)
 
     def recovered(self, fault: Fault) -> bool:
-        """Whether the run makes new steps again, or has ended."""
         if self._run.summary.exists():
             return True
         if costs := self.costs():
@@ -172,13 +170,11 @@ class _Before:
         return self.nobody_acts_on(fault) and bool(self.new_step_after(self.time + SLOW_S))
 
     def new_step_after(self, moment: float) -> float | None:
-        """Return when a task reported a new step after a moment."""
         beats = self._run.heartbeats().values()
         times = [beat.updated_at for beat in beats if beat.step > self.step and beat.updated_at > moment]
         return min(times, default=None)
 
     def result(self, fault: Fault) -> Result:
-        """Return the cost of the fault."""
         costs, ended = self.costs(), self._run.ended
         if ended:
             resumed_s = self._run.outcome["time"] - self.time if self._run.outcome else 0.0
@@ -199,7 +195,6 @@ class _Before:
 
 
 def _ready(run: RunFolder, fault: Fault) -> bool:
-    """Whether the task works in the newest generation, and the step has been reached."""
     beat = run.heartbeat(fault.task)
     begun = beat is not None and beat.state in WORKING and beat.generation == run.generation
     return begun and run.programs(fault.task).exists() and run.newest_step >= fault.at_step
@@ -213,10 +208,6 @@ def _inject(run: RunFolder, injector: FaultInjector, fault: Fault) -> None:
 
 
 def _await(condition: Callable[[], object], run: RunFolder, timeout_s: float, what: str) -> None:
-    """Wait for a condition, or the run's end.
-
-    Raises:
-        TimedOut: neither came.
-    """
+    """Wait for a condition, or the run's end."""
     if not wait_until(lambda: condition() or run.summary.exists(), timeout_s, POLL_S):
         raise TimedOut(f"waited {timeout_s:g} s for {what}; see `invoke status`")

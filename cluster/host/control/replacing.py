@@ -61,7 +61,6 @@ def watch(run: RunFolder, *, trust: bool = False) -> None:
 
 
 def _compose(command: str, run: RunFolder) -> int:
-    """Run Compose until it ends or the run does, and return its exit code."""
     compose = subprocess.Popen(shlex.split(command), stdin=subprocess.DEVNULL, process_group=0)
     try:
         while processes.reap(compose) is None and not run.ended and not run.stop_requested:

@@ -150,11 +150,7 @@ def _await_outcome(run: RunFolder) -> None:
 
 
 def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -> None:
-    """Check that the run can continue from its checkpoint on this cluster.
-
-    Raises:
-        UsageError: it cannot, or already has that size.
-    """
+    """Check that the run can continue from its checkpoint on this cluster."""
     if previous.kind.hardware:
         raise UsageError(
             f"run {run.name!r} trains on the cores of a {previous.kind.hardware.upper()}, whose number is fixed"
@@ -167,11 +163,7 @@ def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -
 
 
 def _check_batch(batch: int, previous: ClusterSpec, requested: ClusterSpec) -> None:
-    """Check that the global batch, which does not change, can be divided evenly.
-
-    Raises:
-        UsageError: it cannot; the message names the nearest numbers of workers with which it can.
-    """
+    """Check that the global batch, which does not change, can be divided evenly."""
     if batch % requested.batch_divisor == 0:
         return
     counts = range(spec.MAX_TASKS + 1)

@@ -181,7 +181,6 @@ def place(
 
 
 def _named(request: GpuRequest, machine: Machine) -> list[Gpu]:
-    """Return the GPUs that were named."""
     known = {gpu.id: gpu for gpu in (*machine.gpus, *machine.instances)}
     for name in request.ids:
         if name not in known:
@@ -230,7 +229,6 @@ def _free(request: GpuRequest, machine: Machine, num_tasks: int, busy: Mapping[s
 
 
 def _count(request: GpuRequest, available: int, num_tasks: int) -> int:
-    """Return how many GPUs are used in all: equally many for each task."""
     tasks = "the chief alone" if num_tasks == 1 else f"{num_tasks} tasks (the chief and the workers)"
     exact = request.count or (len(request.ids) if request.ids and not request.partial else 0)
     count = request.per_task * num_tasks or exact or available
@@ -273,11 +271,7 @@ def _refuse_busy(request: GpuRequest, gpus: Sequence[Gpu], busy: Mapping[str, st
 
 
 def _check_instances(request: GpuRequest, per_task: int, cluster: ClusterSpec) -> None:
-    """Check what MIG instances can do: a process sees one of them at most, and NCCL does not connect them.
-
-    Raises:
-        UsageError: they would have to do more.
-    """
+    """Check what MIG instances can do: a process sees one of them at most, and NCCL does not connect them."""
     if per_task > 1 or cluster.kind.collective:
         raise UsageError(
             f"{request.text}: MIG instances cannot train together (a process sees one, and NCCL connects none); use "

@@ -60,7 +60,6 @@ def difference(installed: str, recorded: str) -> str:
 
 
 def _installed() -> str:
-    """Return the packages of the base, a line each."""
     words = ("run", "--rm", "--network=none", "--entrypoint=dpkg-query", DEBIAN_BASE, "--show", _FORMAT)
     code, text = engine.ask(*words, timeout_s=TIMEOUT_S)
     if code:

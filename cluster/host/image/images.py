@@ -232,7 +232,6 @@ def are_current(accelerator: str) -> bool:
 
 
 def _on_engine(name: str) -> Base | None:
-    """Return an image of this engine."""
     code, text = engine.ask("image", "inspect", "--format=[{{json .RepoDigests}}, {{json .RootFS.Layers}}]", name)
     if code:
         return None

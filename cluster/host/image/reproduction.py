@@ -116,11 +116,7 @@ def examine(image: str, accelerator: str, against: str, sh: contents.Shell) -> V
 
 
 def _existing(against: str, sh: contents.Shell) -> contents.Image:
-    """Return the contents of an existing image.
-
-    Raises:
-        UsageError: there is neither such a file nor such an image.
-    """
+    """Return the contents of an existing image."""
     if Path(against).is_file():
         return contents.read(Path(against))
     if engine.ask("image", "inspect", "--format={{.Id}}", "--", against)[0] != 0:

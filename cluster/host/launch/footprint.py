@@ -78,7 +78,6 @@ def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replica(plan: Plan, sizes: dict[str, Any]) -> dict[str, int]:
-    """Return what a replica holds while it trains on a micro-batch."""
     micro_batches = plan.config.get("micro_batches", 1)
     shards = plan.config.get("bitwise_elastic") or plan.cluster.batch_divisor
     examples = max(1, plan.config["global_batch"] // shards // micro_batches)
@@ -92,7 +91,6 @@ def _replica(plan: Plan, sizes: dict[str, Any]) -> dict[str, int]:
 
 
 def _task(cluster: ClusterSpec, task: Task, sizes: dict[str, Any], replica_bytes: int) -> int:
-    """Return what a task holds, with TensorFlow itself."""
     if task.role == Role.PS:
         held = (sizes["weights_bytes"] + sizes["optimizer_bytes"]) // len(cluster.of(Role.PS))
     elif task.role == Role.WORKER or (task.role == Role.CHIEF and not cluster.kind.served):

@@ -81,7 +81,6 @@ def _own_code(payload: Payload) -> dict[str, str]:
 
 
 def _tree(folder: Path) -> str:
-    """Return a hash over the Python files of a folder: their names and contents."""
     return files_sha256(folder, _modules(folder))
 
 

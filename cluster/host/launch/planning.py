@@ -129,11 +129,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
 
 
 def _load(request: Request) -> _Previous:
-    """Return the run to go on with, or to repeat.
-
-    Raises:
-        UsageError: there is none, it is not this user's, or the request does not go with its script.
-    """
+    """Return the run to go on with, or to repeat."""
     if not request.resume and not request.again:
         return _Previous()
     run = find_run(request.resume or request.again)
@@ -165,11 +161,7 @@ def _separate_chief(request: Request, previous: _Previous) -> bool:
 
 
 def _memory(request: Request, previous: _Previous, runtime: Runtime, num_tasks: int) -> Memory:
-    """Return what each task may use of the machine's memory, as requested now or when the run was started.
-
-    Raises:
-        UsageError: it was requested where there is no limit, or is no amount.
-    """
+    """Return what each task may use of the machine's memory, as requested now or when the run was started."""
     limits.parse(request.memory)  # a typo is reported first
     check_needs(request, {Needs.CONTAINERS: runtime.limits_memory})
     return runtime.memory(request.memory, str(previous.started.get("memory", "")), num_tasks)
@@ -178,12 +170,7 @@ def _memory(request: Request, previous: _Previous, runtime: Runtime, num_tasks: 
 def _network(
     request: Request, previous: _Previous, runtime: Runtime, cluster: ClusterSpec, payload: Payload
 ) -> Network:
-    """Return the network that the tasks get.
-
-    Raises:
-        UsageError: what was requested is no network, or not theirs to choose.
-        PrerequisiteError: this machine gives no network of their own to tasks that must have one.
-    """
+    """Return the network that the tasks get."""
     way_out = "where a script can fetch its data" if payload.script else ""
     if cluster.kind.hardware:
         way_out = f"where they reach their {cluster.kind.hardware.upper()}"
@@ -200,11 +187,7 @@ def _queue(previous: _Previous) -> str:
 
 
 def _job(request: Request, previous: _Previous, runtime: Runtime, cluster: ClusterSpec) -> Job:
-    """Return what is requested of the queue, now or when the run was started.
-
-    Raises:
-        UsageError: something is requested that the runtime has no use for, or that is no word for it.
-    """
+    """Return what is requested of the queue, now or when the run was started."""
     check_needs(request, {Needs.QUEUE: runtime.is_remote})
     if not runtime.is_remote:
         return Job()
@@ -233,12 +216,7 @@ def _job(request: Request, previous: _Previous, runtime: Runtime, cluster: Clust
 
 
 def _place(request: Request, run: RunFolder, previous: _Previous, cluster: ClusterSpec) -> Placement:
-    """Return which task gets which of this machine's GPUs.
-
-    Raises:
-        UsageError: the request cannot be met.
-        PrerequisiteError: this machine has no GPU.
-    """
+    """Return which task gets which of this machine's GPUs."""
     recorded = previous.started.get("gpus", {})
     requested = placement.requested(request.gpus, request.gpus_per_task, recorded, cluster.devices)
     check_needs(request, {Needs.GPUS: requested is not None})
@@ -266,7 +244,6 @@ def _place(request: Request, run: RunFolder, previous: _Previous, cluster: Clust
 
 
 def _check_prepares(cluster: ClusterSpec, runtime: Runtime) -> None:
-    """Check that the runtime can run data workers beside the cluster."""
     workers = len(cluster.of(Role.DATA_WORKER))
     if workers and runtime.is_remote:
         raise UsageError(
@@ -299,7 +276,6 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mappin
 
 
 def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
-    """Return the run's folder, checked against what is there."""
     if request.resume:
         run = find_run(request.resume)
     elif request.name:
@@ -351,7 +327,6 @@ def _resolve(
 
 
 def _packages(requirements: Path | None, python: str, *, installs: bool) -> Path | None:
-    """Return the folder with the packages of a requirements file for a version of Python."""
     if requirements is None:
         return None
     return packages.prepare(requirements, python) if installs else packages.check(requirements, python)

@@ -179,11 +179,7 @@ def render(request: Request, config: Mapping[str, Any], folder: Path) -> str:
 
 
 def _value(option: Option, value: Any, path: Path, place: str) -> Any:
-    """Return an option's value as `Request` holds it.
-
-    Raises:
-        UsageError: it has another type than the option.
-    """
+    """Return an option's value as `Request` holds it."""
     if type(value) not in option.kinds or (isinstance(value, list) and not _is_strings(value)):
         raise UsageError(f"{place}: {option.key} = {_shown(value)}: expected {option.type}")
     if isinstance(value, list):
@@ -199,23 +195,17 @@ def _beside(value: str, folder: Path) -> str:
 
 
 def _relative(value: str, folder: Path) -> str:
-    """Return a path as a run file in this folder names it."""
     path = Path(os.path.expanduser(value)).absolute()  # noqa: PTH111
     return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def _each_file(words: str, folder: Path, change: Callable[[str, Path], str]) -> str:
-    """Return `NAME=FILE` with another path."""
     name, equals, value = words.partition("=")
     return f"{name}={change(value, folder)}" if equals else words
 
 
 def _words(table: Mapping[str, Any], parent: str, path: Path, lines: Mapping[str, int]) -> Iterator[str]:
-    """Yield the training overrides of a table as words of a command line.
-
-    Raises:
-        UsageError: one is an option of `up`, or has a value that none can have.
-    """
+    """Yield the training overrides of a table as words of a command line."""
     for name, value in table.items():
         key = parent + name
         place = _place(path, lines.get(key, lines.get(f"{TRAIN}.{key}")))
@@ -255,7 +245,6 @@ def _dashed(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _toml(option: Option, value: Any, folder: Path) -> str:
-    """Return an option's value as TOML."""
     if option.is_path:
         several = isinstance(value, list | tuple)
         return _literal(
@@ -276,7 +265,6 @@ def _literal(value: Any) -> str:
 
 
 def _mentioned(text: str) -> set[str]:
-    """Return the options that a text names."""
     return {name.replace("_", "-") for name in re.findall(r"--(?:no-)?([A-Za-z][\w.-]*)", text)}
 
 

@@ -63,7 +63,6 @@ def compare(runs: Sequence[RunFolder], *, trust: bool = False) -> dict[str, Any]
 
 
 def _metrics(runs: Sequence[RunFolder]) -> dict[str, list[float | None]]:
-    """Return every metric of the runs' evaluations, by its name."""
     found = [(run.ended or {}).get("metrics", {}) for run in runs]
     return {name: [each.get(name) for each in found] for name in dict.fromkeys(name for each in found for name in each)}
 

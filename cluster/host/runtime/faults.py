@@ -115,11 +115,7 @@ class FaultInjector(ABC):
                         ballast.write(bytes(size_bytes))
 
     def _check_disk(self) -> None:
-        """Check that the disk that holds the run may be filled.
-
-        Raises:
-            UsageError: it is not one that was set aside for this.
-        """
+        """Check that the disk that holds the run may be filled."""
         runs = self._run.path.parent
         free = os.statvfs(runs)
         free_bytes = free.f_bavail * free.f_frsize

@@ -226,7 +226,6 @@ def _await_answer(runs_dir: Path, port: int, process: dict[str, int] | None) -> 
 
 
 def _last_line(runs_dir: Path) -> str:
-    """Return what a local TensorBoard printed last."""
     try:
         lines = (runs_dir / ".tensorboard.log").read_text(errors="replace").splitlines()
     except OSError:

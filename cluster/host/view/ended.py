@@ -62,7 +62,6 @@ def _longer(config: dict[str, Any]) -> str:
 
 
 def _script_end(run: RunFolder, summary: dict[str, Any]) -> str:
-    """Return how a run of a script ended well."""
     if summary["state"] == "stopped":
         return "every task's script ended"
     spec = run.load_cluster()

@@ -76,7 +76,6 @@ def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _last_event(run: RunFolder) -> dict[str, Any] | None:
-    """Return the newest event of the run's life cycle; `run` keeps what it has read of them."""
     newest = max(run.events(), key=lambda event: event["time"], default=None)
     if newest is None:
         return None

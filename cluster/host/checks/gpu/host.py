@@ -198,7 +198,6 @@ def device_requests(version: str, able: list[str] | None) -> Finding:
 
 
 def _toolkit_version() -> str:
-    """Return the version of NVIDIA's container toolkit; empty where it is not installed."""
     code, printed, _ = processes.run(["nvidia-ctk", "--version"], devices.ANSWER_TIMEOUT_S)
     if code in (124, 126, 127):
         return ""

@@ -37,7 +37,6 @@ def render(
 
 
 def _write(rendered, folder):
-    """Write a Kustomize base; return what to do with it."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output {str(folder)!r} is a file; name a folder")
     folder.mkdir(parents=True, exist_ok=True)

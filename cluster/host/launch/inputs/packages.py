@@ -122,7 +122,6 @@ def command(requirements: Path, python: str) -> str:
 
 
 def _fill(requirements: Path, python: str, scratch: Path) -> Path:
-    """Return a new folder in `scratch` with the packages."""
     filled = scratch / "packages"
     filled.mkdir()
     lines = _resolve(requirements, python, scratch)

@@ -36,11 +36,7 @@ def check_readable(payload: Payload, user: str) -> None:
 
 
 def _check_secret(path: Path, user: str) -> None:
-    """Check that containers can read a secret's file, which need not be readable to others.
-
-    Raises:
-        PrerequisiteError: they cannot.
-    """
+    """Check that containers can read a secret's file, which need not be readable to others."""
     found = path.stat()
     if not found.st_mode & (stat.S_IRUSR if found.st_uid == UNPRIVILEGED else stat.S_IROTH):
         raise PrerequisiteError(

@@ -33,7 +33,6 @@ def command(work: Workload) -> list[str]:
 
 
 def _binds(work: Workload) -> Iterator[str]:
-    """Yield what is mounted, at its own path: the run's folder to be written, all else to be read."""
     reads = {ROOT, work.data_dir, *(folder for folder, _ in work.payload.mounts())}
     for path, mode in [*((path, "ro") for path in sorted(reads)), (work.run.path, "rw")]:
         if set(_SEPARATORS) & set(str(path)):

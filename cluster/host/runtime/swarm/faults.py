@@ -22,7 +22,6 @@ class SwarmFaults(ContainerFaults):
     )
 
     def _engine(self, task: str) -> tuple[str, ...]:
-        """Return the words by which Docker's client reaches the engine that runs a task."""
         service = f"{stack.name(self._run.path)}_{task}"
         shown = nodes.ask("service", "ps", "--filter", "desired-state=running", "--format", "{{.Node}}", service)
         on = shown.splitlines()[0] if shown else ""

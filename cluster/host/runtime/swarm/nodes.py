@@ -100,7 +100,6 @@ def _node(value: dict[str, Any], own: str) -> Node:
 
 
 def _resources(value: dict[str, Any]) -> dict[str, float]:
-    """Return what a host has; nothing of what it does not say."""
     if not value:
         return {}
     kinds = [

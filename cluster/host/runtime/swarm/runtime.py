@@ -218,7 +218,6 @@ def _secrets(payload: Payload) -> list[str]:
 
 
 def _deploy(work: Workload) -> list[str]:
-    """Return the commands that create the run's secrets and services."""
     name = stack.name(work.run.path)
     label = f"--label=com.docker.stack.namespace={name}"  # removed with the stack
     create = [
@@ -231,11 +230,7 @@ def _deploy(work: Workload) -> list[str]:
 
 
 def _await_places(name: str, expected: Collection[str]) -> None:
-    """Return once every task has a host that starts it, or after `START_S`.
-
-    Raises:
-        PrerequisiteError: a host cannot start one, or none takes it.
-    """
+    """Return once every task has a host that starts it, or after `START_S`."""
     began = time.monotonic()
     while (passed_s := time.monotonic() - began) < START_S:
         placed = set()

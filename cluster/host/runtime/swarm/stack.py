@@ -138,7 +138,6 @@ def constraints(job: Job) -> list[str]:
 
 
 def _resources(containers: Containers, job: Job, gpus: int) -> dict[str, Any]:
-    """Return what a task may use, all of which its host must have free."""
     limits: dict[str, Any] = {"pids": 4096}
     reservations: dict[str, Any] = {}
     if containers.memory_bytes:
