@@ -39,7 +39,7 @@ from cluster.contract.recovery import attempts, ends, standby_cluster
 from cluster.contract.recovery.attempts import OUTSIDE, OWN, PLANNED
 from cluster.contract.run import joining
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.records import TaskState
+from cluster.contract.run.records import OutcomeState, TaskState
 from cluster.contract.spec import Role, Task
 from cluster.system import fork_server, quiet
 from cluster.system.errors import EXIT_FAILED, EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError
@@ -198,7 +198,7 @@ class Agent(Decisions):
             heartbeat.stop()
             code = as_exit_code(program.end(self._grace_s()))
             outcome = self.run.outcome
-            at_fault = outcome and (outcome["state"], outcome.get("task")) == ("failed", self.task.name)
+            at_fault = outcome and (outcome.state, outcome.task) == (OutcomeState.FAILED, self.task.name)
             self.exit_code = 0 if self.serves and outcome and not at_fault else code
 
     def _record_processes(self, program: Program) -> None:
@@ -319,7 +319,7 @@ class Agent(Decisions):
     def _grace_s(self) -> float:
         """Seconds to save in; none after a failure, since the others hang in a step, or if nothing was trained."""
         outcome = self.run.outcome
-        if self.serves or not outcome or outcome["state"] == "failed":
+        if self.serves or not outcome or outcome.state == OutcomeState.FAILED:
             return 0.0
         return 1.0 if self._state in NOTHING_TO_SAVE else GRACE_S
 

@@ -20,10 +20,10 @@ from cluster.contract.recovery.attempts import LOST_CONTACT, OUTSIDE
 from cluster.contract.recovery.ends import End
 from cluster.contract.results import summary
 from cluster.contract.run import membership
-from cluster.contract.run.folder import REQUEUE, TASK_LOST
+from cluster.contract.run.folder import TASK_LOST
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.membership import LEFT_OUT
-from cluster.contract.run.records import TaskState
+from cluster.contract.run.records import AfterStop, OutcomeState, TaskState
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_PEER_LOST, ClusterError
 
@@ -97,7 +97,7 @@ class Decisions:
         if missing and self.members.go_on_without(self.recovery, generation, missing, self.rendezvous_timeout_s):
             return
         if missing and self.members.are_queued_again(generation):
-            self.run.request_stop(TASK_LOST, then=REQUEUE)
+            self.run.request_stop(TASK_LOST, then=AfterStop.REQUEUE)
             self.run.end("stopped", task=self.task.name)
         else:
             name = min(missing, default=self.task.name)
@@ -216,16 +216,14 @@ class Decisions:
         assert outcome is not None
         beat = HeartbeatWriter(self.run, self.task, self.run.generation)
         previous = self.run.heartbeat(self.task.name)
-        state = {"succeeded": TaskState.DONE, "stopped": TaskState.STOPPED, "failed": TaskState.FAILED}[
-            outcome["state"]
-        ]
+        state = TaskState.DONE if outcome.state == OutcomeState.SUCCEEDED else TaskState(outcome.state)
         if not self.members.has(self.run.generation):
             state = TaskState.STOPPED  # the run ended without it
-        elif outcome["state"] == "failed" and outcome.get("task") != self.task.name:
+        elif outcome.state == OutcomeState.FAILED and outcome.task != self.task.name:
             # Another task failed: this one's work was done, or it was ended.
             state = TaskState.DONE if previous and previous.state == TaskState.DONE else TaskState.STOPPED
         beat.current = replace(previous or beat.current, state=state, exit_code=self.exit_code, ended=True)
         beat.write()
         self.run.event(self.task.name, state, step=previous.step if previous else None, exit_code=self.exit_code)
-        if self.task.role == Role.CHIEF and not self.run.goes_on:
+        if self.task.role == Role.CHIEF and not self.run.continues_elsewhere:
             summary.write(self.run)

@@ -18,8 +18,9 @@ from cluster.contract.recovery import attempts
 from cluster.contract.recovery.attempts import OUTSIDE
 from cluster.contract.recovery.ends import End
 from cluster.contract.run import joining, membership
-from cluster.contract.run.folder import REQUEUE, RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role, Task
 
 TRIES = 3
@@ -91,7 +92,7 @@ class Members:
 
         Not where the cluster has not been complete in a few generations: no other nodes would mend that.
         """
-        if os.environ.get("LOST_THEN") != REQUEUE:
+        if os.environ.get("LOST_THEN") != AfterStop.REQUEUE:
             return False
         met = {event["generation"] for event in self._run.events() if event["event"] == "cluster complete"}
         return generation < TRIES - 1 or bool(met & set(range(generation - TRIES + 1, generation)))

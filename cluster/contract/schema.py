@@ -1,15 +1,15 @@
 """Records: frozen dataclasses, read from the JSON of writers that are not trusted.
 
-The annotation of a field is its check: `Count`, `Seconds`, an enum, another record, a `tuple` or `dict` of these, any
-of them `| None`. So a record that was read has every field, each of its type, with finite numbers. Keys that its class
-does not know survive a round trip.
+The annotation of a field is its check: `Count`, `Seconds`, an enum, another record, a `tuple`, `frozenset` or `dict` of
+these, any of them `| None`. So a record that was read has every field, each of its type, with finite numbers. Keys that
+its class does not know survive a round trip.
 """
 
 from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from functools import cache
@@ -90,8 +90,8 @@ def _check_of(annotation: Any) -> Check:
         check = annotation.__metadata__[0]
     elif origin in (types.UnionType, typing.Union):
         check = optional(_check_of(next(each for each in arguments if each is not types.NoneType)))
-    elif origin is tuple:
-        check = _tuple_of(listing(_check_of(arguments[0])))
+    elif origin in (tuple, frozenset):
+        check = _collection_of(origin, listing(_check_of(arguments[0])))
     elif origin is dict:
         check = mapping(_check_of(arguments[1]))
     elif annotation in _SIMPLE:
@@ -106,8 +106,8 @@ def _check_of(annotation: Any) -> Check:
 _SIMPLE: dict[Any, Check] = {str: text, bool: flag, Any: lambda value: value}
 
 
-def _tuple_of(items: Check) -> Check:
-    return lambda value: tuple(items(value))
+def _collection_of(kind: Callable[[Any], Any], items: Check) -> Check:
+    return lambda value: kind(items(value))
 
 
 def _member_of(enum: type[StrEnum]) -> Check:
@@ -119,4 +119,6 @@ def _plain(value: Any) -> Any:
         return value.to_json()
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(value)
     return [_plain(each) for each in value] if isinstance(value, tuple) else value

@@ -137,7 +137,7 @@ def _await_new_steps(run: RunFolder, step: int, together: tuple[Frozen, ...]) ->
 
     def recovered() -> bool:
         if run.outcome:
-            assert run.outcome.get("task") in {one.task for one in together}, run.outcome
+            assert run.outcome.task in {one.task for one in together}, run.outcome
             pytest.fail(f"local tasks are replaced, but the run ended: {run.outcome}")
         frozen = [each for each in (one.find(run) for one in together) if each]
         still = any(processes.stopped_at(each["pid"]) is not None for each in frozen)

@@ -127,7 +127,7 @@ def both_hosts() -> Iterator[None]:
 def test_a_run_that_loses_a_host_must_go_on_to_the_same_weights(event, run, swarm, local_hash):
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
     event(run)
-    assert run.outcome is None or run.goes_on, "the run ended before the event did"
+    assert run.outcome is None or run.continues_elsewhere, "the run ended before the event did"
     await_same_weights(swarm, run, local_hash)
     assert run.generation > 0
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from cluster.contract.recovery.ends import End
 from cluster.contract.recovery.step_record import Progress
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, Outcome, StopRequest, TaskState
 from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now, SimTask, World
 
@@ -155,15 +155,17 @@ class SimFolder(RunFolder):
         return self._create(f"generations/{number}", {"generation": number, "time": self.world.time(), **why})
 
     @property
-    def outcome(self) -> dict[str, Any] | None:
-        return self._record("outcome")
+    def outcome(self) -> Outcome | None:
+        record = self._record("outcome")
+        return record and Outcome.from_json(record)
 
     def end(self, state: str, **why: Any) -> bool:
         return self._create("outcome", {"state": state, "time": self.world.time(), **why})
 
     @property
-    def stop_request(self) -> dict[str, Any] | None:
-        return self._record("stop")
+    def stop_request(self) -> StopRequest | None:
+        record = self._record("stop")
+        return record and StopRequest.from_json(record)
 
     def request_stop(self, by: str, *, then: str = "") -> bool:
         return self._create("stop", {"by": by, "then": then, "time": self.world.time()})

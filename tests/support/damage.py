@@ -109,7 +109,7 @@ def damage(run: RunFolder, name: str, draw: random.Random, outside: Path) -> str
     path = run.path / name
     kinds = [tear, empty, lengthen, replace, mistype, mistype, mistype, misplace, hide, add]
     kind = draw.choice(kinds)
-    if os.path.lexists(path):
+    if os.path.lexists(path) and not path.parent.is_symlink():  # else it would damage what the link names
         kind(path, draw, outside)
     return f"{kind.__name__} {name}"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Heartbeat, TaskState
+from cluster.contract.run.records import Heartbeat, Outcome, TaskState
 from cluster.host.runtime.local import supervisor
 from cluster.system.json_files import read_json
 from tests.support.waiting import wait_for
@@ -35,7 +35,7 @@ class Gang:
         wait_for(lambda: not supervisor.processes_left(self.run), "the end of all processes", timeout_s=300)
         return read_json(self.run.summary)
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         """Wait for the run's outcome and return it."""
         return wait_for(lambda: self.run.outcome, "the outcome")
 

@@ -13,7 +13,7 @@ from cluster.agent.gang.link import Link
 from cluster.agent.gang.roster import News
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Heartbeat
+from cluster.contract.run.records import AfterStop, Heartbeat, Outcome, StopRequest
 from cluster.contract.spec import ClusterSpec, Role, Task
 
 READ_S = 2.0
@@ -34,7 +34,7 @@ class Board(RunFolder):
     _link: Link | None
     """In any other agent."""
     _read: dict[str, tuple[float, Any]]
-    _ended: dict[str, Any] | None
+    _ended: Outcome | None
     _newest: int
     """The newest generation that this agent has seen."""
     _copy: Copy | None
@@ -112,21 +112,21 @@ class Board(RunFolder):
         return super().generation
 
     @property
-    def outcome(self) -> dict[str, Any] | None:
+    def outcome(self) -> Outcome | None:
         """How the run ended; None while it continues. It stays so for as long as this agent lives."""
         if self._ended is None:
             self.__dict__["_ended"] = self._news().outcome or self._at_times("outcome", self._read_outcome)
         return self._ended
 
-    def _read_outcome(self) -> dict[str, Any] | None:
+    def _read_outcome(self) -> Outcome | None:
         return super().outcome
 
     @property
-    def stop_request(self) -> dict[str, Any] | None:
+    def stop_request(self) -> StopRequest | None:
         """The request to save and stop; None without one."""
         return self._news().stop or self._at_times("stop", self._read_stop)
 
-    def _read_stop(self) -> dict[str, Any] | None:
+    def _read_stop(self) -> StopRequest | None:
         return super().stop_request
 
     # What is written: at once to the folder, which this agent then reads. An older copy of a task writes nothing
@@ -156,7 +156,7 @@ class Board(RunFolder):
         finally:
             self._read.clear()
 
-    def request_stop(self, by: str, *, then: str = "") -> bool:
+    def request_stop(self, by: str, *, then: str = AfterStop.END) -> bool:
         """Request that every task saves at the same step and stops; return False if that was requested before."""
         self.require_newest()
         try:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.contract.run import membership, records
-from cluster.contract.run.fields import count, flag, listing, mapping, optional, record, text
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Heartbeat
+from cluster.contract.run.records import Heartbeat, Outcome, StopRequest
+from cluster.contract.schema import Count, Record
 
 HEARD_S = 3.0
 """A side that has heard nothing for so long goes on by the folder; something is sent every second."""
@@ -25,33 +25,25 @@ MANY = None
 REPLACED = {"replaced": True}
 """What the hub says instead of a digest to an agent whose task has come a second time."""
 
-_names = optional(listing(text, FEW))
-_message = record(
-    {"number": count},
-    {
-        "begun": (optional(mapping(lambda value: value)), None),
-        "outcome": (optional(records.outcome), None),
-        "beat": (optional(Heartbeat.from_json), None),
-        "here": (flag, False),
-    },
-)
-"""What an agent says: its newest generation with its record, the outcome, its task's heartbeat, and whether it is at
-the rendezvous, where others reach it and it has reached whom it has to."""
-_digest = record(
-    {"number": count},
-    {
-        "begun": (optional(mapping(lambda value: value)), None),
-        "outcome": (optional(records.outcome), None),
-        "stop": (optional(records.stop), None),
-        "unlinked": (_names, MANY),
-        "absent": (_names, MANY),
-    },
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Message(Record):
+    """What an agent sends: its newest generation with its record, the outcome, its task's heartbeat.
+
+    Attributes:
+        here: whether it is at the rendezvous, where others reach it and it has reached those that it has to.
+    """
+
+    number: Count
+    begun: dict[str, Any] | None = None
+    outcome: Outcome | None = None
+    beat: Heartbeat | None = None
+    here: bool = False
 
 
-@dataclass(frozen=True)
-class News:
-    """A digest, as an agent has received it.
+@dataclass(frozen=True, kw_only=True)
+class News(Record):
+    """The digest that the hub sends to every agent.
 
     Attributes:
         number: the current generation.
@@ -62,26 +54,22 @@ class News:
         absent: the members of the cluster that have not come to the rendezvous yet; None for many.
     """
 
-    number: int = -1
+    number: Count = -1
     begun: dict[str, Any] | None = None
-    outcome: dict[str, Any] | None = None
-    stop: dict[str, Any] | None = None
+    outcome: Outcome | None = None
+    stop: StopRequest | None = None
     unlinked: frozenset[str] | None = MANY
     absent: frozenset[str] | None = MANY
 
     @classmethod
     def of(cls, digest: Any) -> News:
-        """Return what a digest says.
+        """Return the news in a digest.
 
         Raises:
             ValueError: it is not valid.
         """
-        checked = _digest(digest)
-        begun = checked["begun"] and records.generation(checked["number"])(checked["begun"])
-        return cls(
-            checked["number"], begun, checked["outcome"], checked["stop"],
-            _set(checked["unlinked"]), _set(checked["absent"]),
-        )  # fmt: skip
+        news = cls.from_json(digest)
+        return replace(news, begun=records.generation(news.number)(news.begun)) if news.begun else news
 
 
 class Roster:
@@ -99,7 +87,7 @@ class Roster:
         self._chief, *self._others = names
         self._members: frozenset[str] = frozenset()
         self._number = -1
-        self._outcome: dict[str, Any] | None = None
+        self._outcome: Outcome | None = None
         self._heard: dict[str, float] = {}
         """When each connected task was last heard."""
         self._beats: dict[str, Heartbeat] = {}
@@ -113,17 +101,17 @@ class Roster:
         Raises:
             ValueError: that is not valid.
         """
-        said = _message(words)
-        if said["begun"] is not None and said["number"] > self._number:
-            self._run.learn(records.generation(said["number"])(said["begun"]))
+        said = Message.from_json(words)
+        if said.begun is not None and said.number > self._number:
+            self._run.learn(records.generation(said.number)(said.begun))
             self._look_at_generation()
         self._heard[name] = self._clock()
-        if said["number"] != self._number:
+        if said.number != self._number:
             return
-        self._outcome = self._outcome or said["outcome"]
-        if said["here"]:
+        self._outcome = self._outcome or said.outcome
+        if said.here:
             self._here.add(name)
-        beat = said["beat"]
+        beat = said.beat
         if beat and (beat.task, beat.generation) == (name, self._number):
             self._beats[name] = beat
 
@@ -153,14 +141,15 @@ class Roster:
         self._outcome = self._outcome or self._run.outcome
         now = self._clock()
         linked = {name for name, heard in self._heard.items() if now - heard < HEARD_S}
-        return {
-            "number": self._number,
-            "begun": self._run.begun(self._number),
-            "outcome": self._outcome,
-            "stop": self._run.stop_request,
-            "unlinked": _few(set(self._others) - linked),
-            "absent": _few(self._members - self._here),
-        }
+        news = News(
+            number=self._number,
+            begun=self._run.begun(self._number),
+            outcome=self._outcome,
+            stop=self._run.stop_request,
+            unlinked=_few(set(self._others) - linked),
+            absent=_few(self._members - self._here),
+        )
+        return news.to_json()
 
 
 def urgent(digest: dict[str, Any]) -> dict[str, Any]:
@@ -168,9 +157,5 @@ def urgent(digest: dict[str, Any]) -> dict[str, Any]:
     return digest | {"unlinked": [], "absent": digest.get("absent") == []}
 
 
-def _few(names: Collection[str]) -> list[str] | None:
-    return sorted(names) if len(names) <= FEW else MANY
-
-
-def _set(names: list[str] | None) -> frozenset[str] | None:
-    return MANY if names is None else frozenset(names)
+def _few(names: Collection[str]) -> frozenset[str] | None:
+    return frozenset(names) if len(names) <= FEW else MANY

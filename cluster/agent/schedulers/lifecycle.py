@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import OutcomeState
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, TimedOut
 from cluster.system.files import remove
@@ -53,7 +54,7 @@ def await_begin(run: RunFolder, timeout_s: float) -> None:
     """
 
     def laid_out() -> bool:
-        return run.cluster.exists() and (run.outcome or {}).get("state") != "stopped"
+        return run.cluster.exists() and not run.has_stopped
 
     if not wait_until(laid_out, timeout_s, POLL_S):
         raise TimedOut(f"{run.path} was not laid out in {timeout_s:g} s; see the log of the chief's container")
@@ -61,8 +62,10 @@ def await_begin(run: RunFolder, timeout_s: float) -> None:
 
 def exit_code(run: RunFolder) -> int:
     """Return the exit code by which a controller knows how the run ended, and whether to start the task again."""
-    outcome = run.outcome or {"state": "stopped"}
-    if outcome["state"] == "failed":
-        code = int(outcome.get("exit_code") or EXIT_FAILED)
-        return code if EXIT_FAILED <= code <= EXIT_TIMEOUT else EXIT_FAILED
-    return EXIT_DONE if outcome["state"] == "succeeded" else EXIT_INTERRUPTED
+    outcome = run.outcome
+    if outcome is None or outcome.state == OutcomeState.STOPPED:
+        return EXIT_INTERRUPTED
+    if outcome.state == OutcomeState.SUCCEEDED:
+        return EXIT_DONE
+    code = outcome.exit_code or EXIT_FAILED
+    return code if EXIT_FAILED <= code <= EXIT_TIMEOUT else EXIT_FAILED

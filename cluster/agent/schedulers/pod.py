@@ -65,7 +65,7 @@ def begin(run: RunFolder, given: Path) -> None:
     """
     cluster = records.read(given / "cluster.json", launch_records.cluster)
     if run.cluster.exists():
-        if (run.outcome or {}).get("state") == "stopped":
+        if run.has_stopped:
             write_json(run.cluster, cluster.to_json())
             go_on(run)
         return

@@ -22,7 +22,8 @@ from cluster.agent.schedulers import lifecycle
 from cluster.contract import settings
 from cluster.contract.results import summary
 from cluster.contract.run.copies import Copy
-from cluster.contract.run.folder import REQUEUE, RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import Role
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_PEER_LOST, ClusterError
@@ -41,7 +42,7 @@ def main(words: list[str]) -> int:
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    os.environ |= {"STOP_THEN": REQUEUE, **secret_variables(SECRETS)}
+    os.environ |= {"STOP_THEN": AfterStop.REQUEUE, **secret_variables(SECRETS)}
     return keep([sys.executable, "-m", "cluster.agent", *words], run, copy)
 
 
@@ -51,7 +52,7 @@ def rejoin(run: RunFolder, task: str) -> None:
     Raises:
         TimedOut: the chief did not open it again.
     """
-    if not ((run.outcome or {}).get("state") == "stopped" and run.requeue_requested):
+    if not (run.has_stopped and run.after_stop == AfterStop.REQUEUE):
         return
     if task == Role.CHIEF:
         summary.await_last_heartbeats(run, summary.SETTLE_S)
@@ -69,7 +70,7 @@ def keep(command: list[str], run: RunFolder, copy: Copy) -> int:
     """Run the agent to its end, or until another copy of the task has begun; return the container's exit code."""
     if (code := lifecycle.run_agent(command, run, copy)) is None:
         return EXIT_DONE
-    if code == EXIT_DONE and (run.outcome or {}).get("state") == "stopped" and run.requeue_requested:
+    if code == EXIT_DONE and run.has_stopped and run.after_stop == AfterStop.REQUEUE:
         return EXIT_PEER_LOST
     return processes.as_exit_code(code)
 

@@ -36,7 +36,8 @@ from cluster.agent.schedulers.replacements import Replacements
 from cluster.contract import settings, tf_config
 from cluster.contract.run import launch_records, membership, records
 from cluster.contract.run.copies import Copy
-from cluster.contract.run.folder import REQUEUE, TASK_LOST, RunFolder
+from cluster.contract.run.folder import TASK_LOST, RunFolder
+from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system import processes
 from cluster.system.errors import (
@@ -71,7 +72,7 @@ def main(arguments: list[str]) -> int:
             return _task(run, arguments[1:])
         if arguments == ["stop"]:
             if os.environ.get(replacements.TASK) not in membership.left_out(run):
-                run.request_stop(TIME_LIMIT, then=REQUEUE)
+                run.request_stop(TIME_LIMIT, then=AfterStop.REQUEUE)
             return 0
         if arguments == ["result"]:
             return result(run)
@@ -99,12 +100,12 @@ def _task(run: RunFolder, command: list[str]) -> int:
     if replacements.TASK in os.environ and run.outcome:
         return EXIT_DONE  # it came too late
     cluster, task = _join(run)
-    os.environ |= {"TASK": task.name, "STOP_THEN": REQUEUE, "CLUSTER_JSON": str(places(run) / "cluster.json")}
+    os.environ |= {"TASK": task.name, "STOP_THEN": AfterStop.REQUEUE, "CLUSTER_JSON": str(places(run) / "cluster.json")}
     if config := tf_config.dumps(cluster, task):
         os.environ["TF_CONFIG"] = config
     os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
     copy = Copy.begin(run, task.name)
-    os.environ["LOST_THEN"] = REQUEUE
+    os.environ["LOST_THEN"] = AfterStop.REQUEUE
     watch = Replacements(run, places(run)) if task.role == Role.CHIEF and run.started.get("grow") else None
     if watch:
         watch.start()
@@ -113,7 +114,7 @@ def _task(run: RunFolder, command: list[str]) -> int:
     finally:
         if watch:
             watch.end()
-    if run.stopped_by == TASK_LOST:
+    if (request := run.stop_request) and request.by == TASK_LOST:
         queue_again(run)
     return code
 
@@ -208,8 +209,7 @@ def assemble(run: RunFolder) -> ClusterSpec:
             raise TimedOut(f"{task.name} did not start on its node, or {UNSEEN}")
         tasks.append(replace(task, host=place["host"], port=place["port"]) if place else task)
     cluster = replace(cluster, tasks=tuple(tasks))
-    stopped = (run.outcome or {"state": "stopped"})["state"] == "stopped"
-    if run.heartbeats() and stopped:  # of an earlier attempt
+    if run.heartbeats() and (run.outcome is None or run.has_stopped):  # of an earlier attempt
         go_on(run)
     write_json(folder / "cluster.json", cluster.to_json())
     return cluster
@@ -263,7 +263,7 @@ def result(run: RunFolder) -> int:
         absent = [task.name for task in run.load_cluster().tasks if not (places(run) / f"{task.name}.json").exists()]
         error = f"{', '.join(absent) or 'no task'} did not start; logs/slurm.log there says on which node, and why"
         run.end("failed", task="chief", exit_code=EXIT_FAILED, error=error)
-    elif outcome is None or (outcome["state"] == "stopped" and run.requeue_requested):
+    elif outcome is None or (run.has_stopped and run.after_stop == AfterStop.REQUEUE):
         return EXIT_PEER_LOST
     return exit_code(run)
 

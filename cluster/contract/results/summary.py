@@ -27,12 +27,12 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     beats = run.heartbeats()
     result = run.result
     started = _started(run)
-    wall_s = max(0.0, outcome["time"] - started)  # what tasks record may be from the future
+    wall_s = max(0.0, outcome.time - started)  # what tasks record may be from the future
     began = restarts.training_began(spec, [event for event in run.events() if event["time"] > started])
     members = [task.name for task in present.tasks]
     paces = {name: pace for name in members if name in beats and (pace := beats[name].pace)}
     value = {
-        "state": outcome["state"],
+        "state": outcome.state,
         "strategy": spec.strategy_class,
         "replicas": present.replicas,
         "steps": result.get("steps", run.newest_step),
@@ -44,7 +44,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         "weights_sha256": result.get("weights_sha256"),
         "restarts": restarts.costs(run, started),
         "goodput": _goodput(run, started, wall_s),
-        "goodput_split": goodput.split(started, outcome["time"], run.ledgers(), restarts.failures(run, started)),
+        "goodput_split": goodput.split(started, outcome.time, run.ledgers(), restarts.failures(run, started)),
         "checkpoint_every_s": goodput.checkpoint_every_s(
             sorted(run.ledgers(), key=lambda ledger: ledger["generation"], reverse=True)
         ),
@@ -53,8 +53,8 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     }
     if changes := membership.changes(run):
         value["membership"] = changes
-    if outcome["state"] == "failed":
-        value["cause"] = {key: outcome.get(key) for key in ("task", "exit_code", "step", "error", "time")}
+    if outcome.state == "failed":
+        value["cause"] = {key: getattr(outcome, key) for key in ("task", "exit_code", "step", "error", "time")}
     write_json(run.summary, value)
     checked = records.summary(value)
     with contextlib.suppress(OSError):  # the summary is what counts

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import AfterStop
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.files import lock
 
@@ -84,7 +85,7 @@ def held(run: RunFolder) -> bool:
 
 def scaling(run: RunFolder) -> bool:
     """Return whether another command is scaling the run. A command that was killed does not continue."""
-    return run.scale_requested and held(run)
+    return run.after_stop == AfterStop.SCALE and held(run)
 
 
 def _lock(descriptor: int, path: Path, timeout_s: float) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.fields import count, record
 from cluster.contract.run.layout import Layout
-from cluster.contract.run.records import Heartbeat
+from cluster.contract.run.records import AfterStop, Heartbeat, Outcome, OutcomeState, StopRequest
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import guard, make_folder, open_file, remove, rename
@@ -30,12 +30,6 @@ from cluster.system.json_files import RESERVE, RESERVE_BYTES, create_json, write
 
 LOST_AFTER_S = 15.0
 """Seconds without a new heartbeat, by the watcher's clock, after which a task counts as lost."""
-
-SCALE = "scale"
-"""What follows a stop that was requested so that the run can continue at once on another cluster."""
-
-REQUEUE = "requeue"
-"""What follows a stop that was requested so that a job frees its nodes; the run continues once it has nodes again."""
 
 TASK_LOST = "the loss of a task"
 """Who requests that a job is queued again because a task stays away: its scheduler may notice only minutes later."""
@@ -253,12 +247,12 @@ class RunFolder(Layout):
     # The end
 
     @property
-    def outcome(self) -> dict[str, Any] | None:
+    def outcome(self) -> Outcome | None:
         """How the run ended, as the first task that knew recorded it; None while it continues."""
         path = self.control / "outcome.json"
-        if not os.path.lexists(path):  # which is what agents see ten times a second
+        if not os.path.lexists(path):  # agents look ten times a second
             return None
-        return records.read(path, records.outcome, None, limit=records.TASK_BYTES)
+        return records.read(path, Outcome.from_json, None, limit=records.TASK_BYTES)
 
     def ledgers(self) -> list[dict[str, Any]]:
         """Return what the chief spent its time on in each generation that has such a record."""
@@ -268,7 +262,8 @@ class RunFolder(Layout):
 
     def end(self, state: str, **why: Any) -> bool:
         """Record the outcome unless another task has; return whether this call did."""
-        return create_json(self.control / "outcome.json", {"state": state, "time": time.time(), **why}, records.outcome)
+        outcome = Outcome(state=OutcomeState(state), time=time.time(), **why)
+        return create_json(self.control / "outcome.json", outcome.to_json(), Outcome.from_json)
 
     @property
     def stop_requested(self) -> bool:
@@ -276,47 +271,37 @@ class RunFolder(Layout):
         return self.stop_request is not None
 
     @property
-    def stop_request(self) -> dict[str, Any] | None:
+    def stop_request(self) -> StopRequest | None:
         """The request to save and stop; None without one."""
         if not os.path.lexists(self.stop):
             return None
-        return records.read(self.stop, records.stop, None, limit=records.TASK_BYTES)
+        return records.read(self.stop, StopRequest.from_json, None, limit=records.TASK_BYTES)
 
     @property
-    def scale_requested(self) -> bool:
-        """Whether that was requested in order to scale the run, however long ago."""
-        return (self.stop_request or {}).get("then") == SCALE
+    def after_stop(self) -> AfterStop | None:
+        """What follows the requested stop, however long ago it was requested; None without a request."""
+        request = self.stop_request
+        return request.then if request else None
 
-    @property
-    def requeue_requested(self) -> bool:
-        """Whether that was requested in order to free the nodes of the run's job until it has nodes again."""
-        return (self.stop_request or {}).get("then") == REQUEUE
-
-    @property
-    def stopped_by(self) -> str:
-        """Who requests that the run stops; empty where nobody does."""
-        return str((self.stop_request or {}).get("by", ""))
-
-    def request_stop(self, by: str, *, then: str = "") -> bool:
+    def request_stop(self, by: str, *, then: str = AfterStop.END) -> bool:
         """Request that every task saves at the same step and stops; return False if that was requested before.
 
         Args:
             by: who requests it.
-            then: `SCALE` if the run is to continue at once on another cluster, `REQUEUE` if it is to continue once its
-                job has nodes again; otherwise empty.
+            then: what follows.
         """
-        return create_json(self.stop, {"by": by, "then": then, "time": time.time()}, records.stop)
+        return create_json(self.stop, _stop(by, then), StopRequest.from_json)
 
     def insist_on_stop(self, by: str) -> None:
         """Request that every task saves and stops for good, even if the run was to continue after that."""
-        if not self.request_stop(by) and (self.scale_requested or self.requeue_requested):
-            write_json(self.stop, {"by": by, "then": "", "time": time.time()})
+        if not self.request_stop(by) and self.after_stop not in (None, AfterStop.END):
+            write_json(self.stop, _stop(by))
 
     def withdraw_stop(self) -> None:
         """Withdraw the stop request. Tasks that stop nevertheless start again."""
         write_json(self.withdrawn_stop, {"generation": self.generation})
-        if not (taken := self._take_stop()).get("then", SCALE):
-            self.request_stop(taken["by"])  # another request, not the one to withdraw
+        if (taken := self._take_stop()) and taken.then == AfterStop.END:
+            self.request_stop(taken.by)  # another request, not the one to withdraw
 
     def stop_withdrawn(self, generation: int) -> bool:
         """Whether a stop request to the tasks of this generation was withdrawn."""
@@ -324,13 +309,17 @@ class RunFolder(Layout):
         return not self.stop_requested and withdrawn.get("generation") == generation
 
     @property
-    def goes_on(self) -> bool:
+    def continues_elsewhere(self) -> bool:
         """Whether the run has stopped only to continue on another cluster, or on other nodes."""
-        outcome = self.outcome
-        stopped = outcome is not None and outcome["state"] == "stopped"
-        return stopped and (self.scale_requested or self.requeue_requested)
+        return self.has_stopped and self.after_stop not in (None, AfterStop.END)
 
-    def reopen(self) -> dict[str, Any]:
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the run has ended because a stop was requested."""
+        outcome = self.outcome
+        return outcome is not None and outcome.state == OutcomeState.STOPPED
+
+    def reopen(self) -> StopRequest | None:
         """Remove the outcome, so that the run can continue in a new generation; return its stop request.
 
         The token goes first: the folder may be a copy, whose agents must not join those of the original.
@@ -346,16 +335,20 @@ class RunFolder(Layout):
             remove(path)
         return self._take_stop()
 
-    def _take_stop(self) -> dict[str, Any]:
-        """Remove the stop request and return it; empty without one. Renaming first loses no concurrent request."""
+    def _take_stop(self) -> StopRequest | None:
+        """Remove the stop request and return it. Renaming first loses no concurrent request."""
         taken = self.stop.with_name(f".stop.{os.urandom(8).hex()}")
         try:
             rename(self.stop, taken.name)
         except FileNotFoundError:
-            return {}
-        value = records.read(taken, records.stop, {})
+            return None
+        value = records.read(taken, StopRequest.from_json, None)
         remove(taken)
         return value
+
+
+def _stop(by: str, then: str = AfterStop.END) -> dict[str, Any]:
+    return StopRequest(by=by, then=AfterStop(then), time=time.time()).to_json()
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from cluster.contract.run import claim
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.heartbeat import HEARTBEAT_S
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
+from cluster.contract.run.records import FINAL_STATES, AfterStop, Heartbeat, TaskState
 
 HANG_TIMEOUT_S = 60.0
 """How long a task may take no step before it counts as hanging, unless `--hang-timeout` says otherwise."""
@@ -106,9 +106,9 @@ def final_state(run: RunFolder) -> str | None:
     if ended := run.ended:
         return str(ended["state"])
     outcome = run.outcome
-    if not outcome or (run.goes_on and (run.requeue_requested or claim.scaling(run))):
+    if not outcome or (run.continues_elsewhere and (run.after_stop == AfterStop.REQUEUE or claim.scaling(run))):
         return None
-    return str(outcome["state"])
+    return outcome.state
 
 
 def _shown(beats: dict[str, Heartbeat], lost: Collection[str]) -> dict[str, Heartbeat]:

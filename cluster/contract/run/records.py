@@ -148,7 +148,44 @@ class Heartbeat(Record):
         )
 
 
-OUTCOMES = ("succeeded", "stopped", "failed")
+class OutcomeState(StrEnum):
+    """The ways in which a run ends."""
+
+    SUCCEEDED = "succeeded"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Record):
+    """How the run ended, and the task at fault: `control/outcome.json`."""
+
+    state: OutcomeState
+    time: Seconds
+    task: str | None = field(default=None, metadata=SPARSE)
+    exit_code: ExitCode | None = field(default=None, metadata=SPARSE)
+    step: Count | None = field(default=None, metadata=SPARSE)
+    error: str | None = field(default=None, metadata=SPARSE)
+
+
+class AfterStop(StrEnum):
+    """What follows a requested stop."""
+
+    END = ""
+    SCALE = "scale"
+    """The run continues at once on another cluster."""
+    REQUEUE = "requeue"
+    """The run's job frees its nodes; the run continues once the job has nodes again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequest(Record):
+    """A request that every task saves at the same step and stops: `control/stop.json`."""
+
+    by: str
+    then: AfterStop = AfterStop.END
+    time: Seconds = 0.0
+
 
 _attempt: dict[str, tuple[Check, Any]] = {
     "kind": (text, ABSENT),
@@ -219,20 +256,8 @@ end = exactly(
 )
 """How one task's program ended, as its agent recorded it."""
 
-outcome = record(
-    {"state": one_of(*OUTCOMES), "time": seconds},
-    {
-        "task": (optional(text), ABSENT),
-        "exit_code": (optional(code), ABSENT),
-        "step": (optional(count), ABSENT),
-        "error": (optional(text), ABSENT),
-    },
-)
-
 place = record({"node": text, "host": text, "port": count}, {"job": (text, "")})
 """Where a task of a job runs and listens, and the job's number."""
-
-stop = record({"by": text}, {"then": (text, ""), "time": (seconds, 0.0)})
 
 ledger = record(
     {
@@ -301,7 +326,7 @@ _names = listing(text)
 _change = exactly({"generation": count, "step": count, "lost": _names, "regained": _names, "left_out": _names})
 
 _summary = record(
-    {"state": one_of(*OUTCOMES)},
+    {"state": one_of(*OutcomeState)},
     {
         "strategy": (text, ""),
         "steps": (count, 0),

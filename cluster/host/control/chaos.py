@@ -177,7 +177,7 @@ class _Before:
     def result(self, fault: Fault) -> Result:
         costs, ended = self.costs(), self._run.ended
         if ended:
-            resumed_s = self._run.outcome["time"] - self.time if self._run.outcome else 0.0
+            resumed_s = self._run.outcome.time - self.time if self._run.outcome else 0.0
         elif costs:
             resumed_s = costs[-1]["resumed_s"]
         else:

@@ -76,7 +76,7 @@ def _is_run(run: RunFolder) -> bool:
 def _ended(run: RunFolder) -> float:
     """Return when a run ended, or else last did something, by the files that its commands and tasks write."""
     if run.summary.exists():  # a report or an export of a later day does not make it younger
-        return float((run.outcome or {}).get("time", run.summary.lstat().st_mtime))
+        return run.outcome.time if run.outcome else run.summary.lstat().st_mtime
     paths = [run.path, run.summary, run.events_log, run.cluster, run.control, *(run.path / "status").glob("*.json")]
     return max((path.lstat().st_mtime for path in paths if path.exists()), default=0.0)
 

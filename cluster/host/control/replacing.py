@@ -10,6 +10,7 @@ import time
 
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import AfterStop
 from cluster.host.launch import teardown
 from cluster.host.runtime import registry
 from cluster.host.view.ended import ended_lines
@@ -55,7 +56,7 @@ def watch(run: RunFolder, *, trust: bool = False) -> None:
     if run.ended:
         print("\n".join(ended_lines(run, short_path(run.path))), flush=True)
     elif run.stop_requested:
-        print(f"{run.name} is being {'scaled' if run.scale_requested else 'stopped'}", flush=True)
+        print(f"{run.name} is being {'scaled' if run.after_stop == AfterStop.SCALE else 'stopped'}", flush=True)
     else:
         raise RunFailed(f"`docker compose watch` ended with exit code {code}, see above; {run.name} goes on")
 

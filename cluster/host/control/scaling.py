@@ -14,7 +14,8 @@ import time
 from cluster.contract import spec
 from cluster.contract.results import summary
 from cluster.contract.run import claim, membership
-from cluster.contract.run.folder import SCALE, RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.control import watch
 from cluster.host.launch import planning, startup, teardown
@@ -114,14 +115,16 @@ def stop(run: RunFolder) -> bool:
         UsageError: somebody else is stopping it.
         TimedOut: it did not stop, and continues.
     """
-    if not run.request_stop(BY, then=SCALE) and not run.scale_requested:  # or by a command that was killed
+    if (
+        not run.request_stop(BY, then=AfterStop.SCALE) and run.after_stop != AfterStop.SCALE
+    ):  # or by a command that was killed
         raise UsageError(f"run {run.name!r} is being stopped already; `invoke status --watch` shows it")
     try:
         _await_outcome(run)
     except BaseException:
         run.withdraw_stop()
         raise
-    return run.goes_on
+    return run.continues_elsewhere
 
 
 def _swap(planned: Plan, sh: Shell) -> bool:
@@ -130,7 +133,7 @@ def _swap(planned: Plan, sh: Shell) -> bool:
     try:
         summary.await_last_heartbeats(run, summary.SETTLE_S)
         teardown.remove(run, sh)
-        if run.goes_on:
+        if run.continues_elsewhere:
             startup.go_on(planned, sh)
             return True
     except BaseException:

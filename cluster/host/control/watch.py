@@ -12,6 +12,7 @@ from cluster.contract.results import summary
 from cluster.contract.run import claim, membership, owner, records
 from cluster.contract.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.contract.run.liveness import LivenessMonitor
+from cluster.contract.run.records import AfterStop
 from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import registry, tensorboard
@@ -251,7 +252,7 @@ def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
     if monitor.silence_s <= patience_s or (trusts and runtime.alive(run)):
         return
     cause = runtime.situation(run) or "no task writes heartbeats: the engine or the supervisor stopped"
-    if run.goes_on and run.scale_requested:
+    if run.continues_elsewhere and run.after_stop == AfterStop.SCALE:
         cause = "every task saved and ended to be scaled, but `invoke scale` ended before it started them again"
         write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})
     if run.end("failed", error=cause, exit_code=EXIT_FAILED) or run.outcome:

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from cluster.contract.run import claim, owner, provenance
-from cluster.contract.run.folder import SCALE, RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import AfterStop, StopRequest
 from cluster.host.launch import manifest, planning, teardown
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.inputs import initial, packages
@@ -89,8 +90,8 @@ def go_on(plan: Plan, sh: Shell) -> None:
     if not plan.run.load_started().get("hang_timeout_s"):  # a task was debugged, which is over
         started = plan.run.load_started() | {"hang_timeout_s": plan.hang_timeout_s}
         json_files.write_json(plan.run.control / "started.json", started)
-    if not (stop := _begin_life(plan)).get("then", SCALE):
-        plan.run.request_stop(stop["by"])  # somebody else's, which came too late for the tasks that ended
+    if (stop := _start_generation(plan)) and stop.then == AfterStop.END:
+        plan.run.request_stop(stop.by)  # somebody else's, which came too late for the tasks that ended
     _start_tasks(plan, sh)
 
 
@@ -239,7 +240,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     started |= {"secrets": [f"{name}={file}" for name, file in plan.payload.secrets.items()]}
     started |= {"job": asdict(plan.job), **plan.elastic}
     json_files.write_json(plan.run.control / "started.json", started)
-    _begin_life(plan)
+    _start_generation(plan)
 
 
 def _make_folder(plan: Plan) -> None:
@@ -255,7 +256,7 @@ def _make_folder(plan: Plan) -> None:
         ) from error
 
 
-def _begin_life(plan: Plan) -> dict[str, Any]:
+def _start_generation(plan: Plan) -> StopRequest | None:
     """Lay out the plan's cluster, and clear what an earlier one left; return the request to stop that it left.
 
     In this order: whoever watches a run is patient with a generation that has just begun, and until then with the
@@ -267,7 +268,7 @@ def _begin_life(plan: Plan) -> dict[str, Any]:
     provenance.write(plan.run)
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
     if not plan.resumes:
-        return {}
+        return None
     for record in (*(plan.run.path / "status").glob("*.json"), *plan.run.away("").glob("*")):
         files.remove(record)
     return plan.run.reopen()

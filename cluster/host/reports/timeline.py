@@ -24,7 +24,7 @@ def draw(run: RunFolder) -> str:
         return ""
     began = run.started.get("time", generations[0]["time"])
     times = [*(each["time"] for each in generations), *(event["time"] for event in events)]
-    ended = max([*times, outcome["time"] if outcome else 0.0])
+    ended = max([*times, outcome.time if outcome else 0.0])
     ticks = charts.ticks(0.0, max(ended - began, 1.0))
 
     def x_at(moment: float) -> float:

@@ -63,7 +63,7 @@ def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang)
     gang = start_gang("sys.exit('a wrong installation')", imports="import sys", absent=("worker-0",), workers=1)
     outcome = gang.outcome()  # long before the rendezvous' end
     cause = ("failed", "chief", 1, "exit code 1, last line: a wrong installation")
-    assert cause == tuple(outcome[key] for key in ("state", "task", "exit_code", "error"))
+    assert cause == (outcome.state, outcome.task, outcome.exit_code, outcome.error)
 
 
 def test_a_task_that_dies_after_the_end_changes_nothing(start_gang):
@@ -267,7 +267,7 @@ def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang):
     gang = start_gang(SERVERS_SERVE + "train(3), work(saving_s=0.5)", workers=1, ps=1)
     gang.await_step("chief", 3)
     gang.run.request_stop("a test")
-    assert ("stopped", "chief") == (gang.outcome()["state"], gang.outcome()["task"])
+    assert ("stopped", "chief") == (gang.outcome().state, gang.outcome().task)
     assert {"chief": 0, "worker-0": 0, "ps-0": 0} == gang.summary()["tasks"]
 
 
@@ -275,7 +275,7 @@ def test_a_stop_while_tasks_wait_for_each_other_ends_the_run(start_gang):
     gang = start_gang(ALL_FINISH, absent=("worker-0",), workers=1)
     wait_for(lambda: gang.beat("chief").state == "waiting", "the chief at the rendezvous")
     gang.run.request_stop("a test")
-    assert "stopped" == gang.outcome()["state"]
+    assert "stopped" == gang.outcome().state
 
 
 def test_a_stop_before_the_start_ends_the_run(start_gang):
@@ -300,11 +300,11 @@ def test_a_missing_task_is_named_and_the_start_ends_with_4(start_gang, monkeypat
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
     gang = start_gang(ALL_FINISH, absent=("worker-1",), workers=2)
     outcome = gang.outcome()
-    assert ("failed", 4) == (outcome["state"], outcome["exit_code"])
+    assert ("failed", 4) == (outcome.state, outcome.exit_code)
     address = gang.run.load_cluster().task("worker-1").address
     expected = "the cluster was not complete after 1 s: missing "
     expected += f"worker-1 (nothing listens on {address}; never started)"
-    assert expected == outcome["error"]
+    assert expected == outcome.error
     assert [] == gang.events("first step")
 
 

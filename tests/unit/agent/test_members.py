@@ -12,8 +12,9 @@ from cluster.agent.policy import Recovery
 from cluster.contract.recovery import attempts
 from cluster.contract.recovery.attempts import PLANNED
 from cluster.contract.run import joining, membership
-from cluster.contract.run.folder import REQUEUE, RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.records import AfterStop
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang
 from tests.support.waiting import wait_for
@@ -61,8 +62,8 @@ def test_a_run_goes_on_without_a_worker_that_stays_away(begin):
 def test_a_run_that_needs_the_worker_fails_and_names_it(begin):
     gang = begin("train(5), meet(), finish()", min_workers=2)
     outcome = gang.outcome()
-    assert ("failed", 4) == (outcome["state"], outcome["exit_code"])
-    assert "missing worker-0 (" in outcome["error"]
+    assert ("failed", 4) == (outcome.state, outcome.exit_code)
+    assert "missing worker-0 (" in outcome.error
 
 
 def test_a_worker_that_returns_waits_and_a_failure_of_the_others_does_not_bring_it_in(begin):
@@ -125,7 +126,7 @@ def test_a_job_is_queued_again_for_a_lost_task_unless_its_cluster_is_never_compl
         run.event("chief", "cluster complete", generation=each)
     members = Members(run, run.load_cluster(), run.load_cluster().task("worker-0"))
     assert not members.are_queued_again(generation)  # by an engine that has no queue
-    monkeypatch.setenv("LOST_THEN", REQUEUE)
+    monkeypatch.setenv("LOST_THEN", AfterStop.REQUEUE)
     assert again == members.are_queued_again(generation)
 
 

@@ -307,7 +307,7 @@ def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkey
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
     gang = start_scripts("print('on')", absent=("worker-0",), workers=1)
     outcome = gang.outcome()
-    assert ("failed", 4) == (outcome["state"], outcome["exit_code"])
+    assert ("failed", 4) == (outcome.state, outcome.exit_code)
     assert "" == gang.run.log("chief").read_text()
 
 

@@ -86,7 +86,7 @@ def test_neither_does_what_is_no_file(make_run, make):
     make(run.control / "outcome.json")
     assert run.outcome is None
     assert [True, False] == [run.end("failed"), run.end("succeeded")]
-    assert "failed" == run.outcome["state"]
+    assert "failed" == run.outcome.state
 
 
 def test_a_record_is_on_the_disk_before_its_name(tmp_path, monkeypatch):

@@ -156,7 +156,7 @@ def test_a_file_that_is_replaced_takes_the_place_of_a_link(make_run, outside, un
     assert {"state": "failed"} == json_files.read_json(run.summary)
     swap(run.control / "outcome.json", outside / "secret")
     assert run.end("failed")  # a link claims nothing
-    assert "failed" == run.outcome["state"]
+    assert "failed" == run.outcome.state
     assert untouched()
 
 

@@ -134,7 +134,7 @@ class Supervisor:
             self._start_those_due()
             time.sleep(POLL_S)
         # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
-        if not self.run.ended and not self.run.goes_on:
+        if not self.run.ended and not self.run.continues_elsewhere:
             self.run.end("failed", error="the agents ended without an outcome; see logs/")
             summary.write(self.run, settle_s=0)
 

@@ -73,7 +73,7 @@ def test_what_the_chief_sees_all_learn(run, join):
     wait_for(lambda: worker.generation == 1, "the generation")
     assert ["worker-1"] == worker.begun(1)["left_out"]
     run.end("succeeded", task="chief")
-    assert "succeeded" == wait_for(lambda: worker.outcome, "the outcome")["state"]
+    assert "succeeded" == wait_for(lambda: worker.outcome, "the outcome").state
 
 
 @pytest.mark.usefixtures("blind")

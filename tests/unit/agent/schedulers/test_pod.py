@@ -56,7 +56,7 @@ def test_a_run_that_ended_stays_ended(run, given, state):
     pod.begin(run, given)
     run.end(state, task="chief")
     pod.begin(run, given)
-    assert state == (run.outcome or {})["state"]
+    assert state == run.outcome.state
 
 
 def test_a_run_that_stopped_goes_on_with_the_cluster_of_the_manifests(run, given, tmp_path):

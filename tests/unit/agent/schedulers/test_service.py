@@ -8,7 +8,8 @@ import pytest
 
 from cluster.agent.schedulers import lifecycle, service
 from cluster.contract.run.copies import Copy
-from cluster.contract.run.folder import REQUEUE, RunFolder
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import AfterStop
 from cluster.system.errors import EXIT_DONE, EXIT_PEER_LOST, TimedOut
 from tests.support.waiting import wait_for
 
@@ -29,7 +30,7 @@ def stopped(run: RunFolder, then: str) -> None:
     run.end("stopped", task="chief")
 
 
-@pytest.mark.parametrize(("then", "code"), [(REQUEUE, EXIT_PEER_LOST), ("", EXIT_DONE)])
+@pytest.mark.parametrize(("then", "code"), [(AfterStop.REQUEUE, EXIT_PEER_LOST), ("", EXIT_DONE)])
 def test_only_a_run_that_is_to_go_on_starts_again(run, then, code):
     stopped(run, then)
     assert code == service.keep(agent(""), run, Copy.begin(run, "chief"))
@@ -60,7 +61,7 @@ def test_an_older_copy_of_a_task_ends_without_stopping_the_run(run, tmp_path, mo
 def test_the_chief_opens_a_run_that_stopped_for_a_host(run, monkeypatch):
     monkeypatch.setattr(service.summary, "SETTLE_S", 0.0)
     monkeypatch.setenv("BARRIER_TIMEOUT_S", "0.1")
-    stopped(run, REQUEUE)
+    stopped(run, AfterStop.REQUEUE)
     with pytest.raises(TimedOut):
         service.rejoin(run, "worker-0")
     service.rejoin(run, "chief")

@@ -11,7 +11,8 @@ from cluster.agent.schedulers import lifecycle, replacements, slurm
 from cluster.contract import spec
 from cluster.contract.run import membership
 from cluster.contract.run.copies import Copy
-from cluster.contract.run.folder import REQUEUE, SCALE, TASK_LOST, RunFolder
+from cluster.contract.run.folder import TASK_LOST, RunFolder
+from cluster.contract.run.records import AfterStop
 from cluster.system.errors import EXIT_PEER_LOST, EXIT_PREREQUISITE, PrerequisiteError, TimedOut
 from cluster.system.json_files import write_json
 
@@ -57,7 +58,7 @@ def test_a_job_that_runs_again_goes_on_in_a_new_generation_elsewhere(run, stoppe
     assembled(run)
     monkeypatch.setattr(slurm, "LATER_S", 0.0)
     write_json(run.status("chief"), {"task": "chief", "state": "training", "updated_at": 1.0})
-    run.request_stop(slurm.TIME_LIMIT, then=REQUEUE)
+    run.request_stop(slurm.TIME_LIMIT, then=AfterStop.REQUEUE)
     if stopped:
         run.end("stopped", task="chief")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -71,7 +72,7 @@ def test_a_job_that_runs_again_goes_on_in_a_new_generation_elsewhere(run, stoppe
 def test_a_run_that_ended_stays_ended(run):
     run.end("succeeded", task="chief")
     assembled(run)
-    assert "succeeded" == (run.outcome or {})["state"]
+    assert "succeeded" == run.outcome.state
 
 
 def test_a_task_that_does_not_start_is_waited_for_only_so_long(run):
@@ -102,9 +103,9 @@ def test_a_node_answers_also_where_another_does_not_see_the_folder(run, monkeypa
     ("outcome", "then", "code"),
     [
         (None, "", EXIT_PEER_LOST),
-        ("stopped", REQUEUE, EXIT_PEER_LOST),
+        ("stopped", AfterStop.REQUEUE, EXIT_PEER_LOST),
         ("stopped", "", 130),
-        ("stopped", SCALE, 130),
+        ("stopped", AfterStop.SCALE, 130),
         ("succeeded", "", 0),
         ("failed", "", 1),
     ],
@@ -120,8 +121,8 @@ def test_a_job_is_queued_again_unless_its_run_has_come_to_its_end(run, outcome, 
 def test_a_job_whose_tasks_never_started_is_not_queued_again_for_ever(run):
     take_places(run, "chief")
     assert 1 == slurm.result(run)
-    outcome = run.outcome or {}
-    assert ("failed", True) == (outcome["state"], outcome["error"].startswith("worker-0 did not start"))
+    outcome = run.outcome
+    assert ("failed", True) == (outcome.state, outcome.error.startswith("worker-0 did not start"))
 
 
 def test_a_node_that_lacks_the_folder_of_the_run_is_named(run, monkeypatch, capsys):
@@ -167,7 +168,7 @@ def test_one_task_queues_the_job_again_that_has_lost_another(run, by, requeued, 
     monkeypatch.setattr(slurm.processes, "run", lambda command, _: commands.append(command) or (0, "", ""))
     monkeypatch.setattr(slurm.os, "environ", dict(os.environ))
     slurm.places(run).mkdir(parents=True)
-    run.request_stop(by, then=REQUEUE)
+    run.request_stop(by, then=AfterStop.REQUEUE)
     for name in ("worker-0", "chief"):
         monkeypatch.setattr(slurm, "_join", lambda _, name=name: (run.load_cluster(), run.load_cluster().task(name)))
         assert 0 == slurm.main(["task", "true"])

@@ -170,7 +170,7 @@ def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kil
     assert 4 <= story.own_failures <= 5
     outcome = story.run.outcome
     assert outcome is not None
-    assert ("failed", story.crash_at - 1) == (outcome["state"], outcome["step"])
+    assert ("failed", story.crash_at - 1) == (outcome.state, outcome.step)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -240,4 +240,4 @@ def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw
         step_record.StepRecord(run, "chief", 0).done(1000)  # the others' work
         recovery.restart_alone(recovery.end(0, OWN, "it died"))
     assert run.outcome is not None
-    assert ("failed", "worker-0") == (run.outcome["state"], run.outcome["task"])
+    assert ("failed", "worker-0") == (run.outcome.state, run.outcome.task)

@@ -129,7 +129,7 @@ def test_the_first_outcome_stays(run):
     assert run.outcome is None
     assert run.end("failed", task="worker-0", error="loss is nan")
     assert not run.end("succeeded", task="chief")
-    assert ("failed", "worker-0") == (run.outcome["state"], run.outcome["task"])
+    assert ("failed", "worker-0") == (run.outcome.state, run.outcome.task)
 
 
 def test_a_reopened_run_has_no_end_and_keeps_its_history(run):
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_room_for_the_outcome(make_run, monkeypatch):
     monkeypatch.setattr(os, "open", open_on_a_full_disk)
     assert run.end("failed", error="the disk is full")
     assert run.outcome is not None
-    assert "the disk is full" == run.outcome["error"]
+    assert "the disk is full" == run.outcome.error
 
 
 def test_an_event_on_a_full_disk_is_lost_and_nothing_else(make_run, monkeypatch):
@@ -238,4 +238,4 @@ def test_an_outcome_and_a_stop_that_were_left_empty_are_none(run, left):
     assert (None, False, {}) == (run.outcome, run.stop_requested, run.result)
     assert run.end("failed")
     assert run.request_stop("a test")
-    assert ("failed", True) == (run.outcome["state"], run.stop_requested)
+    assert ("failed", True) == (run.outcome.state, run.stop_requested)

@@ -291,7 +291,7 @@ def _(make_run: Callable[..., RunFolder]) -> Provoked:
     cluster = run.load_cluster()
     policy = Recovery(run, cluster, cluster.task("worker-0"))
     policy._fail(End("worker-0", OWN, "ended with exit code 1", "ValueError: x", 0.0, furthest=5), 4)
-    return run.outcome["error"], run.outcome["exit_code"]
+    return run.outcome.error, run.outcome.exit_code
 
 
 @provokes("before it was done", EXIT_FAILED)

@@ -68,7 +68,7 @@ def test_a_task_that_is_stopped_stops_the_run_as_it_should(start_gang):
     result = chaos.inflict(gang.run, Fault("stop", "worker-0"))
     assert ("stopped", None, 0, True) == (result.ended, result.detected_s, result.steps_lost, result.as_it_should)
     assert result.resumed_s is not None and gang.run.outcome is not None
-    assert result.resumed_s == pytest.approx(gang.run.outcome["time"] - gang.events("fault")[0]["time"], abs=0.2)
+    assert result.resumed_s == pytest.approx(gang.run.outcome.time - gang.events("fault")[0]["time"], abs=0.2)
     assert [] == gang.summary()["restarts"]
 
 

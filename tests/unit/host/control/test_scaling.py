@@ -12,7 +12,8 @@ from invoke import Exit, MockContext
 import tasks
 from cluster.contract import spec
 from cluster.contract.run import claim, liveness, provenance
-from cluster.contract.run.folder import LOST_AFTER_S, SCALE, RunFolder
+from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
+from cluster.contract.run.records import AfterStop
 from cluster.host.control import scaling, watch
 from cluster.host.launch import planning, startup
 from cluster.host.reports import listing
@@ -50,7 +51,7 @@ def beats(run: RunFolder, age_s: float = 0, state: str = "training") -> None:
 
 
 def scale_requested(run: RunFolder, age_s: float = 0) -> None:
-    assert run.request_stop("invoke scale", then=SCALE)
+    assert run.request_stop("invoke scale", then=AfterStop.SCALE)
     stop = run.control / "stop.json"
     write_json(stop, read_json(stop) | {"time": time.time() - age_s})
 
@@ -223,7 +224,7 @@ def test_watchers_are_patient_with_a_run_that_is_being_scaled(training):
 
     with claimed_elsewhere(run), pytest.raises(KeyboardInterrupt):
         watch.follow(run, looked)
-    assert (True, False) == (run.goes_on, run.summary.exists())
+    assert (True, False) == (run.continues_elsewhere, run.summary.exists())
 
 
 @pytest.mark.usefixtures("hurried")
@@ -268,18 +269,18 @@ def test_a_run_may_be_scaled_before_it_trains(training):
 
 def test_an_agent_s_sigterm_does_not_take_the_next_size_away(make_run):
     run = make_run()
-    assert run.request_stop("invoke scale", then=SCALE)
+    assert run.request_stop("invoke scale", then=AfterStop.SCALE)
     assert not run.request_stop("worker-0")
-    assert run.scale_requested
+    assert run.after_stop == "scale"
     run.insist_on_stop("invoke stop")
-    assert (True, False) == (run.stop_requested, run.scale_requested)
+    assert (True, False) == (run.stop_requested, run.after_stop == "scale")
     run.insist_on_stop("another")
     assert "invoke stop" == read_json(run.control / "stop.json")["by"]
 
 
 def test_only_one_s_own_stop_is_withdrawn(make_run):
     run = make_run()
-    run.request_stop("invoke scale", then=SCALE)
+    run.request_stop("invoke scale", then=AfterStop.SCALE)
     run.withdraw_stop()
     assert (False, True, False) == (run.stop_requested, run.stop_withdrawn(0), run.stop_withdrawn(1))
     run.request_stop("invoke stop")

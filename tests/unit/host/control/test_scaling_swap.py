@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from cluster.contract.run import membership
-from cluster.contract.run.folder import SCALE, RunFolder
+from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.contract.run.records import AfterStop
 from cluster.host.control import scaling, watch
 from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan
@@ -151,9 +152,9 @@ def test_parameter_servers_are_mentioned(start_gang, scale, capsys):
 def test_a_stop_for_another_size_is_not_the_end(start_gang):
     gang = start_gang("train(3), work()", workers=1)
     gang.await_step("chief", 3)
-    gang.run.request_stop("a test", then=SCALE)
+    gang.run.request_stop("a test", then=AfterStop.SCALE)
     wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=300)
-    assert ("stopped", True, False) == (gang.outcome()["state"], gang.run.goes_on, gang.run.summary.exists())
+    assert ("stopped", True, False) == (gang.outcome().state, gang.run.continues_elsewhere, gang.run.summary.exists())
     assert {"chief": "stopped", "worker-0": "stopped"} == {n: b.state for n, b in gang.run.heartbeats().items()}
 
 
@@ -192,7 +193,7 @@ def test_somebody_s_stop_comes_before_another_size(start_gang, scale):
     codes: list[int] = []
     scales = threading.Thread(target=lambda: codes.append(scale(gang, workers="2")))
     scales.start()
-    wait_for(lambda: gang.run.scale_requested, "the request")
+    wait_for(lambda: gang.run.after_stop == "scale", "the request")
     assert "stopped" == watch.stop(gang.run, "invoke stop")["state"]
     scales.join()
     assert ([130], {"chief": 0, "worker-0": 0}) == (codes, gang.summary()["tasks"])
@@ -220,7 +221,7 @@ def test_a_cluster_that_cannot_be_started_leaves_a_stopped_run(start_gang, scale
     monkeypatch.setattr(supervisor, "start", fail)
     with pytest.raises(OSError, match="no more processes"):
         scale(gang, workers="2")
-    assert ("stopped", False) == (read_json(gang.run.summary)["state"], gang.run.scale_requested)
+    assert ("stopped", False) == (read_json(gang.run.summary)["state"], gang.run.after_stop == "scale")
     assert "run is stopped; `invoke up --resume run` goes on" in capsys.readouterr().out
 
 

@@ -91,7 +91,7 @@ def test_a_run_that_never_began_is_waited_for_longer(make_run):
         clock[0] += 1
         monitor.look()
     watch._notice_silence(run, monitor)
-    assert "failed" == run.outcome["state"]
+    assert "failed" == run.outcome.state
 
 
 def test_a_run_whose_job_is_gone_ends_soon_with_what_its_scheduler_says(make_run, monkeypatch):
@@ -106,7 +106,7 @@ def test_a_run_whose_job_is_gone_ends_soon_with_what_its_scheduler_says(make_run
         assert clock[0] < 2 * LOST_AFTER_S
         monitor.look()
         watch._notice_silence(run, monitor)
-    assert "job 7 ended" == run.outcome["error"]
+    assert "job 7 ended" == run.outcome.error
 
 
 @pytest.mark.parametrize("supervised", [True, False])

@@ -93,7 +93,7 @@ def test_what_was_started_is_ended_by_its_own_engine(make_run, monkeypatch, how,
     monkeypatch.setattr(supervisor, "kill", killed.append)
     teardown.kill(run, commands)
     teardown.remove(run, commands)
-    assert "stopped" == run.outcome["state"]
+    assert "stopped" == run.outcome.state
     assert expected == [command.partition(f" --project-name {overlay.project(run.path)} ")[2] for command in commands]
     assert killed == ([] if expected else [run, run])
 

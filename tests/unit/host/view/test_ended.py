@@ -48,7 +48,7 @@ def test_a_failure_reports_the_root_cause_last(run):
     run.begin_generation(1, error="", failed_at=time.time(), **why)
     end(run, "failed", task="worker-0", exit_code=1, error="loss is nan at step 7")
     rule, *inside, rule_too, folder, further = ended_lines(run, "runs/demo")
-    at = time.strftime("%H:%M:%S", time.localtime(run.outcome["time"]))
+    at = time.strftime("%H:%M:%S", time.localtime(run.outcome.time))
     assert [
         "run demo failed after 7 steps",
         "chief: exit code 137 (SIGKILL: killed), ended because of the other",
