@@ -20,7 +20,7 @@ from cluster.system.process_table import ProcessTable
 from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, step_of, summary
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.usefixtures("data"), pytest.mark.long, pytest.mark.alone]
+pytestmark = pytest.mark.usefixtures("data")
 
 BOUND_S = 90.0
 TOPOLOGIES = {
@@ -33,8 +33,7 @@ ROLES = {
     "elastic": ("chief", "worker-0"),
     "ps": ("chief", "worker-0", "ps-0", "evaluator"),
 }
-PROCESSES = ("agent", "program")
-"""Standby processes are left out: those that lose one of their cluster do not notice it, so it is not formed again."""
+PROCESSES = ("agent", "program", "standby")
 SECONDS = (5.0, 30.0, None)
 
 
@@ -81,6 +80,13 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def early_standby_processes(clusters, monkeypatch):
+    """Standby processes that start at once, so that each freeze waits less for them."""
+    monkeypatch.setitem(clusters.environment, "WARM_SPARE_DELAY_S", "0")
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize("seconds", SECONDS, ids=["5s", "30s", "permanent"])
 @pytest.mark.parametrize(("strategy", "frozen"), cases())
 def test_a_frozen_process_must_not_hold_up_the_run(clusters, strategy, frozen, seconds):
@@ -101,6 +107,20 @@ def test_a_frozen_process_must_not_hold_up_the_run(clusters, strategy, frozen, s
     assert "stopped" == summary(run)["state"]
 
 
+def test_a_frozen_standby_process_must_be_replaced_in_its_generation(clusters):
+    run = clusters.up("standby", "--workers=1", "--detach", "--", *ENDLESS)
+    _await_standby(run)
+    processes.kill(Frozen("standby", "worker-0").find(run), signal.SIGSTOP)
+    wait_for(lambda: not standby_cluster.complete(run, run.load_cluster(), 0), "the end of their cluster", BOUND_S)
+    _await_standby(run)
+    processes.kill(Frozen("program", "chief").find(run), signal.SIGKILL)
+    step = step_of(run)
+    wait_for(lambda: run.generation == 1 and step_of(run) > step, "new steps", BOUND_S)
+    assert standby_cluster.PORTS_KEY in run.begun(1)
+    clusters.invoke("stop", "standby", timeout_s=BOUND_S)
+
+
+@pytest.mark.alone
 def test_a_run_with_a_frozen_task_must_stop_and_end(clusters):
     for command in ("stop", "down"):
         name = f"frozen-{command}"
