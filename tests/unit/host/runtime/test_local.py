@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cluster.host.runtime.local.runtime import processes_of
 from cluster.system import ports, processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
+from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
 from tests.support.waiting import wait_for
 
@@ -86,6 +88,16 @@ def test_everything_dies_with_the_supervisor(start_gang):
         gang.await_step(task, 2)
     processes.kill(gang.keeper, signal.SIGKILL)
     wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=3)
+
+
+def test_the_keeper_continues_a_supervisor_that_a_signal_stopped():
+    stopped = """
+import os, signal
+from cluster.host.runtime.local import keeper
+keeper.STOPPED_S = 0.1
+keeper.keep(lambda: os.kill(os.getpid(), signal.SIGSTOP), lambda: None)
+"""
+    assert 0 == subprocess.run([sys.executable, "-c", stopped], cwd=ROOT, timeout=60, check=False).returncode
 
 
 @pytest.mark.parametrize("end", ["exit 3", "kill -SEGV $$"])
