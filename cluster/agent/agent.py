@@ -331,6 +331,8 @@ class Agent(Decisions):
                 program.show_stacks()
             if finding := watchdog.examine(program.stopped_s):
                 return self._act_on_finding(finding, program, generation)
+            if self.task.role.beside and (late := watchdog.late(self.rendezvous_timeout_s)):
+                return self._act_on_late(late, generation)
             self.members.take_in_returned(self.recovery, generation)
             if self.run.stop_requested and not self.serves and self.task.role != Role.EVALUATOR:
                 self._request_end(program)  # an evaluator ends after the run, whose last checkpoint it evaluates

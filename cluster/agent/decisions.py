@@ -25,7 +25,7 @@ from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.membership import LEFT_OUT
 from cluster.contract.run.records import AfterStop, OutcomeState, TaskState
 from cluster.contract.spec import Role
-from cluster.system.errors import EXIT_PEER_LOST, ClusterError
+from cluster.system.errors import EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError
 
 POLL_S = 0.1
 PEER_LOST_PATIENCE_S = 3.0
@@ -102,6 +102,11 @@ class Decisions:
         else:
             name = min(missing, default=self.task.name)
             self.run.end("failed", task=name, exit_code=error.exit_code, error=str(error))
+
+    def _act_on_late(self, late: list[str], generation: int) -> None:
+        """End a run all of whose tasks that train are missing: none of them is left to notice it at a rendezvous."""
+        error = f"no task joined generation {generation} in {self.rendezvous_timeout_s:g} s: missing {', '.join(late)}"
+        self.run.end("failed", task=late[0], exit_code=EXIT_TIMEOUT, error=error)
 
     def _passed_rendezvous(self, generation: int) -> frozenset[str]:
         """Return the tasks of which an attempt has passed the rendezvous of this generation."""

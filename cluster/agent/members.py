@@ -28,7 +28,7 @@ TRIES = 3
 LOOK_S = 0.5
 PROBE_S = 0.5
 """How long a task that has returned gets to answer the chief."""
-DECISION_S = 5.0
+DECISION_S = 10.0
 """How much longer than the chief's agent may take to decide the others wait for it."""
 
 

@@ -106,6 +106,15 @@ class Watchdog:
         ages = {name: now - self._since(name, beat.updated_at, now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
+    def late(self, timeout_s: float) -> list[str]:
+        """Return the tasks that train if none of them has joined this generation in so many seconds, otherwise none.
+
+        It is for tasks that hold no rendezvous, in which missing tasks are noticed.
+        """
+        trains = sorted(task.name for task in self._spec.tasks if not task.role.beside)
+        waits = time.monotonic() - self._began < timeout_s or not self._behind.issuperset(trains)
+        return [] if waits else trains
+
     def longest_silent(self) -> tuple[str, float]:
         """Return which other task has written no heartbeat for longest, and for how many seconds; no name if none runs.
 

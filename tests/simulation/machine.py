@@ -103,12 +103,11 @@ def hold_rendezvous(
                     mine.missing.pop(name)
                     theirs.unconfirmed.discard(task.name)
             mine.met(passed())
-            missing = mine.absent
-            if not missing:
+            if not mine.absent:
                 return
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
-            if world.now > began + patience(missing):
+            if missing := mine.overdue(world.now - began, patience):
                 raise Incomplete(f"missing {sorted(missing)}", missing)
             world.sleep(POLL_S)
     finally:

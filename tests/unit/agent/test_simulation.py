@@ -15,7 +15,7 @@ from cluster.agent import decisions
 from cluster.contract.recovery import standby_cluster
 from cluster.system.errors import EXIT_TIMEOUT
 from tests.simulation import machine, mutations
-from tests.simulation.drawn import Drawn
+from tests.simulation.drawn import FOREVER_S, Drawn
 from tests.simulation.mutations import HELD_UP, mute, schedules, slow_reports
 from tests.simulation.schedule import Schedule, explain
 from tests.simulation.world import Broken
@@ -118,6 +118,23 @@ def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated):
     drawn = Drawn({"workers": 2}, scripted=False, steps=40, save_every=5, min_workers=1, faults=away)
     outcomes = [schedule.run() for schedule in islice(schedules(drawn=drawn), 20)]
     assert {("failed", EXIT_TIMEOUT)} == {(each["state"], each["exit_code"]) for each in outcomes}
+
+
+def test_tasks_that_meet_at_the_last_moment_continue(simulated):
+    """The worker comes back when the others have waited for it almost as long as they may."""
+    outcomes = Counter()
+    for seconds in (57.0, 59.0, 61.0, 63.0):
+        away = [(8.0, "lose task", "worker-0", seconds), (9.0, "kill program", "worker-1", 0.0)]
+        drawn = Drawn({"workers": 2}, scripted=False, steps=12, save_every=4, linked=True, min_workers=1, faults=away)
+        outcomes.update(schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 100))
+    assert outcomes.keys() == {"succeeded"}
+
+
+def test_an_evaluator_that_is_left_alone_ends_the_run_and_names_a_task(simulated):
+    frozen = [(8.0, "freeze task", name, FOREVER_S) for name in ("chief", "worker-0")]
+    drawn = Drawn({"workers": 1, "evaluator": True}, scripted=False, steps=15, save_every=5, faults=frozen)
+    outcomes = [schedule.run() for schedule in islice(schedules(drawn=drawn), 20)]
+    assert {("failed", "chief", EXIT_TIMEOUT)} == {(e["state"], e["task"], e["exit_code"]) for e in outcomes}
 
 
 def test_an_older_copy_whose_rendezvous_timed_out_fails_nothing(simulated):
