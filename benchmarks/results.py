@@ -18,7 +18,7 @@ from cluster.system.json_files import read_json, write_json
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 README, FIGURES = ROOT / "README.md", ROOT / "docs" / "reference" / "figures.md"
-SHOWN = ("start", "start-containers", "throughput-together", "throughput-alone", "scaling", "recovery")
+SHOWN = ("start", "throughput-together", "throughput-alone", "scaling", "recovery")
 """The figures in the README."""
 KEPT = ("README.md", "docs/reference/figures.md", "benchmarks/results.json", "benchmarks/plots")
 """What a measurement changes: the next one is of the same code."""

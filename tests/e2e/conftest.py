@@ -11,6 +11,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime.local import supervisor
+from tests import fast
 from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
 
 AT_THEIR_DEFAULTS = ("WARM_SPARE", "WARM_SPARE_DELAY_S", "RESTART_PAUSE_S")
@@ -38,6 +39,7 @@ def environment(isolation, monkeypatch):
 @pytest.fixture(scope="session")
 def data() -> Path:
     """Fashion-MNIST, prepared once for all runs of the tests."""
+    fast.leave_out("starts a cluster")
     subprocess.run([sys.executable, "-m", "train.data", "prepare", "--data-dir", str(DATA)], cwd=ROOT, check=True)
     return DATA
 

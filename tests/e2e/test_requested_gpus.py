@@ -22,7 +22,7 @@ from cluster.host.runtime.payload import Payload
 from cluster.system.json_files import read_json
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import TRAIN_IMAGE, Clusters
-from tests.e2e.test_containers import containers
+from tests.promises.test_containers_are_locked_down import containers
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 

@@ -14,7 +14,6 @@ from cluster.host.control import chaos, storm
 from cluster.host.control.chaos import Fault
 from cluster.host.runtime import registry
 from cluster.host.runtime.local import supervisor
-from cluster.system.journal import read_json_lines
 from tests.e2e.scenario import ENDLESS, Clusters, summary
 from tests.support.waiting import wait_for
 from tests.tools.campaign.cases import CASES
@@ -65,31 +64,6 @@ def check_stopped(clusters: Clusters, run: RunFolder, *words: str) -> None:
     assert summary(undisturbed)["weights_sha256"] == ended["weights_sha256"]
 
 
-def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters):
-    words, length = ("--workers=1", "--checkpoint-every=10"), ("--max-steps=100",)
-    undisturbed = calm(clusters, *words, length=length)
-    with pytest.MonkeyPatch.context() as patch:  # the first kill comes before the usual ten seconds of training
-        patch.setitem(clusters.environment, "WARM_SPARE_DELAY_S", "1")
-        run = start(clusters, "stormy", *words, length=length)
-    # From this process, as the run would do many steps while a command starts.
-    killed = chaos.inflict(run, Fault("kill", "worker-0", at_step=20))
-    assert killed.ended is None
-    assert killed.detected_s is not None
-    assert killed.detected_s < EARLY_S
-    assert killed.steps_lost is not None
-    assert killed.steps_lost <= 10
-    damaged = chaos.inflict(run, Fault("corrupt", "chief", at_step=40))
-    assert damaged.steps_lost is not None
-    assert 5 <= damaged.steps_lost <= 25  # the newest checkpoint was of no use
-    assert "is damaged" in run.log("chief").read_text()
-    assert "stopped" == chaos.inflict(run, Fault("stop", "worker-0", at_step=50)).ended
-    assert "stopped" == summary(run)["state"]
-    output = clusters.invoke("up", "--resume=stormy", "--runtime=local", "--tensorboard-port=0")
-    assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]
-    assert "the same bits as the undisturbed run calm" in output
-    assert ["kill", "corrupt", "stop"] == [fault["kind"] for fault in read_json_lines(run.path / "chaos.jsonl")]
-
-
 @pytest.mark.long
 def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(clusters):
     words = ("--workers=2", "--checkpoint-every=20")
@@ -105,18 +79,6 @@ def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(c
         print(chaos.inflict(run, Fault("kill", victim)).description)
     assert [None, 1, 0] == [record.get(standby_cluster.PORTS_KEY) for record in run.generations()]
     check_stopped(clusters, run, *words)
-
-
-@pytest.mark.alone
-def test_a_storm_of_twenty_faults_must_not_change_a_bit(clusters):
-    words, length = ("--workers=2", "--checkpoint-every=20"), ("--epochs=10", "--max-steps=1200")
-    undisturbed = calm(clusters, *words, length=length)
-    run = start(clusters, "storm", *words, length=length)
-    output = clusters.invoke("chaos", "storm", "--faults=20", "--seed=7", timeout_s=2 * SLOW_MACHINE_S)
-    assert 20 == output.count(" at step "), output
-    assert "succeeded" == summary(run)["state"]
-    assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]
-    assert "the same bits as the undisturbed run calm" in output
 
 
 @pytest.mark.alone

@@ -8,12 +8,9 @@ import sys
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import DATA, ENDLESS, ROOT, STEPS, TRAINING, losses, step_of, summary
-from tests.e2e.test_containers import containers
+from tests.e2e.scenario import DATA, ROOT, TRAINING, losses, step_of, summary
 from tests.support.waiting import wait_for
-from train.model import variables
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -22,77 +19,6 @@ LONGER = (
     *("--optimizer.name", "adamw", "--optimizer.schedule", "cosine", "--optimizer.ema", "0.9"),
 )
 """For what is done to a run while it trains: slower steps, more of them, and an optimizer that keeps all it can."""
-
-
-@pytest.fixture(scope="module")
-def three(clusters) -> RunFolder:
-    """Chief and two workers, as local processes, undisturbed."""
-    return clusters.up("three")
-
-
-def test_chief_and_two_workers_must_train_under_multi_worker_mirrored(three):
-    ended = summary(three)
-    assert ("succeeded", "MultiWorkerMirroredStrategy", 3, STEPS) == (
-        ended["state"],
-        ended["strategy"],
-        ended["replicas"],
-        ended["steps"],
-    )
-    assert {"chief": 0, "worker-0": 0, "worker-1": 0} == ended["tasks"]
-    assert ended["metrics"]["eval_loss"] < 2.2  # it was 2.3, the logarithm of 10 classes
-    assert 0 < ended["startup_s"] < ended["wall_s"]
-    assert [] == ended["restarts"]
-
-
-def test_a_run_must_leave_everything_that_the_contract_lists(three):
-    kept = ("config.json", "cluster.json", "compose.json", "environment.json", "manifest.json", "events.jsonl")
-    for part in (*kept, "export/saved_model.pb"):
-        assert (three.path / part).exists(), part
-    assert list(three.tensorboard("chief").glob("events.out.tfevents.*"))
-    assert list(three.checkpoints.glob(f"ckpt-{STEPS}.index"))
-    heartbeat = read_json(three.status("worker-1"))
-    fields = {"task", "role", "state", "generation", "step", "examples_per_s", "loss", "restarts", "updated_at"}
-    assert fields <= set(heartbeat)
-    assert ("worker-1", "worker", "done", STEPS) == tuple(heartbeat[key] for key in ("task", "role", "state", "step"))
-    row = next(read_json_lines(three.metrics("chief")))
-    assert {"step", "epoch", "loss", "accuracy", "examples_per_s", "time"} == set(row)
-    assert {*variables.DEFAULTS, "TF_ENABLE_ONEDNN_OPTS"} <= set(read_json(three.environment)["variables"])
-
-
-def test_every_task_must_log_the_same_loss(three):
-    assert list(range(1, STEPS + 1)) == list(losses(three))
-    assert losses(three) == losses(three, "worker-0") == losses(three, "worker-1")
-
-
-@pytest.mark.long  # in containers each time
-def test_the_same_seed_must_give_the_same_bits_again(clusters, three):
-    output, again = clusters.rerun(three.name)
-    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
-    assert summary(three)["weights_sha256"] == summary(again)["weights_sha256"]
-    assert losses(three) == losses(again)
-
-
-@pytest.mark.docker
-@pytest.mark.usefixtures("require_engine", "images")
-def test_containers_must_give_the_same_bits_as_processes(clusters, three):
-    output, contained = clusters.rerun(three.name, "--runtime=docker")
-    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
-    assert ("succeeded", STEPS) == (summary(contained)["state"], summary(contained)["steps"])
-    assert "docker" == read_json(contained.manifest)["runtime"]
-    assert read_json(contained.manifest)["image"]["id"].startswith("sha256:")
-    assert summary(three)["weights_sha256"] == summary(contained)["weights_sha256"]
-    assert losses(three) == losses(contained)
-    assert {} == containers(contained)
-
-
-@pytest.mark.long
-@pytest.mark.docker
-@pytest.mark.usefixtures("require_engine", "images")
-def test_processes_must_give_the_same_bits_as_containers(clusters):
-    contained = clusters.up("in-containers", "--workers=1", runtime="docker")
-    output, again = clusters.rerun(contained.name, "--runtime=local")
-    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
-    assert "local" == read_json(again.manifest)["runtime"]
 
 
 @pytest.fixture(scope="module")
@@ -155,20 +81,6 @@ def test_a_streamed_run_must_go_on_in_the_middle_of_an_epoch(clusters):
     assert summary(whole)["weights_sha256"] == summary(halved)["weights_sha256"]
 
 
-def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters):
-    words = ("up", "--name=interrupted", "--runtime=local", "--tensorboard-port=0", "--workers=1")
-    process = clusters.popen(*words, "--", *TRAINING, *ENDLESS)
-    run = clusters.run("interrupted")
-    await_line(process, "Ctrl-C saves and stops")
-    wait_for(lambda: step_of(run) >= 2, "step 2")
-    os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=240)
-    assert 130 == process.returncode, output
-    assert "stopped" == summary(run)["state"]
-    assert f"ckpt-{summary(run)['steps']}.index" in [path.name for path in run.checkpoints.iterdir()]
-    assert "invoke up --resume interrupted" in output
-
-
 def test_truncated_data_must_end_in_one_line(clusters, tmp_path):
     arrays = tmp_path / "arrays" / "fashion_mnist-3.0.1"
     arrays.mkdir(parents=True)
@@ -197,12 +109,6 @@ def test_three_epochs_must_end_above_088(clusters):
     clusters.invoke("up", "--name=full", "--runtime=local", "--tensorboard-port=0", timeout_s=500)
     ended = summary(clusters.run("full"))
     assert ended["metrics"]["eval_accuracy"] > 0.88
-
-
-def await_line(process: subprocess.Popen[str], words: str) -> None:
-    """Read what a command prints until it says `words`."""
-    assert process.stdout is not None
-    assert any(words in line for line in process.stdout), f"it ended without saying {words!r}"
 
 
 def pid_of(run: RunFolder, task: str, which: str) -> int:

@@ -18,7 +18,7 @@ from cluster.host.runtime.compose import overlay
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
 from tests.support.beats import beat
-from tests.support.command_line import commands, context, current, invoke, refusal
+from tests.support.command_line import commands, context, current, refusal
 
 
 def real_context() -> Context:
@@ -26,22 +26,6 @@ def real_context() -> Context:
     config = Config(project_location=str(ROOT))
     config.load_project()
     return Context(config)
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["up", "--workers", "two"], 2, "error: --workers 'two': expected a whole number from 0 to 512"),
-        (["up", "--runtime=local", "--", "--epoch", "1"], 2, "error: override '--epoch' is not an option"),
-        (["up", "--runtime=docker"], 3, "error: --runtime docker: no Docker Engine answers (docker is not"),
-        (["status"], 2, "error: there is no current run; start one with `invoke up`, or name one of runs/"),
-    ],
-)
-def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message):
-    done = invoke(*words, PATH=str(tmp_path))
-    assert (code, 1, "") == (done.returncode, len(done.stderr.splitlines()), done.stdout)
-    assert done.stderr.startswith(message)
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

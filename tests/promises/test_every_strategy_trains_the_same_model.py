@@ -1,4 +1,4 @@
-"""The support table is what real trainings give: every strategy that this machine can run, and both loops."""
+"""Every strategy that this machine can run trains, with both loops, to the results of the support table."""
 
 import json
 import os

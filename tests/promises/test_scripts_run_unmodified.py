@@ -1,4 +1,4 @@
-"""Scripts that know nothing of this project run unmodified: written as for TF_CONFIG set by hand."""
+"""Scripts that know nothing of this project run unmodified, as with a TF_CONFIG set by hand."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
 from cluster.host.runtime.local import supervisor
 from tests.e2e.scenario import Clusters, summary
-from tests.e2e.test_containers import containers
+from tests.promises.test_containers_are_locked_down import containers
 from tests.support.waiting import wait_for
 
 FIT = """

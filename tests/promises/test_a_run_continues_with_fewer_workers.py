@@ -1,4 +1,4 @@
-"""Elastic runs: a worker that stays away is left out, and the weights are those of a run that had it all the time."""
+"""Elastic runs: a worker that stays away is left out, and the weights are those of an undisturbed run."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The same clusters in containers: closed door, nothing left behind. The same bits: `test_training.py`."""
+"""Clusters in containers: no privilege, no open port, nothing left behind."""
 
 import json
 import os

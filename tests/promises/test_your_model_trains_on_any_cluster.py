@@ -1,4 +1,4 @@
-"""Models of a user's own, from outside of the project's tree: the very files of docs/guides/your-model.md."""
+"""Models from outside of the project's tree train on several tasks: the very files of docs/guides/your-model.md."""
 
 import json
 import re

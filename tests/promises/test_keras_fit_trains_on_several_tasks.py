@@ -1,4 +1,4 @@
-"""`--loop fit`: a run killed inside of an epoch ends with the bits of one that was not."""
+"""`--loop fit` on several tasks: a run killed inside of an epoch ends with the bits of an undisturbed one."""
 
 import pytest
 

@@ -1,16 +1,18 @@
-"""`--bitwise-elastic 6`: one hash whatever the number of tasks, also when it changes on the way."""
+"""A repeated run ends with the same bits, in containers or processes, and on any number of tasks."""
 
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from tests.e2e.scenario import ENDLESS, Clusters, losses, step_of, summary
+from cluster.system.json_files import read_json
+from tests.e2e.scenario import ENDLESS, STEPS, Clusters, losses, step_of, summary
+from tests.promises.test_containers_are_locked_down import containers
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 
 ELASTIC = "--bitwise-elastic=6"
-STEPS = 140
-LONGER = f"-- --max-steps {STEPS} --global-batch 192"
+SHARED_STEPS = 140
+LONGER = f"-- --max-steps {SHARED_STEPS} --global-batch 192"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def alone(clusters) -> RunFolder:
 def check_same(run: RunFolder, alone: RunFolder) -> None:
     """Check that a run came out as the chief alone: every loss, the weights and what evaluating them gave."""
     assert losses(alone) == losses(run)
-    assert STEPS == len(losses(run))
+    assert SHARED_STEPS == len(losses(run))
     for key in ("weights_sha256", "metrics"):
         assert summary(alone)[key] == summary(run)[key]
 
@@ -73,3 +75,43 @@ def test_a_run_scaled_to_as_many_tasks_as_shards_must_give_the_bits_of_one(clust
 @pytest.mark.usefixtures("images")
 def test_containers_must_give_the_bits_of_one_process(clusters, alone):
     check_same(scaled(clusters, "contained", 1, 2, runtime="docker"), alone)
+
+
+# The same topology again
+
+
+@pytest.fixture(scope="module")
+def three(clusters) -> RunFolder:
+    """Chief and two workers, as local processes, undisturbed."""
+    return clusters.up("three")
+
+
+@pytest.mark.long  # in containers each time
+def test_the_same_seed_must_give_the_same_bits_again(clusters, three):
+    output, again = clusters.rerun(three.name)
+    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
+    assert summary(three)["weights_sha256"] == summary(again)["weights_sha256"]
+    assert losses(three) == losses(again)
+
+
+@pytest.mark.docker
+@pytest.mark.usefixtures("require_engine", "images")
+def test_containers_must_give_the_same_bits_as_processes(clusters, three):
+    output, contained = clusters.rerun(three.name, "--runtime=docker")
+    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
+    assert ("succeeded", STEPS) == (summary(contained)["state"], summary(contained)["steps"])
+    assert "docker" == read_json(contained.manifest)["runtime"]
+    assert read_json(contained.manifest)["image"]["id"].startswith("sha256:")
+    assert summary(three)["weights_sha256"] == summary(contained)["weights_sha256"]
+    assert losses(three) == losses(contained)
+    assert {} == containers(contained)
+
+
+@pytest.mark.long
+@pytest.mark.docker
+@pytest.mark.usefixtures("require_engine", "images")
+def test_processes_must_give_the_same_bits_as_containers(clusters):
+    contained = clusters.up("in-containers", "--workers=1", runtime="docker")
+    output, again = clusters.rerun(contained.name, "--runtime=local")
+    assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
+    assert "local" == read_json(again.manifest)["runtime"]

@@ -1,4 +1,4 @@
-"""A pipeline must give the weights of one device that takes the same micro-batches, whatever happens to its stages."""
+"""A pipeline gives the weights of one device that takes the same micro-batches, whatever happens to its stages."""
 
 import os
 import signal

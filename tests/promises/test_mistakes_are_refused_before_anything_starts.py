@@ -1,0 +1,83 @@
+"""A mistake is one line with its value, its fix and its exit code, and nothing starts."""
+
+import pytest
+
+from cluster.host.options.request import Request
+from cluster.system.errors import EXIT_USAGE
+from tests.support.command_line import invoke
+from tests.support.launching import refusal
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["up", "--workers", "two"], 2, "error: --workers 'two': expected a whole number from 0 to 512"),
+        (["up", "--runtime=local", "--", "--epoch", "1"], 2, "error: override '--epoch' is not an option"),
+        (["up", "--runtime=docker"], 3, "error: --runtime docker: no Docker Engine answers (docker is not"),
+        (["status"], 2, "error: there is no current run; start one with `invoke up`, or name one of runs/"),
+    ],
+)
+def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message):
+    done = invoke(*words, PATH=str(tmp_path))
+    assert (code, 1, "") == (done.returncode, len(done.stderr.splitlines()), done.stdout)
+    assert done.stderr.startswith(message)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (Request(workers="-1"), ["--workers"]),
+        (Request(workers="0", ps="1"), ["--ps", "--workers"]),
+        (Request(strategy="mirrored", workers="2"), ["--strategy", "--workers"]),
+        (Request(loop="fitt"), ["--loop", "'fit'"]),
+        (Request(strategy="tpu", runtime="docker"), ["--runtime", "--strategy"]),
+        (Request(script="s.py", preset="mnist"), ["--preset"]),
+        (Request(script="s.py", loop="fit", checkpoint_every="5"), ["--loop and --checkpoint-every"]),
+        (Request(script="s.py", precision="bf16"), ["--precision"]),
+        (Request(script="s.py", bitwise_elastic="2"), ["--bitwise-elastic"]),
+        (Request(script="s.py", evaluator=True), ["--evaluator"]),
+        (Request(separate_chief=True), ["--separate-chief", "--script"]),
+        (Request(hang_timeout="0"), ["--hang-timeout"]),
+        (Request(max_restarts="-1"), ["--max-restarts"]),
+        (Request(script="absent.py"), ["--script 'absent.py'"]),
+        (Request(script="/"), ["--script '/'"]),
+        (Request(resume="one", script="s.py"), ["--script", "--resume"]),
+        (Request(requirements="absent.txt"), ["--requirements"]),
+        (Request(runtime="dokcer"), ["--runtime 'dokcer'", "'docker'"]),
+        (Request(runtime="local", memory="8GiB"), ["--memory", "--runtime docker"]),
+        (Request(gpu_runtime="cdi", nccl_debug="INFO"), ["--gpu-runtime and --nccl-debug", "--gpus"]),
+        (Request(name="a/b"), ["'a/b'"]),
+        (Request(tensorboard_port="65536"), ["--tensorboard-port"]),
+        (Request(resume="absent"), ["'absent'"]),
+        (Request(resume="a/b"), ["'a/b'"]),
+        (Request(resume="one", name="two", fresh=True), ["--name and --fresh", "--resume"]),
+        (Request(trust=True), ["--trust", "--resume"]),
+        (Request(data_workers="-1"), ["--data-workers"]),
+        (Request(data_workers="2", runtime="local"), ["--data-workers", "--source"]),
+        (Request(script="s.py", data_workers="2"), ["--data-workers"]),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(resolved, monkeypatch, tmp_path, request_, named):
+    monkeypatch.setenv("TPU_NAME", "a-tpu")
+    error = refusal(request_)
+    assert EXIT_USAGE == error.exit_code
+    assert [] == [option for option in named if option not in str(error)], error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (Request(preset="fashion-mnst"), "--preset 'fashion-mnst'"),
+        (Request(overrides=("--global-batch", "100")), "-- --global-batch 102"),
+        (Request(bitwise_elastic="six"), "--bitwise-elastic six"),
+        (Request(micro_batches="5"), "--micro-batches 5"),
+        (Request(micro_batches="5", bitwise_elastic="6"), "--micro-batches 5"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(tmp_path, request_, named):
+    error = refusal(request_)
+    assert EXIT_USAGE == error.exit_code
+    assert named in str(error)
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,76 @@
+"""`up` trains a chief and two workers to the end, leaves a complete run folder, and saves at Ctrl-C."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from cluster.contract.run.folder import RunFolder
+from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json
+from tests.e2e.scenario import ENDLESS, STEPS, TRAINING, losses, step_of, summary
+from tests.support.waiting import wait_for
+from train.model import variables
+
+pytestmark = pytest.mark.usefixtures("data")
+
+
+@pytest.fixture(scope="module")
+def three(clusters) -> RunFolder:
+    """Chief and two workers, as local processes, undisturbed."""
+    return clusters.up("three")
+
+
+def test_chief_and_two_workers_must_train_under_multi_worker_mirrored(three):
+    ended = summary(three)
+    assert ("succeeded", "MultiWorkerMirroredStrategy", 3, STEPS) == (
+        ended["state"],
+        ended["strategy"],
+        ended["replicas"],
+        ended["steps"],
+    )
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0} == ended["tasks"]
+    assert ended["metrics"]["eval_loss"] < 2.2  # it was 2.3, the logarithm of 10 classes
+    assert 0 < ended["startup_s"] < ended["wall_s"]
+    assert [] == ended["restarts"]
+
+
+def test_a_run_must_leave_everything_that_the_contract_lists(three):
+    kept = ("config.json", "cluster.json", "compose.json", "environment.json", "manifest.json", "events.jsonl")
+    for part in (*kept, "export/saved_model.pb"):
+        assert (three.path / part).exists(), part
+    assert list(three.tensorboard("chief").glob("events.out.tfevents.*"))
+    assert list(three.checkpoints.glob(f"ckpt-{STEPS}.index"))
+    heartbeat = read_json(three.status("worker-1"))
+    fields = {"task", "role", "state", "generation", "step", "examples_per_s", "loss", "restarts", "updated_at"}
+    assert fields <= set(heartbeat)
+    assert ("worker-1", "worker", "done", STEPS) == tuple(heartbeat[key] for key in ("task", "role", "state", "step"))
+    row = next(read_json_lines(three.metrics("chief")))
+    assert {"step", "epoch", "loss", "accuracy", "examples_per_s", "time"} == set(row)
+    assert {*variables.DEFAULTS, "TF_ENABLE_ONEDNN_OPTS"} <= set(read_json(three.environment)["variables"])
+
+
+def test_every_task_must_log_the_same_loss(three):
+    assert list(range(1, STEPS + 1)) == list(losses(three))
+    assert losses(three) == losses(three, "worker-0") == losses(three, "worker-1")
+
+
+def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters):
+    words = ("up", "--name=interrupted", "--runtime=local", "--tensorboard-port=0", "--workers=1")
+    process = clusters.popen(*words, "--", *TRAINING, *ENDLESS)
+    run = clusters.run("interrupted")
+    await_line(process, "Ctrl-C saves and stops")
+    wait_for(lambda: step_of(run) >= 2, "step 2")
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=240)
+    assert 130 == process.returncode, output
+    assert "stopped" == summary(run)["state"]
+    assert f"ckpt-{summary(run)['steps']}.index" in [path.name for path in run.checkpoints.iterdir()]
+    assert "invoke up --resume interrupted" in output
+
+
+def await_line(process: subprocess.Popen[str], words: str) -> None:
+    """Read what a command prints until it says `words`."""
+    assert process.stdout is not None
+    assert any(words in line for line in process.stdout), f"it ended without saying {words!r}"
