@@ -55,6 +55,7 @@ def state(tmp_path_factory) -> Iterator[None]:
     """A state folder of the tests' own, where it is noted which runs were started."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.delenv("COLUMNS", raising=False)  # lines are not wrapped without a terminal; xdist sets it
         yield
 
 

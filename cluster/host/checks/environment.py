@@ -17,9 +17,9 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.gpu import devices
 from cluster.host.image import checkout, engine
 from cluster.host.launch import folders
+from cluster.host.view.columns import plain_lines
 from cluster.system import memory
 from cluster.system.errors import ClusterError
-from cluster.system.messages import plain
 from cluster.system.paths import ROOT
 
 PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "tf_keras", "tensorboard", "numpy", "invoke", "rich")
@@ -50,10 +50,11 @@ def look() -> dict[str, str]:
     return {name: shareable(value) for name, value in found.items()}
 
 
+@plain_lines
 def lines(value: dict[str, str]) -> list[str]:
     """Return it as a block that Markdown shows as it is."""
     width = max(map(len, value))
-    return ["```text", *(f"{name:<{width}}  {plain(text)}" for name, text in value.items()), "```"]
+    return ["```text", *(f"{name:<{width}}  {text}" for name, text in value.items()), "```"]
 
 
 def shareable(text: str) -> str:

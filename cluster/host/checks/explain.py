@@ -24,9 +24,9 @@ from cluster.contract import strategies, tf_config
 from cluster.contract.findings import Finding
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.contract.strategies import Strategy
-from cluster.host.view.columns import columns
+from cluster.host.view.columns import columns, plain_lines
 from cluster.system.errors import UsageError
-from cluster.system.messages import counted, plain
+from cluster.system.messages import counted
 
 MAX_BYTES = 2**20
 ROLES = (*(role.value for role in Role), "master")
@@ -146,7 +146,7 @@ class Explained:
         else:
             work = "trains on its part of every batch" if len(self.members) > 1 else "trains alone"
         saves = member in self.of("chief", "master", "worker")[:1]
-        return f"{work}, and saves checkpoints" if saves else work
+        return f"{work} and saves checkpoints" if saves else work
 
     def to_json(self) -> dict[str, Any]:
         """Return the form of `invoke explain --json`."""
@@ -164,11 +164,12 @@ class Explained:
         outside = self.role == Role.EVALUATOR and not self.of("evaluator")
         return [*self.members, *([Member("evaluator", self.index, "in no cluster")] if outside else [])]
 
+    @plain_lines
     def lines(self, *, lint: bool) -> list[str]:
         """Return it as lines of text: the cluster and its mistakes, or with `lint` only the latter."""
         rows = [(each.state, each.check, "; ".join(filter(None, (each.detail, each.fix)))) for each in self.findings]
         verdict = columns(rows) if rows else [f"{self.source}: nothing is wrong"]
-        return [plain(line) for line in (verdict if lint else [*self._drawn(), "", *verdict])]
+        return verdict if lint else [*self._drawn(), "", *verdict]
 
     def _drawn(self) -> list[str]:
         if not self._shown:

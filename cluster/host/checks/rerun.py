@@ -16,9 +16,11 @@ from cluster.host.control import watch
 from cluster.host.launch import manifest, planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.runtime.base import Shell
+from cluster.host.view.columns import plain_lines
 from cluster.host.view.ended import ended_lines
+from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from cluster.system.messages import counted, plain, short_path
+from cluster.system.messages import counted, short_path
 
 COMPARED = ("code", "locks", "image", "config", "own_code", "cluster", "data", "environment")
 """The parts of a manifest in which two runs may differ."""
@@ -60,7 +62,7 @@ class Verdict:
 
 
 def rerun(
-    run: RunFolder, runtime: str, tolerance: float, sh: Shell, *, trust: bool = False
+    run: RunFolder, runtime: str, tolerance: float, sh: Shell, *, trust: bool = False, shown: bool = True
 ) -> tuple[RunFolder, Verdict | None]:
     """Make a run again and compare.
 
@@ -70,6 +72,7 @@ def rerun(
         tolerance: largest relative difference between two losses that is still taken for equal.
         sh: runs commands.
         trust: whether the run may be one that this user did not start.
+        shown: whether to show the new run while it trains.
 
     Returns:
         The new run, and the verdict; None where it did not succeed.
@@ -83,7 +86,8 @@ def rerun(
     began = time.time()
     planned = startup.begin(planning.plan(request), sh, began=began)
     try:
-        ended = watch.follow(planned.run, lambda value: None)
+        with Live() if shown else contextlib.nullcontext() as live:
+            ended = watch.follow(planned.run, live.show if live else lambda value: None)
     except BaseException:
         watch.kill(planned.run, sh)
         raise
@@ -140,12 +144,13 @@ def exit_code(verdict: Verdict | None) -> int:
     return EXIT_DONE if verdict and verdict.verdict != "different" else EXIT_FAILED
 
 
+@plain_lines
 def lines(second: RunFolder, verdict: Verdict | None) -> list[str]:
     """Return what is printed of a run that was made again."""
     folder = short_path(second.path)
     if verdict is None:
         return ended_lines(second, folder)
-    return [*map(plain, verdict.lines), f"run folder   {folder}"]  # manifests hold what the tasks wrote
+    return [*verdict.lines, f"run folder   {folder}"]
 
 
 def to_json(second: RunFolder, verdict: Verdict | None) -> dict[str, Any]:

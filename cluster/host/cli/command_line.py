@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shlex
 import sys
+import termios
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +21,7 @@ from cluster.host.cli.runner import Runner
 from cluster.host.image import engine
 from cluster.host.launch import folders
 from cluster.host.options.request import OPTIONS
+from cluster.host.view.columns import error_text
 from cluster.system.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -73,6 +76,7 @@ def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
         if caller.has_closed_output() and not (ended and ended.message):
             ended = Exit(code=EXIT_UNREAD)
         if ended:
+            ended.message = error_text(ended.message) if ended.message else ended.message
             raise ended
 
     return wrapped
@@ -126,7 +130,12 @@ def _explained(error: OSError) -> str:
 
 
 def answer(question: str) -> str:
-    """Ask on the terminal; return the answer in lower case, `no` at its end (Ctrl-D)."""
+    """Ask on the terminal; return the answer in lower case, `no` at its end (Ctrl-D).
+
+    Keys that were pressed before the question was shown are no answer to it.
+    """
+    with contextlib.suppress(termios.error, OSError, ValueError):
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
     try:
         return input(question).strip().lower()
     except EOFError:

@@ -9,6 +9,7 @@ from invoke.exceptions import Exit, ParseError
 from invoke.parser import ParserContext
 from invoke.parser.parser import ParseMachine
 
+from cluster.host.view.columns import error_text
 from cluster.system.errors import EXIT_USAGE
 from cluster.system.messages import plain
 
@@ -31,7 +32,7 @@ class Misuse(ParseError, Exit):  # type: ignore[misc]  # invoke has no types
         self.message, self._code = None, EXIT_USAGE  # invoke prints every `ParseError`
 
     def __str__(self) -> str:
-        return f"error: {plain(self.text)}"
+        return error_text(f"error: {plain(self.text)}")
 
 
 def install() -> None:

@@ -16,6 +16,7 @@ from invoke import Context, Result
 from invoke.exceptions import UnexpectedExit
 from invoke.runners import Local
 
+from cluster.host.view.columns import shell_lines
 from cluster.system import processes
 
 INTERRUPTED_S = 5.0
@@ -40,6 +41,10 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
                     processes.wait(self.process, INTERRUPTED_S)
                 self.kill()
             raise
+
+    def echo(self, command: str) -> None:
+        """Show a command before it runs, so that it can be pasted."""
+        print("\n".join(shell_lines(command)), flush=True)
 
     def start(self, command: str, shell: str, env: dict[str, Any]) -> None:
         """Start the command."""

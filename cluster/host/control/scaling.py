@@ -23,7 +23,9 @@ from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
 from cluster.host.options.topology import topology
 from cluster.host.runtime.base import Shell
+from cluster.host.view.columns import print_lines
 from cluster.host.view.ended import ended_lines
+from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, TimedOut, UsageError
 from cluster.system.messages import counted, short_path
 from cluster.system.waiting import wait_until
@@ -56,7 +58,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
         planned = plan(run, workers, ps, trust=trust)
         startup.check_machine(planned, ending=len(before.tasks))
         planned.runtime.prepare(planned, sh, renew=False)
-        print(f"{run.name}: every task saves at the same step and ends, then it goes on", flush=True)
+        print_lines(f"{run.name}: every task saves at the same step and ends, then it continues")
         began = time.monotonic()
         stopped = stop(run)
         step, reached = _reached(run)
@@ -65,9 +67,11 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
         return _report_end(run, sh, "ended before it was scaled")
     run.event("chief", "scaled", step=step, **_counts(before, "before"), **_counts(planned.cluster, "after"))
     done = f"scaled {_sizes(before, planned.cluster)} at {reached}"
-    if not watch.until_training(run, lambda value: None):
+    with Live() as live:
+        trains = watch.until_training(run, live.show)
+    if not trains:
         return _report_end(run, sh, f"was {done}, and ended before every task trained again")
-    print(f"{done}; every task trains again after {time.monotonic() - began:.1f} s")
+    print_lines(f"{done}; every task trains again after {time.monotonic() - began:.1f} s")
     return EXIT_DONE
 
 
@@ -193,12 +197,13 @@ def _end_here(run: RunFolder) -> None:
     with contextlib.suppress(Exception):  # what went wrong first is what is reported
         run.end("stopped", task="chief")
         summary.write(run, settle_s=0)
-        print(f"{run.name} is stopped; `invoke up --resume {run.name}` goes on from its newest checkpoint", flush=True)
+        print_lines(f"{run.name} is stopped; `invoke up --resume {run.name}` continues from its newest checkpoint")
 
 
 def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
     """Report a run that ended while it was being scaled; return the exit code."""
-    ended = watch.follow(run, lambda value: None)
+    with Live() as live:
+        ended = watch.follow(run, live.show)
     left = teardown.finish(run, sh)
     print("\n".join([f"{run.name} {how}", *ended_lines(run, short_path(run.path))]))
     if left:

@@ -13,7 +13,9 @@ from cluster.contract.spec import Role
 from cluster.host.control import chaos, watch
 from cluster.host.control.faults import KINDS
 from cluster.host.runtime import registry
+from cluster.host.view.columns import print_lines
 from cluster.host.view.ended import ended_lines
+from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.system.messages import counted, short_path
 
@@ -32,16 +34,19 @@ def main(
         UsageError: this run cannot have such a storm.
     """
     check(run, kinds)
-    results = deal(run, count, seed, kinds, lambda line: print(line, flush=True), timeout_s, limit_s)
+    results = deal(run, count, seed, kinds, print_lines, timeout_s, limit_s)
     print(f"{counted(len(results), 'fault')} inflicted; waiting for the run's end", flush=True)
-    ended = watch.follow(run, lambda value: None)
+    with Live() as live:
+        ended = watch.follow(run, live.show)
     print("\n".join(ended_lines(run, short_path(run.path))))
     if ended["state"] != "succeeded":
         cause = ended.get("cause")
         why = f": {cause['task'] or 'the run'}: {cause['error']}" if cause else ""
-        print(f"the run {ended['state']} after {len(results)} of {counted(count, 'fault')}{why}")
+        print_lines(f"the run {ended['state']} after {len(results)} of {counted(count, 'fault')}{why}")
     elif len(results) < count:
-        print(f"the run had no room for {count} faults: train for longer (-- --max-steps), or request fewer (--faults)")
+        print_lines(
+            f"the run had no room for {count} faults: train for longer (-- --max-steps), or request fewer (--faults)"
+        )
     well = ended["state"] == "succeeded" and len(results) == count and reference.same_bits(run) is not False
     return EXIT_DONE if well else EXIT_FAILED
 

@@ -18,10 +18,11 @@ from cluster.contract.run.records import FINAL_STATES
 from cluster.contract.spec import Role
 from cluster.host.control import trace_cache
 from cluster.host.runtime import tensorboard
+from cluster.host.view.columns import plain_lines, print_lines
 from cluster.system.errors import RunFailed, TimedOut, UsageError
 from cluster.system.files import refuse_links, remove
 from cluster.system.json_files import create_json
-from cluster.system.messages import counted, plain
+from cluster.system.messages import counted
 
 PATIENCE_S = 120.0
 """Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""
@@ -41,6 +42,7 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
     check(run, name)
     request = {"id": uuid.uuid4().hex, "task": name, "steps": steps, "until": time.time() + timeout_s}
     _ask(run, request)
+    print_lines(f"waiting until {name} has done {counted(steps, 'step')}")
     try:
         answer = _await(run, request, timeout_s)
     finally:
@@ -87,6 +89,7 @@ def check(run: RunFolder, name: str) -> None:
         raise UsageError(f"{name} is {state}, expected one that trains; {then} (`invoke status` shows it)")
 
 
+@plain_lines
 def lines(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
     """Return a trace as lines of text."""
     held = answer["last"] - answer["first"] + 1
@@ -95,8 +98,8 @@ def lines(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
     opened = f"/?{urlencode(_page(run, answer['task']))}#profile"
     where = tensorboard.address(port) + opened if port else "invoke tensorboard, then its Profile tab"
     return [
-        f"{plain(answer['task'])}: steps {answer['first']} to {answer['last']} traced ({held}{more})",
-        f"trace        {run.name}/tensorboard/{plain(answer['task'])}/plugins/profile",
+        f"{answer['task']}: steps {answer['first']} to {answer['last']} traced ({held}{more})",
+        f"trace        {run.name}/tensorboard/{answer['task']}/plugins/profile",
         f"TensorBoard  {where}",
     ]
 

@@ -17,6 +17,7 @@ from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.runtime.base import Runtime, Shell
+from cluster.host.view.columns import error_text, print_lines
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.host.view.status import read_status
@@ -139,17 +140,17 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
     """
     try:
         try:
-            with Live() as live:
+            with Live(run if run.script else None) as live:
                 ended = _watch(run, board, port, detach, sh, live)
         except KeyboardInterrupt:
             how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
-            print(f"stopping: {how}; Ctrl-C again kills", flush=True)
+            print_lines(f"stopping: {how}; Ctrl-C again kills")
             ended = stop(run, "Ctrl-C")
     except KeyboardInterrupt:
         ended = kill(run, sh)
     except interrupts.HungUp:
         run.event("chief", "unattended", cause="SIGHUP")
-        print(f"the terminal is gone; {_goes_on(run)}", flush=True)
+        print_lines(f"the terminal is gone; {_goes_on(run)}")
         return EXIT_HUNG_UP
     except BaseException:
         _announce_that_it_goes_on(run)
@@ -171,27 +172,39 @@ def _watch(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
         live.show(value)
 
     stops = "stops every script" if run.script else "saves and stops"
-    print(f"run folder {short_path(run.path)}; Ctrl-C {stops}, a second one kills", flush=True)
+    print_lines(f"run folder {short_path(run.path)}", f"Ctrl-C {stops}, a second one kills")
     if until_training(run, show):
-        live.clear()
         if port == 0:
             write_json(run.board, {"port": 0})
         else:
-            print(_start_tensorboard(run, port, board, sh), flush=True)
+            if board == tensorboard.CONTAINER:
+                live.clear()  # the engine's client prints
+            started = _start_tensorboard(run, port, board, sh, _shower(run, show))
+            live.clear()
+            print_lines(started)
         if detach:
+            live.clear()
             what = "every script runs" if run.script else "training"
-            print(f"{what} in the background; next: invoke status --watch, invoke wait, invoke stop")
+            print_lines(f"{what} in the background", "next: invoke status --watch, invoke wait, invoke stop")
             return None
     return follow(run, show)
 
 
-def _start_tensorboard(run: RunFolder, port: int | None, board: str, sh: Shell) -> str:
+def _shower(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+    """Return a function that shows a run's newest status, for those who wait for something else."""
+    monitor = LivenessMonitor(run)
+    return lambda: on_status(read_status(run, monitor.look(), with_board=False))
+
+
+def _start_tensorboard(
+    run: RunFolder, port: int | None, board: str, sh: Shell, while_waiting: Callable[[], object] = lambda: None
+) -> str:
     """Start TensorBoard; return its address, or why there is none: the run continues in any case."""
     runs_dir, taken = run.path.parent, ""
     if port and (problem := tensorboard.port_problem(runs_dir, port)):
         port, taken = None, f" ({problem[0]})"
     try:
-        port = tensorboard.start(runs_dir, port, board, sh, preferred=run.board_port)
+        port = tensorboard.start(runs_dir, port, board, sh, preferred=run.board_port, while_waiting=while_waiting)
         write_json(run.board, {"port": port})
     except Exception as error:
         why = " ".join(str(error).split())
@@ -217,7 +230,7 @@ def _announce_that_it_goes_on(run: RunFolder) -> None:
     """Report that a run continues although nobody watches it any more; the error is reported separately."""
     with contextlib.suppress(Exception):
         if teardown.in_progress(run):
-            print(_goes_on(run), file=sys.stderr, flush=True)
+            print(error_text(_goes_on(run)), file=sys.stderr, flush=True)
 
 
 def _goes_on(run: RunFolder) -> str:

@@ -20,6 +20,7 @@ from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.host.launch import folders
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime.memory import TASK_MEMORY_BYTES
+from cluster.host.view.columns import plain_lines
 from cluster.system import memory
 from cluster.system.errors import ClusterError
 from cluster.system.files import files_sha256
@@ -128,6 +129,7 @@ def _modules() -> Iterator[str]:
     yield from sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
 
 
+@plain_lines
 def lines(value: dict[str, Any] | None) -> list[str]:
     """Return it as lines of text."""
     if value is None:

@@ -23,6 +23,7 @@ from cluster.host.launch.plan import Plan
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.runtime.payload import data_words
+from cluster.host.view.columns import print_lines
 from cluster.system import files, interrupts, json_files
 from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import counted, short_path
@@ -113,7 +114,7 @@ def announce(plan: Plan) -> None:
     tasks = counted(len(plan.cluster.tasks), "task")
     data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it prints
     first = f"{plan.cluster.strategy_class} on {tasks} as {plan.why_runtime}"
-    print("\n".join([first, *plan.notes, *data]), flush=True)
+    print_lines(first, *plan.notes, *data)
 
 
 def commands(plan: Plan) -> list[str]:

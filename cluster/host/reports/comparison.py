@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.reports import charts, curves, inspection, listing
-from cluster.host.view.columns import columns
+from cluster.host.view.columns import WIDE, columns, plain_lines, terminal_width
 from cluster.host.view.sparkline import sparkline
 from cluster.system.files import write_text
 
@@ -95,6 +95,7 @@ def plot(runs: Sequence[RunFolder], path: Path) -> bool:
     return bool(shown)
 
 
+@plain_lines
 def lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[str]:
     """Return a comparison as lines of text: what differs first, then what came of it."""
     shown = [(name, *map(_cell, values)) for name, values in value["differences"].items()]
@@ -102,8 +103,16 @@ def lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[str]:
     losses = [[loss for _, loss in curves.of(run).get("loss", [])] for run in runs]
     result.append(("loss", *(f"{sparkline(each)} {each[-1]:.4f}" if each else "-" for each in losses)))
     head = ("", *value["runs"])
-    text = columns([head, *(shown or [("nothing differs", *[""] * len(value["runs"]))]), ("",) * len(head), *result])
+    shown = shown or [("nothing differs", *[""] * len(runs))]
+    text = columns([head, *shown, ("",) * len(head), *result], width=WIDE)
+    if max(map(len, text)) > terminal_width():
+        text = [line for row in (*shown, *result) for line in _stacked(value["runs"], *row)]
     return [*text, "", *map(_weights_line, value["weights"])]
+
+
+def _stacked(runs: Sequence[str], name: str, *cells: str) -> list[str]:
+    """Return a value's name, and below it each run's, for a terminal into which they do not fit side by side."""
+    return [name, *columns([("", *pair) for pair in zip(runs, cells, strict=True) if pair[1]])]
 
 
 def _weights_line(value: dict[str, Any]) -> str:

@@ -13,13 +13,13 @@ from cluster.contract.run import launch_records, records
 from cluster.contract.run.fields import anything
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.liveness import final_state
-from cluster.host.view.columns import WIDE, columns
+from cluster.host.view.columns import chosen_columns
 from cluster.system.json_files import DamagedError
 from cluster.system.messages import plain, size
 
 COLUMNS = ("RUN", "RESULT", "STEPS", "DURATION", "SCORE", "METRIC", "STRATEGY", "TASKS", "COMMIT", "RESTARTS", "DISK")
 NUMBERS = frozenset({"STEPS", "DURATION", "SCORE", "TASKS", "RESTARTS", "DISK"})
-SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC")
+SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC", "DISK", "DURATION", "SCORE")
 """The columns that a narrow terminal does without, in this order."""
 
 
@@ -102,8 +102,8 @@ def duration(wall_s: float | None) -> str:
     return f"{minutes} min {seconds:02} s" if minutes else f"{wall_s:.1f} s"
 
 
-def table(found: list[dict[str, Any]], width: int = WIDE) -> list[str]:
-    """Return the rows as lines of text, without the columns that do not fit into so many characters."""
+def table(found: list[dict[str, Any]], width: int | None = None) -> list[str]:
+    """Return the rows as lines of text, without the columns that do not fit into the terminal or `width`."""
     if not found:
         return ["no runs yet; start one with `invoke up`"]
     shown = [
@@ -122,15 +122,7 @@ def table(found: list[dict[str, Any]], width: int = WIDE) -> list[str]:
         )
         for each in found
     ]
-    kept = list(COLUMNS)
-    for spare in ("", *SPARE):
-        kept = [name for name in kept if name != spare]
-        places = [COLUMNS.index(name) for name in kept]
-        cells = [[row[at] for at in places] for row in (COLUMNS, *shown)]
-        lines = columns(cells, right=[at for at, name in enumerate(kept) if name in NUMBERS])
-        if max(map(len, lines)) <= width:
-            break
-    return lines
+    return chosen_columns(COLUMNS, shown, right=NUMBERS, spare=SPARE, width=width)
 
 
 def _or_dash(value: object) -> object:

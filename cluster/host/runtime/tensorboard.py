@@ -31,6 +31,9 @@ FREE_PORTS = 100
 """How many ports from `PORT` on are tried."""
 OTHER_PORT = "--port 6007, or leave it out"
 START_TIMEOUT_S = 60.0
+ANSWER_S = 1.0
+"""How long one request waits for an answer."""
+POLL_S = 0.2
 PROGRAM = ROOT / "docker" / "board.py"
 """What runs in the image, too."""
 BOARDS = (PROCESS, CONTAINER) = ("local", "docker")
@@ -90,7 +93,13 @@ def commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
 
 
 def start(
-    runs_dir: Path, port: int | None, board: str, sh: Callable[[str], object], *, preferred: int | None = None
+    runs_dir: Path,
+    port: int | None,
+    board: str,
+    sh: Callable[[str], object],
+    *,
+    preferred: int | None = None,
+    while_waiting: Callable[[], object] = lambda: None,
 ) -> int:
     """Start TensorBoard unless it runs, and wait until it answers; return its port.
 
@@ -100,6 +109,7 @@ def start(
         board: one of `BOARDS`.
         sh: runs commands.
         preferred: the port that is tried first if any will do.
+        while_waiting: called again and again until it answers.
 
     Raises:
         PrerequisiteError: another program listens on the port.
@@ -120,7 +130,7 @@ def start(
         else:
             record["process"] = processes.identity(_start_process(runs_dir, port))
             write_json(_record_path(runs_dir), record)
-        _await_answer(runs_dir, port, record.get("process"))
+        _await_answer(runs_dir, port, record.get("process"), while_waiting)
         return port
 
 
@@ -209,16 +219,19 @@ def _end_process(recorded: dict[str, int]) -> bool:
     return True
 
 
-def _await_answer(runs_dir: Path, port: int, process: dict[str, int] | None) -> None:
+def _await_answer(
+    runs_dir: Path, port: int, process: dict[str, int] | None, while_waiting: Callable[[], object]
+) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process and not processes.alive(process):
             raise PrerequisiteError(f"TensorBoard ended at once: {_last_line(runs_dir)}")
         try:
-            with urllib.request.urlopen(f"{address(port)}/data/logdir", timeout=5):
+            with urllib.request.urlopen(f"{address(port)}/data/logdir", timeout=ANSWER_S):
                 return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
+            while_waiting()
+            time.sleep(POLL_S)
     raise TimedOut(
         f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see {runs_dir / '.tensorboard.log'} "
         "or `docker logs` of its container, then `invoke tensorboard`"

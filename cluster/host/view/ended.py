@@ -9,7 +9,7 @@ from cluster.contract.results import goodput, reference, score, stragglers
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import tensorboard
-from cluster.host.view.columns import plain_lines
+from cluster.host.view.columns import plain_lines, terminal_width
 from cluster.system.messages import counted
 from cluster.system.processes import describe_exit
 
@@ -44,14 +44,20 @@ def ended_lines(run: RunFolder, shown_path: str) -> list[str]:
         lines += [f"its files    {shown_path}/work/TASK"]
     if port:
         lines += [f"TensorBoard  {tensorboard.address(port)}"]
-    further = f"invoke up --resume {run.name}"
-    more = "" if run.script else f", or train on: {further} -- {_longer(run.load_config())}"
-    after = {
-        "succeeded": "invoke down (ends TensorBoard)" + more,
-        "stopped": further,
-        "failed": f"mend the cause, then {further}",
-    }
-    return [*lines, f"next         {after[summary['state']]}"]
+    first, *rest = _next(run, summary["state"])
+    return [*lines, f"next         {first}", *(f"{'':13}{line}" for line in rest)]
+
+
+def _next(run: RunFolder, state: str) -> list[str]:
+    """Return what to do next: a long command has a line to itself, to be copied."""
+    resume = f"invoke up --resume {run.name}"
+    if state == "stopped":
+        return [resume]
+    if state == "failed":
+        return ["fix the cause, then:", resume]
+    if run.script:
+        return ["invoke down (ends TensorBoard)"]
+    return ["invoke down (ends TensorBoard), or train on:", f"{resume} -- {_longer(run.load_config())}"]
 
 
 def _longer(config: dict[str, Any]) -> str:
@@ -85,5 +91,5 @@ def _failure(run: RunFolder, summary: dict[str, Any]) -> list[str]:
     inside.append(f"root cause: {cause['task'] or 'the run'} at {at}{how}: {cause['error']}")
     if cause["task"]:
         inside.append(f"its log: invoke logs {cause['task']}")
-    rule = "-" * min(100, max(len(line) for line in inside))
+    rule = "-" * min(100, terminal_width(), max(len(line) for line in inside))
     return [rule, *inside, rule]

@@ -7,6 +7,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.logs import Reader
+from cluster.host.view.columns import print_lines
+from cluster.host.view.logs import new_lines
 from cluster.host.view.status import live_lines, progress
 from cluster.system.messages import plain
 
@@ -21,19 +25,24 @@ MAX_LOSSES = 2000
 class Live:
     """Shows a run while it trains: a table that redraws itself in a terminal, otherwise a line when there is news.
 
+    Without a terminal it also shows what the chief prints, if it gets the run.
+
     What is drawn goes with the end of the `with` block, or with `clear`, so that a line can follow.
     """
 
     LINE_EVERY_S = 5.0
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunFolder | None = None) -> None:
+        self._output = Reader(run.log("chief")) if run else None
+        if run and self._output and run.generation:  # resumed: it has printed before
+            list(self._output.lines(ended=False))
         self._console: Console | None = None
         self._screen: Screen | None = None
         self._states: dict[str, str] = {}
         self._line = self._queued = ""
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
         self._logged: tuple[int, float] | None = None
-        self._printed_at = 0.0
+        self._line_at = 0.0
         if sys.stdout.isatty():
             from rich.console import Console
 
@@ -45,6 +54,8 @@ class Live:
 
     def __exit__(self, *_: object) -> None:
         self.clear()
+        if not self._console:
+            self._print_output(ended=True)
 
     def show(self, value: dict[str, Any]) -> None:
         """Show the newest status."""
@@ -55,20 +66,26 @@ class Live:
                 self._losses.append(loss)
             self._draw(self._console, live_lines(value, self._losses, self._console.width))
             return
+        self._print_output(ended=False)
         states = {beat["task"]: beat["state"] for beat in value["tasks"]}
         settled = {name: state for name, state in states.items() if state not in ("saving", "evaluating")}
         if any(self._states.get(name) != state for name, state in settled.items()):
-            print(plain("  ".join(f"{name} {state}" for name, state in states.items())), flush=True)
+            print_lines(plain("  ".join(f"{name} {state}" for name, state in states.items())))
             self._states |= settled
         if (queued := plain(value.get("queued", ""))) != self._queued:
             self._queued = queued
             if queued:
-                print(queued, flush=True)
-        if value["step"] and time.monotonic() - self._printed_at > self.LINE_EVERY_S:
+                print_lines(queued)
+        if value["step"] and time.monotonic() - self._line_at > self.LINE_EVERY_S:
             if (line := plain(progress(value))) != self._line:
-                print(line, flush=True)
-            self._line, self._printed_at = line, time.monotonic()
-        sys.stdout.flush()
+                print_lines(line)
+            self._line, self._line_at = line, time.monotonic()
+
+    def _print_output(self, *, ended: bool) -> None:
+        if self._output:
+            for line in new_lines(self._output, ended=ended, terminal=True):
+                print(f"chief | {line}")
+            sys.stdout.flush()
 
     def _draw(self, console: Console, lines: list[str]) -> None:
         from rich.live import Live as Screen

@@ -16,8 +16,7 @@ COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """Of the tasks' names in a terminal: a task has the same in every call."""
 NOISE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog"
-    r"|(\S+ \S+: )?I(\d{4})? .*(port|cpu_feature_guard|cuda_executor|gpu_device|service|device_compiler"
-    r"|grpc_server_lib|grpc_channel|distributed_runtime|coordination_service\w*|mlir_\w+|cudart_stub)\.cc"
+    r"|(\S+ \S+: )?I(\d{4})? .*\.cc:\d+\]|To enable the following instructions: "
     r"|.*Unable to register cu(FFT|DNN|BLAS) factory"
 )
 """Lines that TensorFlow prints when it starts, whatever it runs: information, and no warning of the program's own."""

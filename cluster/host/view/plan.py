@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.host.view.columns import columns, plain_lines
-from cluster.system.messages import counted
+from cluster.host.view.columns import chosen_columns, columns, plain_lines
+from cluster.system.messages import counted, plain
+
+
+def plan_lines(value: dict[str, Any]) -> list[str]:
+    """Return a plan as lines of text. A job's script is not wrapped, so that it can be pasted."""
+    return [*_description(value), *map(plain, value.get("compose", {}).get("script", "").splitlines())]
 
 
 @plain_lines
-def plan_lines(value: dict[str, Any]) -> list[str]:
-    """Return a plan as lines of text."""
+def _description(value: dict[str, Any]) -> list[str]:
     replicas = counted(value["replicas"], "replica")
     lines = [f"run {value['run']}: {value['strategy']}, {replicas}, runtime {value['runtime']}"]
     if value["global_batch"] is None:
@@ -34,7 +38,7 @@ def plan_lines(value: dict[str, Any]) -> list[str]:
         for task, gpus in zip(value["tasks"], given, strict=True)
     ]
     lines += columns(rows)
-    return [*lines, *value.get("notes", []), *value.get("compose", {}).get("script", "").splitlines()]
+    return [*lines, *value.get("notes", [])]
 
 
 def _stages(pipeline: dict[str, Any]) -> list[str]:
@@ -63,7 +67,8 @@ def _stages(pipeline: dict[str, Any]) -> list[str]:
         )
         for stage in pipeline["stages"]
     ]
-    return [head, *columns([names, *rows], right=range(len(names) - 1))]
+    spare = ("MB/MICRO-BATCH", "STATE MB", by, "HELD", "PARAMETERS")
+    return [head, *chosen_columns(names, rows, right=names[:-1], spare=spare)]
 
 
 def _numerics(training: dict[str, Any], batch: int) -> str:

@@ -11,10 +11,12 @@ from cluster.contract.results import goodput, stragglers
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.liveness import final_state, look_once
+from cluster.contract.run.logs import last_line
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.host.runtime import registry, tensorboard
-from cluster.host.view.columns import columns, plain_lines
+from cluster.host.view.columns import MIN_ROOM, WIDE, chosen_columns, columns, fit, plain_lines, terminal_width
 from cluster.host.view.sparkline import bar, sparkline
+from cluster.system.messages import plain, shortened
 
 
 def read_status(
@@ -38,11 +40,14 @@ def read_status(
     step, total, rate = chief.step, chief.steps_total, chief.examples_per_s
     batch = config.get("global_batch", 0)
     port = tensorboard.running(run.path.parent) if with_board else None
+    script = config.get("script")
+    printed = {"printed": {task.name: last_line(run.log(task.name)) for task in spec.tasks}} if script else {}
     return {
         "run": run.name,
         "state": final_state(run) or chief.state,
         "strategy": spec.strategy_class,
-        "script": config.get("script"),
+        "script": script,
+        **printed,
         "generation": run.generation,
         "step": step,
         "steps_total": total,
@@ -94,29 +99,40 @@ def live_lines(value: dict[str, Any], losses: Sequence[float], width: int) -> li
     """
     if value["script"]:
         return _script_table(value)
-    _, *rows = status_table(value)
     loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
     head = progress(value | {"checkpoint": None, "tasks": []})
-    lines = [f"{value['run']}  {value['state']}  {value['strategy']}"]
+    lines = [_head(value)]
     if value["steps_total"]:
         share = value["step"] / value["steps_total"]
         head = f"{bar(share, max(8, min(30, width - len(head) - 9)))} {share:4.0%}  {head}"
     lines.append(head)
     if line := sparkline(losses, min(40, width - 16)):
         lines.append(f"loss   {line} {_number(loss, 4)}")
-    if saved := value["checkpoint"]:
-        every = f", every {saved['every_s']:.1f} s" if saved["every_s"] else ""
-        lines.append(f"saved  step {saved['step']}, {saved['age_s']:.0f} s ago{every}")
+    lines += _saved(value)
     if event := value["last_event"]:
         why = f" ({event['cause']})" if event["cause"] else ""
         at = "" if event["step"] is None else f" at step {event['step']}"
         lines.append(f"last   {event['task']}: {event['event']}{why}{at}, {_since(event['time'])} ago")
-    return [*lines, "", *rows]
+    return [*fit(lines, width), "", *_task_table(value, width)]
+
+
+def _head(value: dict[str, Any]) -> str:
+    return f"{value['run']}  {value['state']}  {value['strategy']}"
+
+
+def _saved(value: dict[str, Any]) -> list[str]:
+    if not (saved := value["checkpoint"]):
+        return []
+    every = f", every {saved['every_s']:.1f} s" if saved["every_s"] else ""
+    return [f"saved  step {saved['step']}, {_passed(saved['age_s'])} ago{every}"]
 
 
 def _since(moment: float) -> str:
-    passed_s = max(0.0, time.time() - moment)
-    return f"{passed_s:.0f} s" if passed_s < 120 else f"{passed_s / 60:.0f} min"
+    return _passed(max(0.0, time.time() - moment))
+
+
+def _passed(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 @plain_lines
@@ -124,8 +140,17 @@ def status_table(value: dict[str, Any]) -> list[str]:
     """Return a status as lines of text."""
     if value["script"]:
         return _script_table(value)
-    head = f"{value['run']}  {value['state']}  {value['strategy']}  {progress(value)}"
-    names = ("TASK", "STATE", "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT")
+    return [_head(value), progress(value | {"checkpoint": None}), *_saved(value), *_task_table(value)]
+
+
+_STATE = f"{'STATE':<{max(map(len, TaskState))}}"
+"""As wide as the longest state, so that columns stay where they are when a state changes."""
+_NAMES = ("TASK", _STATE, "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT")
+_SPARE = ("AGE", "INPUT", "BUSY", "MS/STEP", "RESTARTS", "EXAMPLES/S")
+
+
+def _task_table(value: dict[str, Any], width: int | None = None) -> list[str]:
+    """Return a row for each task, and below them who slows the others down."""
     rows = [
         (
             beat["task"],
@@ -141,7 +166,7 @@ def status_table(value: dict[str, Any]) -> list[str]:
         )
         for beat in value["tasks"]
     ]
-    lines = [head, *columns([names, *rows], right=range(2, len(names)))]
+    lines = chosen_columns(_NAMES, rows, right=_NAMES[2:], spare=_SPARE, width=width)
     return [*lines, *stragglers.lines(value["pace"])]
 
 
@@ -152,7 +177,15 @@ def _script_table(value: dict[str, Any]) -> list[str]:
     for beat in value["tasks"]:
         code = beat.get("exit_code")
         rows.append((beat["task"], beat["state"], "-" if code is None else code, beat["restarts"], _age(beat)))
-    return [*lines, *columns([names, *rows], right=range(2, len(names)))]
+    lines += columns([names, *rows], right=range(2, len(names)))
+    return [*lines, *_newest_lines(value.get("printed", {}))]
+
+
+def _newest_lines(printed: dict[str, str]) -> list[str]:
+    """Return what each task printed last: one line each, with its end, where progress bars have their figures."""
+    room = terminal_width() - max(map(len, printed), default=0) - 2
+    rows = [(name, shortened(plain(line), max(room, MIN_ROOM))) for name, line in printed.items() if line]
+    return ["", *columns(rows, width=WIDE)] if rows else []
 
 
 def _age(beat: dict[str, Any]) -> str:
@@ -173,10 +206,9 @@ def progress(value: dict[str, Any]) -> str:
     if value["examples_per_s"]:
         parts.append(f"{value['examples_per_s']:,.0f} examples/s")
     if value["eta_s"] is not None:
-        parts.append(f"{value['eta_s']:.0f} s left")
+        parts.append(f"{_passed(value['eta_s'])} left")
     if value["checkpoint"]:
-        every_s = value["checkpoint"]["every_s"]
-        parts.append(f"checkpoint at {value['checkpoint']['step']}" + (f", every {every_s:.1f} s" if every_s else ""))
+        parts.append(f"checkpoint at {value['checkpoint']['step']}")
     return "  ".join(parts)
 
 

@@ -20,6 +20,7 @@ from cluster.host.control.faults import KINDS, STORM
 from cluster.host.launch import folders, startup
 from cluster.host.options.request import OPTIONS, Request
 from cluster.host.options.topology import topology as topology_of
+from cluster.host.view.columns import fit
 from cluster.host.view.findings import findings_lines
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 
@@ -60,7 +61,7 @@ def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = folders.find_run(run or "")
     bound, sh = repetition.parse_tolerance(tolerance), shell(c, aside=json)
-    again, verdict = repetition.rerun(folder, runtime, bound, sh, trust=trust)
+    again, verdict = repetition.rerun(folder, runtime, bound, sh, trust=trust, shown=not json)
     show(repetition.to_json(again, verdict), lambda _: repetition.lines(again, verdict), as_json=json)
     raise Exit(code=repetition.exit_code(verdict))
 
@@ -95,8 +96,11 @@ def chaos(
         raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
     injection.check(folder, fault)
+    step = f"step {fault.at_step}, then for " if fault.at_step > folder.newest_step else ""
+    print(f"waiting for {step}the effect of {fault}", file=sys.stderr, flush=True)
     result = injection.inflict(folder, fault, timeout_s)
-    show(dataclasses.asdict(result), lambda _: [f"{fault} at step {result.step}: {result.description}"], as_json=json)
+    shown = f"{fault} at step {result.step}: {result.description}"
+    show(dataclasses.asdict(result), lambda _: fit([shown]), as_json=json)
     raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)
 
 

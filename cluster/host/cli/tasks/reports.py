@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from pathlib import Path
 
 from cluster.contract import settings
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, show, task
 from cluster.host.launch import folders
 from cluster.host.reports import comparison, listing, page
-from cluster.host.view.columns import WIDE
+from cluster.host.view.columns import fit
 from cluster.system.errors import UsageError
 from cluster.system.files import write_text
-from cluster.system.messages import plain, short_path
+from cluster.system.messages import short_path
 
 
 @task(json=JSON_HELP)
 def runs(c, json=False):
     """List all runs, the newest first: result, duration, score, strategy, tasks, commit, restarts, disk use."""
     found = listing.rows(folders.runs_dir())
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
-    show({"runs": found}, lambda _: listing.table(found, width), as_json=json)
+    show({"runs": found}, lambda _: listing.table(found), as_json=json)
 
 
 @task(
@@ -52,7 +49,7 @@ def compare(c, run=None, other=None, third=None, fourth=None, plot="", trust=Fal
     path.parent.mkdir(parents=True, exist_ok=True)
     value["plot"] = str(path) if comparison.plot(found, path) else None
     curves = [f"curves       {short_path(path)}"] if value["plot"] else []
-    show(value, lambda _: [plain(line) for line in comparison.lines(value, found) + curves], as_json=json)
+    show(value, lambda _: [*comparison.lines(value, found), *fit(curves)], as_json=json)
 
 
 @task(

@@ -17,6 +17,7 @@ from cluster.host.launch import folders, footprint, planning, startup, teardown
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS
 from cluster.host.runtime import tensorboard as board
+from cluster.host.view.columns import print_lines, shell_lines
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.host.view.logs import print_logs
@@ -39,7 +40,7 @@ def up(c, request, dry=False):
         planned = planning.plan(request, installs=not dry)
         startup.announce(planned)
         if dry:
-            print("\n".join(startup.commands(planned)))
+            print("\n".join(line for command in startup.commands(planned) for line in shell_lines(command)))
         else:
             raise Exit(code=watching.up(planned, shell(c), began=began))
 
@@ -103,7 +104,8 @@ def wait(c, run=None, timeout=""):
     """Wait for a run to end and show how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
     folder = folders.find_run(run)
     bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
-    ended = watching.follow(folder, lambda value: None, bound)
+    with Live() as live:
+        ended = watching.follow(folder, live.show, bound)
     print("\n".join(ended_lines(folder, short_path(folder.path))))
     raise Exit(code=watching.exit_code(ended))
 
@@ -123,6 +125,8 @@ def scale(c, workers="", ps="", run="", trust=False):
 def stop(c, run=None):
     """Save a checkpoint at the same step on every task and stop; go on with `up --resume`."""
     folder = folders.find_run(run)
+    if not folder.ended:
+        print_lines(f"stopping {folder.name}")
     watching.stop(folder, "invoke stop")
     left = teardown.finish(folder, shell(c))
     print("\n".join(ended_lines(folder, short_path(folder.path))), flush=True)

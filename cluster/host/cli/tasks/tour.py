@@ -6,7 +6,6 @@ Each command is explained and shown before it runs.
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ from invoke import Exit
 
 from cluster.host.cli.command_line import answer, task
 from cluster.host.launch import folders
+from cluster.host.view.columns import shell_lines, terminal_width
 from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
@@ -110,7 +110,7 @@ def tour(c, yes=False):
         for number, step in enumerate(STEPS, 1):
             print(f"\n{number}/{len(STEPS)}  {step.title}")
             _print_paragraph(step.why)
-            print(f"\n$ {step.command(run)}", flush=True)
+            print("\n" + "\n".join(shell_lines(f"$ {step.command(run)}")), flush=True)
             if asks and not step.at_once and answer("press Enter to run it, q to stop: ") in ("q", "quit", "n", "no"):
                 left = len(STEPS) - number + 1
                 print(f"stopped, {counted(left, 'step')} before its end; invoke down {run} ends what runs")
@@ -132,5 +132,4 @@ def call(command: str) -> int:
 
 
 def _print_paragraph(text: str) -> None:
-    columns = min(WIDTH, shutil.get_terminal_size().columns)
-    print("\n".join(textwrap.wrap(text, columns, break_on_hyphens=False)))
+    print("\n".join(textwrap.wrap(text, min(WIDTH, terminal_width()), break_on_hyphens=False)))

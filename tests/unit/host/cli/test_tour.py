@@ -1,11 +1,14 @@
 """The tour: every command is shown before it runs, fits the screen, exists, and is in the document with its output."""
 
+import os
+import pty
 import sys
 
 import pytest
 from invoke import Exit, MockContext
 
 import tasks
+from cluster.host.cli.command_line import answer
 from cluster.host.cli.tasks import tour
 from cluster.host.cli.tasks.tour import STEPS
 from tests.tools import tour as tour_page
@@ -49,6 +52,16 @@ def test_a_user_can_stop_before_any_command(ran, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda question: next(answers))
     tasks.ns["tour"](MockContext())
     assert [STEPS[0].command()] == ran
+
+
+def test_what_was_typed_before_a_question_is_no_answer(monkeypatch):
+    ours, theirs = pty.openpty()
+    os.write(ours, b"\n\nq\n")
+    with os.fdopen(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        monkeypatch.setattr("builtins.input", lambda question: os.write(ours, b"yes\n") and terminal.readline())
+        assert "yes" == answer("delete? ")
+    os.close(ours)
 
 
 def test_a_reader_who_takes_long_does_not_miss_the_training(ran, monkeypatch):

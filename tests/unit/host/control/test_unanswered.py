@@ -164,7 +164,7 @@ def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(make_r
 def test_a_tensorboard_that_does_not_start_ends_no_run(start_gang, capsys, monkeypatch):
     gang = start_gang("train(2)\nuntil((run.path / 'go').exists)\nfinish()", workers=0)
 
-    def refuse(*_: object, preferred: object) -> None:
+    def refuse(*_: object, **options: object) -> None:
         (gang.run.path / "go").touch()
         raise PrerequisiteError("another program took the port meanwhile")
 

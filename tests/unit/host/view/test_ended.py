@@ -24,7 +24,8 @@ def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(run, mon
     assert [
         "run folder   runs/demo",
         "TensorBoard  http://127.0.0.1:6006",
-        "next         invoke down (ends TensorBoard), or train on: invoke up --resume demo -- --epochs 6",
+        "next         invoke down (ends TensorBoard), or train on:",
+        "             invoke up --resume demo -- --epochs 6",
     ] == rest
 
 
@@ -47,7 +48,7 @@ def test_a_failure_reports_the_root_cause_last(run):
     why = {"task": "worker-0", "cause": "exit code 139 (SIGSEGV: crashed in native code)", "step": 7}
     run.begin_generation(1, error="", failed_at=time.time(), **why)
     end(run, "failed", task="worker-0", exit_code=1, error="loss is nan at step 7")
-    rule, *inside, rule_too, folder, further = ended_lines(run, "runs/demo")
+    rule, *inside, rule_too, folder, further, command = ended_lines(run, "runs/demo")
     at = time.strftime("%H:%M:%S", time.localtime(run.outcome.time))
     assert [
         "run demo failed after 7 steps",
@@ -57,7 +58,8 @@ def test_a_failure_reports_the_root_cause_last(run):
         "its log: invoke logs worker-0",
     ] == inside
     assert {"-"} == set(rule) == set(rule_too)
-    assert ("run folder   runs/demo", "next         mend the cause, then invoke up --resume demo") == (folder, further)
+    assert ("run folder   runs/demo", "next         fix the cause, then:") == (folder, further)
+    assert "invoke up --resume demo" == command.strip()
 
 
 def test_an_exit_code_that_the_error_begins_with_is_shown_once(run):

@@ -2,10 +2,14 @@
 
 import pytest
 
-from cluster.host.runtime import registry
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import watch
+from cluster.host.runtime import registry, tensorboard
 from cluster.host.view.live import Live
 from cluster.host.view.status import live_lines, read_status
+from cluster.system.json_files import write_json
 from tests.support.beats import beat, save
+from tests.support.launching import no_shell
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -50,7 +54,7 @@ def test_in_a_terminal_the_table_redraws_itself(run, capsys, monkeypatch, no_col
     with Live() as live:
         live.show(read_status(run))
         first = capsys.readouterr().out.removeprefix(HIDE_CURSOR)
-        assert 5 == len(first.splitlines())
+        assert 6 == len(first.splitlines())  # the first line takes two
         assert max(map(len, first.splitlines())) <= 40  # a wrapped line could not be taken back
         beat(run, "chief", "training", step=2)
         live.show(read_status(run))
@@ -91,3 +95,57 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(run, capsys, monkeypa
     with Live() as live:
         live.show(read_status(run))
     assert ["chief training", "step 1"] == capsys.readouterr().out.splitlines()
+
+
+def script(run: RunFolder) -> RunFolder:
+    write_json(run.config, {"script": "train.py", "arguments": []})
+    return run
+
+
+def test_the_newest_line_of_each_task_of_a_script_is_shown(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    bar = f"\b\b\r469/469 {'-' * 90} loss: 0.25"
+    script(run).log("chief").write_text(f"Epoch 1/2\n{bar}")
+    run.log("worker-0").write_text("ready\x1b[2J\n")
+    for task in ("chief", "worker-0"):
+        beat(run, task, "training")
+    shown = live_lines(read_status(run), [], 80)
+    assert max(map(len, shown)) <= 80
+    assert shown[-2].startswith("chief     469/469 ---")
+    assert shown[-2].endswith("loss: 0.25")
+    assert ["worker-0", "ready"] == shown[-1].split()
+
+
+def test_without_a_terminal_the_chief_s_output_is_shown(run, capsys):
+    beat(script(run), "chief", "training")
+    with Live(run) as live:
+        run.log("chief").write_text("one\n10 %\r20 %")
+        live.show(read_status(run))
+        assert "chief | one" in capsys.readouterr().out.splitlines()
+        live.show(read_status(run))
+    assert ["chief | 20 %"] == capsys.readouterr().out.splitlines()
+
+
+def test_a_resumed_script_s_earlier_output_is_not_shown_again(run, capsys):
+    script(run).log("chief").write_text("before\n")
+    run.begin_generation(1, resumed=True)
+    with Live(run) as live:
+        with run.log("chief").open("a") as log:
+            log.write("after\n")
+        live.show(read_status(run))
+    assert ["chief | after"] == capsys.readouterr().out.splitlines()
+
+
+def test_the_view_stays_while_tensorboard_starts(run, monkeypatch):
+    shown: list[int] = []
+
+    def start(*_, while_waiting, **options):
+        beat(run, "chief", "training", step=7)
+        while_waiting()
+        return 6006
+
+    monkeypatch.setattr(tensorboard, "start", start)
+    watch._start_tensorboard(
+        run, None, "local", no_shell, watch._shower(run, lambda value: shown.append(value["step"]))
+    )
+    assert [7] == shown
