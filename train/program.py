@@ -72,7 +72,7 @@ class Program:
             self.heartbeat.start()
             if self.task.role in (Role.WORKER, Role.DATA_WORKER) and self.config.source == "function":
                 self._source()  # opened here, where the graphs of others read it
-            if self.task.role.prepares:
+            if self.task.role.is_data_service:
                 self._prepare_data()
             strategy.serve(self.task, self.config.threads)
         self.heartbeat.start()

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def secret_variables() -> dict[str, str]:
-    """Return the variables of `--secret`, whose values are in files; the line break that ends a file is not theirs.
+    """Return the variables of `--secret`, whose values are in files; the final line break is not part of a value.
 
     Raises:
         PrerequisiteError: a file cannot be read.

@@ -12,8 +12,8 @@ that its imports run during the rendezvous of the agents. The program waits at i
     failing by itself without progress   after `--max-restarts` times the run fails;
                                          see cluster/contract/recovery/attempts.py
 
-Agents share the run folder, which is the record, and send each other what is new there (cluster/agent/gang), so this
-works under any engine that restarts a task whose agent dies.
+Agents share the run folder and send each other its new records (cluster/agent/gang), so this works under any engine
+that restarts a task whose agent dies.
 The agent exits with 0 once the outcome is recorded: with any other code the engine would start it again.
 """
 
@@ -36,7 +36,7 @@ from cluster.agent.standby import Standby
 from cluster.agent.watchdog import FROZEN_S, Finding, Watchdog
 from cluster.contract import settings, tf_config
 from cluster.contract.recovery import attempts, ends, standby_cluster
-from cluster.contract.recovery.attempts import OUTSIDE, OWN, PLANNED
+from cluster.contract.recovery.attempts import EXTERNAL, PLANNED, PROGRAM_FAILURE
 from cluster.contract.run import joining
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import OutcomeState, TaskState
@@ -63,14 +63,14 @@ class Agent(Decisions):
     def __init__(
         self, run: Board, task_name: str, command: list[str], rendezvous_timeout_s: float, *, imports: str = ""
     ) -> None:
-        """Do nothing yet.
+        """Prepare the agent.
 
         Args:
             run: the run.
-            task_name: this task's.
+            task_name: the name of its task.
             command: the program.
             rendezvous_timeout_s: how long to wait for the other tasks.
-            imports: a module whose `load` imports what the program needs, see cluster/system/fork_server.py.
+            imports: a module whose `load` imports the program's modules, see cluster/system/fork_server.py.
         """
         super().__init__(run, task_name)
         self.command = command
@@ -109,7 +109,7 @@ class Agent(Decisions):
         return 0
 
     def _act_on_terminate(self, then: str) -> None:
-        """Request that the run stops, unless it goes on without this task, or with another container in its place."""
+        """Request that the run stops, unless it continues without this task, or with another container in its place."""
         if not self.members.has(self.run.generation) or self.run.replaced.exists():
             raise SystemExit(EXIT_PEER_LOST)
         self.run.request_stop(self.task.name, then=then)
@@ -136,7 +136,7 @@ class Agent(Decisions):
         elif self.run.stop_requested and not self.restarts_alone:
             self.run.end("stopped", task=self.task.name)
         else:
-            kind, cause = OUTSIDE, "the whole task was killed"
+            kind, cause = EXTERNAL, "the whole task was killed"
             if self.run.replaced.exists():
                 kind, cause = PLANNED, "its code was changed"
             end = self.recovery.end(generation, kind, cause, at=beat.updated_at)
@@ -147,16 +147,16 @@ class Agent(Decisions):
                 self.recovery.restart_gang(generation, end)
 
     def _import(self) -> None:
-        """Import once what every attempt's program needs. Only what runs Python on a CPU can be forked after that.
+        """Import once the modules of every attempt's program. Only Python programs on a CPU can be forked after that.
 
-        If that fails or kills this process, each program does it by itself, and reports what happens to it.
+        If that fails or kills this process, each program imports them and reports its own failure.
         """
         accelerated = "GPUS_GIVEN" in os.environ or self.spec.kind.hardware
         if not self._imports or accelerated or not settings.is_on("SHARED_IMPORT") or fork_server.has_preloaded():
             return
         beat = self.run.heartbeat(self.task.name)
         if self.run.outcome or (beat and beat.generation == self.run.generation and beat.importing):
-            return  # nothing is left to run, or the import has killed this agent before
+            return  # the run has ended, or the import has killed this agent before
         restarts = attempts.restarts(self.run, self.task.name)
         heartbeat = HeartbeatWriter(self.run, self.task, self.run.generation, restarts)
         heartbeat.update(importing=True)
@@ -180,7 +180,7 @@ class Agent(Decisions):
         program = self.standby.take(in_cluster=self._formed)
         if self._formed and program is None:
             heartbeat.stop()
-            end = self.recovery.end(generation, OUTSIDE, "its standby process had ended")
+            end = self.recovery.end(generation, EXTERNAL, "its standby process had ended")
             self.recovery.restart_gang(generation, end)
             return
         program = program or self._program(os.environ | variables)
@@ -202,7 +202,7 @@ class Agent(Decisions):
             self.exit_code = 0 if self.serves and outcome and not at_fault else code
 
     def _record_processes(self, program: Program) -> None:
-        """Record the processes of this task for whoever injects faults."""
+        """Record the processes of this task for the injection of faults."""
         if program.pid:
             with contextlib.suppress(OSError):  # a full disk
                 pids = {"agent": os.getpid(), "program": program.pid}
@@ -219,7 +219,7 @@ class Agent(Decisions):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._is_over(generation) and not self.run.stop_requested:
             time.sleep(POLL_S)
-        if self.run.stop_requested and self.task.role.beside:
+        if self.run.stop_requested and self.task.role.is_sidecar:
             self._wait_until_over(generation)  # it has nothing to save
         elif self.run.stop_requested and not self.restarts_alone:
             self.run.end("stopped", task=self.task.name)
@@ -243,8 +243,10 @@ class Agent(Decisions):
             "report": lambda obstacle: heartbeat.update(obstacle=obstacle),
         }
         try:
-            prepares = self.task.role.prepares  # no member of the cluster, but it listens as well
-            if prepares or (self.restarts_alone and self.task.name in self._passed_rendezvous(generation)):
+            # A data service is not a member of the cluster, but it listens as well.
+            if self.task.role.is_data_service or (
+                self.restarts_alone and self.task.name in self._passed_rendezvous(generation)
+            ):
                 # The other tasks passed it long ago and their TensorFlow servers hold their ports. This task's port may
                 # still be in use while the kernel frees the memory of its previous program.
                 ports.listen(self._listener, **waiting).close()
@@ -331,7 +333,7 @@ class Agent(Decisions):
                 program.show_stacks()
             if finding := watchdog.examine(program.stopped_s):
                 return self._act_on_finding(finding, program, generation)
-            if self.task.role.beside and (late := watchdog.late(self.rendezvous_timeout_s)):
+            if self.task.role.is_sidecar and (late := watchdog.late(self.rendezvous_timeout_s)):
                 return self._act_on_late(late, generation)
             self.members.take_in_returned(self.recovery, generation)
             if self.run.stop_requested and not self.serves and self.task.role != Role.EVALUATOR:
@@ -345,7 +347,7 @@ class Agent(Decisions):
         return None
 
     def _act_on_training(self, program: Program, generation: int) -> None:
-        """Do what is due once the program trains."""
+        """Report that the program trains again, and keep its standby process."""
         state = self._state
         if self._resuming and (state == "training" or (self.task.role == Role.EVALUATOR and state == "evaluating")):
             self.run.event(self.task.name, "resumed")
@@ -368,7 +370,7 @@ class Agent(Decisions):
                 standby_cluster.withdraw(self.run, self.task.name)
 
     def _standby_variables(self, generation: int) -> dict[str, str] | None:
-        """Return what the standby process needs to form a cluster with the others; None where it cannot."""
+        """Return the variables of a standby process that forms a cluster with the others; None where it cannot."""
         possible = standby_cluster.trains(self.task) and standby_cluster.possible(self.run, self.spec)
         if not possible or "GPUS_GIVEN" in os.environ:
             return None
@@ -387,7 +389,7 @@ class Agent(Decisions):
             self._act_on_silence(finding, generation)
             return
         stopped = finding.stopped or (finding.kind == "frozen" and program.is_stopped)
-        kind = OUTSIDE if stopped else OWN
+        kind = EXTERNAL if stopped else PROGRAM_FAILURE
         cause = f"{finding.cause}, stopped by a signal" if stopped else finding.cause
         self.run.event(finding.task, finding.kind, step=self.run.newest_step, cause=cause)
         end = self.recovery.end(generation, kind, cause, task=finding.task, at=time.time() - FROZEN_S)
@@ -409,11 +411,11 @@ class Agent(Decisions):
         """Apply the failure policy to a program that ended."""
         code = program.wait()
         if self._is_over(generation):
-            return  # what ends after the run or its generation changes nothing
+            return  # an end after that of the run or its generation has no effect
         end = self._end_of(program, code, generation)
-        side_car = self.task.role.beside
-        if self._state in ("done", "stopped") or (side_car and self.run.stop_requested):
-            # The program says whether it was done: any user code can end it with exit code 0, and TensorFlow's
+        is_sidecar = self.task.role.is_sidecar
+        if self._state in ("done", "stopped") or (is_sidecar and self.run.stop_requested):
+            # The program reports whether it was done: any user code can end it with exit code 0, and TensorFlow's
             # teardown can fail after the work was done.
             self._await_outcome(generation)
         elif EXIT_FAILED <= code <= EXIT_TIMEOUT and self.task.role != Role.EVALUATOR:

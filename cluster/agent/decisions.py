@@ -1,4 +1,4 @@
-"""What an agent decides when its program ends, and records: restarts, the outcome, the last heartbeat."""
+"""The decisions and records of an agent whose program ends: restarts, the outcome, the last heartbeat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cluster.agent.program import Program
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import SILENT_S, Finding, Watchdog
 from cluster.contract.recovery import ends
-from cluster.contract.recovery.attempts import LOST_CONTACT, OUTSIDE
+from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT
 from cluster.contract.recovery.ends import End
 from cluster.contract.results import summary
 from cluster.contract.run import membership
@@ -40,14 +40,14 @@ Well under the patience above: a heartbeat is due every second, and may be read 
 
 
 class Decisions:
-    """The decisions of one task's agent. `Agent` notices what they are about."""
+    """The decisions of one task's agent. `Agent` detects their reasons."""
 
     standby: Standby
     rendezvous_timeout_s: float
 
     def __init__(self, run: Board, task_name: str) -> None:
         self.run = run
-        self.spec = membership.placed(run)
+        self.spec = membership.cluster_with_addresses(run)
         self.task = self.spec.task(task_name)
         self.serves = self.spec.serves(self.task)
         self.restarts_alone = self.spec.restarts_alone(self.task)
@@ -78,7 +78,7 @@ class Decisions:
         return beat.state if beat else ""
 
     @property
-    def _lived_s(self) -> float:
+    def _runtime_s(self) -> float:
         """How long a script ran; not needed for a program that records its steps."""
         return 0.0
 
@@ -120,12 +120,12 @@ class Decisions:
         lost_contact = code == EXIT_PEER_LOST and member and not self.run.script
         kind = LOST_CONTACT if lost_contact else ends.kind_of(code, out_of_memory=out_of_memory)
         cause = "lost contact with the cluster" if lost_contact else describe(code, out_of_memory=out_of_memory)
-        # After a kill for memory the last lines are about something else; after exit code 0 there is no error.
+        # After a kill for memory the last lines are about something else; exit code 0 is not an error.
         error = None if out_of_memory or code == 0 else program.error(code)
         if code < 0 and error:
             error = f"{cause}: {error}"
         may_follow = lost_contact or (code == -signal.SIGABRT and member)  # TensorFlow aborts when another task dies
-        return self.recovery.end(generation, kind, cause, error, may_follow=may_follow, lived_s=self._lived_s)
+        return self.recovery.end(generation, kind, cause, error, may_follow=may_follow, runtime_s=self._runtime_s)
 
     def _restart_alone(self, end: End) -> None:
         """Start only this task's program again, unless its failure ends the run."""
@@ -135,7 +135,7 @@ class Decisions:
     def _restart_gang(self, generation: int, end: End) -> None:
         """Start every task again, after the others have had time to report that they failed first."""
         ends.record(self.run, generation, end)
-        if end.kind == OUTSIDE or not self.spec.members:
+        if end.kind == EXTERNAL or not self.spec.members:
             patience_s = 0.0
         else:
             patience_s = PEER_LOST_PATIENCE_S if end.may_follow else CULPRIT_PATIENCE_S
@@ -160,7 +160,7 @@ class Decisions:
             name, silent_s = self._watchdog.longest_silent()
             if silent_s > SILENT_S:
                 cause = f"no heartbeat for {SILENT_S:.0f} s"
-                end = self.recovery.end(generation, OUTSIDE, cause, task=name, at=time.time() - SILENT_S)
+                end = self.recovery.end(generation, EXTERNAL, cause, task=name, at=time.time() - SILENT_S)
                 self.recovery.restart_gang(generation, end)
             if silent_s > SILENT_HINT_S:
                 if scripted:  # a task that answers again gets as long to report
@@ -187,7 +187,7 @@ class Decisions:
     def _must_act_for_chief(self, generation: int) -> bool:
         """Wait until the generation is over; return true if the chief's work is done and its agent records nothing.
 
-        A task that becomes silent meanwhile had not finished its work: every task starts again.
+        A task that becomes silent while this one waits had not finished its work: every task starts again.
         """
         watchdog = self._watchdog = Watchdog(self.run, self.spec, self.task, generation)
         looks = 0
@@ -206,7 +206,7 @@ class Decisions:
         """Apply the failure policy to another task that gives no sign of life."""
         self.run.event(finding.task, finding.kind, step=self.run.newest_step, cause=finding.cause)
         at = time.time() - SILENT_S
-        self._restart_for(self.recovery.end(generation, OUTSIDE, finding.cause, task=finding.task, at=at), generation)
+        self._restart_for(self.recovery.end(generation, EXTERNAL, finding.cause, task=finding.task, at=at), generation)
 
     def _restart_for(self, end: End, generation: int) -> None:
         """Start every task again, or end a run that is to stop: it cannot save any more."""

@@ -1,4 +1,4 @@
-"""Why a program ended, and what is known about a task that does not answer."""
+"""The reasons why a program ended, or why a task does not answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MemoryKills:
 
 
 def describe(code: int, *, out_of_memory: bool) -> str:
-    """Return in words what ended a program before its work was done."""
+    """Describe the reason why a program ended before its work was done."""
     if out_of_memory and memory.limit_bytes() < sys.maxsize:
         return f"killed for memory: the task may use {memory.limit_bytes() / 2**30:.1f} GiB, see --memory of up"
     if out_of_memory:
@@ -39,7 +39,7 @@ def describe(code: int, *, out_of_memory: bool) -> str:
 
 
 def explain_missing(run: RunFolder, task: str) -> str:
-    """Return what the run folder says about a task that does not answer."""
+    """Describe a task that does not answer from its records."""
     beat = run.heartbeats().get(task)
     if beat is None:
         return "never started"

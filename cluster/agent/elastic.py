@@ -1,7 +1,7 @@
-"""Elastic runs: which tasks a run goes on without, and when those that return are taken in again.
+"""Elastic runs: which tasks a run can continue without, and when tasks that return are taken in again.
 
-Only decisions: who is missing or has returned is for the caller to find out, and so is what time it is. See
-docs/guides/faults.md for the policy, `members.py` beside this file for what acts on it.
+Only decisions: the caller passes the missing and returned tasks and the time. See docs/guides/faults.md for the policy;
+`members.py` acts on the decisions.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ GONE_S = 5.0
 
 @dataclass(frozen=True)
 class Elasticity:
-    """What was requested: the number of workers that is enough, and whether returning ones are taken in unasked."""
+    """The requested number of workers that is enough, and whether returning workers are taken in automatically."""
 
     min_workers: int
     grow: bool = False
 
     @classmethod
     def of(cls, run: RunFolder) -> Elasticity | None:
-        """Return what was requested of a run; None if it needs every task."""
+        """Return the elasticity that a run was started with; None if it needs every task."""
         started = run.started
         return cls(started["min_workers"], started.get("grow", False)) if "min_workers" in started else None
 
 
 def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) -> frozenset[str] | None:
-    """Return the tasks that the next generation leaves out; None if the run cannot go on without them.
+    """Return the tasks that the next generation leaves out; None if the run cannot continue without them.
 
     Args:
         cluster: every requested task.
-        missing: the tasks that are not there.
+        missing: the absent tasks.
         min_workers: how many workers are enough, of a cluster that has at least as many.
     """
     workers = {task.name for task in cluster.of(Role.WORKER)}
@@ -53,9 +53,9 @@ def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) 
 
 
 def cause(cluster: ClusterSpec, left_out: Collection[str], missing: Collection[str], timeout_s: float) -> str:
-    """Return in words why a generation leaves out tasks that were missing at the rendezvous."""
+    """Describe why a generation leaves out tasks that were missing at the rendezvous."""
     now = counted(len(cluster.without(left_out).of(Role.WORKER)), "worker")
-    return f"{', '.join(sorted(missing))} stayed away for {timeout_s:g} s: the run goes on with {now}"
+    return f"{', '.join(sorted(missing))} stayed away for {timeout_s:g} s: the run continues with {now}"
 
 
 def patience_s(times_left_out: int) -> float:
@@ -66,7 +66,7 @@ def patience_s(times_left_out: int) -> float:
 
 
 class Returns:
-    """Watches the tasks that were left out, for the chief's agent. Times are those of its own monotonic clock."""
+    """Watches the tasks that were left out, for the chief's agent, by its monotonic clock."""
 
     def __init__(self, times_left_out: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
         """Begin to watch.
@@ -85,7 +85,7 @@ class Returns:
         """Return the tasks to be taken in now; none before the first checkpoint after one of them is ready.
 
         Args:
-            waiting: the tasks that say they wait to be taken in, each with the time of its newest heartbeat.
+            waiting: the tasks that wait to be taken in, each with the time of its newest heartbeat.
             saved: the step of the newest checkpoint, -1 for none.
         """
         now = self._clock()
@@ -102,6 +102,6 @@ class Returns:
         elif self._saved_when_ready is None:
             self._saved_when_ready = saved
         elif saved > self._saved_when_ready:
-            self._saved_when_ready = saved  # the next time, should they be out of reach
+            self._saved_when_ready = saved  # for the next time, in case they cannot be reached
             return ready
         return frozenset()

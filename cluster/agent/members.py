@@ -1,7 +1,7 @@
-"""An agent's part in elastic runs: `elastic.py` decides, and this finds out what that needs, and acts on it.
+"""An agent's part in elastic runs: collects the facts for the decisions of `elastic.py`, and acts on them.
 
 The chief's agent alone changes the tasks of a run, by beginning a generation. A task that a generation leaves out runs
-no program and decides nothing; it says that it waits, and answers the chief, until a generation has it again.
+no program and decides nothing; it reports that it waits, and answers the chief, until a generation includes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cluster.agent.elastic import Elasticity, Returns
 from cluster.agent.policy import Recovery
 from cluster.contract import tf_config
 from cluster.contract.recovery import attempts
-from cluster.contract.recovery.attempts import OUTSIDE
+from cluster.contract.recovery.attempts import EXTERNAL
 from cluster.contract.recovery.ends import End
 from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import RunFolder
@@ -52,7 +52,7 @@ class Members:
     def _look_for_everyone(self) -> None:
         """Find where the tasks are now: one that a scheduler has replaced is elsewhere."""
         if "CLUSTER_JSON" in os.environ:
-            self._everyone = membership.placed(self._run)
+            self._everyone = membership.cluster_with_addresses(self._run)
 
     def has(self, generation: int) -> bool:
         """Whether this agent's task belongs to a generation."""
@@ -84,13 +84,13 @@ class Members:
         cause = elastic.cause(self._everyone, left_out, missing, timeout_s)
         begun = self._run.begun(generation)
         at = begun.get("failed_at", begun.get("time", time.time()))
-        recovery.change_members(generation, left_out, End(min(missing), OUTSIDE, cause, None, at), "left out")
+        recovery.change_members(generation, left_out, End(min(missing), EXTERNAL, cause, None, at), "left out")
         return True
 
     def are_queued_again(self, generation: int) -> bool:
         """Whether the job is queued again where tasks miss the rendezvous of a generation.
 
-        Not where the cluster has not been complete in a few generations: no other nodes would mend that.
+        Not if the cluster has not been complete in a few generations: other nodes would not help.
         """
         if os.environ.get("LOST_THEN") != AfterStop.REQUEUE:
             return False
@@ -120,7 +120,7 @@ class Members:
         back = {n for n in due if rendezvous.reaches(self._task, self._everyone.task(n), token, PROBE_S)}
         if back and not self._run.stop_requested:
             names = ", ".join(sorted(back))
-            end = End(min(back), OUTSIDE, f"{names} returned and is taken in", None, time.time())
+            end = End(min(back), EXTERNAL, f"{names} returned and is taken in", None, time.time())
             recovery.change_members(generation, left_out - back, end, "taken in")
 
     def await_turn(self, generation: int, is_over: Callable[[], bool], listener: Task) -> None:

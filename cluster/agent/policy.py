@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.contract.recovery import attempts, ends, standby_cluster, step_record
-from cluster.contract.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN, Attempt
+from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, Attempt
 from cluster.contract.recovery.ends import End
 from cluster.contract.recovery.step_record import SINGLE_STEPS_FROM
 from cluster.contract.run.folder import RunFolder
@@ -20,7 +20,7 @@ from cluster.system.messages import counted
 
 
 class Recovery:
-    """Decides for the agent of one task whether what failed starts again, and records the decision."""
+    """Decides for the agent of one task whether a failed program starts again, and records the decision."""
 
     def __init__(self, run: RunFolder, spec: ClusterSpec, task: Task) -> None:
         self._run = run
@@ -36,16 +36,16 @@ class Recovery:
         *,
         task: str = "",
         at: float | None = None,
-        lived_s: float = 0.0,
+        runtime_s: float = 0.0,
         may_follow: bool = False,
     ) -> End:
         """Return the record of the end of this task, or of the one named, with the last step that it did."""
         name = task or self._task.name
-        furthest = self._furthest(self._spec.task(name), generation)
+        last_step = self._last_step(self._spec.task(name), generation)
         host = socket.gethostname() if name == self._task.name else self._spec.task(name).host
-        return End(name, kind, cause, error, time.time() if at is None else at, furthest, lived_s, may_follow, host)
+        return End(name, kind, cause, error, time.time() if at is None else at, last_step, runtime_s, may_follow, host)
 
-    def _furthest(self, task: Task, generation: int) -> int:
+    def _last_step(self, task: Task, generation: int) -> int:
         """Return the last step in a task's own record; others may have done one more."""
         if task.role == Role.EVALUATOR:
             beat = self._run.heartbeat(task.name)
@@ -53,7 +53,7 @@ class Recovery:
         if self._spec.restarts_alone(task):  # written by the chief, in whatever generation
             progress = step_record.read(self._run, task.name)
             return progress.step if progress else -1
-        return step_record.furthest(self._run, "chief" if self._spec.serves(task) else task.name, generation)
+        return step_record.last_step(self._run, "chief" if self._spec.serves(task) else task.name, generation)
 
     def restart_gang(self, generation: int, own: End) -> None:
         """Begin the next generation, in which every task starts again, unless the run has failed too often."""
@@ -108,7 +108,7 @@ class Recovery:
         return pause_s
 
     def _carried_over(self, generation: int, end: End) -> dict[str, Any]:
-        """Return what the next generation keeps of this one: the tasks that are left out, single steps."""
+        """Return the parts of this generation's record that the next one keeps: the tasks left out, single steps."""
         kept: dict[str, Any] = {}
         if names := left_out(self._run, generation):
             kept[LEFT_OUT] = sorted(names)
@@ -121,22 +121,22 @@ class Recovery:
 
         After a kill, or a failure before any step, that is the same step as in this generation.
         """
-        if end.kind in (OWN, LOST_CONTACT) and end.furthest >= 0:
-            return end.furthest
+        if end.kind in (PROGRAM_FAILURE, LOST_CONTACT) and end.last_step >= 0:
+            return end.last_step
         before: int | None = self._run.begun(generation).get(SINGLE_STEPS_FROM)
         return before
 
     def _fail(self, end: End, count: int) -> None:
         """End the run because it has failed too often."""
-        step = end.furthest
+        step = end.last_step
         if step < 0:  # it did no step in this attempt: use the others' steps
             step = max(self._run.newest_step, step_record.newest(self._run, self._run.generation), 0)
         after = f" after step {step}" if step else ""
-        verb, where = ("failed", "") if end.kind != OUTSIDE else ("ended from outside", f" on {end.host}")
+        verb, where = ("failed", "") if end.kind != EXTERNAL else ("ended from outside", f" on {end.host}")
         error = f"{verb} {counted(count, 'time')} without progress{after}{where}: {end.reported}"
         self._run.end("failed", task=end.task, exit_code=EXIT_FAILED, step=step, error=error)
 
 
 def _of_attempt(end: End) -> dict[str, Any]:
     """Return the part of the record that `attempts.Attempt.of` reads."""
-    return {"kind": end.kind, "furthest": end.furthest, "lived_s": round(end.lived_s, 3)}
+    return {"kind": end.kind, "last_step": end.last_step, "runtime_s": round(end.runtime_s, 3)}

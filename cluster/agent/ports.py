@@ -15,7 +15,7 @@ from cluster.system.errors import ClusterError, TimedOut
 CONNECT_TIMEOUT_S = 2.0
 POLL_S = 0.02
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""What an HTTP/2 client sends first: the preface and empty settings (RFC 9113, 3.4)."""
+"""The first bytes of an HTTP/2 client: the preface and empty settings (RFC 9113, 3.4)."""
 _HTTP2_SETTINGS = b"\4"
 """The type of the frame that an HTTP/2 server sends first, after its three bytes of length."""
 
@@ -29,12 +29,12 @@ class Abandoned(ClusterError):
 
 
 class Waiting(TypedDict):
-    """How long a task waits, and what it does meanwhile.
+    """How long a task waits, and its callbacks.
 
     Attributes:
         timeout_s: seconds to wait.
         abandon: called repeatedly; waiting ends when it returns true.
-        report: called with what keeps this task from listening, and with an empty string once nothing does.
+        report: called with the reason why this task cannot listen, and with an empty string once it can.
     """
 
     timeout_s: float

@@ -92,12 +92,12 @@ class Program(ABC):
         return processes.wait(self._process, timeout_s)
 
     def _signal(self, number: int) -> None:
-        """Send a signal to the program and whatever it started."""
+        """Send a signal to the program and its children."""
         if self._process is not None:
             processes.signal_group(self._process, number)
 
     def request_end(self) -> None:
-        """Send SIGTERM once: a second one would interrupt what the program does about the first."""
+        """Send SIGTERM once: a second one would interrupt the response to the first."""
         if not self._end_requested:
             self._end_requested = True
             self._signal(signal.SIGTERM)
@@ -121,7 +121,7 @@ class Program(ABC):
     def error(self, code: int) -> str | None:
         """Return the error that the program reported before it ended with this code.
 
-        Without one, return its last line, labelled as such; None after a signal, which says it all.
+        Without one, return its last line, labelled as such; None after a signal, which needs no explanation.
         """
         self._await_log(1.0)
         if (error := ends.error_in(self._lines, code)) or code < 0 or not self._lines:
@@ -177,7 +177,7 @@ class Trainer(Program):
 
 
 class Script(Program):
-    """A user's script. It has no gate, so it starts once its cluster is complete, in a working folder of its own."""
+    """A user's script. It has no gate, so it starts once its cluster is complete, in a separate working folder."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path, folder: Path) -> None:
         super().__init__(command, environment, log)

@@ -2,7 +2,7 @@
 
 TensorFlow's own start waits for a missing task forever and does not name it. Here each task listens on the address that
 TF_CONFIG gives to its TensorFlow server, and greets every other task on theirs. So a name that does not resolve, a
-closed port and a task that never started are reported as what they are, and the wait is bounded.
+closed port and a task that never started are each reported as such, and the wait is bounded.
 
 A task passes once every other task has answered it and confirmed its answer. Both are needed: a task that closed its
 listener as soon as its own greetings were answered would look missing to a slower task.
@@ -31,9 +31,9 @@ from cluster.system.errors import TimedOut
 GATHER_S = 3.0
 """How long after the start those who are still absent are greeted, if they are few."""
 SMALL = 8
-"""So many other tasks are greeted at once, whether or not the hub is heard."""
+"""Up to this many other tasks are greeted at once, with or without a connection to the hub."""
 HUB_S = 10.0
-"""For how long the hub is not heard before all of a larger gang are greeted."""
+"""Seconds without a message of the hub before all of a larger gang are greeted."""
 GREETERS = 8
 """How many tasks one greets at a time."""
 AT_ONCE = 16
@@ -47,7 +47,7 @@ PASSED_S = 0.5
 
 
 class Incomplete(TimedOut):
-    """Tasks did not come to the rendezvous in time."""
+    """Tasks missed the rendezvous."""
 
     def __init__(self, message: str, missing: Collection[str]) -> None:
         super().__init__(message)
@@ -59,9 +59,9 @@ class Hub:
     """The hub's part in a rendezvous.
 
     Attributes:
-        gathers: returns whether the hub is heard.
-        come: says to the hub that this task listens, and that those answered whom it greets first.
-        absent: returns who has not said so yet; None if the hub does not know, or that is many.
+        gathers: returns whether the hub is connected.
+        come: reports to the hub that this task listens, and that the tasks that it greets first have answered.
+        absent: returns the tasks that have not reported yet; None if the hub does not know, or for many.
     """
 
     gathers: Callable[[], bool] = lambda: False
@@ -71,7 +71,7 @@ class Hub:
 
 @dataclass
 class Attendance:
-    """What one task knows of the others; its listener and greeter threads write it."""
+    """The attendance as one task knows it; its listener and greeter threads write it."""
 
     token: str
     missing: dict[str, str]
@@ -80,7 +80,7 @@ class Attendance:
     """The tasks that have not confirmed our answer."""
     others: frozenset[str]
     heard_s: float = 0.0
-    """When the hub was heard last, in seconds from the beginning."""
+    """The time of the hub's last message, in seconds from the beginning."""
     over: threading.Event = field(default_factory=threading.Event)
     _awaited: frozenset[str] = frozenset()
     """The tasks that were absent last."""
@@ -89,7 +89,7 @@ class Attendance:
 
     @classmethod
     def of(cls, token: str, others: Collection[str]) -> Attendance:
-        """Return what is known of the others at the beginning."""
+        """Return the attendance at the beginning."""
         return cls(token, dict.fromkeys(others, "not tried yet"), set(others), frozenset(others))
 
     @property
@@ -114,11 +114,11 @@ class Attendance:
             self.unconfirmed.discard(name)
 
     def gather(self, hub: Hub, first: frozenset[str], waited_s: float, timeout_s: float) -> frozenset[str]:
-        """Take in whom the hub says to be there, after having said so itself; return whom to greet from now on.
+        """Exchange the attendance with the hub; return the tasks to greet from now on.
 
         Args:
-            hub: how to learn that.
-            first: whom this task greets first.
+            hub: the hub.
+            first: the tasks to greet first.
             waited_s: seconds since the beginning.
             timeout_s: seconds to wait in all.
         """
@@ -154,13 +154,13 @@ def wait(
     Args:
         spec: the cluster.
         task: the member that calls.
-        hub: how to learn from the hub who is there; None without one.
+        hub: the hub; None without one.
         token: the run's secret with the generation; tasks with another one, such as leftovers, do not count.
         timeout_s: seconds to wait for the others.
         abandon: called repeatedly; waiting ends when it returns true.
         passed: returns the tasks that need not answer any more, since they have met an earlier attempt of this one.
-        explain: returns what else is known about a missing task, such as its exit code and last line.
-        report: called with what keeps this task from listening, and with an empty string once nothing does.
+        explain: returns a description of a missing task, such as its exit code and last line.
+        report: called with the reason why this task cannot listen, and with an empty string once it can.
         patience: returns how many seconds to wait for these tasks; without it, `timeout_s`.
 
     Raises:
@@ -216,7 +216,7 @@ def await_turn(
         task: the one that calls.
         token: the run's secret with the generation.
         abandon: called repeatedly.
-        report: called with what keeps this task from listening, and with an empty string once nothing does.
+        report: called with the reason why this task cannot listen, and with an empty string once it can.
 
     Raises:
         PortTaken: another program uses this task's port.
@@ -275,17 +275,17 @@ class Greeters:
     """
 
     def __init__(self, task: Task, others: dict[str, Task], rendezvous: Attendance, again_s: float) -> None:
-        """Greet nobody yet.
+        """Prepare to greet.
 
         Args:
             task: the one that greets.
             others: by name.
-            rendezvous: what is known of them.
-            again_s: after how long one that did not answer is greeted again.
+            rendezvous: their attendance.
+            again_s: seconds until a task that did not answer is greeted again.
         """
         self._task, self._others, self._rendezvous, self._again_s = task, others, rendezvous, again_s
         self._due: dict[str, None] = {}
-        """Who is to be greeted, whoever waits longest first; a task that is being greeted is not there."""
+        """The tasks to greet, the longest waiting first, without those that are being greeted."""
         self._known: set[str] = set()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -322,19 +322,19 @@ class Greeters:
                 rendezvous.missing.pop(name, None)
 
     def _next(self) -> str:
-        """Wait for whom to greet, and return that; empty once the rendezvous is over."""
+        """Wait for a task to greet, and return its name; empty once the rendezvous is over."""
         with self._changed:
             while not self._rendezvous.over.is_set():
                 for name in list(self._due):
                     del self._due[name]
-                    if name in self._rendezvous.missing:  # who was met otherwise need not be greeted
+                    if name in self._rendezvous.missing:  # a task that was met otherwise need not be greeted
                         return name
                 self._changed.wait()
         return ""
 
 
 def _greeting(task: Task, other: Task, token: str, timeout_s: float) -> str:
-    """Greet another task once; return why it did not answer, empty if it did."""
+    """Greet another task once; return the reason why it did not answer, empty if it did."""
     deadline = time.monotonic() + timeout_s
     channel = Channel(_secret(token, other), task.name)
     try:
@@ -360,5 +360,5 @@ def _greeting(task: Task, other: Task, token: str, timeout_s: float) -> str:
 
 
 def _secret(token: str, answering: Task) -> str:
-    """Return what both sides of a greeting prove to know; nobody else's answer counts as this task's."""
+    """Return the secret of a greeting, which both sides prove to know; no other answer counts as this task's."""
     return f"{token} {answering.name}"

@@ -85,7 +85,7 @@ class ScriptAgent(Agent):
         # TensorFlow aborts when it learns that another task failed.
         killed = code < 0 and not (code == -signal.SIGABRT and others_had_failed)
         if killed and not self.restarts_alone:
-            ends.record(self.run, generation, end)  # first: nobody waits for a failed task whose host is lost meanwhile
+            ends.record(self.run, generation, end)  # first: a host that is lost now would leave no record
         self.heartbeat.update(state="done" if code == 0 else "failed", exit_code=as_exit_code(code))
         if self.run.stop_requested:
             self.run.end("stopped", task=self.task.name)
@@ -113,7 +113,7 @@ class ScriptAgent(Agent):
             self.run.end("failed", task=self.task.name, exit_code=EXIT_FAILED, error=_reported(end))
 
     @property
-    def _lived_s(self) -> float:
+    def _runtime_s(self) -> float:
         return time.monotonic() - self._script_began_s
 
     def _await_outcome(self, generation: int) -> None:

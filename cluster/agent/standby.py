@@ -1,4 +1,4 @@
-"""The standby process: the next attempt's program, started beside the one that trains and waiting at its gate.
+"""The standby process: the next attempt's program, started while another one trains, and waiting at its gate.
 
 Most of a restart is importing TensorFlow, forming the cluster and tracing the step. The standby process has done the
 first and, where it can, all of that: see `cluster/contract/recovery/standby_cluster.py`.
@@ -34,7 +34,7 @@ FIRST_TO_KILL = 1000
 RESERVE_BYTES = 2 * 2**30
 """Memory of the machine that standby processes leave to the programs that train."""
 OWN_RESERVE_BYTES = 2**29
-"""Memory of its own task's limit that a standby process leaves."""
+"""Memory of its task's limit that a standby process leaves."""
 
 
 class Standby:
@@ -83,7 +83,7 @@ class Standby:
         """Start the standby process when it is due; to be called often while the task's program runs.
 
         Args:
-            training: whether the program trains right now. Once it has, time in other states counts as well.
+            training: whether the program trains at present. Once it has, time in other states counts as well.
             variables: of the environment that it needs to form a cluster with the others; None: it does not.
             like: process that takes as much memory as it will with such a cluster.
         """
@@ -136,7 +136,7 @@ class Standby:
     def _set_kill_score(self, score: int) -> None:
         """Set how readily the kernel kills the process when memory runs out."""
         if self._program and not self._program.ended:  # its id may be another process's by now
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with contextlib.suppress(OSError):  # it has ended
                 Path(f"/proc/{self._program.pid}/oom_score_adj").write_text(str(score))
 
     def end(self) -> None:

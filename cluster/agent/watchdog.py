@@ -22,7 +22,7 @@ from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.json_files import create_json
 
 FROZEN_S = 8.0
-"""A program without a heartbeat for so long (one is due every second) is frozen; its agent ends it."""
+"""A program without a heartbeat for this long (one is due every second) is frozen; its agent ends it."""
 SILENT_S = 12.0
 """If its agent did not do that either, the task is gone, and another agent acts."""
 IMPORT_S = 120.0
@@ -37,13 +37,13 @@ READ_AT_ONCE = 16
 AWAY_S = 4.0
 """A longer time between two examinations means that this process was stopped and does not know what changed."""
 PROOF_S = HEARD_S + 2.0
-"""After so long the hub says of a task that is gone that it does not hear it, and every agent knows that."""
+"""After this time the hub has reported to every agent that it has no connection to a task that is gone."""
 START_STATES = frozenset({TaskState.STARTING, TaskState.WAITING, TaskState.RESTARTING, TaskState.COMPILING})
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, and with which task."""
+    """A task that does nothing, and how that shows."""
 
     task: str
     cause: str
@@ -70,7 +70,7 @@ class Watchdog:
         self._behind: set[str] = set()
         """The tasks whose newest heartbeat is of an earlier generation."""
         self._renewed: set[str] = set()
-        """What was seen to change since `doubt_others`."""
+        """The heartbeats and steps that were seen to change since `doubt_others`."""
         self._doubted = 0.0
         self._began = self._examined = time.monotonic()
         larger = max(1.0, len(spec.tasks) / READ_AT_ONCE)
@@ -100,7 +100,7 @@ class Watchdog:
             return None
         self._discount(now - self._examined)
         self._examined = now
-        unlinked = self._run.unlinked  # while the hub is heard, its agent watches the others
+        unlinked = self._run.unlinked  # while the hub is connected, its agent watches the others
         watched = self._names if unlinked is None else [name for name in self._names if name in unlinked]
         beats = self._read(self._run.heartbeat, watched, now, self._others_every_s)
         ages = {name: now - self._since(name, beat.updated_at, now) for name, beat in beats.items()}
@@ -111,7 +111,7 @@ class Watchdog:
 
         It is for tasks that hold no rendezvous, in which missing tasks are noticed.
         """
-        trains = sorted(task.name for task in self._spec.tasks if not task.role.beside)
+        trains = sorted(task.name for task in self._spec.tasks if not task.role.is_sidecar)
         waits = time.monotonic() - self._began < timeout_s or not self._behind.issuperset(trains)
         return [] if waits else trains
 
@@ -120,7 +120,7 @@ class Watchdog:
 
         A program that has ended writes no heartbeat, but its agent reports the end. The folder counts here: this
         is about a task that froze or died a moment ago, with its connection. A network file system may hide a task's
-        first heartbeat for a minute; then a script's task is silent unless the hub hears it.
+        first heartbeat for a minute; then a script's task is silent unless it is connected to the hub.
         """
         ages = {
             name: age_s for name, (hidden, age_s) in self._others().items() if not (hidden and self._run.hears(name))
@@ -128,7 +128,7 @@ class Watchdog:
         return max(ages.items(), key=lambda each: each[1], default=("", 0.0))
 
     def doubt_others(self) -> None:
-        """Take no other task for alive from now on that is not seen to write a heartbeat again."""
+        """From now on count another task as alive only once it is seen to write a heartbeat again."""
         self._others_read_at = float("-inf")
         self._doubted = time.monotonic()
         self._others()
@@ -138,8 +138,8 @@ class Watchdog:
     def all_are_alive(self) -> bool:
         """Whether every other task was seen to write a heartbeat since `doubt_others`, or its agent reported its end.
 
-        A task whose heartbeat is hidden counts as alive if the hub hears it, once it would not hear one any more that
-        was gone by then.
+        A task whose heartbeat is hidden counts as alive if it is connected to the hub, after the time in which the hub
+        would have noticed that it was gone.
         """
         proven = time.monotonic() - self._doubted > PROOF_S
         return all(
@@ -226,7 +226,7 @@ class Watchdog:
                 quiet_s, patience_s = now - self._began, IMPORT_S
             if not _is_running(beats[name]) or quiet_s < patience_s:
                 continue
-            if not mine and self._spec.task(name).role.beside:
+            if not mine and self._spec.task(name).role.is_sidecar:
                 continue
             return Finding(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
         # Without a rendezvous a task may never join the generation.

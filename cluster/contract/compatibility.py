@@ -15,7 +15,7 @@ SCALINGS = ("none", "linear", "sqrt")
 
 
 def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") -> None:
-    """Check that every replica, or whatever else shares the global batch, gets the same number of examples.
+    """Check that every replica, or shard, gets the same number of examples.
 
     Raises:
         UsageError: it does not divide; the message names the nearest batches that do.
@@ -64,15 +64,15 @@ def check_shards(cluster: ClusterSpec, shards: int) -> None:
 
 
 def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping[str, Any] | None = None) -> None:
-    """Check that what a configuration says of stages goes with the cluster, and the rest with stages.
+    """Check that the stages of a configuration fit the cluster, and that the rest of it works with stages.
 
     Args:
-        cluster: that trains.
-        config: of the run.
-        previous: of the run that goes on, which may have had stages; None: it is a new one.
+        cluster: the cluster that trains.
+        config: the configuration of the run.
+        previous: the configuration that a resumed run had before; None for a new run.
 
     Raises:
-        UsageError: it does not; the message says why.
+        UsageError: they do not; the message says why.
     """
     pipeline = config.get("pipeline", {})
     if not cluster.kind.staged:
@@ -97,7 +97,7 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
     if pipeline.get("schedule") == "pipedream":
         if cluster.pipelines > 1:
             raise UsageError(
-                f"--schedule pipedream with {cluster.pipelines} pipelines, each with weights of its own: use 1f1b"
+                f"--schedule pipedream with {cluster.pipelines} pipelines, each with separate weights: use 1f1b"
             )
         if config.get("precision") == "fp16":
             raise UsageError("--precision fp16 with --schedule pipedream: each stage would scale the loss by itself")
@@ -110,11 +110,7 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
 
 
 def _check_undivided(config: dict[str, Any]) -> None:
-    """Check that a configuration for stages has no update that takes the whole model's gradients.
-
-    Raises:
-        UsageError: it has.
-    """
+    """Check that a configuration for stages has no update that needs the gradients of the whole model."""
     if ":" in (name := config.get("optimizer", {}).get("name", "")):
         raise UsageError(
             f"--optimizer.name {name} with --strategy pipeline, whose stages update apart: use an optimizer of Keras, "
@@ -126,7 +122,7 @@ def check_data_workers(cluster: ClusterSpec, config: Mapping[str, Any]) -> None:
     """Check that data workers have something to prepare.
 
     Raises:
-        UsageError: they have not.
+        UsageError: the source of the data is prepared already.
     """
     workers, source = len(cluster.of(Role.DATA_WORKER)), config.get("source", "memory")
     if workers and source != "function":

@@ -11,6 +11,6 @@ class Finding:
 
     check: str
     state: str
-    """`ok`, `warning` (works, but not as well as it could) or `failed`."""
+    """`ok`, `warning` (it works, but not as well as it could) or `failed`."""
     detail: str
     fix: str = ""

@@ -36,10 +36,10 @@ SECONDS = {
     "DATA_TIMEOUT_S": Seconds(3_600.0, 0.1, 10_000_000),
 }
 SWITCHES = {"WARM_SPARE": True, "SHARED_IMPORT": True}
-"""Those that are on unless they are 0, and whether tasks read them, too."""
+"""The settings that are on unless they are 0, and whether tasks read them, too."""
 
-SECRET_FILES = "SECRET_FILES"  # noqa: S105  # no secret, but where they are
-"""The variable that names the files of `--secret` to a task, as JSON: what the variables are called, and where."""
+SECRET_FILES = "SECRET_FILES"  # noqa: S105  # the paths of the secrets
+"""The variable with the files of `--secret` for a task, as JSON: the path of each variable's file."""
 
 OF_TASKS = frozenset(
     [name for name, setting in SECONDS.items() if setting.tasks] + [name for name, tasks in SWITCHES.items() if tasks]
@@ -50,7 +50,7 @@ def check() -> None:
     """Check all settings.
 
     Raises:
-        UsageError: one has a value that it cannot have.
+        UsageError: a value is invalid.
     """
     for name in SECONDS:
         seconds(name)
@@ -59,7 +59,7 @@ def check() -> None:
 
 
 def is_set(name: str) -> bool:
-    """Whether a setting has a value of the caller's."""
+    """Whether the environment has a value for a setting."""
     return bool(os.environ.get(name))
 
 
@@ -67,7 +67,7 @@ def seconds(name: str) -> float:
     """Return the value of one of `SECONDS`.
 
     Raises:
-        UsageError: it is no number, or out of its range.
+        UsageError: it is not a number, or out of range.
     """
     setting = SECONDS[name]
     text = os.environ.get(name) or str(setting.default)

@@ -13,10 +13,10 @@ from cluster.contract.strategies import Strategy
 from cluster.system.errors import UsageError, nearest
 
 TASK_PORT = 2222
-"""Port on which a task's TensorFlow server listens in a container, where each task has an address of its own."""
+"""Port on which a task's TensorFlow server listens in a container, where each task has a separate address."""
 
 MAX_TASKS = 512
-"""Largest cluster that is accepted: above it a typo is likelier than a cluster."""
+"""Largest cluster that is accepted: a larger number is more likely a typo."""
 
 MAX_DEVICES = 64
 
@@ -25,7 +25,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 class Role(StrEnum):
-    """What a task is in the cluster."""
+    """The role of a task in the cluster."""
 
     CHIEF = "chief"
     WORKER = "worker"
@@ -35,18 +35,18 @@ class Role(StrEnum):
     DATA_WORKER = "data-worker"
 
     @property
-    def beside(self) -> bool:
-        """Whether its tasks are outside of the TensorFlow cluster: a strategy would wait for them for ever."""
-        return self == Role.EVALUATOR or self.prepares
+    def is_sidecar(self) -> bool:
+        """Whether its tasks are outside the TensorFlow cluster: a strategy would wait for them indefinitely."""
+        return self == Role.EVALUATOR or self.is_data_service
 
     @property
-    def prepares(self) -> bool:
+    def is_data_service(self) -> bool:
         """Whether its tasks prepare input for those that train, see docs/guides/data.md."""
         return self in (Role.DATA_DISPATCHER, Role.DATA_WORKER)
 
     @property
-    def single(self) -> bool:
-        """Whether there is one such task at most, whose name carries no index."""
+    def is_singleton(self) -> bool:
+        """Whether there is at most one such task, whose name has no index."""
         return self in (Role.CHIEF, Role.EVALUATOR, Role.DATA_DISPATCHER)
 
 
@@ -108,12 +108,12 @@ class ClusterSpec:
     @property
     def members(self) -> tuple[Task, ...]:
         """The tasks that form the TensorFlow cluster: none where one process trains alone."""
-        members = tuple(task for task in self.tasks if not task.role.beside)
+        members = tuple(task for task in self.tasks if not task.role.is_sidecar)
         return members if len(members) > 1 else ()
 
     @property
     def kind(self) -> Strategy:
-        """What is known of the strategy."""
+        """The strategy."""
         return strategies.get(self.strategy)
 
     @property
@@ -123,12 +123,12 @@ class ClusterSpec:
 
     @property
     def stages(self) -> int:
-        """Into how many parts the model is cut, each on a device of its own; 1 where every replica has all of it."""
+        """The number of parts that the model is cut into, one on each device; 1 where every replica has all of it."""
         return (1 + len(self.of(Role.WORKER))) * self.devices // self.pipelines if self.kind.staged else 1
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model compute gradients at the same time."""
+        """The number of copies of the model that compute gradients at the same time."""
         if self.kind.staged:
             return self.pipelines
         if self.kind.served:
@@ -137,12 +137,12 @@ class ClusterSpec:
 
     @property
     def batch_divisor(self) -> int:
-        """What the global batch is divided by. A parameter-server step is one worker's step on a whole batch."""
+        """The divisor of the global batch. A parameter-server step is one worker's step on a whole batch."""
         return self.devices if self.kind.served else self.replicas
 
     def serves(self, task: Task) -> bool:
         """Whether the task only serves others (its program never ends by itself)."""
-        return task.role == Role.PS or task.role.prepares or (task.role == Role.WORKER and self.kind.served)
+        return task.role == Role.PS or task.role.is_data_service or (task.role == Role.WORKER and self.kind.served)
 
     def calls_first(self, task: Task) -> tuple[Task, ...]:
         """Return the tasks whose TensorFlow servers this task calls as soon as it forms the cluster."""
@@ -151,8 +151,8 @@ class ClusterSpec:
         return self.of(Role.CHIEF) if task.role == Role.WORKER else ()
 
     def restarts_alone(self, task: Task) -> bool:
-        """Whether the task may start again while the others go on; every other task takes the gang with it."""
-        return task.role.beside or (task.role == Role.WORKER and self.kind.served)
+        """Whether the task may start again while the others continue; every other task restarts the gang with it."""
+        return task.role.is_sidecar or (task.role == Role.WORKER and self.kind.served)
 
     def without(self, names: Collection[str]) -> ClusterSpec:
         """Return the cluster without the tasks of these names; the others keep theirs."""
@@ -183,8 +183,8 @@ class ClusterSpec:
 
 
 def task_name(role: Role, index: int) -> str:
-    """Return a task's name. Of some roles there is one task at most, so these carry no index."""
-    return role.value if role.single else f"{role.value}-{index}"
+    """Return a task's name, with an index unless the role has at most one task."""
+    return role.value if role.is_singleton else f"{role.value}-{index}"
 
 
 def parse_count(name: str, value: object, low: int, high: int) -> int:
@@ -226,7 +226,7 @@ def build(
     """Return the cluster for the options of a command line.
 
     Args:
-        workers: `worker` tasks beside the chief.
+        workers: `worker` tasks in addition to the chief.
         ps: parameter servers.
         evaluator: whether a task evaluates every new checkpoint.
         strategy: `auto` or a key of `strategies.STRATEGIES`.

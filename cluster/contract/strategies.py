@@ -1,6 +1,6 @@
 """The strategies: one record each. Nothing else compares a strategy's name.
 
-A new strategy is a record here, its builder in `train/strategy.py`, and what it promises in the tests and the docs.
+A new strategy needs a record here, a builder in `train/strategy.py`, tests and documentation.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Strategy:
-    """What the rest of the project needs to know of a strategy.
+    """The properties of a strategy that the rest of the project uses.
 
     Attributes:
         name: on the command line, a key of `STRATEGIES`.
         class_name: TensorFlow's name for it.
-        trial: the options of `up` that `invoke verify` tries it with.
-        topology: what `fits` requires, as options of `up`, for the error of a topology that it cannot run on.
+        trial: the options of `up` with which `invoke verify` tries it.
+        topology: the requirements of `fits` as options of `up`, for the error message.
         fits: whether it runs on a topology: (workers, parameter servers, devices) -> bool.
         chosen: whether `--strategy auto` takes it for such a topology, of those that fit.
         one_process: whether the chief trains alone, in one process.
@@ -166,7 +166,7 @@ def resolve(requested: str, workers: int, ps: int, devices: int) -> Strategy:
 
     Args:
         requested: `auto`, or a key of `STRATEGIES`.
-        workers: tasks beside the chief.
+        workers: tasks in addition to the chief.
         ps: parameter servers.
         devices: replicas in each training task.
 

@@ -19,16 +19,16 @@ _NUMBER = re.compile(r"[0-9]{1,5}")
 def render(spec: ClusterSpec, task: Task) -> dict[str, Any] | None:
     """Return the task's TF_CONFIG, or None where one process trains alone.
 
-    The evaluator reads the cluster but is never listed in it: a strategy would wait for it for ever. Where the chief is
-    not listed as one it is worker 0, and worker-0 is worker 1: TensorFlow takes worker 0 for the chief then.
+    The evaluator reads the cluster but is never listed in it: a strategy would wait for it indefinitely. Where the
+    chief is not listed as one it is worker 0, and worker-0 is worker 1: TensorFlow takes worker 0 for the chief then.
     """
-    if not spec.members or task.role.prepares:
+    if not spec.members or task.role.is_data_service:
         return None
     workers_alone = not spec.separate_chief and not spec.of(Role.PS)
     cluster: dict[str, list[str]] = {}
     for member in spec.members:
         cluster.setdefault(Role.WORKER if workers_alone else member.role, []).append(member.address)
-    role, index = task.role, spec.of(task.role).index(task)  # among those that are there
+    role, index = task.role, spec.of(task.role).index(task)  # among the tasks that are present
     if workers_alone and role != Role.EVALUATOR:
         role, index = Role.WORKER, spec.members.index(task)
     return {"cluster": cluster, "task": {"type": role.value, "index": index}}

@@ -1,8 +1,8 @@
 """Runs a program of ours that calls the user's code, and returns its result through a file.
 
-The user's code may print, exit, start processes or never return. So what it prints goes to stderr and is not part of
-the result; a program without a result has failed, whatever its exit code; and after a timeout the program and all that
-it started in its process group are killed.
+The user's code may print, exit, start processes or never return. So its output goes to stderr and is not part of the
+result; a program without a result has failed, whatever its exit code; and after a timeout the program and its process
+group are killed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
 
     Args:
         command: the program and its arguments.
-        what: which code of the user's it calls, for errors.
-        setting: the one of `settings.SECONDS` that is its timeout.
+        what: a name for the code, for errors.
+        setting: the key of its timeout in `settings.SECONDS`.
         cwd: its working directory.
         environment: its environment.
 
@@ -72,7 +72,7 @@ def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
 
 
 def _print(output: IO[bytes]) -> None:
-    """Copy the program's output to stderr, so that nobody takes it for ours."""
+    """Copy the program's output to stderr, separate from ours."""
     sys.stderr.flush()
     with output:
         for line in output:

@@ -1,7 +1,7 @@
 """Errors that users see: the value, what was expected, what to do next; and the exit code they end with.
 
 Exit codes are the same everywhere: 0 done, 1 the run failed, 2 wrong usage, 3 a prerequisite is missing, 4 timed out,
-129 the terminal was closed, 130 interrupted, 141 nobody reads what is printed.
+129 the terminal was closed, 130 interrupted, 141 the output is not read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ EXIT_USAGE = 2
 EXIT_PREREQUISITE = 3
 EXIT_TIMEOUT = 4
 EXIT_HUNG_UP = 129
-"""As of any program that SIGHUP ends; the run goes on."""
+"""The code of any program that SIGHUP ends; the run continues."""
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141
-"""As of any program that `| head` has seen enough of: SIGPIPE ends it."""
+"""The code of any program that SIGPIPE ends, as `| head` does."""
 
 EXIT_PEER_LOST = 75
 """Between a program and its agent: it ended because another task did (EX_TEMPFAIL of sysexits.h), try again."""
@@ -47,7 +47,7 @@ class PrerequisiteError(ClusterError):
 
 
 class TimedOut(ClusterError):
-    """Something bounded took longer than its bound; the message says what was waited for."""
+    """Something bounded took longer than its bound; the message names it."""
 
     exit_code = EXIT_TIMEOUT
 

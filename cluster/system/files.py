@@ -23,7 +23,7 @@ from typing import IO
 LOCK_TIMEOUT_S = 5.0
 LOCK_POLL_S = 0.01
 STALE_READS = 20
-"""How often a file is opened again that another host has replaced in the meantime."""
+"""How often to open a file again that another host has replaced."""
 STALE_POLL_S = 0.01
 
 _guarded: set[str] = set()

@@ -41,7 +41,7 @@ class DamagedError(RunFailed, ValueError):
 
 
 UNREADABLE = (ValueError, LinkError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""What reading something that is not a record raises."""
+"""The errors of reading something that is not a record."""
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -52,7 +52,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o66
         value: its new value.
         durable: flush it to the disk before returning. Without, a power failure may bring back the previous value or
             leave the file empty; meant for what is written every second.
-        mode: of the file, less what the umask takes away.
+        mode: of the file, before the umask.
     """
     with open_folder(path.parent, make=True) as folder:
         with _scratch(folder, path.name, value, durable=durable, mode=mode) as scratch:
@@ -73,7 +73,7 @@ def create_json(
         path: the file.
         value: its value.
         check: raises ValueError if a value is not valid.
-        mode: of the file, less what the umask takes away.
+        mode: of the file, before the umask.
     """
     with open_folder(path.parent, make=True) as folder, _scratch(folder, path.name, value, mode=mode) as scratch:
         try:
@@ -157,8 +157,8 @@ def read_json(path: Path, default: Any = _REQUIRED, *, limit: int = RECORD_BYTES
         limit: the largest file that is read, in bytes.
 
     Raises:
-        FileNotFoundError: the file does not exist and there is no default.
-        DamagedError: it holds no JSON value or is not a regular file, and there is no default.
+        FileNotFoundError: the file does not exist and no default is given.
+        DamagedError: it holds no JSON value or is not a regular file, and no default is given.
     """
     try:
         return parse_json(read_start(path, limit + 1), limit)

@@ -102,7 +102,7 @@ def _log_records() -> list[str]:
             except BlockingIOError:
                 return records  # there are no more
             except BrokenPipeError:
-                continue  # the kernel has overwritten this one meanwhile
+                continue  # the kernel has overwritten this record
             if not record:
                 return records
             records.append(record.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Words for numbers and errors, the same in every message, and text that a terminal only shows."""
+"""Numbers and errors in words, the same in every message, and text without control characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster.system.paths import ROOT
 
 NOISE = (b"oneDNN custom operations are on.", b"All log messages before absl::InitializeLog() is called")
-"""What is in lines that TensorFlow prints whatever its log level; what was chosen is in the manifest."""
+"""Parts of lines that TensorFlow prints at every log level; the manifest has the settings that they are about."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -59,11 +59,11 @@ def described(error: BaseException) -> str:
 
 
 def system_error(error: OSError, instead: str = "the system") -> str:
-    """Return which file an error of the system is about, and what it says.
+    """Describe an error of the system with its file.
 
     Args:
-        error: perhaps without a file or a reason: not every call of the system's names one.
-        instead: what it is about where it names no file.
+        error: perhaps without a file or a reason.
+        instead: the subject of an error without a file.
     """
     about = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
     return plain(f"{' and '.join(about) or instead}: {error.strerror or str(error) or type(error).__name__}")

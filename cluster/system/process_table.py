@@ -1,4 +1,4 @@
-"""The processes of this machine: whose children they are, what they were started with, and how to end them all."""
+"""The processes of this machine: whose children they are, their environments, and how to end them all."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ProcessTable:
 def _environment(pid: int) -> frozenset[bytes]:
     try:
         return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    except OSError:  # ended meanwhile, or another user's
+    except OSError:  # it has ended, or is another user's
         return frozenset()
 
 

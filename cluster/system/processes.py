@@ -39,8 +39,8 @@ def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path |
     Args:
         command: the program and its arguments.
         timeout_s: the longest that it may take.
-        name: what it is called if it times out; empty: the program.
-        cwd: its working folder; None: the caller's.
+        name: its name in the message about a timeout; empty for the program.
+        cwd: its working folder; None for the caller's.
 
     Returns:
         Its exit code, stdout and stderr. If it could not be run or did not end, the code is that of a shell (127, 126
@@ -55,7 +55,7 @@ def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path |
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            process_group=0,  # what it starts in turn, such as a plugin, is killed with it
+            process_group=0,  # its children, such as a plugin, are killed with it
         ) as process:
             try:
                 output, errors = process.communicate(timeout=timeout_s)
@@ -93,7 +93,7 @@ def as_exit_code(code: int) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """Return an exit code or signal in words."""
+    """Describe an exit code or signal in words."""
     code = as_exit_code(code)
     with contextlib.suppress(ValueError):
         if code > 128:
@@ -172,7 +172,7 @@ def wait(child: Child, timeout_s: float | None = None) -> int:
 
 
 def stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/<pid>/stat` from the process's state on; empty if there is no such process."""
+    """Return the fields of `/proc/<pid>/stat` from the process's state on; empty if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -253,7 +253,7 @@ def kill(recorded: dict[str, int] | None, number: int) -> bool:
             os.kill(recorded["pid"], number)
         return True
     try:
-        if not alive(recorded):  # checked again: the descriptor keeps meaning this process, whoever gets its id
+        if not alive(recorded):  # checked again: the descriptor keeps meaning this process even if its id is reused
             return False
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, number)

@@ -1,4 +1,4 @@
-"""What TensorFlow prints whatever its log level, held back."""
+"""Holds back the lines that TensorFlow prints at every log level."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.system.messages import NOISE
 
 @contextlib.contextmanager
 def redirected(targets: Mapping[int, int]) -> Iterator[None]:
-    """Have standard output, 1, or error, 2, go to other descriptors meanwhile, also what is printed below Python."""
+    """Redirect standard output, 1, or error, 2, to other descriptors, for native code, too."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -35,7 +35,7 @@ def redirected(targets: Mapping[int, int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def imports() -> Iterator[None]:
-    """Hold back what is printed on stderr, and print all but the noise at the end."""
+    """Hold back stderr, and print all but the noise at the end."""
     with tempfile.TemporaryFile() as held:
         try:
             with redirected({2: held.fileno()}):
@@ -49,6 +49,6 @@ def imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Throw away what this process prints, below Python, too."""
+    """Discard the output of this process, that of native code, too."""
     with Path(os.devnull).open("wb") as nowhere, redirected({1: nowhere.fileno(), 2: nowhere.fileno()}):
         yield

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, poll_s: float = 0.05) -> bool:
-    """Wait for a condition; return whether it holds, False where it does not after `timeout_s`."""
+    """Wait for a condition; return False if it does not hold after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -132,7 +132,7 @@ def damaged_records_stay(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def kills_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A program that was killed counts as one that failed by itself, and no failure is forgiven."""
-    patch.setattr(ends, "kind_of", lambda code, *, out_of_memory: attempts.OWN)
+    patch.setattr(ends, "kind_of", lambda code, *, out_of_memory: attempts.PROGRAM_FAILURE)
     patch.setattr(attempts, "limits", lambda run: (0, attempts.MAX_EXTERNAL_RESTARTS))
     return schedules()
 

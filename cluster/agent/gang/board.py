@@ -1,4 +1,4 @@
-"""The run as one agent sees it: the folder, and what the agents tell each other over their connections."""
+"""The run as one agent sees it: the folder, and the messages of the other agents."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cluster.contract.run.records import AfterStop, Heartbeat, Outcome, StopRequ
 from cluster.contract.spec import ClusterSpec, Role, Task
 
 READ_S = 2.0
-"""How often an agent reads the folder for what the hub would tell it."""
+"""How often an agent reads the folder for changes that the hub would report."""
 
 T = TypeVar("T")
 
 
 class Board(RunFolder):
-    """The run folder, of which less is read while the hub is heard.
+    """The run folder, of which less is read while the hub is connected.
 
-    What is written goes to the folder, which decides who was first. What the hub says of a generation or the outcome
-    came from a record there and counts at once, since these never change; a folder on another machine may show it late.
+    Every write goes to the folder, which decides who was first. A generation or outcome that the hub reports came from
+    a record there and counts at once, since these never change; a folder on another machine may show it late.
     """
 
     _hub: Hub | None
@@ -45,7 +45,7 @@ class Board(RunFolder):
         self.__dict__ |= {"_hub": None, "_link": None, "_read": {}, "_ended": None, "_newest": -1, "_copy": copy}
 
     def join(self, spec: ClusterSpec, task: Task, host: str) -> None:
-        """Connect with the other agents. Where that fails, they go on by the folder alone.
+        """Connect with the other agents. Without connections they use the folder alone.
 
         Args:
             spec: every requested task.
@@ -71,15 +71,15 @@ class Board(RunFolder):
     def _side(self) -> Hub | Link | None:
         return self._hub or self._link
 
-    # What is read less often
+    # Reads that are less frequent with a connection
 
     @property
     def relieved(self) -> bool:
-        """Whether the chief's agent watches the others for this one, and tells it what changes."""
+        """Whether the chief's agent watches the others for this one, and reports changes to it."""
         return self._link is not None and self.gathers
 
     def _at_times(self, what: str, read: Callable[[], T]) -> T:
-        """Return what the folder says, as it was `READ_S` ago at most if the hub would tell what changed."""
+        """Read the folder, or return the value of at most `READ_S` ago if the hub would have reported a change."""
         at, value = self._read.get(what, (float("-inf"), None))
         now = time.monotonic()
         if not self.relieved or now - at >= READ_S:
@@ -90,11 +90,11 @@ class Board(RunFolder):
 
     @property
     def gathers(self) -> bool:
-        """Whether the hub is heard, and knows the newest generation that this agent knows."""
+        """Whether the hub is connected, and knows the newest generation that this agent knows."""
         return (side := self._side) is not None and side.fresh and side.news.number >= self._newest
 
     def _news(self) -> News:
-        """Return what the hub said last; nothing if it is not heard, or knows of an earlier generation only."""
+        """Return the hub's last news; empty if it is not connected, or knows only an earlier generation."""
         return side.news if (side := self._side) and self.gathers else News()
 
     @property
@@ -129,7 +129,7 @@ class Board(RunFolder):
     def _read_stop(self) -> StopRequest | None:
         return super().stop_request
 
-    # What is written: at once to the folder, which this agent then reads. An older copy of a task writes nothing
+    # Writes go to the folder at once, and this agent then reads it. An older copy of a task writes nothing
 
     def require_newest(self) -> None:
         """Return unless a newer copy of the task has begun.
@@ -167,31 +167,31 @@ class Board(RunFolder):
     # The other tasks
 
     def heartbeat(self, task: str) -> Heartbeat | None:
-        """Return a task's newest heartbeat; None if there is no valid one."""
+        """Return a task's newest heartbeat; None without a valid one."""
         return (self._hub.beat(task) if self._hub else None) or super().heartbeat(task)
 
     def recorded_heartbeat(self, task: str) -> Heartbeat | None:
-        """Return a task's newest heartbeat in the folder; None if there is no valid one."""
+        """Return a task's newest heartbeat in the folder; None without a valid one."""
         return super().heartbeat(task)
 
     @property
     def unlinked(self) -> frozenset[str] | None:
-        """The tasks that the hub does not hear, so that their heartbeats in the folder count; None for all."""
+        """The tasks without a connection to the hub, so that their heartbeats in the folder count; None for all."""
         return self._news().unlinked if self.relieved else None
 
     def hears(self, task: str) -> bool:
-        """Return whether the hub hears a task, as far as this agent knows; the hub's own agent knows it as well."""
+        """Return whether a task is connected to the hub, as far as this agent knows."""
         unlinked = self._news().unlinked
         return unlinked is not None and task not in unlinked
 
     # The rendezvous
 
     def come(self, number: int) -> None:
-        """Say that this task is at the rendezvous of a generation, has reached whom it has to, and is reached."""
+        """Report that this task is at the rendezvous of a generation, and that the connections that it needs work."""
         if side := self._side:
             side.come(number)
 
     def absent(self, number: int) -> frozenset[str] | None:
-        """Return who is not at the rendezvous of a generation yet; None if the hub does not say, as of many."""
+        """Return the tasks that are not at the rendezvous of a generation yet; None if unknown, or for many."""
         news = self._news()
         return news.absent if news.number == number else None

@@ -1,7 +1,7 @@
-"""The hub: in the chief's agent, accepts one connection from each other agent, gathers what they say and tells all.
+"""The hub: in the chief's agent, accepts one connection from each other agent and sends a digest to all.
 
-One thread serves all connections. It sends a digest every `PULSE_S`, and within `TICK_S` when something changed for
-which others wait: O(N) messages a second for N tasks, also while these come to the rendezvous one by one.
+One thread serves all connections. It sends a digest every `PULSE_S`, and within `TICK_S` after a change for which
+others wait: O(N) messages a second for N tasks, also while these join the rendezvous one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Hub(Server):
             host: the address to bind.
 
         Raises:
-            OSError: no port can be had, or the record cannot be written.
+            OSError: no port is free, or the record cannot be written.
         """
         self._names = [task.name for task in spec.tasks]
         super().__init__(*joining.invite(run, spec.tasks[0], host), len(spec.tasks))
@@ -50,21 +50,21 @@ class Hub(Server):
 
     @property
     def fresh(self) -> bool:
-        """Whether the thread goes on."""
+        """Whether the thread runs."""
         return time.monotonic() - self._told_at < HEARD_S
 
     def beat(self, task: str) -> Heartbeat | None:
-        """Return a connected task's newest heartbeat; None if the folder knows better."""
+        """Return a connected task's newest heartbeat; None if the folder has a newer one."""
         with self._lock:
             return self._roster.beat(task)
 
     def come(self, number: int) -> None:
-        """Say that the chief is at the rendezvous of a generation, and others reach it."""
+        """Report that the chief is at the rendezvous of a generation, and others reach it."""
         with self._lock:
             self._roster.come(number)
 
     def close(self) -> None:
-        """Tell all once more, and close every connection."""
+        """Send a last digest, and close every connection."""
         self._stopped = True
         self._thread.join(HANDSHAKE_S)
 
@@ -79,10 +79,10 @@ class Hub(Server):
         self.shut_down()
 
     def on_open(self, peer: Peer) -> None:
-        """Begin with a task that has proved itself; its newest connection counts.
+        """Accept the connection of a task that has proved itself; its newest connection counts.
 
         Raises:
-            Refused: there is no such task.
+            Refused: the task does not exist.
         """
         task = peer.channel.task
         if task not in self._names[1:]:
@@ -96,7 +96,7 @@ class Hub(Server):
             peer.channel.send(self._told)
 
     def on_message(self, peer: Peer, message: dict[str, Any]) -> None:
-        """Take in what an agent says."""
+        """Process a message of an agent."""
         with self._lock:
             self._roster.hear(peer.channel.task, message)
 
@@ -108,7 +108,7 @@ class Hub(Server):
                 self._roster.closed(task)
 
     def _tell_all(self) -> None:
-        """Send what changed to every task."""
+        """Send the digest to every task if it is due."""
         now = time.monotonic()
         with self._lock:
             try:

@@ -1,4 +1,4 @@
-"""The link: an agent's connection to the hub. It is made again whenever it breaks, for as long as the agent lives."""
+"""The link: an agent's connection to the hub, made again whenever it breaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cluster.contract.run.records import Heartbeat, Outcome
 LOOK_S = 0.5
 """How often the task's own heartbeat is read; a new one is sent at once."""
 PULSE_S = 1.0
-"""How often something is sent even if nothing changed."""
+"""How often a message is sent even without a change."""
 RETRY_S = 0.5
 LONGEST_RETRY_S = 5.0
 CONNECT_S = 2.0
@@ -28,16 +28,16 @@ READ_BYTES = 2**16
 
 
 class Link:
-    """A task's end of its connection. Its thread does all that waits."""
+    """A task's end of its connection. Only its thread waits."""
 
     def __init__(self, run: RunFolder, task: str, copy: Copy | None = None) -> None:
         """Begin to connect, for this copy of the task if there may be several."""
         self._run, self._task, self._copy = RunFolder(run.path), task, copy
         self.news = News()
-        """What the hub said last."""
+        """The last digest of the hub."""
         self._heard = float("-inf")
         self._message: dict[str, Any] = {"number": -1}
-        """What was told, less the heartbeat."""
+        """The newest message, without the heartbeat."""
         self._stopped = False
         self._waker, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -47,18 +47,18 @@ class Link:
 
     @property
     def fresh(self) -> bool:
-        """Whether the hub was heard a moment ago."""
+        """Whether the hub has sent a message recently."""
         return time.monotonic() - self._heard < HEARD_S
 
     def tell(self, number: int, begun: dict[str, Any] | None, outcome: Outcome | None) -> None:
-        """Tell the hub of a generation and of the outcome."""
+        """Send a generation and the outcome to the hub."""
         before, ended = self._message, outcome and outcome.to_json()
         if (before["number"], before.get("outcome")) != (number, ended):
             here = number == before["number"] and before.get("here", False)
             self._say({"number": number, "begun": begun, "outcome": ended, "here": here})
 
     def come(self, number: int) -> None:
-        """Say that this task is at the rendezvous of a generation, has reached whom it has to, and is reached."""
+        """Report that this task is at the rendezvous of a generation, and that the connections that it needs work."""
         if number == self._message["number"] and not self._message.get("here"):
             self._say(self._message | {"here": True})
 
@@ -93,7 +93,7 @@ class Link:
                 self._await(left_s)
 
     def _await(self, seconds: float, *sockets: socket.socket) -> bool:
-        """Wait until something is to be read from one of these, or to be said."""
+        """Wait until one of these can be read, or a message is to be sent."""
         poll = select.poll()
         for each in (self._woken, *sockets):
             poll.register(each, select.POLLIN)
@@ -104,12 +104,12 @@ class Link:
         return any(each.fileno() in ready for each in sockets)
 
     def _hold(self, hub: Invitation) -> None:
-        """Talk to the hub until the connection breaks.
+        """Exchange messages with the hub until the connection breaks.
 
         Raises:
             OSError: it broke.
             Refused: this is not the run's hub.
-            ValueError: what it says is not valid.
+            ValueError: a message is not valid.
         """
         channel = Channel(joining.token(self._run), self._task)
         with socket.create_connection((hub.host, hub.port), CONNECT_S) as connection:
@@ -140,8 +140,8 @@ class Link:
                         heard = time.monotonic()
 
     def _take(self, digest: dict[str, Any]) -> None:
-        """Take in what the hub says."""
+        """Process a message of the hub."""
         if digest == REPLACED:
-            self._stopped = True  # another copy of this task has come: this one goes on by the folder
+            self._stopped = True  # a newer copy of this task has connected: this one uses the folder alone
         else:
             self.news, self._heard = News.of(digest), time.monotonic()

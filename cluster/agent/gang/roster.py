@@ -1,4 +1,4 @@
-"""What the chief's agent knows of the others from what they say, and the digest of it that it tells them.
+"""The state of the other agents, from their messages to the chief's agent, and the digest that it sends to all.
 
 Nothing here waits or sends: the hub does, see `hub.py`.
 """
@@ -16,14 +16,14 @@ from cluster.contract.run.records import Heartbeat, Outcome, StopRequest
 from cluster.contract.schema import Count, Record
 
 HEARD_S = 3.0
-"""A side that has heard nothing for so long goes on by the folder; something is sent every second."""
+"""A side that has received nothing for this long uses the folder alone; a message is sent every second."""
 BEAT_S = 1.5
-"""A task that was not heard for so long has a newer heartbeat in the folder, if any."""
+"""A task without a message for this long has a newer heartbeat in the folder, if any."""
 FEW = 32
-"""Up to so many tasks are named in a digest; more are `MANY`."""
+"""Up to this many tasks are named in a digest; more are `MANY`."""
 MANY = None
 REPLACED = {"replaced": True}
-"""What the hub says instead of a digest to an agent whose task has come a second time."""
+"""The message to an agent whose task has connected a second time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class News(Record):
         outcome: the run's; None while it continues.
         stop: the request to stop; None without one.
         unlinked: the tasks without a connection; None for many.
-        absent: the members of the cluster that have not come to the rendezvous yet; None for many.
+        absent: the members of the cluster that have not joined the rendezvous yet; None for many.
     """
 
     number: Count = -1
@@ -73,7 +73,7 @@ class News(Record):
 
 
 class Roster:
-    """The tasks of a run, for the hub. Times are those of its own monotonic clock."""
+    """The tasks of a run, for the hub. Times are those of its monotonic clock."""
 
     def __init__(self, run: RunFolder, names: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
         """Begin without any connection.
@@ -89,17 +89,17 @@ class Roster:
         self._number = -1
         self._outcome: Outcome | None = None
         self._heard: dict[str, float] = {}
-        """When each connected task was last heard."""
+        """The time of each connected task's last message."""
         self._beats: dict[str, Heartbeat] = {}
         """The newest heartbeat of each task."""
         self._here: set[str] = set()
-        """Who is at the rendezvous of the current generation."""
+        """The tasks at the rendezvous of the current generation."""
 
     def hear(self, name: str, words: Any) -> None:
-        """Take in what an agent says. What it says of an earlier generation counts for nothing.
+        """Process a message of an agent. A message about an earlier generation is ignored.
 
         Raises:
-            ValueError: that is not valid.
+            ValueError: the message is not valid.
         """
         said = Message.from_json(words)
         if said.begun is not None and said.number > self._number:
@@ -126,7 +126,7 @@ class Roster:
             self._here.add(self._chief)
 
     def beat(self, name: str) -> Heartbeat | None:
-        """Return the newest heartbeat of a task that was heard of late; None if the folder knows better."""
+        """Return the newest heartbeat of a task with a recent message; None if the folder has a newer one."""
         heard = self._clock() - self._heard.get(name, float("-inf")) < BEAT_S
         return self._beats.get(name) if heard else None
 
@@ -136,7 +136,7 @@ class Roster:
             self._members = frozenset(task.name for task in membership.cluster(self._run, number).members)
 
     def digest(self) -> dict[str, Any]:
-        """Return what the others are told now, read from the folder and from what they said."""
+        """Return the digest for the others, from the folder and their messages."""
         self._look_at_generation()
         self._outcome = self._outcome or self._run.outcome
         now = self._clock()
@@ -153,7 +153,7 @@ class Roster:
 
 
 def urgent(digest: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a digest for which others wait; who is absent matters only once nobody is."""
+    """Return the part of a digest for which others wait; of the absent tasks only whether there are any."""
     return digest | {"unlinked": [], "absent": digest.get("absent") == []}
 
 

@@ -1,7 +1,7 @@
 """Accepts connections of agents and exchanges authenticated messages with them, in one thread.
 
-Anyone on the network can connect. So nothing waits for a single connection: those without a proof are few and have
-little time, and what is received before the proof is a few bytes.
+Anyone on the network can connect. So nothing waits for a single connection: those without a proof are few, have little
+time and may send only a few bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HANDSHAKE_S = 5.0
 MAX_UNPROVED = 64
 """How many connections may be without a proof at a time, in addition to one for each task."""
 MAX_UNSENT = 2**20
-"""A connection is closed once so many bytes wait because the other side does not read."""
+"""A connection is closed once this many bytes wait because the other side does not read."""
 READ_BYTES = 2**16
 
 
@@ -32,10 +32,10 @@ class Peer:
 
 
 class Server:
-    """The listening side of authenticated connections. Subclasses act on what happens to them."""
+    """The listening side of authenticated connections. Subclasses act on their events."""
 
     def __init__(self, listener: socket.socket, token: str, max_peers: int) -> None:
-        """Accept nothing yet.
+        """Prepare to accept connections.
 
         Args:
             listener: a listening socket.

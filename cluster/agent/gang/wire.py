@@ -1,4 +1,4 @@
-"""Authenticated messages in frames: what goes over a connection between two agents, without the connection itself.
+"""Authenticated messages in frames between two agents, independent of the connection.
 
     hub    -> agent   a nonce
     agent  -> hub     a nonce, its proof, its task's name
@@ -23,7 +23,7 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 LENGTH_BYTES = 4
 MAX_HANDSHAKE_BYTES = 256
-"""The longest frame of somebody who has proved nothing yet."""
+"""The longest frame before the proof."""
 MAX_BYTES = 2**20
 """The longest frame. The digest of the largest cluster has a tenth of that."""
 
@@ -47,7 +47,7 @@ class Channel:
         """The task at the agent's side; the hub knows it once the agent has proved itself."""
         self.established = False
         self.unsent = bytearray()
-        """What is to be sent; the caller takes it away as it is sent."""
+        """The bytes to send; the caller removes them as they are sent."""
         self._received = bytearray()
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._nonces = b""
@@ -58,7 +58,7 @@ class Channel:
             self._put(self._nonce)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Add a message to what is to be sent; only on an established channel."""
+        """Add a message to the bytes to send; only on an established channel."""
         body = json.dumps(message, separators=(",", ":")).encode()
         self._put(self._mac_of(body, self._hub) + body)
 
@@ -80,7 +80,7 @@ class Channel:
         return messages
 
     def _frame(self) -> bytes | None:
-        """Take the next whole frame off what was received."""
+        """Remove and return the next whole frame of the received bytes."""
         if len(self._received) < LENGTH_BYTES:
             return None
         end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "big")
@@ -138,5 +138,5 @@ class Channel:
         except ValueError as error:
             raise Refused(f"a message is damaged: {error}") from None
         if not isinstance(message, dict):
-            raise Refused("a message is no object")
+            raise Refused("a message is not an object")
         return message

@@ -1,4 +1,4 @@
-"""How a run goes on when a scheduler starts its tasks again, and which exit code the scheduler gets."""
+"""Continuing a run when a scheduler starts its tasks again, and the exit code for the scheduler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COPY_S = 0.5
 def run_agent(command: Sequence[str], run: RunFolder, copy: Copy) -> int | None:
     """Run a task's agent until it ends, and pass on a request to end; return its exit code, negative for a signal.
 
-    None says that a newer copy of the task has begun elsewhere: the agent was ended, and the run goes on without it.
+    None: a newer copy of the task has begun elsewhere, the agent was ended, and the run continues without it.
     """
     agent = subprocess.Popen(command, env=os.environ | copy.environment, preexec_fn=processes.die_with_parent)
     signal.signal(signal.SIGTERM, lambda *_: None if run.outcome or copy.is_superseded else agent.terminate())

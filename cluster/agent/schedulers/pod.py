@@ -1,4 +1,4 @@
-"""The first process of a pod: finds or lays out the run folder, runs the task's agent, and says how the run ended.
+"""The first process of a pod: finds or lays out the run folder, runs the agent, and exits with the run's result.
 
     python -m cluster.agent.schedulers.pod
 
@@ -13,7 +13,7 @@ that the manifests mount at RECORDS_DIR, and a pod's exit code is what its contr
     130      the run stopped, because a pod was asked to end: every task has saved at the same step; or a newer pod has
              taken this one's place, of which Kubernetes had lost sight
 
-A run that stopped goes on when its pods start again: the chief's opens it, and the others wait for that.
+A run that stopped continues when its pods start again: the chief's opens it, and the others wait for that.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def begin(run: RunFolder, given: Path) -> None:
 
     Args:
         run: the run.
-        given: folder with its `cluster.json`, `config.json` and `started.json`. A run that goes on takes the cluster
+        given: folder with its `cluster.json`, `config.json` and `started.json`. A run that continues takes the cluster
             from there, and keeps its configuration.
     """
     cluster = records.read(given / "cluster.json", launch_records.cluster)

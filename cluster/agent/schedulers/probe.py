@@ -1,9 +1,9 @@
-"""What a host has of what a run needs, seen by a task on it: `invoke doctor --runtime slurm` and `--runtime swarm`.
+"""The requirements of a run, checked by a task on a host: `invoke doctor --runtime slurm` and `--runtime swarm`.
 
     python -m cluster.agent.schedulers.probe
 
-The environment has RUN_DIR, DATA_DIR, TASK and NODE. There is a task for each host; what it finds it writes into the
-run's folder, or in Slurm prints it.
+The environment has RUN_DIR, DATA_DIR, TASK and NODE. The task of each host writes its findings into
+the run's folder, or in Slurm prints them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cluster.system.json_files import write_json
 REACH_S = 20.0
 """How long hosts get to reach each other, and to measure."""
 CHUNK, CHUNKS = bytes(2**20), 64
-"""What is sent to measure bandwidth: 64 MiB."""
+"""The data to measure bandwidth: 64 MiB."""
 POLL_S = 0.05
 
 
@@ -47,7 +47,7 @@ class Link:
 
 
 def main() -> int:
-    """Write what this host has into the run's folder."""
+    """Write the findings about this host into the run's folder."""
     run, name = RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"]
     cluster = run.load_cluster()
     write_json(run.probe(name), examine(run, cluster, cluster.task(name), os.environ["NODE"]))
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def examine(run: RunFolder, cluster: ClusterSpec, task: Task, node: str) -> dict[str, Any]:
-    """Return whether this host sees the data, what keeps it from reaching the others, and its link to one."""
+    """Return whether this host sees the data, why it cannot reach the others, and its link to one."""
     found, others = alone(node), [member for member in cluster.tasks if member.name != task.name]
     if not others:
         return found
@@ -72,7 +72,7 @@ def examine(run: RunFolder, cluster: ClusterSpec, task: Task, node: str) -> dict
 
 
 def alone(node: str) -> dict[str, Any]:
-    """Return what a host has by itself: whether it sees the data."""
+    """Return the findings that need no other host: whether it sees the data."""
     return {"node": node, "data": Path(os.environ["DATA_DIR"]).is_dir(), "unreached": ""}
 
 
@@ -85,7 +85,7 @@ def delay(paths: Collection[Path]) -> float:
 
 
 def measure(task: Task, other: Task, clock: Callable[[], float] = time.time) -> Link:
-    """Return how this task reaches another one, while it answers whoever measures the link to it.
+    """Measure the link to another task, while answering the task that measures the link to this one.
 
     Raises:
         OSError: the other does not answer.

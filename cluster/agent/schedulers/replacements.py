@@ -1,9 +1,9 @@
 """Replacements of the tasks that an elastic Slurm job has lost with their nodes.
 
 Slurm takes a lost node out of a job and gives it no other. So with `--grow` the first process of the chief's task
-queues a job of one task, on any node, for each task that the run goes on without. Its script is that of the run's job.
-The task records its place beside the others'; from there the chief alone puts it into the cluster. Then the chief's
-agent takes the task in as it does everywhere.
+queues a job of one task, on any node, for each task that the run continues without. Its script is that of the run's
+job. The task records its place next to the others'; from there the chief alone puts it into the cluster. Then the
+chief's agent takes the task in as it does everywhere.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ class Replacements:
 
 
 def _job(task: str) -> str:
-    """Return what the job of a replacement is called: after the run's job, by which it is found and cancelled."""
+    """Return the name of a replacement's job, by which it is found and cancelled."""
     return f"{os.environ['SLURM_JOB_NAME']}.{task}"
 
 
 def _without_slurm() -> list[str]:
-    """Return words for `env` that unset what Slurm says of this job, which another one would take for requests."""
+    """Return arguments of `env` that unset this job's Slurm variables, which another job would take for requests."""
     return [f"--unset={name}" for name in os.environ if name.startswith(("SLURM", "SRUN", "SBATCH"))]

@@ -4,8 +4,8 @@
 
 The environment has RUN_DIR and TASK; the arguments are the agent's.
 
-A Swarm that loses sight of a host starts its tasks elsewhere, while the first copies may go on: so each copy records
-itself in the run folder, and one that finds another recorded there ends at once, without a word to the others.
+A Swarm that loses sight of a host starts its tasks elsewhere, while the first copies may continue: so each copy records
+itself in the run folder, and one that finds another recorded there ends at once, without a message to the others.
 
 A host that is drained asks its tasks to end. Then every task saves at the same step, and exits with code 75, by which
 the Swarm starts it again, the drained host's elsewhere. The chief's opens the run again; the others wait for that.
@@ -29,7 +29,7 @@ from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_PEER_LOST, ClusterError
 
 SECRETS = Path("/run/secrets")
-"""Where a Swarm puts them: each the value of the variable of its name."""
+"""The folder of a Swarm's secrets: a file for each variable, with its value."""
 
 
 def main(words: list[str]) -> int:
@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
 
 
 def rejoin(run: RunFolder, task: str) -> None:
-    """Return once a run that stopped because a host was to be free goes on; at once for any other.
+    """Wait until a run that stopped to free a host continues; return at once for any other.
 
     Raises:
         TimedOut: the chief did not open it again.

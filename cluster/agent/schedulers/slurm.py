@@ -1,17 +1,17 @@
-"""What a Slurm job runs on its nodes: each task records its place, the chief writes the cluster, then the agents run.
+"""The processes of a Slurm job: each task records its place, the chief writes the cluster, then the agents run.
 
     python -m cluster.agent.schedulers.slurm COMMAND
 
     task COMMAND ...      run a task of `srun`, whose agent this command starts
     stop                  the job's time is running out: every task saves and ends
     result                exit with 75 if the job is to be queued again, otherwise with how the run ended
-    check                 print as JSON what this node has, for `invoke doctor --runtime slurm`
+    check                 print the findings about this node as JSON, for `invoke doctor --runtime slurm`
 
 Where the tasks run is known only when the job has its nodes, and again elsewhere after each requeue. So every task
 records the address of its node and a port that is free there, and the chief's makes the cluster of all of them.
 
-In the job of a replacement (`replacements.py`) the task is that which REPLACED_TASK names, of an attempt that goes on
-without it; such a job is never queued again.
+In the job of a replacement (`replacements.py`) REPLACED_TASK names the task, of an attempt that continues without
+it; such a job is never queued again.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ LATER_S = 10.0
 UNSEEN = "does not see the folder of the run; see logs/slurm.log there"
 SCONTROL_S = 30.0
 TIME_LIMIT = "time limit"
-"""Who asks for the stop that the end of the job's time makes necessary."""
+"""The `by` of a stop request because the job's time ends."""
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the first word says; return the exit code."""
+    """Run the subcommand that the first argument names; return the exit code."""
     run = RunFolder(Path(os.environ["RUN_DIR"]))
     try:
         if arguments[:1] == ["task"]:
@@ -155,7 +155,7 @@ def gpus(role: Role, each: str) -> dict[str, str]:
 
 
 def check(run: RunFolder) -> dict[str, Any]:
-    """Return what this node has of what a run needs, also where another one has not even the run's folder.
+    """Return the findings about this node, also if another node lacks the run's folder.
 
     Raises:
         PrerequisiteError: this node lacks it.
@@ -194,9 +194,9 @@ def task_port(host: str, number: int) -> int:
 
 
 def assemble(run: RunFolder) -> ClusterSpec:
-    """Return the cluster on the places of its tasks, once all have one; a run that was under way goes on there.
+    """Return the cluster on the places of its tasks, once all have one; a run that was under way continues there.
 
-    A worker that has no place in time, and that an elastic run may lack, is where its name says, which is nowhere.
+    A worker without a place that an elastic run can do without keeps its name as its host, which does not resolve.
 
     Raises:
         TimedOut: a task did not start.
@@ -240,7 +240,7 @@ def _deadline() -> float:
 
 
 def _await(find: Callable[[], T | None], deadline: float) -> T | None:
-    """Return what is found until a deadline; None if nothing was."""
+    """Return the first result that is not None before a deadline."""
     while (found := find()) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return found

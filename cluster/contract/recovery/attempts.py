@@ -2,14 +2,14 @@
 
 An attempt is one generation of the gang, or one start of a task that restarts alone. It ends in one of these ways:
 
-    OWN            the program failed by itself: an exception, an exit code, a crash, memory, a hang
-    OUTSIDE        it was killed or its machine was lost
-    LOST_CONTACT   the tasks lost contact and none reports a reason, most likely because of the network
-    PLANNED        its code was changed, or tasks left or joined the run; this never counts
+    PROGRAM_FAILURE   the program failed by itself: an exception, an exit code, a crash, memory, a hang
+    EXTERNAL          it was killed or its machine was lost
+    LOST_CONTACT      the tasks lost contact and none reports a reason, most likely because of the network
+    PLANNED           its code was changed, or tasks left or joined the run; this never counts
 
 Progress is a later step than all previous attempts reached, or a newer checkpoint. A newer checkpoint is not enough if
 the attempt failed at the same step as the previous one: a program that always fails at step 27 has saved at step 10,
-then at 20, and is no closer to its end.
+then at 20, and gets no further.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 from cluster.contract import settings
 from cluster.contract.run.folder import RunFolder
 
-OWN, OUTSIDE, LOST_CONTACT, PLANNED = "own", "outside", "lost contact", "planned"
+PROGRAM_FAILURE, EXTERNAL, LOST_CONTACT, PLANNED = "program failure", "external", "lost contact", "planned"
 
 MAX_RESTARTS = 3
 """How often a program that fails by itself is started again without progress: the default of `--max-restarts`."""
 MAX_EXTERNAL_RESTARTS = 20
-"""How often what is killed from outside is started again without progress: the default of `--max-external-restarts`."""
+"""How often a task that is killed is started again without progress: the default of `--max-external-restarts`."""
 MAX_LOST_CONTACTS = 10
 """How often tasks that lost contact are started again without progress: more often, as none of them is at fault."""
 STEADY_S = 600.0
@@ -39,30 +39,30 @@ class Attempt:
     """How one attempt ended."""
 
     kind: str
-    furthest: int = -1
+    last_step: int = -1
     """The steps that the task at fault had done; -1: none."""
     saved: int = -1
     """The step of the newest checkpoint at that time."""
-    lived_s: float = 0.0
+    runtime_s: float = 0.0
     """How long a script ran; 0 for programs that report steps."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Attempt:
         """Return the attempt that a record describes; missing keys have their defaults."""
-        known = ("kind", "furthest", "saved", "lived_s")
-        return cls(**{"kind": OUTSIDE} | {name: record[name] for name in known if name in record})
+        known = ("kind", "last_step", "saved", "runtime_s")
+        return cls(**{"kind": EXTERNAL} | {name: record[name] for name in known if name in record})
 
 
-def without_progress(attempts: Sequence[Attempt], kinds: Collection[str] = (OWN,)) -> int:
+def without_progress(attempts: Sequence[Attempt], kinds: Collection[str] = (PROGRAM_FAILURE,)) -> int:
     """Return how many attempts have failed in one of these ways since the newest progress."""
     count, best, best_then, saved_then = 0, -1, -1, -1
     for attempt in attempts:
-        best = max(best, attempt.furthest)
+        best = max(best, attempt.last_step)
         if attempt.kind not in kinds:
             continue
         # A checkpoint that others saved while the task at fault did no step is not progress.
-        saved = attempt.saved > saved_then and 0 <= attempt.furthest < best_then
-        progress = best > best_then or saved or attempt.lived_s > STEADY_S
+        saved = attempt.saved > saved_then and 0 <= attempt.last_step < best_then
+        progress = best > best_then or saved or attempt.runtime_s > STEADY_S
         count = 1 if progress else count + 1
         best_then, saved_then = best, attempt.saved
     return count
@@ -71,9 +71,9 @@ def without_progress(attempts: Sequence[Attempt], kinds: Collection[str] = (OWN,
 def too_many(attempts: Sequence[Attempt], max_restarts: int, max_external_restarts: int = MAX_EXTERNAL_RESTARTS) -> int:
     """Return the number of attempts without progress, including the last, if it exceeds the limit; otherwise 0."""
     limits = (
-        ((OWN,), max_restarts),
-        ((OWN, LOST_CONTACT), max(max_restarts, MAX_LOST_CONTACTS)),
-        ((OUTSIDE,), max_external_restarts),
+        ((PROGRAM_FAILURE,), max_restarts),
+        ((PROGRAM_FAILURE, LOST_CONTACT), max(max_restarts, MAX_LOST_CONTACTS)),
+        ((EXTERNAL,), max_external_restarts),
     )
     for kinds, most in limits:
         if attempts[-1].kind in kinds and (count := without_progress(attempts, kinds)) > most:
@@ -83,9 +83,9 @@ def too_many(attempts: Sequence[Attempt], max_restarts: int, max_external_restar
 
 def pause_s(attempts: Sequence[Attempt]) -> float:
     """Return how long to wait after the last of these attempts; 0 unless it failed by itself or lost contact."""
-    if attempts[-1].kind not in (OWN, LOST_CONTACT):
+    if attempts[-1].kind not in (PROGRAM_FAILURE, LOST_CONTACT):
         return 0.0
-    count = max(1, without_progress(attempts, (OWN, LOST_CONTACT)))
+    count = max(1, without_progress(attempts, (PROGRAM_FAILURE, LOST_CONTACT)))
     return float(min(LONGEST_PAUSE_S, settings.seconds("RESTART_PAUSE_S") * 2 ** min(count - 1, 30)))
 
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from cluster.contract.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN
+from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import create_json
@@ -55,8 +55,8 @@ class End:
     """What the program itself reported."""
     at: float
     """Seconds since the epoch."""
-    furthest: int = -1
-    lived_s: float = 0.0
+    last_step: int = -1
+    runtime_s: float = 0.0
     may_follow: bool = False
     """Whether it may be a consequence of another task's end."""
     host: str = ""
@@ -69,8 +69,8 @@ class End:
 
 
 def kind_of(code: int, *, out_of_memory: bool) -> str:
-    """Return `OWN` or `OUTSIDE` for a program that ended with this code, negative for a signal."""
-    return OWN if code >= 0 or code in OWN_SIGNALS or out_of_memory else OUTSIDE
+    """Return `PROGRAM_FAILURE` or `EXTERNAL` for a program that ended with this code, negative for a signal."""
+    return PROGRAM_FAILURE if code >= 0 or code in OWN_SIGNALS or out_of_memory else EXTERNAL
 
 
 def record(run: RunFolder, generation: int, end: End) -> None:

@@ -21,9 +21,9 @@ def training_began(spec: ClusterSpec, events: list[dict[str, Any]]) -> float | N
 
 
 def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)) -> list[dict[str, Any]]:
-    """Return what each restart since `started` cost: seconds from the failure, and repeated steps.
+    """Return the cost of each restart since `started`: seconds from the failure, and repeated steps.
 
-    A script reports no steps. All that is known of it is when its process started again, `script_started_s`.
+    A script reports no steps, so its only cost is the time until its process started again, `script_started_s`.
 
     Args:
         run: the run.
@@ -85,7 +85,7 @@ def _injected(events: list[dict[str, Any]], generation: int, until: float, task:
 def _lone_cost(
     run: RunFolder, event: dict[str, Any], events: list[dict[str, Any]], later: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return what the restart of one task alone cost: no steps, since the other tasks continued."""
+    """Return the cost of the restart of one task alone: no steps, since the other tasks continued."""
     injected = _injected(events, event["generation"], event["time"], event["task"])
     failed_at = injected or event["detail"].get("failed_at", event["time"])
     resumed = ("resumed", event["task"], event["generation"])

@@ -2,11 +2,11 @@
 
 It has the tasks of the cluster that trains, on other ports of the same addresses: each generation that begins with it
 swaps the two sets of ports. Once every standby process has formed it, built its model and traced its step, a failure
-costs no rendezvous, no forming of a cluster and no compilation: all of them restore the newest checkpoint and go on.
+costs no rendezvous, no forming of a cluster and no compilation: all of them restore the newest checkpoint and continue.
 
-A standby process reports that it is ready in a record of its own. Whoever begins a generation then notes there that the
-standby processes are its programs. An agent whose standby process has died meanwhile begins another generation, with
-new programs, and so does one that finds its program without contact, as ever.
+A standby process reports in a separate record that it is ready. The record of a generation that begins then names the
+standby processes as its programs. An agent whose standby process has died in between begins another generation, with
+new programs; so does an agent whose program loses contact.
 
 TensorFlow takes nobody back into a cluster, and not all of its processes notice that one has ended. So the agent whose
 standby process has ended records that, every other agent then ends its own, and the new ones form the next cluster. The
@@ -38,8 +38,8 @@ _ready = record({"generation": count, "number": count})
 def possible(run: RunFolder, spec: ClusterSpec) -> bool:
     """Whether standby processes of this run can form their cluster ahead.
 
-    They cannot hold a second copy of what a GPU, a TPU or a stage holds, and do not call code of the user's beside the
-    training that calls it, except to build the model.
+    They cannot hold a second copy of the data of a GPU, a TPU or a stage, and while the training calls the user's code
+    they call none of it, except to build the model.
     """
     config = records.read(run.config, launch_records.config, {})
     known = (config.get("loop"), config.get("source")) == ("custom", "memory")
@@ -49,11 +49,11 @@ def possible(run: RunFolder, spec: ClusterSpec) -> bool:
 
 def trains(task: Task) -> bool:
     """Whether a task belongs to this cluster."""
-    return not task.role.beside
+    return not task.role.is_sidecar
 
 
 def ports(run: RunFolder, generation: int) -> int:
-    """Return which of the two sets of ports a generation's cluster has."""
+    """Return the set of ports, 0 or 1, of a generation's cluster."""
     return int(run.begun(generation).get(PORTS_KEY, 0))
 
 
@@ -90,7 +90,7 @@ def report(run: RunFolder, task: str, generation: int, number: int) -> None:
 
 
 def withdraw(run: RunFolder, task: str) -> None:
-    """Take that back: it has ended, or is in use."""
+    """Withdraw the report: the process has ended, or is in use."""
     _path(run, task).unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
 """The last step of each task, recorded so that a SIGKILL cannot lose it.
 
 A heartbeat is up to a second old, which is many steps. So a training program overwrites one line of fixed width after
-every call of its inner loop. Once the write has returned, the kernel has the line, and it outlives the process. It is
+every call of its inner loop. Once the write has returned, the kernel has the line, and it survives the process. It is
 not flushed to the disk: a task whose machine is lost did not fail by itself. A checksum detects torn lines.
 """
 
@@ -68,7 +68,7 @@ def read(run: RunFolder, task: str) -> Progress | None:
     return None
 
 
-def furthest(run: RunFolder, task: str, generation: int) -> int:
+def last_step(run: RunFolder, task: str, generation: int) -> int:
     """Return the last step of a task in this generation; -1 if it did none."""
     progress = read(run, task)
     return progress.step if progress and progress.generation == generation else -1
@@ -77,7 +77,7 @@ def furthest(run: RunFolder, task: str, generation: int) -> int:
 def newest(run: RunFolder, generation: int) -> int:
     """Return the last step of any task in this generation; -1 if none did any."""
     names = [task.name for task in run.load_cluster().tasks]
-    return max(furthest(run, name, generation) for name in names)
+    return max(last_step(run, name, generation) for name in names)
 
 
 def single_steps(
@@ -91,13 +91,13 @@ def single_steps(
     Steps are recorded when their call of the inner loop returns. After a failure, the next attempts run single steps
     from the last recorded step to the end of that call. So they record the exact step, and fail at the same step again
     if it is to blame. All tasks of the generation use the same range, also if the record does not show on every host
-    yet: calls of different length would wait for each other for ever.
+    yet: calls of different length would wait for each other indefinitely.
 
     Args:
         run: the run.
         generation: the current one.
         steps_per_loop: most steps in one call.
-        everyones: takes a number and returns those that all tasks gave: a collective operation.
+        everyones: collective operation that returns the numbers of all tasks for the number of this one.
     """
     first = max(everyones(run.begun(generation).get(SINGLE_STEPS_FROM, -1)))
     return range(0) if first < 0 else range(first, first + steps_per_loop)

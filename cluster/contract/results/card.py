@@ -1,6 +1,6 @@
-"""The card of a run, `README.md` in its folder: what ran, how it ended, and how to run it again.
+"""The card of a run, `README.md` in its folder: configuration, result, and commands to run it again.
 
-It may be read where nothing escapes it, so that everything from the run's folder is written as code.
+Its reader may not escape it, so everything from the run's folder is written as code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_RESTARTS = 20
 
 
 def write(run: RunFolder, summary: dict[str, Any]) -> None:
-    """Write the card of a run that has ended; a folder that cannot be written has none."""
+    """Write the card of a run that has ended."""
     write_text(run.card, "\n".join(lines(run, summary)) + "\n")
 
 
@@ -102,7 +102,7 @@ def _again(run: RunFolder, summary: dict[str, Any]) -> list[str]:
     if not run.script:
         commands[f"invoke report {run.name}"] = "one page: curves, timeline, predictions"
     if summary["state"] != "succeeded":
-        commands[f"invoke up --resume {run.name}"] = "go on from the newest checkpoint"
+        commands[f"invoke up --resume {run.name}"] = "continue from the newest checkpoint"
     elif not run.script:
         commands[f"invoke evaluate {run.name}"] = "the newest checkpoint on the test set"
     width = max(map(len, commands))

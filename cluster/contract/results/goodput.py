@@ -15,15 +15,15 @@ def split(
 
     Args:
         started, ended: seconds since the epoch.
-        ledgers: what the chief recorded in each generation (`train/telemetry/ledger.py`), also before `started`.
+        ledgers: the chief's records, one for each generation (`train/telemetry/ledger.py`), also before `started`.
         failures: the generations that failures began, and when each failure happened.
 
     Returns:
-        None if the chief recorded nothing: a script, or a run that never began to train.
+        None without a record of the chief: a script, or a run that never began to train.
 
         `start`: until the program began to train; `compile`: the first step; both only before the first failure;
         `restart`: from a failure to the next new step; `lost`: steps that were repeated; `input` and `compute`: waiting
-        for input in the other steps, and the rest of them; `other`: what is not recorded, such as the end.
+        for input in the other steps, and the rest of them; `other`: the rest, such as the end.
     """
     ledgers = sorted((ledger for ledger in ledgers if ledger["began"] >= started), key=lambda each: each["generation"])
     if not ledgers:

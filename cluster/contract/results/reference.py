@@ -34,11 +34,11 @@ def same_bits(run: RunFolder) -> bool | None:
 
 
 def fault_lines(run: RunFolder) -> list[str]:
-    """Return what to print about injected faults at a run's end; nothing for a run without."""
+    """Return the lines about injected faults to print at a run's end."""
     faults = [event for event in run.events() if event["event"] == "fault"]
     if not faults:
         return []
-    line = f"faults       {len(faults)} inflicted"
+    line = f"faults       {len(faults)} injected"
     restarts = (run.ended or {}).get("restarts", [])
     resumed = [cost["resumed_s"] for cost in restarts if cost["resumed_s"] is not None]
     if resumed:

@@ -14,11 +14,11 @@ from typing import Any
 from cluster.contract.run.records import Pace
 
 SLOWER = 1.25
-"""A straggler is busy at least so many times as long as the others."""
+"""A straggler is busy at least this many times as long as the others."""
 EXCESS_MS = 1.0
-"""And at least so much longer: very short steps differ by chance."""
+"""A straggler is busy at least this much longer: very short steps differ by chance."""
 FEWEST = 20
-"""Of fewer timed steps nothing is reported: caches are cold, and one long step weighs too much."""
+"""With fewer timed steps nothing is reported: caches are cold, and one long step weighs too much."""
 STARVED = 0.1
 """A starved task waits for input for at least this share of its steps."""
 

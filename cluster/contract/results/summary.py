@@ -27,7 +27,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     beats = run.heartbeats()
     result = run.result
     started = _started(run)
-    wall_s = max(0.0, outcome.time - started)  # what tasks record may be from the future
+    wall_s = max(0.0, outcome.time - started)  # records of tasks may be from the future
     began = restarts.training_began(spec, [event for event in run.events() if event["time"] > started])
     members = [task.name for task in present.tasks]
     paces = {name: pace for name in members if name in beats and (pace := beats[name].pace)}
@@ -57,13 +57,13 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         value["cause"] = {key: getattr(outcome, key) for key in ("task", "exit_code", "step", "error", "time")}
     write_json(run.summary, value)
     checked = records.summary(value)
-    with contextlib.suppress(OSError):  # the summary is what counts
+    with contextlib.suppress(OSError):  # only the summary is needed
         card.write(run, checked)
     return checked
 
 
 def _started(run: RunFolder) -> float:
-    """Return when the run was started; if that is not known, when its newest generation was."""
+    """Return the time of the run's start, or if that is unknown, of its newest generation."""
     begun = [generation["time"] for generation in run.generations()]
     return float(run.started.get("time", begun[-1] if begun else time.time()))
 

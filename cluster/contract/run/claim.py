@@ -1,7 +1,7 @@
 """The claim on a run: one command at a time may start, resume, scale or end it.
 
-The claim is a lock on `.running/NAME.lock` beside the run folders. However the process that holds it ends, the kernel
-releases the lock, so there is nothing to clean up. The file names that process and is not removed.
+The claim is a lock on `.running/NAME.lock` next to the run folders. The kernel releases it however its holder ends, so
+there is nothing to clean up. The file names the holder and is not removed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def hold(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[No
 
     Args:
         run: the run, which need not exist yet.
-        doing: what happens to the run, as a participle such as `resumed`, for the error of other commands.
+        doing: the operation, as a participle such as `resumed`, for the error of other commands.
         wait_s: how long to wait for another command.
 
     Raises:

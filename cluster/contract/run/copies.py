@@ -1,7 +1,7 @@
-"""Copies of a task: a scheduler that loses sight of a host starts its tasks elsewhere, while the first may go on.
+"""Copies of a task: a scheduler that loses sight of a host starts its tasks elsewhere, while the first may continue.
 
-Whatever starts a task under such a scheduler records the copy in `control/copies/TASK.json`, so the newest one is named
-there. An older one takes no part in the run any more: it claims nothing, joins no cluster and connects to nobody.
+The process that starts a task under such a scheduler records the copy in `control/copies/TASK.json`, so that file names
+the newest copy. An older copy leaves the run: it claims nothing, joins no cluster and opens no connection.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Copy:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which an agent knows that it belongs to this copy."""
+        """The environment variables of this copy's agent."""
         return {VARIABLE: self.name}
 
     @property
@@ -61,7 +61,7 @@ class Copy:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether a newer copy has recorded itself. A record that cannot be read says nothing."""
+        """Whether a newer copy has recorded itself; False if the record cannot be read."""
         with contextlib.suppress(OSError):
             newest = records.read(self._path, record({"copy": text}), {"copy": self.name})
             return bool(newest["copy"] != self.name)

@@ -1,8 +1,8 @@
 """The run folder's records: heartbeats, events, generations, the outcome and stop requests.
 
 The tasks of a run share only this folder and the network. Each file has one writer at a time and is either replaced as
-a whole, so that readers never see half of it, or appended to line by line. What several tasks may claim at once (the
-next generation, the outcome) belongs to the one that creates its file.
+a whole, so that readers never see half of it, or appended to line by line. A record that several tasks may claim at
+once (the next generation, the outcome) belongs to the task that creates its file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOST_AFTER_S = 15.0
 """Seconds without a new heartbeat, by the watcher's clock, after which a task counts as lost."""
 
 TASK_LOST = "the loss of a task"
-"""Who requests that a job is queued again because a task stays away: its scheduler may notice only minutes later."""
+"""The `by` of a request to queue a job again because a task stays away: its scheduler may notice minutes later."""
 
 SCALE_PATIENCE_S = 180.0
 """Longest time from such a request to the next generation, while `invoke scale` is alive; the timeouts of its parts are
@@ -228,7 +228,7 @@ class RunFolder(Layout):
                 yield number, record
 
     def begun(self, number: int) -> dict[str, Any]:
-        """Return why and how a generation was begun; empty if there is no such record."""
+        """Return the record of a generation; empty without one."""
         if number not in self._begun:
             path = self.control / "generations" / f"{number}.json"
             if record := records.read(path, records.generation(number), None, limit=records.TASK_BYTES):
@@ -255,8 +255,8 @@ class RunFolder(Layout):
         return records.read(path, Outcome.from_json, None, limit=records.TASK_BYTES)
 
     def ledgers(self) -> list[dict[str, Any]]:
-        """Return what the chief spent its time on in each generation that has such a record."""
-        paths = sorted((self.control / "lives").glob("*.json"))
+        """Return the chief's ledger of each generation that has one."""
+        paths = sorted((self.control / "ledgers").glob("*.json"))
         ledgers = (records.read(path, records.ledger, None, limit=records.TASK_BYTES) for path in paths)
         return [ledger for ledger in ledgers if ledger]
 
@@ -352,7 +352,7 @@ def _stop(by: str, then: str = AfterStop.END) -> dict[str, Any]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Return the names in a folder; none if there is no such folder."""
+    """Return the names in a folder; an empty list if it does not exist."""
     try:
         return [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

@@ -30,7 +30,7 @@ class Invitation:
 
 
 def invitation(run: RunFolder) -> Invitation | None:
-    """Return how to reach the hub; None if there is no valid record of it yet."""
+    """Return how to reach the hub; None without a valid record."""
     found = records.read(run.gang, _invitation, None, limit=records.TASK_BYTES)
     return Invitation(found["host"], found["port"]) if found else None
 
@@ -59,7 +59,7 @@ def generation_token(run: RunFolder, generation: int) -> str:
 def invite(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
     """Listen for the other agents, and record where; return the listener and the token.
 
-    Where it can, the port stays that of an earlier hub of this run: others may see an old record.
+    The port of an earlier hub of this run is used again if possible: others may see an old record.
 
     Args:
         run: the run.
@@ -67,7 +67,7 @@ def invite(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
         host: the address to bind.
 
     Raises:
-        OSError: no port can be had, or the record cannot be written.
+        OSError: no port is free, or the record cannot be written.
     """
     before = invitation(run)
     usual = 0 if task.port in PORTS else hub_port(task.port)
@@ -81,7 +81,7 @@ def invite(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
 
 
 def hub_port(port: int) -> int:
-    """Return the hub's port where each task has an address of its own: the next but one after TensorFlow's.
+    """Return the hub's port where each task has a separate address: the next but one after TensorFlow's.
 
     Between them is the port of the standby processes' TensorFlow servers.
     """

@@ -29,7 +29,7 @@ class Layout:
     cluster = _Within("cluster.json")
     """The description of the cluster."""
     stages = _Within("stages.json")
-    """Where a pipeline's model is cut, and what its blocks were measured to take."""
+    """Where a pipeline's model is cut, and the measured times of its blocks."""
     compose = _Within("compose.json")
     """How the tasks were started: the Compose overlay, or the list of local processes."""
     manifest = _Within("manifest.json")
@@ -39,7 +39,7 @@ class Layout:
     summary = _Within("summary.json")
     """How the run ended; missing until then."""
     card = _Within("README.md")
-    """What ran and how it ended, to be read by people; missing until then."""
+    """The configuration and result for people to read; missing until the end."""
     events_log = _Within("events.jsonl")
     """The run's life cycle, a JSON object per line."""
     checkpoints = _Within("checkpoints")
@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def scratch(self) -> Path:
-        """What a script's containers use as /tmp.
+        """The folder that a script's containers use as /tmp.
 
         It is outside the run's folder: the engine follows links on the way to what it mounts, and a task could put one
         there.
@@ -115,7 +115,7 @@ class Layout:
         return self.path / "tensorboard" / task
 
     def timeline(self, task: str) -> Path:
-        """When the task's stages of a pipeline computed what, of some steps."""
+        """The activity of the task's pipeline stages over time, for some steps."""
         return self.path / "timeline" / f"{task}.json"
 
     def traces(self, task: str) -> list[Path]:
@@ -123,5 +123,5 @@ class Layout:
         return sorted((self.tensorboard(task) / "plugins" / "profile").glob("*/"))
 
     def ledger(self, generation: int) -> Path:
-        """What the chief spent its time on in a generation."""
-        return self.control / "lives" / f"{generation}.json"
+        """The chief's time in a generation, by activity."""
+        return self.control / "ledgers" / f"{generation}.json"

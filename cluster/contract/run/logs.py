@@ -62,7 +62,7 @@ def copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes
 
 
 def _pass_on(lines: list[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...]) -> bytes:
-    """Write lines to the log, this process's output and `last_lines`; return what was written."""
+    """Write lines to the log, this process's output and `last_lines`; return the bytes written."""
     kept = [line for line in lines if line and not any(part in line for part in noise)]
     data = b"".join(kept)
     if not data:
@@ -132,7 +132,7 @@ class Reader:
         """
         with contextlib.ExitStack() as stack:
             opened: dict[tuple[int, int], IO[bytes]] = {}
-            # Newest first: a part that is renamed meanwhile is then opened twice rather than missed.
+            # Newest first: a part that is renamed during the loop is then opened twice rather than missed.
             for path in reversed(_parts(self._log)):
                 with contextlib.suppress(FileNotFoundError):
                     file = stack.enter_context(open_file(path, "rb"))
@@ -173,7 +173,7 @@ def last_line(log: Path) -> str:
 
 
 def rendered(line: str, *, styled: bool = False) -> str:
-    """Return what a terminal shows of a line in the end, after its carriage returns and backspaces.
+    """Return a line as a terminal shows it after its carriage returns and backspaces.
 
     Args:
         line: as a program printed it.

@@ -1,4 +1,4 @@
-"""Which tasks a generation has: with `--min-workers`, a run goes on without those that stay away.
+"""The tasks of a generation: with `--min-workers`, a run continues without tasks that stay away.
 
 `cluster.json` names every requested task. The record of a generation names those that it leaves out, so its cluster
 does not change while it lasts, and a task that returns sees whether it belongs to it. Only the chief's agent changes
@@ -34,11 +34,11 @@ def cluster(run: RunFolder, generation: int | None = None) -> ClusterSpec:
     return run.load_cluster().without(left_out(run, generation))
 
 
-def placed(run: RunFolder) -> ClusterSpec:
-    """Return every requested task where it listens, which some schedulers know only once it has started.
+def cluster_with_addresses(run: RunFolder) -> ClusterSpec:
+    """Return every requested task with its address, which some schedulers know only after the start.
 
     Raises:
-        DamagedError: there is no valid cluster.
+        DamagedError: `cluster.json` has no valid cluster.
     """
     if path := os.environ.get("CLUSTER_JSON"):
         return records.read(Path(path), launch_records.cluster)
@@ -46,7 +46,7 @@ def placed(run: RunFolder) -> ClusterSpec:
 
 
 def times_left_out(run: RunFolder) -> dict[str, int]:
-    """Return how often each task was left out that once was."""
+    """Return how often each task was left out, for those that ever were."""
     times: dict[str, int] = {}
     for change in changes(run):
         for name in change["lost"]:
@@ -70,7 +70,7 @@ def changes(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def describe(change: dict[str, Any]) -> str:
-    """Return a change in words."""
+    """Describe a change in words."""
     lost, regained = (", ".join(change[name]) for name in ("lost", "regained"))
     parts = [f"without {lost}"] if lost else []
     parts += [f"with {regained} again"] if regained else []

@@ -1,6 +1,6 @@
-"""The record of what a run may have running on this machine, written before anything starts.
+"""The record of the processes that a run may have on this machine, written before anything starts.
 
-It is beside the run folders, in `.running/NAME.owner`, where no container can write and where it survives the deletion
+It is next to the run folders, in `.running/NAME.owner`, where no container can write and where it survives the deletion
 of the run folder. It is removed once nothing of the run is left. A run's processes are recognized in three ways: the
 supervisor by its id and start time; its descendants, which include every daemon, because the kernel makes the
 supervisor the parent of orphans; and, if the supervisor was killed, by a random token in their environment.
@@ -24,10 +24,10 @@ TOKEN = "TF_CLUSTER_TOKEN"  # noqa: S105  # the variable's name
 
 @dataclass(frozen=True)
 class Owner:
-    """What was started for a run."""
+    """The processes that were started for a run."""
 
     runtime: str
-    """What runs its tasks, such as `docker`: a key of `cluster.host.runtime.registry.RUNTIMES`."""
+    """The runtime of its tasks, such as `docker`: a key of `cluster.host.runtime.registry.RUNTIMES`."""
     token: str
     """The value of `TOKEN` in its processes' environment."""
     supervisor: dict[str, int] | None = None
@@ -73,7 +73,7 @@ def read(run: RunFolder) -> Owner | None:
 
 
 def forget(run: RunFolder) -> None:
-    """Remove the record of a run of which nothing is left."""
+    """Remove the record of a run that has left nothing."""
     remove(record_path(run))
 
 

@@ -3,7 +3,7 @@
 The records of a run determine what the next command starts: a preset's modules, a script, packages. They are in the
 run's folder, which its tasks can write and anybody can copy. So starting a run also notes the digests of its records in
 the user's state folder (`$XDG_STATE_HOME/tf-cluster/runs/`), and a run whose records match no note of its name is not
-trusted. What the tasks write later, such as checkpoints, is not covered.
+trusted. Files that the tasks write later, such as checkpoints, are not covered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 
 ADDED_BY_TASKS = ("data", "environment")
-"""What the chief adds to the manifest once it trains."""
+"""The parts of the manifest that the chief adds once it trains."""
 NOTES = 16
 """How many notes to keep for a name, which may be used in several RUNS_DIRs and again with --fresh."""
 

@@ -53,11 +53,11 @@ def read(path: Path, check: Callable[[Any], Any], default: Any = _NEEDED, *, lim
     Args:
         path: the record.
         check: returns the record as it may be used, see `cluster/contract/run/fields.py`.
-        default: returned if there is no valid record; without a default, there has to be one.
+        default: returned without a valid record; if it is not given, there has to be one.
         limit: the largest record that is read, in bytes.
 
     Raises:
-        DamagedError: there is no valid record and no default.
+        DamagedError: there is neither a valid record nor a default.
     """
     try:
         return check(read_json(path, limit=limit))
@@ -189,9 +189,9 @@ class StopRequest(Record):
 
 _attempt: dict[str, tuple[Check, Any]] = {
     "kind": (text, ABSENT),
-    "furthest": (number, ABSENT),
+    "last_step": (number, ABSENT),
     "saved": (number, ABSENT),
-    "lived_s": (seconds, ABSENT),
+    "runtime_s": (seconds, ABSENT),
     "pause_s": (seconds, ABSENT),
     "single_steps_from": (count, ABSENT),
 }
@@ -248,8 +248,8 @@ end = exactly(
         "cause": text,
         "error": optional(text),
         "at": seconds,
-        "furthest": number,
-        "lived_s": seconds,
+        "last_step": number,
+        "runtime_s": seconds,
         "may_follow": flag,
         "host": text,
     }
@@ -272,7 +272,7 @@ ledger = record(
     },
     {"saves": (mapping(measured), ABSENT)},
 )
-"""What the chief spent its time on in one generation."""
+"""The chief's time in one generation, by activity."""
 
 result = record(
     {},

@@ -159,7 +159,7 @@ class _Before:
         return self._run.generation > self.generation or any(e["task"] == fault.task for e in recent)
 
     def costs(self) -> list[dict[str, Any]]:
-        alone = [Role.WORKER, *(role for role in Role if role.beside)]
+        alone = [Role.WORKER, *(role for role in Role if role.is_sidecar)]
         return restarts.costs(self._run, self.time, alone)
 
     def recovered(self, fault: Fault) -> bool:

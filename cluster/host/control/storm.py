@@ -110,7 +110,7 @@ def check(run: RunFolder, kinds: Sequence[str]) -> None:
 
 def _drawn(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> chaos.Fault:
     spec = membership.cluster(run)
-    tasks = [task.name for task in spec.tasks if not task.role.beside]
+    tasks = [task.name for task in spec.tasks if not task.role.is_sidecar]
     if kinds:
         kind, whole = draw.choice(kinds), False
     else:

@@ -51,8 +51,8 @@ def test_kills_from_outside_at_one_step_do_not_end_the_run(start_gang):
     gang = start_gang(lines, workers=1, max_restarts=0)
     summary = gang.summary()
     assert ("succeeded", 2) == (summary["state"], len(summary["restarts"]))
-    assert {("outside", 5, 0.0)} == {
-        (g["kind"], g["furthest"], g["pause_s"]) for g in gang.run.generations() if "task" in g
+    assert {("external", 5, 0.0)} == {
+        (g["kind"], g["last_step"], g["pause_s"]) for g in gang.run.generations() if "task" in g
     }
 
 
@@ -99,7 +99,7 @@ die(11)
 """
     gang = start_gang(lines, workers=1)
     assert [(1, "chief")] == restarts(gang.summary())
-    assert "own" == record(gang.run, 1)["kind"]
+    assert "program failure" == record(gang.run, 1)["kind"]
 
 
 # Pauses
@@ -202,4 +202,4 @@ sys.exit(75)
     for pid in reversed(frozen):  # the agent, once it goes on, ends the program
         os.kill(pid, signal.SIGCONT)
     assert ("succeeded", [(1, "worker-0")]) == (gang.summary()["state"], restarts(gang.summary()))
-    assert "outside" == record(gang.run, 1)["kind"]
+    assert "external" == record(gang.run, 1)["kind"]

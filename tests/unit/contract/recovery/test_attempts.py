@@ -8,7 +8,7 @@ import pytest
 
 from cluster.agent.policy import Recovery
 from cluster.contract.recovery import attempts, ends, step_record
-from cluster.contract.recovery.attempts import LOST_CONTACT, OUTSIDE, OWN, Attempt
+from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, Attempt
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
 from train.loops import outer
@@ -17,8 +17,8 @@ from train.loops.steps import LoopResult, Signals
 MakeRun = Callable[..., RunFolder]
 
 
-def own(furthest: int, saved: int = -1) -> Attempt:
-    return Attempt(OWN, furthest, saved)
+def own(last_step: int, saved: int = -1) -> Attempt:
+    return Attempt(PROGRAM_FAILURE, last_step, saved)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def own(furthest: int, saved: int = -1) -> Attempt:
         ([own(20), own(26), own(26)], 2),  # a further step
         ([own(26), own(20, saved=10), own(22, saved=15)], 1),  # newer checkpoints, and other places
         ([own(26, saved=0), own(26, saved=10), own(26, saved=20)], 3),  # the very same place: no progress
-        ([own(26), Attempt(OUTSIDE, 5), Attempt(OUTSIDE, 7), own(26)], 2),  # kills count for nothing
-        ([own(26), Attempt(OUTSIDE, 40), own(30)], 1),  # the run had come further meanwhile
+        ([own(26), Attempt(EXTERNAL, 5), Attempt(EXTERNAL, 7), own(26)], 2),  # kills count for nothing
+        ([own(26), Attempt(EXTERNAL, 40), own(30)], 1),  # the run had come further meanwhile
         ([own(26), Attempt(LOST_CONTACT, 26), own(26)], 2),
-        ([Attempt(OUTSIDE, 26)] * 9, 0),
-        ([Attempt(OWN, lived_s=1.0)] * 3, 3),
-        ([Attempt(OWN, lived_s=attempts.STEADY_S + 1)] * 3, 1),  # a script that ran for long
+        ([Attempt(EXTERNAL, 26)] * 9, 0),
+        ([Attempt(PROGRAM_FAILURE, runtime_s=1.0)] * 3, 3),
+        ([Attempt(PROGRAM_FAILURE, runtime_s=attempts.STEADY_S + 1)] * 3, 1),  # a script that ran for long
     ],
 )
 def test_failures_are_counted_since_the_newest_progress(tried, count):
@@ -43,7 +43,7 @@ def test_failures_are_counted_since_the_newest_progress(tried, count):
 
 
 def test_what_others_save_is_no_progress_of_a_task_that_does_no_step():
-    tried = [Attempt(OWN, 26, 10), *(Attempt(OWN, -1, saved) for saved in (27, 28, 29))]
+    tried = [Attempt(PROGRAM_FAILURE, 26, 10), *(Attempt(PROGRAM_FAILURE, -1, saved) for saved in (27, 28, 29))]
     assert 4 == attempts.too_many(tried, 3)
 
 
@@ -56,11 +56,11 @@ def test_the_run_fails_after_so_many_restarts_without_progress(max_restarts, tol
 def test_kills_without_progress_end_the_run():
     """As by a memory watcher that kills at the same step again and again, while checkpoints are saved before it."""
     most = attempts.MAX_EXTERNAL_RESTARTS
-    killed = [Attempt(OUTSIDE, 120, saved) for saved in range(100, 100 + most + 1)]
+    killed = [Attempt(EXTERNAL, 120, saved) for saved in range(100, 100 + most + 1)]
     assert 0 == attempts.too_many(killed[:most], 3)
     assert most + 1 == attempts.too_many(killed, 3)
-    assert 3 == attempts.too_many([Attempt(OUTSIDE, 5)] * 3, 3, 2)
-    assert 0 == attempts.too_many([*[Attempt(OUTSIDE, 5)] * most, Attempt(OUTSIDE, 6)], 3)  # a later step
+    assert 3 == attempts.too_many([Attempt(EXTERNAL, 5)] * 3, 3, 2)
+    assert 0 == attempts.too_many([*[Attempt(EXTERNAL, 5)] * most, Attempt(EXTERNAL, 6)], 3)  # a later step
     assert 0 == attempts.too_many([Attempt(attempts.PLANNED, 5)] * 50, 3)
 
 
@@ -74,21 +74,21 @@ def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch):
     monkeypatch.setenv("RESTART_PAUSE_S", "1")
     failures = [attempts.pause_s([own(5)] * (n + 1)) for n in range(8)]
     assert [1, 2, 4, 8, 16, 30, 30, 30] == failures
-    assert 0 == attempts.pause_s([own(5), own(5), Attempt(OUTSIDE, 5)])
+    assert 0 == attempts.pause_s([own(5), own(5), Attempt(EXTERNAL, 5)])
     assert 30 == attempts.pause_s([own(5)] * 5000)
     assert 1 == attempts.pause_s([own(5), own(5), own(6)])
 
 
 def test_what_is_missing_in_a_record_is_not_held_against_the_run():
-    assert Attempt(OUTSIDE) == Attempt.of({"generation": 1, "task": "chief", "cause": "killed", "step": 5})
+    assert Attempt(EXTERNAL) == Attempt.of({"generation": 1, "task": "chief", "cause": "killed", "step": 5})
 
 
 def test_failures_before_a_resume_do_not_count(make_run):
     run = make_run(workers=1)
     for number in (1, 2):
-        run.begin_generation(number, task="worker-0", cause="killed", kind=OWN, furthest=5)
-    run.event("worker-0", "restarted", kind=OWN, furthest=5)
-    assert [5, 5] == [attempt.furthest for attempt in attempts.of_gang(run, 2)]
+        run.begin_generation(number, task="worker-0", cause="killed", kind=PROGRAM_FAILURE, last_step=5)
+    run.event("worker-0", "restarted", kind=PROGRAM_FAILURE, last_step=5)
+    assert [5, 5] == [attempt.last_step for attempt in attempts.of_gang(run, 2)]
     assert 3 == attempts.restarts(run, "worker-0")
     run.begin_generation(3, resumed=True)
     assert [] == attempts.of_gang(run, 3) == attempts.of_task(run, "worker-0")
@@ -133,9 +133,9 @@ class Story:
             )
         except RuntimeError:
             self.own_failures += 1
-            kind = OWN
+            kind = PROGRAM_FAILURE
         except KeyboardInterrupt:
-            kind = OUTSIDE
+            kind = EXTERNAL
         else:
             return False
         recovery.restart_gang(generation, recovery.end(generation, kind, "it died"))
@@ -192,33 +192,33 @@ def test_two_tasks_that_fail_together_count_once(make_run):
     chief, worker = (Recovery(run, spec, spec.task(name)) for name in ("chief", "worker-0"))
     for generation in range(3):
         for recovery in (chief, worker):
-            recovery.restart_gang(generation, recovery.end(generation, OWN, "it died"))
+            recovery.restart_gang(generation, recovery.end(generation, PROGRAM_FAILURE, "it died"))
     assert (3, None) == (run.generation, run.outcome)
-    chief.restart_gang(3, chief.end(3, OWN, "it died"))
+    chief.restart_gang(3, chief.end(3, PROGRAM_FAILURE, "it died"))
     assert run.outcome is not None
-    worker.restart_gang(3, worker.end(3, OWN, "it died"))
+    worker.restart_gang(3, worker.end(3, PROGRAM_FAILURE, "it died"))
     assert 3 == run.generation
 
 
 def test_a_failure_before_any_step_leaves_it_where_the_next_attempts_go_step_by_step(make_run):
     run = make_run(workers=0)
     chief = Recovery(run, run.load_cluster(), run.load_cluster().task("chief"))
-    chief.restart_gang(0, chief.end(0, OWN, "a failure before the first step"))
+    chief.restart_gang(0, chief.end(0, PROGRAM_FAILURE, "a failure before the first step"))
     assert range(0) == step_record.single_steps(run, 1, 25)
     step_record.StepRecord(run, "chief", 1).done(26)
-    chief.restart_gang(1, chief.end(1, OWN, "step 27 failed"))
+    chief.restart_gang(1, chief.end(1, PROGRAM_FAILURE, "step 27 failed"))
     for generation in (2, 3):
         assert range(26, 51) == step_record.single_steps(run, generation, 25)
-        chief.restart_gang(generation, chief.end(generation, OWN, "a failure before the first step"))
+        chief.restart_gang(generation, chief.end(generation, PROGRAM_FAILURE, "a failure before the first step"))
     assert (4, None) == (run.generation, run.outcome)
 
 
 def test_the_culprit_is_the_task_that_failed_first(make_run):
     run = make_run(workers=3)
-    first = ends.End("worker-1", OWN, "exit code 139", "a crash", at=160.0)  # its clock is a minute ahead
+    first = ends.End("worker-1", PROGRAM_FAILURE, "exit code 139", "a crash", at=160.0)  # its clock is a minute ahead
     lost = ends.End("chief", LOST_CONTACT, "lost contact with the cluster", None, at=99.0, may_follow=True)
-    aborted = ends.End("worker-0", OWN, "exit code 134", None, at=99.5, may_follow=True)
-    later = ends.End("worker-2", OWN, "exit code 70", "InternalError", at=101.0)
+    aborted = ends.End("worker-0", PROGRAM_FAILURE, "exit code 134", None, at=99.5, may_follow=True)
+    later = ends.End("worker-2", PROGRAM_FAILURE, "exit code 70", "InternalError", at=101.0)
     for end in (lost, aborted, first, later):
         ends.record(run, 0, end)
     assert first == ends.root_cause(run, 0, later)
@@ -233,11 +233,11 @@ def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw
     recovery = Recovery(run, spec, spec.task("worker-0"))
     worked = step_record.StepRecord(run, "worker-0", 0)
     for step in (10, 20, 30, 40, 50, 60):
-        recovery.restart_alone(recovery.end(0, OWN, "it died"))
+        recovery.restart_alone(recovery.end(0, PROGRAM_FAILURE, "it died"))
         worked.done(step)
     assert run.outcome is None
     for _ in range(4):
         step_record.StepRecord(run, "chief", 0).done(1000)  # the others' work
-        recovery.restart_alone(recovery.end(0, OWN, "it died"))
+        recovery.restart_alone(recovery.end(0, PROGRAM_FAILURE, "it died"))
     assert run.outcome is not None
     assert ("failed", "worker-0") == (run.outcome.state, run.outcome.task)

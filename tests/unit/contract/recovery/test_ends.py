@@ -9,7 +9,7 @@ import pytest
 
 from cluster.agent.program import Trainer
 from cluster.contract.recovery import ends
-from cluster.contract.recovery.attempts import OUTSIDE, OWN
+from cluster.contract.recovery.attempts import EXTERNAL, PROGRAM_FAILURE
 from cluster.system import memory
 
 PROGRESS = "print('step 2/50 epoch 0.20 loss', flush=True)\n"
@@ -18,9 +18,12 @@ PROGRESS = "print('step 2/50 epoch 0.20 loss', flush=True)\n"
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        *[(code, OWN) for code in (0, 1, 5, 70, 75, 137, 255)],
-        *[(-number, OWN) for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS)],
-        *[(-number, OUTSIDE) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
+        *[(code, PROGRAM_FAILURE) for code in (0, 1, 5, 70, 75, 137, 255)],
+        *[
+            (-number, PROGRAM_FAILURE)
+            for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS)
+        ],
+        *[(-number, EXTERNAL) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
     ],
 )
 def test_whose_doing_an_end_is(code, kind):
@@ -28,7 +31,7 @@ def test_whose_doing_an_end_is(code, kind):
 
 
 def test_a_program_that_the_kernel_ended_for_memory_did_it_itself():
-    assert OWN == ends.kind_of(-signal.SIGKILL, out_of_memory=True)
+    assert PROGRAM_FAILURE == ends.kind_of(-signal.SIGKILL, out_of_memory=True)
 
 
 def error_of(tmp_path: Path, lines: str) -> tuple[int, str | None]:

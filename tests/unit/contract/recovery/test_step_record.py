@@ -37,8 +37,8 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
     done = subprocess.run([sys.executable, "-c", lines], check=False, cwd=Path(__file__).parents[4])
     assert -signal.SIGKILL == done.returncode
     assert Progress(3, 12345) == step_record.read(run, "chief")
-    assert 12345 == step_record.furthest(run, "chief", 3) == step_record.newest(run, 3)
-    assert -1 == step_record.furthest(run, "chief", 4)
+    assert 12345 == step_record.last_step(run, "chief", 3) == step_record.newest(run, 3)
+    assert -1 == step_record.last_step(run, "chief", 4)
 
 
 def test_a_task_that_never_came_to_a_step_has_no_record(make_run):

@@ -166,7 +166,7 @@ def test_a_script_s_weights_are_not_known_and_not_compared(ended):
     run = ended("stormy", **script)
     assert reference.same_bits(run) is None
     run.event("chief", "fault", kind="kill")
-    assert ["faults       1 inflicted"] == reference.fault_lines(run)
+    assert ["faults       1 injected"] == reference.fault_lines(run)
 
 
 # What is reported
@@ -184,7 +184,7 @@ def test_a_run_with_faults_reports_their_cost_and_whether_its_bits_are_the_same(
     for _ in range(5):
         run.event("chief", "fault", kind="kill")
     assert [
-        "faults       5 inflicted; next new step after 3.50 s (median), 5.00 s (most)",
+        "faults       5 injected; next new step after 3.50 s (median), 5.00 s (most)",
         f"weights      {verdict} the undisturbed run calm",
     ] == reference.fault_lines(run)
 
@@ -193,4 +193,4 @@ def test_faults_after_which_nothing_resumed_are_only_counted(ended):
     run = ended("stormy", state="failed")
     write_json(run.summary, {"state": "failed", "weights_sha256": None, "restarts": [{"resumed_s": None}]})
     run.event("chief", "fault", kind="kill")
-    assert ["faults       1 inflicted"] == reference.fault_lines(run)
+    assert ["faults       1 injected"] == reference.fault_lines(run)

@@ -18,7 +18,7 @@ from invoke import Config, Context
 from cluster.agent import diagnosis, ports, rendezvous
 from cluster.agent.policy import Recovery
 from cluster.contract import compatibility, spec
-from cluster.contract.recovery.attempts import OWN
+from cluster.contract.recovery.attempts import PROGRAM_FAILURE
 from cluster.contract.recovery.ends import End
 from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.folder import RunFolder
@@ -290,7 +290,7 @@ def _(make_run: Callable[..., RunFolder]) -> Provoked:
     run = make_run(workers=1)
     cluster = run.load_cluster()
     policy = Recovery(run, cluster, cluster.task("worker-0"))
-    policy._fail(End("worker-0", OWN, "ended with exit code 1", "ValueError: x", 0.0, furthest=5), 4)
+    policy._fail(End("worker-0", PROGRAM_FAILURE, "ended with exit code 1", "ValueError: x", 0.0, last_step=5), 4)
     return run.outcome.error, run.outcome.exit_code
 
 

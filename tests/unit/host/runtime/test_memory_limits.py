@@ -192,7 +192,7 @@ def test_an_agent_reports_whether_memory_killed_its_program(
     monkeypatch.setattr(standby.Standby, "kills", standby_kills)
     end = agent._end_of(Ended(), code, 0)
     assert (message, None) == (end.cause, end.error)
-    assert (attempts.OWN if code == -11 or "memory" in message else attempts.OUTSIDE) == end.kind
+    assert (attempts.PROGRAM_FAILURE if code == -11 or "memory" in message else attempts.EXTERNAL) == end.kind
 
 
 def test_a_run_whose_task_keeps_being_killed_for_memory_ends_with_that(start_gang, tmp_path):
