@@ -94,7 +94,6 @@ def test_a_frozen_process_must_not_hold_up_the_run(clusters, strategy, frozen, s
     run = clusters.up(name, *TOPOLOGIES[strategy], "--detach", "--", *ENDLESS)
     for together in frozen:
         _await_standby(run)
-        step = step_of(run)
         found = [each for each in (one.find(run) for one in together) if each]
         for process in found:
             processes.kill(process, signal.SIGSTOP)
@@ -102,7 +101,7 @@ def test_a_frozen_process_must_not_hold_up_the_run(clusters, strategy, frozen, s
             time.sleep(seconds)  # the length of the freeze is what is tested
             for process in found:
                 processes.kill(process, signal.SIGCONT)
-        _await_new_steps(run, step, together)
+        _await_new_steps(run, together)
     clusters.invoke("stop", name, timeout_s=BOUND_S)
     assert "stopped" == summary(run)["state"]
 
@@ -151,16 +150,19 @@ def _left_out(run: RunFolder) -> list[str]:
     return list(run.begun(run.generation).get("left_out", ()))
 
 
-def _await_new_steps(run: RunFolder, step: int, together: tuple[Frozen, ...]) -> None:
-    """Wait until the run trains in its newest generation, further than before, or has ended and named a frozen task."""
-    generation = run.generation
+def _await_new_steps(run: RunFolder, together: tuple[Frozen, ...]) -> None:
+    """Wait until the frozen processes have continued or are gone, and the newest generation does new steps."""
+    first: dict[int, int] = {}
 
     def recovered() -> bool:
         if run.outcome:
-            assert run.outcome.task in {one.task for one in together}, run.outcome
-            pytest.fail(f"local tasks are replaced, but the run ended: {run.outcome}")
+            pytest.fail(f"local tasks are replaced, but the run ended after {together} were frozen: {run.outcome}")
         frozen = [each for each in (one.find(run) for one in together) if each]
-        still = any(processes.stopped_at(each["pid"]) is not None for each in frozen)
-        return not still and run.generation >= generation and step_of(run) > step
+        beat, generation = run.heartbeat("chief"), run.generation
+        if not beat or beat.generation != generation:
+            return False
+        if any(processes.stopped_at(each["pid"]) is not None for each in frozen):
+            return False
+        return beat.state == "training" and beat.step > first.setdefault(generation, beat.step)
 
     wait_for(recovered, f"new steps after {together} were frozen", BOUND_S)
