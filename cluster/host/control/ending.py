@@ -11,6 +11,7 @@ from cluster.host.control import watch
 from cluster.host.launch import folders, teardown
 from cluster.host.runtime import tensorboard
 from cluster.host.runtime.base import Shell
+from cluster.host.view.columns import error_text, print_lines
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError
 from cluster.system.messages import plain, short_path
 
@@ -37,7 +38,7 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
                 continue
             watch.end(run, "invoke down", timeout_s, sh, also=left.found.get(run.name, ()))
             where = short_path(run.path) if run.path.exists() else "gone"
-            print(f"{run.name} is down; its folder is {where}", flush=True)
+            print_lines(f"{run.name} is down; its folder is {where}")
     with failures:
         left.check(name)
     if not name:
@@ -64,6 +65,7 @@ class _Failures:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> bool:
         if error is None or not isinstance(error, Exception):
             return False
-        print(f"error: {plain(' '.join(str(error).split()) or type(error).__name__)}", file=sys.stderr, flush=True)
+        message = f"error: {plain(' '.join(str(error).split()) or type(error).__name__)}"
+        print(error_text(message), file=sys.stderr, flush=True)
         self.code = self.code or (error.exit_code if isinstance(error, ClusterError) else EXIT_FAILED)
         return True

@@ -35,7 +35,7 @@ def main(
     """
     check(run, kinds)
     results = deal(run, count, seed, kinds, print_lines, timeout_s, limit_s)
-    print(f"{counted(len(results), 'fault')} inflicted; waiting for the run's end", flush=True)
+    print_lines(f"{counted(len(results), 'fault')} inflicted; waiting for the run's end")
     with Live() as live:
         ended = watch.follow(run, live.show)
     print("\n".join(ended_lines(run, short_path(run.path))))

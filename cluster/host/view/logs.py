@@ -67,5 +67,5 @@ def print_logs(run: RunFolder, names: list[str], follow: bool) -> None:
             break
         time.sleep(0.2)
     if silent == set(names):
-        chief = "" if "chief" in names or run.script else "; progress is printed by the chief: invoke logs chief"
+        chief = "" if "chief" in names or run.script else "; the chief prints progress: invoke logs chief"
         print(f"{' and '.join(names)}: nothing was printed{chief}", file=sys.stderr)

@@ -1,0 +1,262 @@
+"""Every screen of a new user's first hour in 80 columns, without a line that the terminal would have to wrap."""
+
+import contextlib
+import shlex
+import time
+
+import pytest
+from invoke import Exit
+from invoke.main import program
+
+import tasks
+from cluster.contract.run.folder import RunFolder
+from cluster.host.checks import doctor, verify
+from cluster.host.checks.verify import CASES
+from cluster.host.control import trace
+from cluster.host.image import engine
+from cluster.host.launch import footprint
+from cluster.host.reports import comparison
+from cluster.host.runtime import tensorboard
+from cluster.host.view.ended import ended_lines
+from cluster.host.view.live import Live
+from cluster.host.view.status import live_lines, read_status, status_table
+from cluster.system.journal import append_json
+from cluster.system.json_files import write_json
+from tests.support.beats import beat, save
+from tests.support.command_line import context, current
+from tests.support.launching import CONFIG
+
+WIDTH = 80
+FIRST, SECOND = "fashion_mnist-20261124-160832", "fashion_mnist-20261124-171500"
+NO_ENGINE = (
+    "no Docker Engine answers (Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker "
+    "daemon running?)"
+)
+ERROR = (
+    "InvalidArgumentError: Did not find a shardable source, walked to a node which is not a dataset: consider turning "
+    "auto-sharding off or switching the auto_shard_policy to DATA to shard this dataset"
+)
+PACE = {"step_ms": {"mean": 1234.5, "median": 1234.5}, "busy_share": 1.0, "input_share": 0.99, "pace": {"steps": 50}}
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch, tmp_path):
+    """80 columns, in a folder of runs."""
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6006)
+    monkeypatch.setattr(engine, "probe", lambda: engine.Answer(ready=False, detail=NO_ENGINE))
+
+
+@pytest.fixture
+def training(make_run) -> RunFolder:
+    """A run whose tasks train, with figures as wide as they become."""
+    run = current(make_run(FIRST, workers=2))
+    for task in run.load_cluster().tasks:
+        figures = {"steps_total": 156_300, "examples_per_s": 123_456.7, "loss": 12.3456, "restarts": 12}
+        beat(run, task.name, "evaluating", step=123_456, **figures, **PACE)
+    beat(run, "worker-1", "training", step=123_456, **PACE | {"busy_share": 0.1, "input_share": 0.0})
+    run.event("worker-0", "restarted", cause="exit code 139 (SIGSEGV: crashed in native code)", step=123_456)
+    save(run, 123_400)
+    return run
+
+
+@pytest.fixture
+def make_ended(make_run):
+    """Makes a run that ended."""
+
+    def make(name: str, state: str = "succeeded", **config: object) -> RunFolder:
+        run = current(make_run(name, workers=2))
+        write_json(run.config, {"global_batch": 192, "max_steps": 100_000, **config})
+        commit = {"commit": "0123456789abcdef", "changes_sha256": "1"}
+        write_json(run.manifest, {"code": commit, "runtime": "local", "environment": {"variables": config}})
+        for step in range(1, 40):
+            append_json(run.metrics("chief"), {"step": step, "loss": 1 / step, "accuracy": 0.5, "time": step})
+        run.event("worker-0", "fault", step=3, kind="kill")
+        cause = {"task": "worker-0", "exit_code": 1, "error": ERROR} if state == "failed" else {}
+        run.end(state, **cause)
+        restart = {"generation": 1, "task": "worker-0", "cause": ERROR, "detected_s": 0.5, "resumed_s": 2.25}
+        split = dict.fromkeys(
+            ("start", "compile", "input", "compute", "save", "evaluate", "lost", "restart", "other"), 10.0
+        )
+        summary = {"state": state, "steps": 100_000, "wall_s": 12345.6, "startup_s": 12.3, "weights_sha256": "a" * 64}
+        summary |= {"restarts": [restart], "metrics": {"eval_mean_absolute_percentage_error": 0.9, "eval_loss": 0.3}}
+        summary |= {"goodput_split": split, "checkpoint_every_s": 123.4, "tasks": {"chief": 137, "worker-0": 1}}
+        write_json(run.summary, summary | ({"cause": cause | {"time": time.time()}} if cause else {}))
+        return run
+
+    return make
+
+
+def check(text: str | list[str]) -> None:
+    """Check that no line is wider than the terminal, except for a long path or address alone or behind a label."""
+    lines = text.splitlines() if isinstance(text, str) else text
+    assert lines
+    assert not [line for line in lines if len(line) > WIDTH and len(line[13:].split()) > 1]
+
+
+def screen(capsys, command: str, /, *arguments: str, **options: object) -> str:
+    """Return what a command shows on the terminal."""
+    capsys.readouterr()
+    ended = None
+    try:
+        tasks.ns[command](context(), *arguments, **options)
+    except Exit as error:
+        ended = error
+    printed = capsys.readouterr()
+    return printed.out + printed.err + (ended.message or "" if ended else "")
+
+
+# What is listed and explained
+
+
+@pytest.mark.parametrize(
+    "words", [["--list"], *(["--help", name] for name in sorted(tasks.ns.task_names))], ids=" ".join
+)
+def test_lists_and_help(capsys, monkeypatch, words):
+    monkeypatch.chdir(tasks.__file__.rpartition("/")[0])
+    with contextlib.suppress(SystemExit):
+        program.run(["invoke", *words], exit=False)
+    check(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workers": "2"},
+        {"workers": "0"},
+        {"workers": "11", "evaluator": True},
+        {"workers": "3", "ps": "2"},
+        {"workers": "1", "strategy": "pipeline"},
+    ],
+)
+def test_explain(capsys, options):
+    check(screen(capsys, "explain", **options))
+
+
+def test_explain_of_a_wrong_tf_config(capsys, tmp_path):
+    (tmp_path / "tf_config.json").write_text('{"cluster": {"worker": ["localhost:1", "10.0.0.300:0"]}, "job": "chief"}')
+    check(screen(capsys, "explain", file="tf_config.json"))
+    check(screen(capsys, "explain", file="tf_config.json", lint=True))
+
+
+@pytest.mark.usefixtures("resolved")
+def test_plan(capsys, monkeypatch):
+    sizes = {"parameters": 121_930, "weights_bytes": 2**19, "gradients_bytes": 2**19, "optimizer_bytes": 2**20}
+    monkeypatch.setattr(footprint, "_read", lambda plan: sizes | {"activation_bytes": 2**23})
+    monkeypatch.setitem(CONFIG, "dataset", "own:data")
+    text = screen(capsys, "plan", name=FIRST)
+    check(text)
+    assert all(task in text for task in ("chief", "worker-1", "memory"))
+    for line in screen(capsys, "up", name=FIRST, runtime="local", dry=True).splitlines():
+        assert len(line) <= WIDTH or 1 == len(shlex.split(line.removesuffix("\\")))  # TF_CONFIG stays whole
+
+
+def test_doctor_and_env(capsys, monkeypatch):
+    fix = "start Docker (`sudo systemctl start docker`), or set DOCKER_HOST to where it answers"
+    finding = {"check": "Docker Engine", "state": "warning", "detail": NO_ENGINE, "fix": fix}
+    monkeypatch.setattr(doctor, "look", lambda **_: {"ok": True, "findings": [finding, finding | {"fix": ""}]})
+    check(screen(capsys, "doctor"))
+    check(screen(capsys, "env"))
+
+
+# A run in progress
+
+
+def test_status_and_the_live_view(capsys, training, monkeypatch):
+    check(screen(capsys, "status"))
+    value = read_status(training)
+    for columns in (value, value | {"queued": f"job 7 is queued: {'Resources ' * 12}", "left_out": ["worker-0"]}):
+        check(status_table(columns))
+        check(live_lines(columns, [3.0, 2.0, 1.0] * 30, WIDTH))
+        Live().show(columns)
+        check(capsys.readouterr().out)
+
+
+def test_a_script_s_status_and_live_view(capsys, training):
+    write_json(training.config, {"script": "/home/somebody/projects/train_on_tf_config.py"})
+    for task in training.load_cluster().tasks:
+        training.log(task.name).write_text(f"\r469/469 {'━' * 80} 2s 4ms/step - accuracy: 0.9 - loss: 0.3")
+    check(screen(capsys, "status"))
+    check(live_lines(read_status(training), [], WIDTH))
+
+
+def test_logs_of_a_task_that_prints_nothing(capsys, training):
+    text = screen(capsys, "logs", "worker-0")
+    check(text)
+    assert 1 == len(text.splitlines())
+
+
+def test_profile(training):
+    check(trace.lines(training, {"task": "worker-0", "first": 123_452, "last": 123_461}, 5))
+
+
+# Runs that ended
+
+
+@pytest.mark.parametrize("script", [None, "train.py"])
+@pytest.mark.parametrize("state", ["succeeded", "stopped", "failed"])
+def test_the_end(capsys, make_ended, state, script):
+    run = make_ended(FIRST, state, **({"script": script} if script else {}))
+    check(ended_lines(run, f"runs/{FIRST}"))
+    for command in ("wait", "stop", "status", "runs"):
+        check(screen(capsys, command))
+    check(screen(capsys, "down", FIRST))
+
+
+def test_what_looks_back(capsys, make_ended):
+    runs = [
+        make_ended(FIRST, GRPC_DEFAULT_SSL_ROOTS_FILE_PATH="/etc/ssl"),
+        make_ended(SECOND, optimizer={"name": "adam", "learning_rate": 0.1}),
+    ]
+    check(screen(capsys, "runs"))
+    check(screen(capsys, "compare", FIRST, SECOND))
+    check(screen(capsys, "report", FIRST, quick=True))
+    apart = {"relative": 1.34, "largest": 0.707, "where": "variables/6 [64, 10]", "of": "export", "weights": 121_930}
+    value = comparison.compare(runs) | {
+        "weights": [{"runs": [FIRST, SECOND], "identical": False, "detail": None, "distance": apart}]
+    }
+    check(comparison.lines(value, runs))
+
+
+def test_verify():
+    detail = "asynchronous, so compared by its convergence: loss 2.3 to 1.9, accuracy 0.41, evaluation loss 1.92, 12 s"
+    rows = [
+        {"strategy": case.kind.class_name, "loop": case.loop, "keras": "3.15.1", "status": verify.UNVERIFIED}
+        | {"parity": 1e-7, "detail": detail}
+        for case in CASES
+    ]
+    check(verify.lines(rows))
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("up", {"workers": "x"}),
+        ("up", {"preset": "nothing"}),
+        ("up", {"strategy": "mirored"}),
+        ("up", {"script": "missing.py"}),
+        ("up", {"resume": "nothing"}),
+        ("up", {"name": "a/b"}),
+        ("status", {"run": "nothing"}),
+        ("logs", {"task": "worker-7"}),
+        ("chaos", {"kind": "kil", "task": "worker-0"}),
+        ("chaos", {"kind": "kill", "task": "worker-0"}),
+        ("scale", {"workers": "3"}),
+        ("profile", {"task": "worker-0"}),
+        ("rerun", {"run": SECOND}),
+        ("compare", {}),
+        ("clean", {"run": "nothing"}),
+        ("predict", {}),
+    ],
+)
+def test_errors(capsys, monkeypatch, make_ended, command, options):
+    make_ended(FIRST)
+    make_ended(SECOND, "failed")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    text = screen(capsys, command, **options)
+    assert text.startswith("error: ")
+    check(text)
