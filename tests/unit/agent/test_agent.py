@@ -41,11 +41,6 @@ def test_a_run_that_succeeds_writes_its_summary(start_gang):
     )
 
 
-def test_the_chief_alone_needs_no_cluster(start_gang):
-    summary = start_gang("assert 'TF_CONFIG' not in os.environ\n" + ALL_FINISH, workers=0).summary()
-    assert ("succeeded", {"chief": 0}) == (summary["state"], summary["tasks"])
-
-
 @pytest.mark.parametrize("code", [1, 2])
 def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang, code):
     lines = f"train(3)\nif NAME == 'worker-0': print('error: loss is nan at step 3\\n'); sys.exit({code})\nwork()"

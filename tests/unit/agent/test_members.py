@@ -19,7 +19,6 @@ from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang
 from tests.support.waiting import wait_for
 
-MakeRun = Callable[..., RunFolder]
 CHECKED = """
 import json
 assert '2222' not in os.environ['TF_CONFIG']

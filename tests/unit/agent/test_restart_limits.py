@@ -41,11 +41,6 @@ def test_a_program_that_fails_at_one_step_again_and_again_fails_the_run(start_ga
     assert [(1, "worker-0"), (2, "worker-0"), (3, "worker-0")] == restarts(summary)
 
 
-def test_no_restart_may_be_wanted(start_gang):
-    gang = start_gang("train(5), die(11)", workers=0, max_restarts=0)
-    assert ("failed", []) == (gang.summary()["state"], gang.summary()["restarts"])
-
-
 def test_kills_from_outside_at_one_step_do_not_end_the_run(start_gang):
     lines = "if GENERATION < 2 and NAME == 'chief': work()\ntrain(5)\nif GENERATION < 2: die()\nmeet(), finish()"
     gang = start_gang(lines, workers=1, max_restarts=0)

@@ -20,7 +20,6 @@ from cluster.host.runtime.local import supervisor
 from cluster.host.runtime.local.runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.host.view.ended import ended_lines
-from cluster.host.view.status import read_status, status_table
 from cluster.system.journal import append_json
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import SIGKILLED, Gang, assert_ended
@@ -309,19 +308,6 @@ def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkey
     outcome = gang.outcome()
     assert ("failed", 4) == (outcome.state, outcome.exit_code)
     assert "" == gang.run.log("chief").read_text()
-
-
-def test_status_shows_who_is_alive_and_how_who_ended(start_scripts, tmp_path):
-    gang = start_scripts("if NAME == 'chief': until(lambda: (RUN / 'enough').exists())", workers=1)
-    wait_for(lambda: [gang.beat(t).state for t in ("chief", "worker-0")] == ["training", "done"], "the worker's end")
-    assert watch.until_training(gang.run, lambda value: None)
-    head, names, chief, worker = status_table(read_status(gang.run))
-    assert f"run  training  {tmp_path / 'theirs' / 'script.py'}" == head
-    assert ["TASK", "STATE", "EXIT", "CODE", "RESTARTS", "AGE"] == names.split()
-    assert ["chief", "training", "-", "0"] == chief.split()[:4]
-    assert ["worker-0", "done", "0", "0"] == worker.split()[:4]
-    (gang.run.path / "enough").touch()
-    assert "succeeded" == gang.summary()["state"]
 
 
 # Temporary files

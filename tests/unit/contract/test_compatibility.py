@@ -30,19 +30,6 @@ def test_the_offered_global_batches_divide(global_batch, divisor):
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "message"),
-    [
-        (100, "global_batch=100 is not divisible by 3 replicas; use 99 or 102: -- --global-batch 102"),
-        (2, "global_batch=2 is not divisible by 3 replicas; use 3: -- --global-batch 3"),
-    ],
-)
-def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_batch, message):
-    with pytest.raises(UsageError) as refused:
-        compatibility.check_global_batch(global_batch, 3)
-    assert message == str(refused.value)
-
-
-@pytest.mark.parametrize(
     ("topology", "expected"),
     [
         ({"workers": 1, "ps": 1}, "--bitwise-elastic 6: ParameterServerStrategy is asynchronous; use another strategy"),

@@ -38,8 +38,6 @@ from cluster.host.runtime.local.runtime import processes_of
 from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import write_json
 
-MakeRun = Callable[..., RunFolder]
-
 NASTY = [
     "; rm -rf ~ #", "$(id)", "`id`", "${HOME}", "$HOME", "$$", "$", "a b", "' \" \\", "'; id; '", "*", "", " ", "%n",
     "x\nsecond line", "\r", "\x1b]0;title\x07", "\x1b[2J", "\u202eback", "\u2028", "\n- privileged: true", "~", "!!int",

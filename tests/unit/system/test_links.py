@@ -22,7 +22,6 @@ from cluster.host.view.logs import print_logs
 from cluster.system import files, journal, json_files
 from tests.support.launching import Commands
 
-MakeRun = Callable[..., RunFolder]
 SECRET = '{"state": "done", "task": "chief", "updated_at": 0, "step": 0, "secret": 1}\n'
 
 

@@ -14,8 +14,6 @@ from cluster.system.json_files import write_json
 from train.loops import outer
 from train.loops.steps import LoopResult, Signals
 
-MakeRun = Callable[..., RunFolder]
-
 
 def own(last_step: int, saved: int = -1) -> Attempt:
     return Attempt(PROGRAM_FAILURE, last_step, saved)

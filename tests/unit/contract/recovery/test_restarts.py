@@ -1,7 +1,6 @@
 """What a restart cost, and what share of the time went into steps that count, from what the tasks recorded."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from cluster.contract.spec import Role
 from cluster.system.journal import append_json
 from cluster.system.json_files import read_json, write_json
 from tests.support.ending import end
-
-MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture

@@ -5,16 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cluster.contract.recovery import step_record
 from cluster.contract.recovery.step_record import Progress, StepRecord
-from cluster.contract.run.folder import RunFolder
-
-MakeRun = Callable[..., RunFolder]
 
 
 def open_files(path: Path) -> list[Path]:

@@ -1,14 +1,11 @@
 """The card in a run's folder: written at the run's end, gone while it goes on, and only text whatever a task wrote."""
 
-from collections.abc import Callable
-
 import pytest
 
 from cluster.contract.results import card, summary
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
 
-MakeRun = Callable[..., RunFolder]
 EVIL = "x`\n# <script>alert(1)</script> | y\x1b[2J"
 
 

@@ -95,12 +95,6 @@ def test_a_run_of_which_the_chief_recorded_nothing_has_no_split():
     assert goodput.split(0.0, 10.0, [], {1: 3.0}) is None
 
 
-def test_the_line_begins_with_the_largest_and_leaves_out_what_is_next_to_nothing():
-    parts = dict.fromkeys(goodput.PARTS, 0.0) | {"start": 9.0, "input": 2.0, "compute": 79.0, "save": 0.4, "other": 9.6}
-    assert "train 81 % (2 % input), other 10 %, start 9 %" == goodput.line(parts)
-    assert "train 100 %" == goodput.line(dict.fromkeys(goodput.PARTS, 0.0) | {"compute": 5.0})
-
-
 def test_the_interval_between_checkpoints_is_that_of_the_newest_ledger_with_a_save():
     ledgers = [
         ledger(3, 5.0, 6.0, 20.0),  # from before it was recorded

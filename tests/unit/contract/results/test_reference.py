@@ -172,11 +172,6 @@ def test_a_script_s_weights_are_not_known_and_not_compared(ended):
 # What is reported
 
 
-def test_a_run_without_faults_says_nothing_of_them(ended):
-    ended("calm")
-    assert [] == reference.fault_lines(ended("another", restarts=1))
-
-
 @pytest.mark.parametrize(("weights", "verdict"), [("abc", "the same bits as"), ("def", "NOT those of")])
 def test_a_run_with_faults_reports_their_cost_and_whether_its_bits_are_the_same(ended, weights, verdict):
     ended("calm")
@@ -187,10 +182,3 @@ def test_a_run_with_faults_reports_their_cost_and_whether_its_bits_are_the_same(
         "faults       5 injected; next new step after 3.50 s (median), 5.00 s (most)",
         f"weights      {verdict} the undisturbed run calm",
     ] == reference.fault_lines(run)
-
-
-def test_faults_after_which_nothing_resumed_are_only_counted(ended):
-    run = ended("stormy", state="failed")
-    write_json(run.summary, {"state": "failed", "weights_sha256": None, "restarts": [{"resumed_s": None}]})
-    run.event("chief", "fault", kind="kill")
-    assert ["faults       1 injected"] == reference.fault_lines(run)

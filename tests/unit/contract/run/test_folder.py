@@ -5,7 +5,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from cluster.system.errors import PrerequisiteError
 from cluster.system.json_files import RESERVE, read_json, write_json
 from tests.support.together import together
 from tests.support.waiting import wait_for
-
-MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture

@@ -26,8 +26,6 @@ from cluster.system.errors import EXIT_USAGE, ClusterError, PrerequisiteError, U
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
-MakeRun = Callable[..., RunFolder]
-
 RECORDS = ("config.json", "cluster.json", "compose.json", "control/started.json", "manifest.json")
 
 

@@ -14,7 +14,6 @@ from cluster.system.errors import UsageError
 from cluster.system.journal import append_json
 from cluster.system.json_files import read_json, write_json
 
-MakeRun = Callable[..., RunFolder]
 LOSSES = {1: 2.3, 2: 2.2, 3: 2.0}
 
 

@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,6 @@ HANG = "import subprocess, sys, time; subprocess.Popen(['sleep', '1000'], start_
 NO_TPU = "--strategy tpu: this machine has no TPU; run this on a TPU VM"
 ONE, MIRRORED, PS, TPU = CASES[0], CASES[2], CASES[8], CASES[10]
 LOSSES = {step: 2.32 - 0.01 * step for step in range(1, 21)}
-
-Train = Callable[..., Ended]
 
 
 def reported(

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,9 +20,6 @@ from cluster.system.paths import ROOT
 from tests.support.beats import beat
 from tests.support.waiting import wait_for
 from tests.unit.host.control.faulty import STEPS_ON, WORKS_ON, begin, recorded, slowing
-
-MakeRun = Callable[..., RunFolder]
-
 
 # What never comes
 
@@ -80,24 +76,6 @@ def test_what_still_lasts_is_undone_when_nothing_recovers(start_gang, monkeypatc
 )
 def test_a_fault_must_end_the_run_only_where_it_should(kind, ended, as_it_should):
     assert as_it_should == Result(kind, "chief", 5, 1.0, 2.0, 0, ended).as_it_should
-
-
-@pytest.mark.parametrize(
-    ("result", "line"),
-    [
-        (
-            Result("kill", "chief", 5, 0.0512, 2.345, 3, None),
-            "noticed after 0.05 s, next new step after 2.35 s, 3 steps done again",
-        ),
-        (
-            Result("slow", "chief", 5, None, 10.04, 0, None),
-            "nothing had to be started again; a new step 10.04 s later",
-        ),
-        (Result("stop", "chief", 5, None, 1.26, 0, "stopped"), "the run stopped 1.3 s later"),
-    ],
-)
-def test_a_result_is_reported_in_one_line(result, line):
-    assert line == result.description
 
 
 @pytest.fixture

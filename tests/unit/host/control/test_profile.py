@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from cluster.host.runtime import tensorboard
 from cluster.system.errors import RunFailed, TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.waiting import wait_for
-
-MakeRun = Callable[..., RunFolder]
 
 
 def beats(run: RunFolder, state: str = "training", **others: str) -> RunFolder:

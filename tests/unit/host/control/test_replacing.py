@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -13,8 +12,6 @@ from cluster.host.runtime.compose.runtime import Compose
 from cluster.host.runtime.registry import LOCAL
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.json_files import write_json
-
-MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture

@@ -25,8 +25,6 @@ from cluster.system.json_files import read_json, write_json
 from tests.support.beats import beat
 from tests.support.launching import no_shell
 
-MakeRun = Callable[..., RunFolder]
-
 pytestmark = pytest.mark.usefixtures("recorded_configuration")
 
 

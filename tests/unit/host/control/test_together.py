@@ -22,8 +22,6 @@ from cluster.system.paths import ROOT
 from tests.support.launching import Commands
 from tests.support.waiting import wait_for
 
-MakeRun = Callable[..., RunFolder]
-
 Up = Callable[..., "subprocess.Popen[str]"]
 
 SCRIPT = """

@@ -29,7 +29,6 @@ from tests.support.ending import end
 from tests.support.launching import Commands
 from tests.support.waiting import wait_for
 
-MakeRun = Callable[..., RunFolder]
 Docker = Callable[[str], Path]
 
 IMAGE = '{"Id": "sha256:1", "Config": {"Labels": {}}, "RootFS": {"Layers": ["sha256:0"]}}'

@@ -1,6 +1,5 @@
 """The output of `nvidia-smi`: which GPUs there are, and how they are connected."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ from cluster.system.errors import EXIT_FAILED, EXIT_PREREQUISITE, ClusterError, 
 
 RECORDED = Path(__file__).parents[2] / "nvidia"
 HOSTS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
-
-NvidiaSmi = Callable[[str], None]
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -1,7 +1,6 @@
 """Which task gets which GPUs: equally many, none twice; and which requests are refused."""
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +11,6 @@ from cluster.host.gpu import devices, placement
 from cluster.host.gpu.devices import Gpu, Machine
 from cluster.host.gpu.placement import GpuRequest, Placement
 from cluster.system.errors import EXIT_USAGE, UsageError
-
-NvidiaSmi = Callable[[str], None]
 
 MIG = "MIG-a8948c89-3b61-8676-26bb-7dbd2d1c9af0"
 OTHER_MIG = "MIG-d4c28c2e-7c26-847f-0316-909e3bbbe9ea"

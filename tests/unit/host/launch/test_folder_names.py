@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.launching import WORKING_ENGINE
 
-ROOT = Path(__file__).resolve().parents[4]
 NAMES = ["a;touch PWNED; R&D", "tf-cluster (1) $(touch PWNED) `touch PWNED`", '-x \\ bob\'s "tf" a$b ü']
 PYTHON = """#!/bin/sh
 echo "$*" >>"$CALLS"

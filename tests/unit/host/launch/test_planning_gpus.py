@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ from invoke import MockContext
 
 import tasks
 from cluster.contract.run import provenance
-from cluster.contract.run.folder import RunFolder
 from cluster.host.control import scaling
 from cluster.host.gpu import devices, placement
 from cluster.host.image import build, images
@@ -26,9 +24,6 @@ from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
-
-NvidiaSmi = Callable[[str], None]
-MakeRun = Callable[..., RunFolder]
 
 
 def show_plan(**options: Any) -> None:

@@ -1,7 +1,6 @@
 """A run that is there already: it is left alone, gone on with, or deleted where that was asked for."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +14,6 @@ from cluster.system.errors import EXIT_USAGE
 from cluster.system.json_files import write_json
 from tests.support.beats import beat
 from tests.support.launching import Commands, refusal
-
-MakeRun = Callable[..., RunFolder]
-
-
-def test_a_run_that_exists_is_not_overwritten_by_chance(resolved, make_run):
-    make_run("taken")
-    error = refusal(Request(name="taken"))
-    message = "run 'taken' exists; go on with --resume taken, or start it again with --name taken --fresh"
-    assert (EXIT_USAGE, message) == (error.exit_code, str(error))
 
 
 def test_an_unknown_run_is_refused_with_the_nearest(resolved, make_run):

@@ -16,8 +16,6 @@ from cluster.system.journal import append_json
 from cluster.system.json_files import read_json, write_json
 from train.config import TrainConfig
 
-MakeRun = Callable[..., RunFolder]
-
 
 @pytest.fixture
 def trained(make_run) -> Callable[..., RunFolder]:

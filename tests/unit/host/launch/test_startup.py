@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -17,8 +16,6 @@ from cluster.host.runtime.local import supervisor
 from cluster.system.errors import ClusterError
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import CONFIG, WORKING_ENGINE, Commands
-
-MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture

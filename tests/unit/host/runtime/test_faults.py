@@ -6,7 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,6 @@ from cluster.system.errors import ClusterError, UsageError
 from cluster.system.json_files import write_json
 from cluster.system.processes import identity
 from tests.support.waiting import wait_for
-
-MakeRun = Callable[..., RunFolder]
 
 
 @pytest.fixture

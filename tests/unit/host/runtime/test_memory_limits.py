@@ -10,7 +10,6 @@ from cluster.agent import standby
 from cluster.agent.agent import Agent
 from cluster.agent.gang.board import Board
 from cluster.contract.recovery import attempts
-from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
@@ -22,7 +21,6 @@ from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
 from tests.support.launching import WORKING_ENGINE, refusal
 
-MakeRun = Callable[..., RunFolder]
 GIB = 2**30
 
 # What is asked for

@@ -1,6 +1,5 @@
 """How a run ended, and what its exit code is."""
 
-import re
 import time
 
 import pytest
@@ -29,19 +28,6 @@ def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(run, mon
     ] == rest
 
 
-@pytest.mark.parametrize(("restarts", "expected"), [(0, ""), (1, ", 1 restart"), (2, ", 2 restarts")])
-def test_restarts_are_counted(run, restarts, expected):
-    end(run, "succeeded")
-    value = read_json(run.summary) | {"restarts": [{}] * restarts, "steps": 1, "wall_s": 1.0}
-    write_json(run.summary, value)
-    assert f"succeeded: 1 step in 1.0 s{expected}" == ended_lines(run, "runs/demo")[0]
-
-
-def test_a_stop_reports_how_to_go_on(run):
-    end(run, "stopped")
-    assert "next         invoke up --resume demo" == ended_lines(run, "runs/demo")[-1]
-
-
 def test_a_failure_reports_the_root_cause_last(run):
     beat(run, "chief", "stopped", step=5, exit_code=137)
     beat(run, "worker-0", "failed", step=7, exit_code=1)
@@ -60,18 +46,6 @@ def test_a_failure_reports_the_root_cause_last(run):
     assert {"-"} == set(rule) == set(rule_too)
     assert ("run folder   runs/demo", "next         fix the cause, then:") == (folder, further)
     assert "invoke up --resume demo" == command.strip()
-
-
-def test_an_exit_code_that_the_error_begins_with_is_shown_once(run):
-    end(run, "failed", task="chief", exit_code=1, error="exit code 1, last line: nan")
-    (expected,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
-    assert re.fullmatch(r"root cause: chief at \d\d:\d\d:\d\d: exit code 1, last line: nan", expected)
-
-
-def test_a_failure_that_is_no_task_s_is_reported_too(run):
-    end(run, "failed", error="no task writes heartbeats")
-    (expected,) = [line for line in ended_lines(run, "runs/demo") if line.startswith("root cause: ")]
-    assert re.fullmatch(r"root cause: the run at \d\d:\d\d:\d\d: no task writes heartbeats", expected)
 
 
 @pytest.mark.parametrize(

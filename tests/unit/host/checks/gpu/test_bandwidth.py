@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from invoke import Exit, MockContext
@@ -19,9 +17,6 @@ from cluster.host.launch import planning
 from cluster.host.runtime import toolkit
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from train.bandwidth import bus_bandwidth
-
-Docker = Callable[[str], Path]
-Host = Callable[[str], None]
 
 PAIR = Machine((), links={("0", "1"): "NV18", ("1", "0"): "NV18"})
 

@@ -18,7 +18,6 @@ from cluster.system.ports import free_ports
 from tests.conftest import NVIDIA
 
 Docker = Callable[[str], Path]
-Host = Callable[[str], None]
 
 INFO = '{"Runtimes": {"runc": {}, "nvidia": {}}, "CDISpecDirs": []}'
 SEEN = {"devices": [f"/dev/nvidia{i}" for i in range(8)], "missing": [], "shared_bytes": 2**30}
