@@ -41,7 +41,7 @@ def measure(bench: Bench) -> list[Figure]:
 
 def _wait_share(bench: Bench, name: str, source: str) -> float:
     """Return the largest share of its steps, in percent, that a task of a training waits for its batches."""
-    run = bench.up(name, "--workers=1", steps=bench.steps(STEPS), overrides=[f"--source={source}"], WARM_SPARE="0")
+    run = bench.up(name, "--workers=1", steps=bench.steps(STEPS), overrides=[f"--source={source}"], STANDBY="0")
     return 100 * float(max(pace["input_share"] for pace in read_json(run.summary)["pace"]["tasks"].values()))
 
 

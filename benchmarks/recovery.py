@@ -45,7 +45,7 @@ def _recoveries(bench: Bench, number: int, how: str, victims: tuple[str, ...], r
     """Return the seconds of a recovery from the death of each victim, one after the other in one run."""
     name, standby = f"recovery-{runtime}-{STANDBY[how]}-{number}", STANDBY[how]
     words = ("--workers=2", f"--checkpoint-every={CALM_STEPS // 2}", "--detach")
-    run = bench.up(name, *words, steps=ENDLESS, runtime=runtime, WARM_SPARE=standby)
+    run = bench.up(name, *words, steps=ENDLESS, runtime=runtime, STANDBY=standby)
     found = []
     for victim in victims:
         bench.await_step(run, run.newest_step + CALM_STEPS)

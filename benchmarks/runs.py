@@ -94,7 +94,7 @@ class Bench:
 
     def train(self, name: str, *words: str, steps: int, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Train alone on the machine for so many steps, and end the run at once; return the chief's rows."""
-        run = self.up(name, *words, "--detach", steps=ENDLESS, overrides=overrides, WARM_SPARE="0")
+        run = self.up(name, *words, "--detach", steps=ENDLESS, overrides=overrides, STANDBY="0")
         rows = self.await_step(run, steps)
         supervisor.kill(run)
         return rows

@@ -112,7 +112,7 @@ def start_pinned(bench: Bench, request: Request, own: Sequence[int], program: st
         task: how
         | {
             "command": ["taskset", "--cpu-list", str(core), *how["command"], *words],
-            "environment": how["environment"] | {"WARM_SPARE": "0"},
+            "environment": how["environment"] | {"STANDBY": "0"},
         }
         for core, (task, how) in zip(own, planned.compose["tasks"].items(), strict=False)
     }

@@ -49,7 +49,7 @@ def measure(bench: Bench) -> list[Figure]:
 def until_first_step(bench: Bench, name: str, workers: int, runtime: str = "local") -> float:
     """Bring a cluster up and down again; return the seconds from the command to its first finished step."""
     began = time.time()
-    run = bench.up(name, f"--workers={workers}", "--detach", steps=100_000, runtime=runtime, WARM_SPARE="0")
+    run = bench.up(name, f"--workers={workers}", "--detach", steps=100_000, runtime=runtime, STANDBY="0")
     seconds = _first_step(run) - began
     teardown.kill(run, lambda command: bench.call(["bash", "-c", command]))
     if runtime == "docker":

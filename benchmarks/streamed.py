@@ -123,7 +123,7 @@ def train(name: str, topology: str, kill_at: int = 0) -> dict[str, Any]:
 
 
 def _invoke(*words: str) -> None:
-    environment = os.environ | {"WARM_SPARE": os.environ.get("WARM_SPARE", "0")}
+    environment = os.environ | {"STANDBY": os.environ.get("STANDBY", "0")}
     subprocess.run([sys.executable, "-m", "invoke", *words], check=True, env=environment, stdout=sys.stderr)
 
 

@@ -73,7 +73,7 @@ def isolation(tmp_path, monkeypatch):
     """Runs and data in the test's own folder, and none of the variables that tasks are started with."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setenv("WARM_SPARE", "0")  # programs would start that no test waits for
+    monkeypatch.setenv("STANDBY", "0")  # programs would start that no test waits for
     monkeypatch.setenv("RESTART_PAUSE_S", "0.01")
     for name in (
         "RUN_DIR",

@@ -89,7 +89,7 @@ def train(run: RunFolder) -> int:
     if standby_cluster.VARIABLE in os.environ:
         prepared = _stand_by(run)
     else:
-        if "STANDBY" in os.environ:
+        if "STANDBY_PROCESS" in os.environ:
             program.rehearse(run)
         wait_at_gate()
     faulthandler.enable()  # a crash in native code shows the stack that led to it

@@ -20,7 +20,7 @@ from cluster.system import memory
 
 STAGGER_S = 2.0
 """Tasks start their standby processes one after the other, the first once its program has trained for
-`WARM_SPARE_DELAY_S`, so that they do not slow down the start of the run."""
+`STANDBY_DELAY_S`, so that they do not slow down the start of the run."""
 STOPPED_S = 8.0
 """A standby process that a signal has kept stopped for longer is replaced."""
 AGAIN_S = 15.0
@@ -49,9 +49,9 @@ class Standby:
             num_tasks: how many tasks may start a standby process on this machine.
         """
         self._start = start
-        delay_s = settings.seconds("WARM_SPARE_DELAY_S")
-        self._delay_s = delay_s if settings.is_set("WARM_SPARE_DELAY_S") else delay_s + STAGGER_S * index
-        self._enabled = settings.is_on("WARM_SPARE")
+        delay_s = settings.seconds("STANDBY_DELAY_S")
+        self._delay_s = delay_s if settings.is_set("STANDBY_DELAY_S") else delay_s + STAGGER_S * index
+        self._enabled = settings.is_on("STANDBY")
         self._num_tasks = num_tasks
         self._program: Program | None = None
         self.cluster: int | None = None
@@ -102,7 +102,7 @@ class Standby:
             return
         self.cluster = None if variables is None else int(variables[standby_cluster.NUMBER])
         self._started_at, self._kills_before = now, memory.kills()
-        self._program = self._start(dict(os.environ) | {"STANDBY": "1"} | (variables or {}))
+        self._program = self._start(dict(os.environ) | {"STANDBY_PROCESS": "1"} | (variables or {}))
         self._set_kill_score(FIRST_TO_KILL)
 
     def remove(self) -> None:

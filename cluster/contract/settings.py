@@ -31,11 +31,11 @@ SECONDS = {
     "BARRIER_TIMEOUT_S": Seconds(60.0, 0.1, 86_400, tasks=True),
     "SCRIPT_GRACE_S": Seconds(10.0, 0, 3_600, tasks=True),
     "RESTART_PAUSE_S": Seconds(1.0, 0, 30, tasks=True),
-    "WARM_SPARE_DELAY_S": Seconds(10.0, 0, 86_400, tasks=True),
+    "STANDBY_DELAY_S": Seconds(10.0, 0, 86_400, tasks=True),
     "PRESET_TIMEOUT_S": Seconds(120.0, 0.1, 86_400),
     "DATA_TIMEOUT_S": Seconds(3_600.0, 0.1, 10_000_000),
 }
-SWITCHES = {"WARM_SPARE": True, "SHARED_IMPORT": True}
+SWITCHES = {"STANDBY": True, "SHARED_IMPORT": True}
 """The settings that are on unless they are 0, and whether tasks read them, too."""
 
 SECRET_FILES = "SECRET_FILES"  # noqa: S105  # the paths of the secrets

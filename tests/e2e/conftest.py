@@ -14,7 +14,7 @@ from cluster.host.runtime.local import supervisor
 from tests import fast
 from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
 
-AT_THEIR_DEFAULTS = ("WARM_SPARE", "WARM_SPARE_DELAY_S", "RESTART_PAUSE_S")
+AT_THEIR_DEFAULTS = ("STANDBY", "STANDBY_DELAY_S", "RESTART_PAUSE_S")
 """Variables that runs do not inherit: a test that needs another value passes it to its commands."""
 
 

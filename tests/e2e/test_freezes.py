@@ -83,7 +83,7 @@ def cases() -> list[Any]:
 @pytest.fixture(autouse=True)
 def early_standby_processes(clusters, monkeypatch):
     """Standby processes that start at once, so that each freeze waits less for them."""
-    monkeypatch.setitem(clusters.environment, "WARM_SPARE_DELAY_S", "0")
+    monkeypatch.setitem(clusters.environment, "STANDBY_DELAY_S", "0")
 
 
 @pytest.mark.alone

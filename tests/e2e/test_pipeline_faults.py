@@ -42,7 +42,7 @@ def standby_of(run: RunFolder, task: str) -> set[int]:
 
 
 def test_a_standby_process_must_take_the_place_of_a_killed_stage_while_an_evaluator_runs(clusters):
-    warm = Clusters(clusters.runs_dir, {"WARM_SPARE_DELAY_S": "0"})  # so that the test does not wait for them
+    warm = Clusters(clusters.runs_dir, {"STANDBY_DELAY_S": "0"})  # so that the test does not wait for them
     warm.invoke(*up("warm", "--runtime=local", *PIPELINE, "--evaluator", "--detach"))
     run = clusters.run("warm")
 

@@ -68,7 +68,7 @@ def check_stopped(clusters: Clusters, run: RunFolder, *words: str) -> None:
 def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(clusters):
     words = ("--workers=2", "--checkpoint-every=20")
     with pytest.MonkeyPatch.context() as patch:  # so that the test does not wait for them
-        patch.setitem(clusters.environment, "WARM_SPARE_DELAY_S", "0")
+        patch.setitem(clusters.environment, "STANDBY_DELAY_S", "0")
         run = start(clusters, "formed", *words)
     for generation, victim in enumerate(("worker-0", "chief")):
         wait_for(

@@ -35,7 +35,7 @@ CHECKPOINT = 2
 if standby_cluster.VARIABLE in os.environ:
     _generation, _number = int(os.environ["GENERATION"]), int(os.environ[standby_cluster.NUMBER])
     standby_cluster.report(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"], _generation, _number)
-if "STANDBY" in os.environ:  # the attempt is known only once it begins
+if "STANDBY_PROCESS" in os.environ:  # the attempt is known only once it begins
     os.environ |= json.loads(os.fdopen(int(os.environ["GATE_FD"]), "rb").readline() or sys.exit(EXIT_PEER_LOST))
 run = RunFolder(Path(os.environ["RUN_DIR"]))
 NAME, GENERATION, RESTARTS = os.environ["TASK"], int(os.environ["GENERATION"]), int(os.environ["RESTARTS"])
@@ -125,7 +125,7 @@ signal.signal(signal.SIGTERM, lambda *_: _stop.append(1))
 write_json(
     run.path / "pids" / f"{NAME}.json", {"program": os.getpid(), "agent": os.getppid(), "generation": GENERATION}
 )
-if "STANDBY" not in os.environ and not os.fdopen(int(os.environ["GATE_FD"]), "rb").readline():
+if "STANDBY_PROCESS" not in os.environ and not os.fdopen(int(os.environ["GATE_FD"]), "rb").readline():
     sys.exit(EXIT_PEER_LOST)
 threading.Thread(target=_listen, daemon=True).start()
 _heartbeat.start()

@@ -15,7 +15,7 @@ def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters):
     words, length = ("--workers=1", "--checkpoint-every=10"), ("--max-steps=100",)
     undisturbed = calm(clusters, *words, length=length)
     with pytest.MonkeyPatch.context() as patch:  # the first kill comes before the usual ten seconds of training
-        patch.setitem(clusters.environment, "WARM_SPARE_DELAY_S", "1")
+        patch.setitem(clusters.environment, "STANDBY_DELAY_S", "1")
         run = start(clusters, "stormy", *words, length=length)
     # From this process, as the run would do many steps while a command starts.
     killed = chaos.inflict(run, Fault("kill", "worker-0", at_step=20))

@@ -41,7 +41,7 @@ class SimProgram:
         world.pids.append(self)
         self._stop_requested = False
         self.can_wait = not self.training.scripted
-        self.standby = "STANDBY" in environment
+        self.standby = "STANDBY_PROCESS" in environment
         """Whether it waits to be used."""
         self.port = standby.port(environment, world.spec, owner.task)
         self.cluster: StandbyCluster | None = None

@@ -179,7 +179,7 @@ class _Campaign:
             self._up = subprocess.Popen(
                 [sys.executable, "-m", "invoke", *words],
                 cwd=ROOT,
-                env=os.environ | settings | {"WARM_SPARE_DELAY_S": standby_delay_s},
+                env=os.environ | settings | {"STANDBY_DELAY_S": standby_delay_s},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -19,14 +19,14 @@ from tests.support.waiting import wait_for
 
 DIES_AS_STANDBY = """
 import os, sys
-if 'STANDBY' in os.environ:
+if 'STANDBY_PROCESS' in os.environ:
     open(os.environ['RUN_DIR'] + '/standby', 'w').write(str(os.getpid()))
     sys.exit(3)
 """
 DIES_IN_CLUSTER = " open(os.environ['RUN_DIR'] + '/standby', 'w').close(), os._exit(3)"
 """Of a task whose standby process does not come to live with the others."""
 LINES = """
-(run.path / f'{NAME}.{os.getpid()}.{GENERATION}.{RESTARTS}.standby={"STANDBY" in os.environ}').touch()
+(run.path / f'{NAME}.{os.getpid()}.{GENERATION}.{RESTARTS}.standby={"STANDBY_PROCESS" in os.environ}').touch()
 train(5)
 if not GENERATION: work()
 train(6), meet(), finish()
@@ -65,8 +65,8 @@ def read_text(path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def enabled(monkeypatch):
-    monkeypatch.setenv("WARM_SPARE", "1")
-    monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
+    monkeypatch.setenv("STANDBY", "1")
+    monkeypatch.setenv("STANDBY_DELAY_S", "0")
 
 
 def test_after_a_death_the_standby_processes_become_the_next_generation(start_gang):
@@ -120,7 +120,7 @@ def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang):
 
 
 def test_a_run_goes_on_where_one_of_these_died_at_the_last_moment(start_gang):
-    dies = f"import os\nif os.environ['TASK'] == 'worker-0' and 'STANDBY' in os.environ:{DIES_IN_CLUSTER}"
+    dies = f"import os\nif os.environ['TASK'] == 'worker-0' and 'STANDBY_PROCESS' in os.environ:{DIES_IN_CLUSTER}"
     imports = f"{dies}\nfrom tests.programs.trainer import *"
     gang = start_gang(DEAD_AT_THE_LAST_MOMENT, imports=imports, workers=1, config=IN_CLUSTER)
     assert "succeeded" == gang.summary()["state"]

@@ -21,7 +21,7 @@ def printed(monkeypatch, capsys) -> str:
     monkeypatch.setenv("HTTPS_PROXY", "https://mallory:swordfish@proxy:3128")
     monkeypatch.setenv("TF_SOMETHING_TOKEN", "t0ken")
     monkeypatch.setenv("MY_OWN_SECRET", "s3cret")
-    monkeypatch.setenv("WARM_SPARE", "0")
+    monkeypatch.setenv("STANDBY", "0")
     complaint = f"no Docker Engine answers (cannot connect to {os.environ['DOCKER_HOST']})"
     monkeypatch.setattr(environment.engine, "probe", lambda: Answer(False, complaint))
     tasks.ns["env"](MockContext())
@@ -38,7 +38,7 @@ def test_the_block_says_what_runs_here(printed):
     for name in ("tf-cluster", "python", "packages", "engine", "gpus", "limits", "disk", "variables"):
         assert name in names
     assert "~/thesis/runs" in printed
-    assert "WARM_SPARE=0" in printed
+    assert "STANDBY=0" in printed
     assert "TF_SOMETHING_TOKEN" in printed
     assert ("```text", "```") == (printed.splitlines()[0], printed.splitlines()[-1])
 

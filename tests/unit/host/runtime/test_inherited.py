@@ -88,7 +88,7 @@ def test_a_task_sees_what_is_listed_and_nothing_else(run_script):
         if name not in inherited.PROCESS | inherited.OWN | set(inherited.PROXIES)
         and not name.startswith((*inherited.PREFIXES, *inherited.DEVICE_PREFIXES, "LC_"))
     }
-    assert {"RESTART_PAUSE_S", "WARM_SPARE", "PYTHONUNBUFFERED"} == unlisted  # the first two are ours
+    assert {"RESTART_PAUSE_S", "STANDBY", "PYTHONUNBUFFERED"} == unlisted  # the first two are ours
 
 
 @pytest.mark.usefixtures("stale")

@@ -152,8 +152,8 @@ def test_without_a_limit_there_is_room(kernel, files):
 
 
 def test_a_standby_process_leaves_room_for_its_own_task(kernel, monkeypatch):
-    monkeypatch.setenv("WARM_SPARE", "1")
-    monkeypatch.setenv("WARM_SPARE_DELAY_S", "0")
+    monkeypatch.setenv("STANDBY", "1")
+    monkeypatch.setenv("STANDBY_DELAY_S", "0")
     monkeypatch.setattr(standby.memory, "available_bytes", lambda: 100 * GIB)
     kernel(V2 | {"memory.current": str(4 * GIB)})  # 1 GiB of it files
     kept = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1)
