@@ -82,7 +82,7 @@ def isolation(tmp_path, monkeypatch):
         "GENERATION",
         "RESTARTS",
         "GATE_FD",
-        "BARRIER_TIMEOUT_S",
+        "RENDEZVOUS_TIMEOUT_S",
         "GPUS_GIVEN",
     ):
         monkeypatch.delenv(name, raising=False)

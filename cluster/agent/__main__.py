@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
         os.environ |= secret_variables()
         if text := os.environ.get("TF_CONFIG"):
             tf_config.parse(text)
-        timeout_s = settings.seconds("BARRIER_TIMEOUT_S")
+        timeout_s = settings.seconds("RENDEZVOUS_TIMEOUT_S")
         run = Board(Path(run_dir), Copy.given(RunFolder(Path(run_dir)), task))
         if arguments[:1] == ["--script"]:
             return ScriptAgent(run, task, [sys.executable, *arguments[1:]], timeout_s).main()

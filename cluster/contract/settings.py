@@ -28,7 +28,7 @@ class Seconds:
 
 
 SECONDS = {
-    "BARRIER_TIMEOUT_S": Seconds(60.0, 0.1, 86_400, tasks=True),
+    "RENDEZVOUS_TIMEOUT_S": Seconds(60.0, 0.1, 86_400, tasks=True),
     "SCRIPT_GRACE_S": Seconds(10.0, 0, 3_600, tasks=True),
     "RESTART_PAUSE_S": Seconds(1.0, 0, 30, tasks=True),
     "STANDBY_DELAY_S": Seconds(10.0, 0, 86_400, tasks=True),

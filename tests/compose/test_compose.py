@@ -124,7 +124,7 @@ def test_every_task_can_be_watched_stopped_and_brought_back(config):
         assert seconds(task["stop_grace_period"]) >= agent.GRACE_S + 10, name
         assert ["CMD", "python", "-m", "cluster.agent.health"] == task["healthcheck"]["test"], name
         assert 10 <= seconds(task["healthcheck"]["interval"]) <= 15, name  # tasks start in less
-        assert seconds(task["healthcheck"]["start_period"]) >= settings.SECONDS["BARRIER_TIMEOUT_S"].default, name
+        assert seconds(task["healthcheck"]["start_period"]) >= settings.SECONDS["RENDEZVOUS_TIMEOUT_S"].default, name
         assert {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}} == task["logging"], name
 
 

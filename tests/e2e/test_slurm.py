@@ -197,7 +197,7 @@ def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(event, job, clus
 
 def test_a_job_whose_node_restarts_before_slurm_misses_it_must_go_on(clusters, local_hash, monkeypatch):
     """The daemon is back, its task is not, and Slurm waits: the other tasks queue the job again."""
-    monkeypatch.setitem(clusters.environment, "BARRIER_TIMEOUT_S", "8")
+    monkeypatch.setitem(clusters.environment, "RENDEZVOUS_TIMEOUT_S", "8")
     for run in queued(clusters, "restarts", STEPS, nodes=3):
         end_node(run)
         revive_nodes()
@@ -209,7 +209,7 @@ def test_a_job_whose_node_restarts_before_slurm_misses_it_must_go_on(clusters, l
 @pytest.fixture
 def elastic_job(clusters, monkeypatch) -> Iterator[Callable[..., RunFolder]]:
     """Starts an elastic run that trains on three nodes until it is stopped."""
-    monkeypatch.setitem(clusters.environment, "BARRIER_TIMEOUT_S", "20")
+    monkeypatch.setitem(clusters.environment, "RENDEZVOUS_TIMEOUT_S", "20")
     begun: list[RunFolder] = []
 
     def begin(name: str, *words: str) -> RunFolder:

@@ -134,7 +134,7 @@ def test_a_run_that_loses_a_host_must_go_on_to_the_same_weights(event, run, swar
 
 @pytest.mark.usefixtures("both_hosts")
 def test_an_elastic_run_must_go_on_without_a_host_and_grow_again(swarm, monkeypatch):
-    monkeypatch.setitem(swarm.environment, "BARRIER_TIMEOUT_S", "25")
+    monkeypatch.setitem(swarm.environment, "RENDEZVOUS_TIMEOUT_S", "25")
     memory = int(at("h1", "info", "--format={{.MemTotal}}")) * 6 // 10 // 2**20  # so that no host has room for two
     training = (*TRAINING[1:], "--global-batch=48", "--steps-per-loop=5")
     elastic = (f"--memory={memory}MiB", "--min-workers=0", "--grow", "--bitwise-elastic=4")

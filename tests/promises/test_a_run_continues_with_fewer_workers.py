@@ -24,8 +24,8 @@ ELASTIC = ("--workers=2", "--min-workers=1", "--bitwise-elastic=4")
 
 @pytest.fixture(autouse=True)
 def patience(clusters, monkeypatch):
-    monkeypatch.setitem(clusters.environment, "BARRIER_TIMEOUT_S", AWAY_S)
-    monkeypatch.setenv("BARRIER_TIMEOUT_S", AWAY_S)
+    monkeypatch.setitem(clusters.environment, "RENDEZVOUS_TIMEOUT_S", AWAY_S)
+    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", AWAY_S)
 
 
 def begin(clusters: Clusters, name: str, *words: str, runtime: str = "local") -> RunFolder:

@@ -44,7 +44,7 @@ def main() -> int:
         if task == Role.CHIEF:
             begin(run, Path(os.environ["RECORDS_DIR"]))
         else:
-            await_begin(run, settings.seconds("BARRIER_TIMEOUT_S"))
+            await_begin(run, settings.seconds("RENDEZVOUS_TIMEOUT_S"))
         if not given:
             _replace_tf_config(run, task)
         copy = Copy.begin(run, task)

@@ -58,7 +58,7 @@ def rejoin(run: RunFolder, task: str) -> None:
         summary.await_last_heartbeats(run, summary.SETTLE_S)
         lifecycle.go_on(run)
     else:
-        lifecycle.await_begin(run, settings.seconds("BARRIER_TIMEOUT_S"))
+        lifecycle.await_begin(run, settings.seconds("RENDEZVOUS_TIMEOUT_S"))
 
 
 def secret_variables(folder: Path) -> dict[str, str]:

@@ -236,7 +236,7 @@ def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
 
 
 def _deadline() -> float:
-    return time.monotonic() + settings.seconds("BARRIER_TIMEOUT_S")
+    return time.monotonic() + settings.seconds("RENDEZVOUS_TIMEOUT_S")
 
 
 def _await(find: Callable[[], T | None], deadline: float) -> T | None:

@@ -194,7 +194,7 @@ def test_a_ps_or_its_chief_that_dies_restarts_the_gang(start_gang, task):
 
 
 def test_a_gang_restart_waits_for_a_worker_that_once_restarted_alone(start_gang, monkeypatch):
-    monkeypatch.setenv("BARRIER_TIMEOUT_S", "5")
+    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "5")
     lines = """
 if NAME == 'worker-0' and not RESTARTS: train(3), die()
 if NAME == 'ps-0' and not GENERATION: until(lambda: run.heartbeats()['worker-0'].restarts), meet(), die()
@@ -292,7 +292,7 @@ def test_a_task_that_comes_after_the_end_does_not_hold_it_up(make_run, monkeypat
 
 
 def test_a_missing_task_is_named_and_the_start_ends_with_4(start_gang, monkeypatch):
-    monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
+    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "1")
     gang = start_gang(ALL_FINISH, absent=("worker-1",), workers=2)
     outcome = gang.outcome()
     assert ("failed", 4) == (outcome.state, outcome.exit_code)

@@ -303,7 +303,7 @@ def test_this_checkout_is_taken_off_a_script_s_path():
 
 
 def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkeypatch):
-    monkeypatch.setenv("BARRIER_TIMEOUT_S", "1")
+    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "1")
     gang = start_scripts("print('on')", absent=("worker-0",), workers=1)
     outcome = gang.outcome()
     assert ("failed", 4) == (outcome.state, outcome.exit_code)

@@ -138,7 +138,7 @@ def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
         "RUN_DIR": f"{SHARED}/runs/{manifest.name}",
         "DATA_DIR": f"{SHARED}/data",
         "RECORDS_DIR": RECORDS,
-        "BARRIER_TIMEOUT_S": str(WAIT_S),
+        "RENDEZVOUS_TIMEOUT_S": str(WAIT_S),
     }
     if gpus:
         values |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}

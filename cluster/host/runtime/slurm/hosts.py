@@ -52,7 +52,7 @@ def _step(run: RunFolder, data_dir: Path, count: int) -> tuple[list[dict[str, An
     """Return what the nodes say, and the last line of what Slurm says beside that."""
     command = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--immediate={START_S}"]
     command += ["--time=5", "--job-name=tf-cluster-check", f"--chdir={ROOT}"]
-    command += [f"--export=PATH,HOME,RUN_DIR={run.path},DATA_DIR={data_dir},BARRIER_TIMEOUT_S={JOIN_S:g}"]
+    command += [f"--export=PATH,HOME,RUN_DIR={run.path},DATA_DIR={data_dir},RENDEZVOUS_TIMEOUT_S={JOIN_S:g}"]
     _, printed, complained = processes.run(
         [*command, sys.executable, "-m", "cluster.agent.schedulers.slurm", "check"], STEP_S
     )

@@ -85,8 +85,8 @@ def _service(spec: ClusterSpec, task: Task, stack: Stack, command: list[str]) ->
     containers, job = stack.containers, stack.job
     gpus = int(job.gpus_per_task or 0) if task.role in (Role.CHIEF, Role.WORKER) else 0
     environment = overlay.environment(spec, task, containers)
-    if not settings.is_set("BARRIER_TIMEOUT_S"):
-        environment["BARRIER_TIMEOUT_S"] = WAIT_S
+    if not settings.is_set("RENDEZVOUS_TIMEOUT_S"):
+        environment["RENDEZVOUS_TIMEOUT_S"] = WAIT_S
     if gpus:
         environment |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
         environment |= {"NCCL_SOCKET_IFNAME": overlay.NETWORK_INTERFACE}

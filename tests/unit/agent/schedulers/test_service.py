@@ -60,7 +60,7 @@ def test_an_older_copy_of_a_task_ends_without_stopping_the_run(run, tmp_path, mo
 
 def test_the_chief_opens_a_run_that_stopped_for_a_host(run, monkeypatch):
     monkeypatch.setattr(service.summary, "SETTLE_S", 0.0)
-    monkeypatch.setenv("BARRIER_TIMEOUT_S", "0.1")
+    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "0.1")
     stopped(run, AfterStop.REQUEUE)
     with pytest.raises(TimedOut):
         service.rejoin(run, "worker-0")

@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch) -> RunFolder:
         "RUN_DIR": folder.path,
         "SLURM_JOB_ID": 7,
         "SLURMD_NODENAME": "n9",
-        "BARRIER_TIMEOUT_S": "0.1",
+        "RENDEZVOUS_TIMEOUT_S": "0.1",
     }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)

@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(
 
 
 def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch, capsys):
-    monkeypatch.setenv("BARRIER_TIMEOUT_S", "2")
+    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "2")
     lines = LASTING.replace("if not GENERATION", "if GENERATION < 2")
     gang = start_gang(lines, workers=2, elastic={"min_workers": 1, "grow": False}, away=("chief", "worker-0"))
     wait_for(lambda: gang.beat("worker-1").state == "waiting", "worker-1 at the rendezvous")
