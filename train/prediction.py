@@ -117,5 +117,6 @@ def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str,
         with Image.open(path) as image:
             resized = image.convert("L" if channels == 1 else "RGB").resize((width, height))
     except (OSError, UnidentifiedImageError) as error:
-        raise UsageError(f"--image {path}: {error}; expected a PNG or JPEG file") from None
+        why = error.strerror or "it is not an image"
+        raise UsageError(f"--image {path}: {why}; expected a PNG or JPEG file") from None
     return {name: tf.constant(np.asarray(resized, np.float32).reshape(1, height, width, channels))}

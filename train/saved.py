@@ -22,6 +22,7 @@ from cluster.system import quiet
 from cluster.system.errors import ClusterError, PrerequisiteError
 from cluster.system.json_files import read_json
 from cluster.system.messages import plain
+from cluster.system.terminal import print_lines
 from train import prediction
 from train.config import TrainConfig
 from train.model import variables
@@ -73,13 +74,16 @@ def main(arguments: list[str]) -> int:
                 results = evaluate(run, options.data_dir, best=options.best)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if name.startswith("eval_"))
             words = f"step {results['step']}: {shown} over {results['examples']} examples"
-            print(json.dumps(results, indent=2) if options.json else words)
+            if options.json:
+                print(json.dumps(results, indent=2))
+            else:
+                print_lines(words)
         else:
             with quiet.redirected(TO_STDERR):
                 step = export(run, options.data_dir, best=options.best)
             print(f"exported the model after step {step} to {run.export}")
     except ClusterError as error:
-        print(f"error: {plain(str(error))}", file=sys.stderr)
+        print_lines(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
 

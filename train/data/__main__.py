@@ -16,6 +16,7 @@ from cluster.contract import user_code
 from cluster.system import quiet
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
 from cluster.system.messages import plain
+from cluster.system.terminal import print_lines
 from train.data import arrays, shards
 from train.data.prepare.arrays import prepare, say
 from train.data.ready import in_words
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             return _prepare(arguments)
     except ClusterError as error:
-        print(f"error: {plain(str(error))}", file=sys.stderr)
+        print_lines(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("error: interrupted; nothing half prepared is left", file=sys.stderr)

@@ -21,7 +21,6 @@ from cluster.host.cli.runner import Runner
 from cluster.host.image import engine
 from cluster.host.launch import folders
 from cluster.host.options.request import OPTIONS
-from cluster.host.view.columns import error_text
 from cluster.system.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -35,6 +34,7 @@ from cluster.system.errors import (
 from cluster.system.json_files import DISK_FULL
 from cluster.system.messages import plain, short_path, system_error
 from cluster.system.paths import ROOT
+from cluster.system.terminal import WIDE, error_text, terminal_width
 
 JSON_HELP = "print as JSON (default: no)"
 RUN_HELP = "run folder's name (default: the current run)"
@@ -102,9 +102,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
         message, code = f"error: {plain(str(error))}", error.exit_code
     except UnexpectedExit as error:
         code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
-        if (
-            not error.result.stderr.strip().rpartition("\n")[2].startswith("error: ")
-        ):  # our own commands have reported theirs
+        if "\nerror: " not in f"\n{error.result.stderr}":  # our own commands have reported theirs
             message = f"error: {error.result.command!r} ended with exit code {error.result.exited}"
     except BrokenPipeError:
         code = EXIT_UNREAD
@@ -171,6 +169,8 @@ def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[
         bound_s = engine.patience_s(command)
         how: dict[str, Any] = {} if bound_s is None else {"timeout": bound_s}
         how |= {"echo": False, "out_stream": sys.stderr} if aside else {"echo": False} if quiet else {}
+        if (width := terminal_width()) < WIDE:
+            how["env"] = {"COLUMNS": str(width)}  # its output reaches the terminal through a pipe
         try:
             with in_checkout(c):
                 return c.run(command, **how)

@@ -9,9 +9,9 @@ from invoke.exceptions import Exit, ParseError
 from invoke.parser import ParserContext
 from invoke.parser.parser import ParseMachine
 
-from cluster.host.view.columns import error_text
 from cluster.system.errors import EXIT_USAGE
 from cluster.system.messages import plain
+from cluster.system.terminal import error_text
 
 _HELP = ("--help", "-h")
 _UNKNOWN = "No idea what"

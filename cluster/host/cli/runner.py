@@ -16,8 +16,8 @@ from invoke import Context, Result
 from invoke.exceptions import UnexpectedExit
 from invoke.runners import Local
 
-from cluster.host.view.columns import shell_lines
 from cluster.system import processes
+from cluster.system.terminal import shell_lines
 
 INTERRUPTED_S = 5.0
 """How long a command may take to end once it is interrupted before anybody waits for it."""

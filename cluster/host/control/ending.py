@@ -11,9 +11,9 @@ from cluster.host.control import watch
 from cluster.host.launch import folders, teardown
 from cluster.host.runtime import tensorboard
 from cluster.host.runtime.base import Shell
-from cluster.host.view.columns import error_text, print_lines
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError
 from cluster.system.messages import plain, short_path
+from cluster.system.terminal import error_text, print_lines
 
 
 def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:

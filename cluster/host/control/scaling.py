@@ -23,11 +23,11 @@ from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
 from cluster.host.options.topology import topology
 from cluster.host.runtime.base import Shell
-from cluster.host.view.columns import print_lines
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, TimedOut, UsageError
 from cluster.system.messages import counted, short_path
+from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
 BY = "invoke scale"

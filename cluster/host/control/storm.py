@@ -13,11 +13,11 @@ from cluster.contract.spec import Role
 from cluster.host.control import chaos, watch
 from cluster.host.control.faults import KINDS
 from cluster.host.runtime import registry
-from cluster.host.view.columns import print_lines
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.system.messages import counted, short_path
+from cluster.system.terminal import print_lines
 
 STEPS_BETWEEN = (5, 40)
 """Fewest and most new steps between two faults."""

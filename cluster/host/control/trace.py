@@ -18,11 +18,12 @@ from cluster.contract.run.records import FINAL_STATES
 from cluster.contract.spec import Role
 from cluster.host.control import trace_cache
 from cluster.host.runtime import tensorboard
-from cluster.host.view.columns import plain_lines, print_lines
+from cluster.host.view.columns import plain_lines
 from cluster.system.errors import RunFailed, TimedOut, UsageError
 from cluster.system.files import refuse_links, remove
 from cluster.system.json_files import create_json
 from cluster.system.messages import counted
+from cluster.system.terminal import print_lines
 
 PATIENCE_S = 120.0
 """Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""

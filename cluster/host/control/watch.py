@@ -17,7 +17,6 @@ from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.runtime.base import Runtime, Shell
-from cluster.host.view.columns import error_text, print_lines
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.host.view.status import read_status
@@ -33,6 +32,7 @@ from cluster.system.errors import (
 )
 from cluster.system.json_files import write_json
 from cluster.system.messages import short_path
+from cluster.system.terminal import error_text, print_lines
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0

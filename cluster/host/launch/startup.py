@@ -23,10 +23,10 @@ from cluster.host.launch.plan import Plan
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.runtime.payload import data_words
-from cluster.host.view.columns import print_lines
 from cluster.system import files, interrupts, json_files
 from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import counted, short_path
+from cluster.system.terminal import print_lines
 
 
 def begin(plan: Plan, sh: Shell, *, began: float) -> Plan:

@@ -9,9 +9,10 @@ from typing import Any
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.reports import charts, curves, inspection, listing
-from cluster.host.view.columns import WIDE, columns, plain_lines, terminal_width
+from cluster.host.view.columns import columns, plain_lines
 from cluster.host.view.sparkline import sparkline
 from cluster.system.files import write_text
+from cluster.system.terminal import WIDE, terminal_width
 
 MAX_RUNS = 16
 _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)

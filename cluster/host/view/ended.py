@@ -9,9 +9,10 @@ from cluster.contract.results import goodput, reference, score, stragglers
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import tensorboard
-from cluster.host.view.columns import plain_lines, terminal_width
+from cluster.host.view.columns import plain_lines
 from cluster.system.messages import counted
 from cluster.system.processes import describe_exit
+from cluster.system.terminal import terminal_width
 
 SHOWN_CHANGES = 5
 """How many of the newest changes of the tasks are shown."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import Reader
-from cluster.host.view.columns import print_lines
 from cluster.host.view.logs import new_lines
 from cluster.host.view.status import live_lines, progress
 from cluster.system.messages import plain
+from cluster.system.terminal import print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,9 +14,10 @@ from cluster.contract.run.liveness import final_state, look_once
 from cluster.contract.run.logs import last_line
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.host.runtime import registry, tensorboard
-from cluster.host.view.columns import MIN_ROOM, WIDE, chosen_columns, columns, fit, plain_lines, terminal_width
+from cluster.host.view.columns import MIN_ROOM, chosen_columns, columns, plain_lines
 from cluster.host.view.sparkline import bar, sparkline
 from cluster.system.messages import plain, shortened
+from cluster.system.terminal import WIDE, fit, terminal_width
 
 
 def read_status(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.system import quiet
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
+from cluster.system.terminal import print_lines
 from train import named
 from train.data import arrays
 from train.data.prepare import debian, download, store
@@ -91,7 +92,7 @@ def prepare(
 
 def say(message: str) -> None:
     """Print a line of progress at once, also into a pipe."""
-    print(f"data: {message}", flush=True)
+    print_lines(f"data: {message}")
 
 
 def _prepare_own(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:

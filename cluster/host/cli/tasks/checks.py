@@ -20,9 +20,9 @@ from cluster.host.control.faults import KINDS, STORM
 from cluster.host.launch import folders, startup
 from cluster.host.options.request import OPTIONS, Request
 from cluster.host.options.topology import topology as topology_of
-from cluster.host.view.columns import fit
 from cluster.host.view.findings import findings_lines
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
+from cluster.system.terminal import fit
 
 
 @task(

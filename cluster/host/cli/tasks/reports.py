@@ -8,10 +8,10 @@ from cluster.contract import settings
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, show, task
 from cluster.host.launch import folders
 from cluster.host.reports import comparison, listing, page
-from cluster.host.view.columns import fit
 from cluster.system.errors import UsageError
 from cluster.system.files import write_text
 from cluster.system.messages import short_path
+from cluster.system.terminal import fit
 
 
 @task(json=JSON_HELP)

@@ -17,7 +17,6 @@ from cluster.host.launch import folders, footprint, planning, startup, teardown
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS
 from cluster.host.runtime import tensorboard as board
-from cluster.host.view.columns import print_lines, shell_lines
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.host.view.logs import print_logs
@@ -26,6 +25,7 @@ from cluster.host.view.status import read_status, status_table
 from cluster.system import interrupts
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.messages import short_path
+from cluster.system.terminal import print_lines, shell_lines
 
 PORT_HELP = f"port of 127.0.0.1, or auto: that of the running one, or {board.PORT}, or a free one (default: auto)"
 

@@ -57,7 +57,11 @@ def timeline(c, run=None, output="", trust=False):
 
 
 def _run(c, run, verb, *words, trust):
-    for command in commands(verb, folders.find_run(run), *words, trust=trust):
+    folder = folders.find_run(run)
+    needed = commands(verb, folder, *words, trust=trust)
+    if not c.config.run.dry:
+        print(f"{verb} {folder.name}: importing TensorFlow first", file=sys.stderr, flush=True)
+    for command in needed:
         shell(c, quiet=True)(command)
 
 

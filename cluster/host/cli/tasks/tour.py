@@ -15,10 +15,10 @@ from invoke import Exit
 
 from cluster.host.cli.command_line import answer, task
 from cluster.host.launch import folders
-from cluster.host.view.columns import shell_lines, terminal_width
 from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
+from cluster.system.terminal import shell_lines, terminal_width
 
 RUN = "first-run"
 WIDTH = 80

@@ -5,7 +5,8 @@ import shlex
 
 import pytest
 
-from cluster.host.view.columns import WIDE, chosen_columns, columns, fit, shell_lines, terminal_width
+from cluster.host.view.columns import chosen_columns, columns
+from cluster.system.terminal import WIDE, fit, shell_lines, terminal_width
 
 WORDS = " ".join(["word"] * 30)
 
