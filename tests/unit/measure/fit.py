@@ -55,15 +55,13 @@ class Killed(Exception):
 
 
 class Kill(keras.callbacks.Callback):
-    """Ends the process, as it were, once it has begun so many batches of this generation."""
+    """Raises once `left` batches have begun: a count of the class, since a restart restores an instance's attributes."""
 
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self._left = after
+    left = 1000
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._left -= 1
-        if self._left < 0:
+        type(self).left -= 1
+        if self.left < 0:
             raise Killed
 
 
@@ -126,15 +124,15 @@ def train(
 def resumed(folder: Path, strategy: tf.distribute.Strategy) -> dict[str, Any]:
     """Return what a training comes to undisturbed, and killed twice inside of epochs."""
     whole = train(folder / "whole", strategy, 0.5)
-    own = sys.modules["own_callbacks"]
+    sys.modules["own_callbacks"].made = lambda run, task: [Kill()]  # type: ignore[attr-defined]
     for after in (2, 5):
-        own.made = lambda run, task, after=after: [Kill(after)]  # type: ignore[attr-defined]
+        Kill.left = after
         try:
             train(folder / "killed", strategy, 0.5)
         except Killed:
             continue
         raise AssertionError("was not killed")
-    own.made = lambda run, task: [Kill(1000)]  # type: ignore[attr-defined]
+    Kill.left = 1000
     return {"whole": whole, "killed": train(folder / "killed", strategy, 0.5)}
 
 
@@ -173,7 +171,7 @@ def main(result: Path) -> None:
     """Measure."""
     tf.config.experimental.enable_op_determinism()
     own = types.ModuleType("own_callbacks")
-    own.made = lambda run, task: [Kill(1000)]  # type: ignore[attr-defined]
+    own.made = lambda run, task: [Kill()]  # type: ignore[attr-defined]
     own.clipped = lambda rate: keras.optimizers.Adam(rate, global_clipnorm=0.05)  # type: ignore[attr-defined]
     sys.modules["own_callbacks"] = own
     clipped = dataclasses.replace(CONFIG.optimizer, name="own_callbacks:clipped")

@@ -102,7 +102,7 @@ def test_a_slow_task_lets_nothing_start_again(start_gang, monkeypatch):
     assert done["worker-0"] < done["chief"] / 2
     assert (None, 0, None) == (result.detected_s, result.steps_lost, result.ended)
     assert result.as_it_should
-    assert result.resumed_s is not None and result.resumed_s > 1.0
+    assert result.resumed_s is not None and result.resumed_s >= 1.0
     assert 0 == gang.run.generation
     assert [] == slowing()
     assert [] == stopped(gang)["restarts"]
@@ -114,7 +114,7 @@ def test_a_lone_task_that_nobody_can_see_paused_goes_on_after_a_while(start_gang
     gang.await_step("chief", 5)
     result = chaos.inflict(gang.run, Fault("pause", "chief"), timeout_s=300)
     assert (None, 0, None) == (result.detected_s, result.steps_lost, result.ended)
-    assert result.resumed_s is not None and result.resumed_s > 1.0
+    assert result.resumed_s is not None and result.resumed_s >= 1.0
     assert 0 == gang.run.generation
     assert [] == stopped(gang)["restarts"]
 

@@ -142,8 +142,8 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path, index):
     ("train", "message"),
     [
         (([np.zeros([2, 2], np.uint8), np.zeros([2, 3], np.uint8)], [0, 0]), "train example 1: features of the first "),
-        ((IMAGES.astype(np.float16), LABELS), "train example 0: features are float16; expected uint8 or int32 or"),
-        (([b"some", b"text"], [0, 1]), "train example 0: features are bytes32; expected"),
+        ((IMAGES.astype(np.complex64), LABELS), "train example 0: features are complex64; expected"),
+        (([b"some", b"text"], [0, 1]), "train example 0: features are text or objects; expected"),
         ((IMAGES, LABELS - 1), "train example 0: label -1; expected a number or a list of them, classes from 0"),
         ((IMAGES, IMAGES), "train example 0: label [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]; expected"),
     ],
