@@ -45,6 +45,14 @@ def test_pages_that_the_code_names_exist():
     assert [] == missing
 
 
+@pytest.mark.needs("git")
+def test_files_that_the_documentation_names_exist() -> None:
+    pages = [page for page in tracked_files() if page.suffix == ".md" and page.is_relative_to(ROOT / "docs")]
+    names = r"`((?:cluster|train|tests|compose|docker|benchmarks)/[\w./-]+)`"
+    named = {(page.name, name) for page in [ROOT / "README.md", *pages] for name in re.findall(names, page.read_text())}
+    assert [] == sorted(each for each in named if not (ROOT / each[1]).exists())
+
+
 def test_every_protection_names_tests_that_exist():
     text = (ROOT / "docs" / "reference" / "security.md").read_text()
     table = text.partition("## Protections and their tests")[2].partition("\n## ")[0]
