@@ -72,6 +72,12 @@ def print_lines(*lines: str, file: TextIO | None = None) -> None:
     print("\n".join(fit(lines)), file=file, flush=True)
 
 
+def print_wait(line: str) -> None:
+    """Print what a command waits for to somebody who watches; a program that reads the output does not get it."""
+    if sys.stderr.isatty():
+        print(error_text(line), file=sys.stderr, flush=True)
+
+
 def error_text(message: str) -> str:
     """Return an error's message as it fits into the terminal; a program that reads it gets one line."""
     return "\n".join(fit(message.splitlines(), terminal_width(2))) if sys.stderr.isatty() else message

@@ -23,7 +23,7 @@ from cluster.system.errors import RunFailed, TimedOut, UsageError
 from cluster.system.files import refuse_links, remove
 from cluster.system.json_files import create_json
 from cluster.system.messages import counted
-from cluster.system.terminal import print_lines
+from cluster.system.terminal import print_wait
 
 PATIENCE_S = 120.0
 """Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""
@@ -43,7 +43,7 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
     check(run, name)
     request = {"id": uuid.uuid4().hex, "task": name, "steps": steps, "until": time.time() + timeout_s}
     _ask(run, request)
-    print_lines(f"waiting until {name} has done {counted(steps, 'step')}")
+    print_wait(f"waiting until {name} has done {counted(steps, 'step')}")
     try:
         answer = _await(run, request, timeout_s)
     finally:

@@ -22,7 +22,7 @@ from cluster.host.options.request import OPTIONS, Request
 from cluster.host.options.topology import topology as topology_of
 from cluster.host.view.findings import findings_lines
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
-from cluster.system.terminal import fit
+from cluster.system.terminal import fit, print_wait
 
 
 @task(
@@ -97,7 +97,7 @@ def chaos(
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
     injection.check(folder, fault)
     step = f"step {fault.at_step}, then for " if fault.at_step > folder.newest_step else ""
-    print(f"waiting for {step}the effect of {fault}", file=sys.stderr, flush=True)
+    print_wait(f"waiting for {step}the effect of {fault}")
     result = injection.inflict(folder, fault, timeout_s)
     shown = f"{fault} at step {result.step}: {result.description}"
     show(dataclasses.asdict(result), lambda _: fit([shown]), as_json=json)

@@ -14,6 +14,7 @@ from cluster.host.launch.inputs import packages
 from cluster.host.runtime import inherited
 from cluster.system import files
 from cluster.system.errors import UsageError
+from cluster.system.terminal import print_wait
 
 BEST_HELP = "the checkpoint of the best evaluation instead, of a run with --best.metric (default: no)"
 
@@ -60,7 +61,7 @@ def _run(c, run, verb, *words, trust):
     folder = folders.find_run(run)
     needed = commands(verb, folder, *words, trust=trust)
     if not c.config.run.dry:
-        print(f"{verb} {folder.name}: importing TensorFlow first", file=sys.stderr, flush=True)
+        print_wait(f"{verb} {folder.name}: importing TensorFlow first")
     for command in needed:
         shell(c, quiet=True)(command)
 
