@@ -162,12 +162,20 @@ def test_a_signal_that_ends_its_own_container_is_no_error(run, docker):
     registry.of(run).faults(run).signal("worker-0", signal.SIGKILL, "agent")
 
 
-def test_a_frozen_container_goes_on_once_it_is_relieved(run, docker):
+@pytest.mark.parametrize(
+    ("fault", "done", "undone"),
+    [
+        ("pause", ("pause",), ("unpause",)),
+        ("lose", ("kill",), ("start",)),
+        ("slow", ("update", "--cpus", "0.2"), ("update", "--cpus", str(os.cpu_count()))),
+    ],
+)
+def test_a_container_has_a_fault_until_it_is_undone(run, docker, fault, done, undone):
     injector = registry.of(run).faults(run)
-    injector.pause("worker-0")
-    assert [("pause", "c0ffee")] == docker.done()
+    getattr(injector, fault)("worker-0")
+    assert (*done, "c0ffee") == docker.done()[-1]
     injector.undo("worker-0")
-    assert [("unpause", "c0ffee")] == docker.done()
+    assert [(*undone, "c0ffee")] == docker.done()
 
 
 def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(run, docker, monkeypatch):
@@ -191,22 +199,6 @@ def test_a_container_that_is_cut_off_comes_back_under_its_own_name(run, docker):
     assert ("network", "disconnect", "--force", "run_cluster", "c0ffee") == disconnect
     injector.undo("worker-0")
     assert [("network", "connect", "--alias", "worker-0", "run_cluster", "c0ffee")] == docker.done()
-
-
-def test_a_lost_container_stays_away_until_it_is_started(run, docker):
-    injector = registry.of(run).faults(run)
-    injector.lose("worker-0")
-    assert ("kill", "c0ffee") == docker.done()[-1]
-    injector.undo("worker-0")
-    assert [("start", "c0ffee")] == docker.done()
-
-
-def test_a_slow_container_gets_every_core_back(run, docker):
-    injector = registry.of(run).faults(run)
-    injector.slow("worker-0")
-    assert [("update", "--cpus", "0.2", "c0ffee")] == docker.done()
-    injector.undo("worker-0")
-    assert [("update", "--cpus", str(os.cpu_count()), "c0ffee")] == docker.done()
 
 
 @pytest.mark.parametrize(("previous", "expected"), [(0, 2**30 + 2**27 + 5000), (2**33, 2**33)])
