@@ -15,6 +15,8 @@ from cluster.host.cli.tasks.tour import HEAD, STEPS, TAIL
 from cluster.system.paths import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "start.md"
+PROGRESS = re.compile(r"^(step .*\n)(step .*\n)(?:step .*\n)+(step .*\n)", re.MULTILINE)
+"""Progress lines; of each sequence the first two and the last are kept."""
 SETUP = ("make setup", ". .venv/bin/activate", "invoke tour")
 
 
@@ -28,11 +30,12 @@ def document(printed: str) -> list[str]:
     """Return the page, from the output of the tour."""
     lines = ["# Start", "", *wrapped(HEAD), ""]
     lines += ["```console", *(f"$ {command}" for command in SETUP), "```", ""]
-    lines += ["This is the output of `invoke tour` on 2 cores.", ""]
+    lines += ["This is the output of `invoke tour` on 2 busy cores, with most progress lines left out.", ""]
     for number, step in enumerate(STEPS, 1):
         rest = printed.partition(f"\n$ {step.command()}")[2]
         shown = re.split(rf"\n\n{number + 1}/|\n\n{re.escape(TAIL[:20])}", rest)[0].removeprefix("\n")
         lines += [f"## {number}. {step.title}", "", *wrapped(step.why), ""]
+        shown = PROGRESS.sub(r"\1\2\3", shown)
         lines += ["```console", f"$ {step.command()}", *(shareable(line).rstrip() for line in shown.splitlines())]
         lines += ["```", ""]
     return [*lines, *wrapped(TAIL)]
