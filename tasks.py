@@ -13,7 +13,7 @@ from invoke import Collection, Exit
 from cluster.contract import spec
 from cluster.host.cli import options
 from cluster.host.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
-from cluster.host.cli.tasks import checks, data, docs, image, k8s, machine, reports, runs, saved, tour
+from cluster.host.cli.tasks import checks, data, image, k8s, machine, reports, runs, saved, tour
 from cluster.host.launch import startup
 from cluster.system.errors import UsageError
 
@@ -105,7 +105,6 @@ ns = Collection(
     golden,
     image=Collection(image.build, image.base, image.reproduce, image.sbom, image.watch),
     data=Collection(data.prepare, data.shard, data.examine, data.verify),
-    docs=Collection(docs.options),
     k8s=Collection(k8s.render),
     requirements=Collection(image.lock),
 )

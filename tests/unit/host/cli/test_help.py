@@ -19,7 +19,7 @@ CONTRACT = {
     *("explain", "runs", "compare", "report", "env", "clean", "tour"),
 }
 
-COLLECTIONS = {"image", "data", "docs", "swarm", "k8s", "requirements"}
+COLLECTIONS = {"image", "data", "swarm", "k8s", "requirements"}
 
 BUILT = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "tensorboard", "doctor", "test"),

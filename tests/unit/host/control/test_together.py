@@ -182,7 +182,7 @@ def test_a_dry_run_writes_and_starts_nothing(invoke, folder, tmp_path, words):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("task", ["down", "rerun", "docs.options"])
+@pytest.mark.parametrize("task", ["down", "rerun", "doctor"])
 def test_what_has_no_dry_run_refuses_invoke_s_own(invoke, tmp_path, task):
     ((code, out, error),) = finished(invoke("--dry", task))
     assert (EXIT_USAGE, "", 1) == (code, out, len(error.splitlines()))

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.host.checks import documents
-from cluster.host.cli.tasks import docs
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Request
 from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.paths import ROOT
+from tests.tools import options_page
 
 CONFIG = {
     "preset": "fashion_mnist",
@@ -235,4 +235,4 @@ def test_a_mistake_in_a_file_ends_with_2_and_its_line(tmp_path, text, named):
 
 
 def test_the_documented_options_are_those_that_are_declared():
-    assert docs.tables() == documents.written(docs.PAGE, docs.BEGIN), "run `invoke docs.options --write`"
+    assert options_page.tables() == documents.written(options_page.PAGE, options_page.BEGIN)

@@ -1,24 +1,17 @@
-"""The tasks `docs.*`: what is written in the documentation by a program."""
+"""Renew the tables of options in docs/reference/options.md.
+
+python -m tests.tools.options_page
+"""
 
 from __future__ import annotations
 
 from cluster.host.checks import documents
-from cluster.host.cli.command_line import task
 from cluster.host.options.option import Group
 from cluster.host.options.request import OPTIONS
 from cluster.system.paths import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "options.md"
-BEGIN = documents.begin("invoke docs.options --write")
-
-
-@task(write="renew them in docs/reference/options.md (default: no)")
-def options(c, write=False):
-    """Show the options of `up` and `plan` as the tables of docs/reference/options.md."""
-    if write:
-        documents.renew([PAGE], BEGIN, tables())
-    else:
-        print("\n".join(tables()))
+BEGIN = documents.begin("python -m tests.tools.options_page")
 
 
 def tables() -> list[str]:
@@ -33,3 +26,7 @@ def tables() -> list[str]:
         if rows:
             lines += [f"## {group}", "", "| option | type | what it is | default |", "|---|---|---|---|", *rows, ""]
     return lines
+
+
+if __name__ == "__main__":
+    documents.renew([PAGE], BEGIN, tables())
