@@ -73,19 +73,89 @@ def test_a_resumed_run_starts_from_its_own_configuration():
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("--epoch", "--epochs"), ("--batch", "--global-batch"), ("--learning-rate", "--optimizer.learning-rate")],
+    ("option", "typed", "nearest"),
+    [
+        *(("--epoch", "3", "--epochs"), ("--batch", "3", "--global-batch")),
+        ("--learning-rate", "3", "--optimizer.learning-rate"),
+        *(("--optimizer.name", "adamww", "adamw"), ("--optimizer.schedule", "cosin", "cosine")),
+        *(("--optimizer.scaling", "linar", "linear"), ("--precision", "f16", "fp16"), ("--loop", "fitt", "fit")),
+        *(("--source", "steam", "stream"), ("--source", "memory:x", "memory"), ("--loop", "keras", "custom")),
+        *(("--dataset", "fashion-mnist", "fashion_mnist"), ("--model", "two_conv", "two_conv_cnn")),
+        *(("--loss", "mean_square_error", "mean_squared_error"), ("--callbacks", "tutorials", "tutorial")),
+    ],
 )
-def test_a_typo_is_refused_with_the_nearest_name(typed, meant):
-    expected = f"override '{typed}' is not an option of the training config; did you mean '{meant}'?"
-    assert expected == refusal(typed, "3")
+def test_a_typo_is_refused_with_the_nearest_name(option, typed, nearest):
+    message = refusal(option, typed)
+    assert option in message
+    assert nearest in message.replace(option, "", 1).replace(typed, "", 1)
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
-    expected = (
-        "--preset 'fashon' is neither built in nor of the form package.module:name; did you mean 'fashion_mnist'?"
-    )
-    assert expected == refusal(preset="fashon")
+    message = refusal(preset="fashon")
+    assert message.startswith("--preset 'fashon' ")
+    assert "'fashion_mnist'" in message
+
+
+OUT_OF_RANGE = {
+    "--global-batch": ["0", "-192"],
+    "--max-steps": ["0"],
+    "--seed": ["-1", "2147483648"],
+    "--steps-per-loop": ["0"],
+    "--log-every": ["0"],
+    "--keep-checkpoints": ["0"],
+    "--micro-batches": ["0"],
+    "--evaluate-every": ["-1"],
+    "--epochs": ["0", "nan", "inf"],
+    "--bitwise-elastic": ["-1"],
+    "--optimizer.learning-rate": ["-0.1", "inf"],
+    "--optimizer.warmup-steps": ["-1"],
+    "--optimizer.momentum": ["1.5", "nan"],
+    "--optimizer.clip-norm": ["-1", "nan"],
+    "--optimizer.base-batch": ["0"],
+    "--optimizer.decay-steps": ["-1"],
+    "--optimizer.end-share": ["2"],
+    "--optimizer.power": ["0"],
+    "--optimizer.weight-decay": ["-1"],
+    "--optimizer.ema": ["1"],
+    "--checkpoint-every": [
+        "0",
+        "-1",
+        "30m",
+        "abc",
+        "s",
+        "-5s",
+        "0s",
+        "0.05s",
+        ".5s",
+        "2.5",
+        "30 s",
+        "1e3s",
+        "infs",
+        "",
+        "Auto",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [(name, each) for name, values in OUT_OF_RANGE.items() for each in values]
+)
+def test_a_value_out_of_range_is_refused_with_the_range(option, value):
+    message = refusal(f"{option}={value}")
+    assert message.startswith(f"{option} ")
+    assert ": expected " in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["--bitwise-elastic", "7"], "--global-batch 196"),
+        (["--bitwise-elastic", "6", "--loop", "fit"], "--loop custom"),
+        (["--bitwise-elastic", "6", "--no-deterministic"], "--deterministic"),
+    ],
+)
+def test_virtual_shards_that_cannot_be_are_refused(overrides, named):
+    assert named in refusal(*overrides)
 
 
 def test_the_preset_cannot_be_overridden_behind_its_back():
@@ -106,84 +176,6 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides, message):
     assert words.startswith(f"override {' '.join(overrides)!r}: ")
     assert message in words.removeprefix(f"override {' '.join(overrides)!r}: ")
     assert words.isascii()
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        ("--global-batch", "0", "a whole number from 1 to 2147483647"),
-        ("--global-batch", "-192", "a whole number from 1 to 2147483647"),
-        ("--max-steps", "0", "a whole number from 1 to 1000000000000"),
-        ("--seed", "-1", "a whole number from 0 to 2147483647"),
-        ("--seed", "2147483648", "a whole number from 0 to 2147483647"),
-        ("--steps-per-loop", "0", "a whole number from 1 to 1000000"),
-        ("--log-every", "0", "a whole number from 1 to 1000000000"),
-        ("--keep-checkpoints", "0", "a whole number from 1 to 1000"),
-        ("--micro-batches", "0", "a whole number from 1 to 4096"),
-        ("--evaluate-every", "-1", "a whole number from 0 to 1000000000"),
-        ("--epochs", "0", "a number above 0"),
-        ("--epochs", "nan", "a number above 0"),
-        ("--epochs", "inf", "a number above 0"),
-        ("--optimizer.learning-rate", "-0.1", "a number above 0"),
-        ("--optimizer.learning-rate", "inf", "a number above 0"),
-        ("--optimizer.warmup-steps", "-1", "a whole number from 0 to 1000000000"),
-        ("--optimizer.momentum", "1.5", "a number from 0 to 1"),
-        ("--optimizer.momentum", "nan", "a number from 0 to 1"),
-        ("--optimizer.clip-norm", "-1", "0, or a number above 0"),
-        ("--optimizer.clip-norm", "nan", "0, or a number above 0"),
-        ("--optimizer.base-batch", "0", "a whole number from 1 to 2147483647"),
-        ("--optimizer.decay-steps", "-1", "a whole number from 0 to 1000000000000"),
-        ("--optimizer.end-share", "2", "a number from 0 to 1"),
-        ("--optimizer.power", "0", "a number above 0"),
-        ("--optimizer.weight-decay", "-1", "0, or a number above 0"),
-        ("--optimizer.ema", "1", "a number from 0 to below 1, such as 0.999"),
-    ],
-)
-def test_a_value_out_of_range_is_refused_with_the_range(option, value, expected):
-    assert f"{option} {value}: expected {expected}" == refusal(option, value)
-
-
-NO_INTERVALS = ["0", "-1", "30m", "abc", "s", "-5s", "0s", "0.05s", ".5s", "2.5", "30 s", "1e3s", "infs", "", "Auto"]
-
-
-@pytest.mark.parametrize("value", NO_INTERVALS)
-def test_what_is_neither_steps_nor_seconds_nor_auto_is_no_interval(value):
-    message = refusal(f"--checkpoint-every={value}")
-    assert message.startswith("--checkpoint-every ")
-    assert message.endswith(
-        ": expected optimizer steps from 1 to 1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
-    )
-
-
-@pytest.mark.parametrize(
-    ("option", "typed", "message"),
-    [
-        ("--optimizer.name", "adamww", "did you mean 'adamw'?"),
-        ("--optimizer.schedule", "cosin", "did you mean 'cosine'?"),
-        ("--optimizer.scaling", "linar", "did you mean 'linear'?"),
-        ("--precision", "f16", "did you mean 'fp16'?"),
-        ("--loop", "fitt", "did you mean 'fit'?"),
-        ("--loop", "keras", "known: custom, fit"),
-        ("--source", "steam", "did you mean 'stream'?"),
-        ("--source", "memory:x", "did you mean 'memory'?"),
-    ],
-)
-def test_an_unknown_choice_is_refused_with_the_nearest(option, typed, message):
-    assert f"{option} {typed!r}; {message}" == refusal(option, typed)
-
-
-@pytest.mark.parametrize(
-    ("option", "typed", "meant"),
-    [
-        ("--dataset", "fashion-mnist", "fashion_mnist"),
-        ("--model", "two_conv", "two_conv_cnn"),
-        ("--loss", "mean_square_error", "mean_squared_error"),
-        ("--callbacks", "tutorials", "tutorial"),
-    ],
-)
-def test_an_unknown_part_is_refused_with_the_nearest(option, typed, meant):
-    expected = f"{option} {typed!r} is neither built in nor of the form package.module:name; did you mean {meant!r}?"
-    assert expected == refusal(option, typed)
 
 
 @pytest.mark.parametrize(
@@ -340,25 +332,6 @@ def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch):
 )
 def test_onednn_is_on_for_models_whose_bits_repeat_with_it(requested, model, deterministic, written):
     assert written == TrainConfig(model=model, deterministic=deterministic, onednn=requested).pin().onednn
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["--bitwise-elastic", "-1"], "--bitwise-elastic -1: expected a whole number from 0 to 4096"),
-        (
-            ["--bitwise-elastic", "7"],
-            "global_batch=192 is not divisible by 7 virtual shards; use 189 or 196: -- --global-batch 196",
-        ),
-        (["--bitwise-elastic", "6", "--loop", "fit"], "--bitwise-elastic 6 with --loop fit: it needs --loop custom"),
-        (
-            ["--bitwise-elastic", "6", "--no-deterministic"],
-            "--bitwise-elastic 6 with --no-deterministic: it needs --deterministic",
-        ),
-    ],
-)
-def test_virtual_shards_that_cannot_be_are_refused(overrides, expected):
-    assert expected == refusal(*overrides)
 
 
 @pytest.mark.parametrize(
