@@ -55,7 +55,7 @@ class Killed(Exception):
 
 
 class Kill(keras.callbacks.Callback):
-    """Raises once `left` batches have begun: a count of the class, since a restart restores an instance's attributes."""
+    """Raises once `left` batches have begun: of the class, since a restart restores the attributes of an instance."""
 
     left = 1000
 
