@@ -27,6 +27,7 @@ from cluster.system.files import files_sha256
 from cluster.system.json_files import write_json
 from cluster.system.messages import size
 from cluster.system.paths import ROOT
+from cluster.system.terminal import print_wait
 
 DECIDING = ("model", "dataset", "source", "loss", "precision", "loop", "onednn", "optimizer", "transformer")
 """The parts of a configuration that the sizes depend on."""
@@ -110,6 +111,7 @@ def _read(plan: Plan) -> dict[str, Any]:
     if not own and (kept := records.read(path, _sizes, None)):
         return dict(kept)
     words = ["--config", json.dumps(plan.config), "--strategy", plan.cluster.strategy]
+    print_wait("counting what the model holds in memory, once")
     value: dict[str, Any] = _sizes(
         user_code.run(
             [sys.executable, "-m", "train.startup.footprint", *words, "--data-dir", str(folders.data_dir())],

@@ -12,7 +12,7 @@ from cluster.host.reports import charts, curves, inspection, listing
 from cluster.host.view.columns import columns, plain_lines
 from cluster.host.view.sparkline import sparkline
 from cluster.system.files import write_text
-from cluster.system.terminal import WIDE, terminal_width
+from cluster.system.terminal import WIDE, print_wait, terminal_width
 
 MAX_RUNS = 16
 _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
@@ -76,6 +76,7 @@ def _weights(one: RunFolder, other: RunFolder, *, trust: bool) -> dict[str, Any]
         return value | {"identical": True, "detail": f"sha256 {hashes[0][:12]}"}
     if None not in hashes:
         value["identical"] = False
+    print_wait(f"reading the weights of {one.name} and {other.name}")
     try:
         apart = inspection.distance(one, other, trust=trust)
     except inspection.Unavailable as error:

@@ -13,6 +13,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from werkzeug.test import Client
 
 from cluster.host.runtime import tensorboard
+from cluster.system.paths import ROOT
 
 
 def load() -> SimpleNamespace:
@@ -37,6 +38,12 @@ def test_runs_are_named_by_run_and_task(tmp_path):
         (tmp_path / folder / "events.out.tfevents.1").touch()
     runs = load().Multiplexer().AddRunsFromDirectory(str(tmp_path)).Runs()
     assert {"one/chief", "one/chief/keras/train", "two/work/chief/logs"} == set(runs)
+
+
+def test_the_container_runs_the_same_program():
+    stage = (ROOT / "docker" / "Dockerfile").read_text().partition(" AS tensorboard\n")[2].partition("\nFROM ")[0]
+    assert f'ENTRYPOINT ["python", "/app/{tensorboard.PROGRAM.name}"]' in stage
+    assert "entrypoint" not in (ROOT / "compose" / "compose.yaml").read_text()
 
 
 @pytest.mark.parametrize("path", ["/", "/index.html"])

@@ -1,0 +1,47 @@
+"""A whole run in a terminal of 80 columns."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+
+import pytest
+
+from cluster.system.paths import ROOT
+from tests.e2e.scenario import TRAINING
+
+WIDTH = 80
+
+
+def show(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Run invoke in a terminal; return its exit code and what it showed."""
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, "-m", "invoke", *words], os.environ | environment)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, WIDTH, 0, 0))
+    shown = b""
+    try:
+        while data := os.read(terminal, 2**16):
+            shown += data
+    except OSError:  # the terminal is closed
+        pass
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), shown.decode()
+
+
+@pytest.mark.usefixtures("data")
+def test_no_line_of_a_run_must_be_wrapped_and_its_view_must_stay_while_tensorboard_starts(clusters):
+    name = "a-run-with-a-name-as-long-as-that-of-a-preset"
+    words = ["up", f"--name={name}", "--workers=2", "--runtime=local", "--", *TRAINING]
+    code, shown = show(words, clusters.settings | {"TERM": "xterm"})
+    assert 0 == code, shown
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
+    assert not [line for line in lines if len(line) > WIDTH and len(line[13:].split()) > 1]  # a path
+    address = next(at for at, line in enumerate(lines) if line.startswith("TensorBoard http"))
+    first_step = next(at for at, line in enumerate(lines) if re.match(r".* step [1-9]", line))
+    assert [line for line in lines[first_step + 1 : address] if line.startswith("chief ")]
+    assert any(line.startswith("succeeded: ") for line in lines)
