@@ -18,7 +18,6 @@ from cluster.system.namespaces import Refusal
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
 LOCAL = {"runtime": "local", "tensorboard_port": "0"}
-OPEN = "warning: TensorFlow's servers ask for no password, and whoever reaches this machine reaches them: the tasks "
 
 
 @pytest.fixture(autouse=True)
@@ -27,80 +26,48 @@ def allowed(monkeypatch):
     monkeypatch.setattr(namespaces, "refusal", lambda: None)
 
 
-@pytest.fixture
-def forbidden(monkeypatch):
-    """A machine that does not."""
-    monkeypatch.setattr(namespaces, "refusal", lambda: Refusal("user.max_user_namespaces is 0", "root allows it"))
-
-
-@pytest.fixture
-def script(tmp_path) -> str:
-    """A script of somebody's own."""
-    path = tmp_path / "theirs" / "fit.py"
-    path.parent.mkdir(mode=0o755)
-    path.touch(0o644)
-    return str(path)
-
-
 def warnings(planned: Plan) -> list[str]:
     """Return what `up` prints of the network."""
     return [note for note in planned.notes if note.startswith("warning: ")]
 
 
-def test_local_tasks_get_a_network_of_their_own(resolved):
-    planned = planning.plan(Request(workers="1", **LOCAL))
-    assert ("private", []) == (planned.network.name, warnings(planned))
-    assert ("private", []) == (planned.to_json()["network"], planned.to_json()["notes"])
-    assert "private" == planned.compose["network"]
-
-
-def test_a_machine_that_gives_none_is_reported_in_one_line(resolved, forbidden):
-    planned = planning.plan(Request(workers="2", **LOCAL))
-    (message,) = warnings(planned)
-    assert message == (
-        f"{OPEN}are in this machine's network, they can have no network of their own: user.max_user_namespaces is 0; "
-        "root allows it, or containers, or a firewall, close them"
-    )
-    assert ("host", [message]) == (planned.to_json()["network"], planned.to_json()["notes"])
-    assert "host" == planned.compose["network"]
-    assert [message] == [line for line in plan_lines(planned.to_json()) if "warning" in line]
-
-
-def test_a_machine_that_gives_none_refuses_tasks_that_must_have_one(resolved, forbidden):
-    error = refusal(Request(network="private", **LOCAL))
-    assert EXIT_PREREQUISITE == error.exit_code
-    assert str(error).startswith("--network private: tasks can have no network of their own here: user.max_user_n")
-    assert str(error).endswith("root allows it, or leave it out")
-
-
-def test_a_script_stays_in_the_machine_s_network_to_fetch_its_data(script):
-    planned = planning.plan(Request(script=script, workers="1", **LOCAL))
-    assert "host" == planned.network.name
-    (message,) = warnings(planned)
-    assert (
-        message
-        == f"{OPEN}are in this machine's network, where a script can fetch its data; --network private does without"
-    )
-    kept = planning.plan(Request(script=script, workers="1", network="private", **LOCAL))
-    assert ("private", []) == (kept.network.name, warnings(kept))
-
-
-def test_a_tpu_is_reached_through_the_machine_s_network(resolved, monkeypatch):
+@pytest.mark.usefixtures("resolved")
+@pytest.mark.parametrize(
+    ("requested", "is_allowed", "expected", "warned"),
+    [
+        ({"workers": "1"}, True, "private", False),
+        ({"workers": "2"}, False, "host", True),
+        ({"workers": "1", "network": "host"}, True, "host", True),
+        ({"workers": "1", "script": "theirs/fit.py"}, True, "host", True),  # where it can fetch its data
+        ({"workers": "1", "script": "theirs/fit.py", "network": "private"}, True, "private", False),
+        ({"strategy": "tpu"}, True, "host", False),  # a TPU is reached through it
+        ({"workers": "0"}, False, "host", False),  # a task that trains alone serves nobody
+        ({"workers": "0", "network": "host"}, False, "host", False),
+    ],
+)
+def test_local_tasks_have_a_private_network_unless_it_is_impossible_or_useless(
+    monkeypatch, tmp_path, requested, is_allowed, expected, warned
+):
     monkeypatch.setenv("TPU_NAME", "a-tpu")
-    planned = planning.plan(Request(strategy="tpu", **LOCAL))
-    assert ("host", []) == (planned.network.name, warnings(planned))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs").mkdir(mode=0o755)
+    (tmp_path / "theirs" / "fit.py").touch(0o644)
+    if not is_allowed:
+        monkeypatch.setattr(namespaces, "refusal", lambda: Refusal("forbidden", "root allows it"))
+    planned = planning.plan(Request(**requested, **LOCAL))
+    assert expected == planned.network.name == planned.to_json()["network"] == planned.compose["network"]
+    messages = warnings(planned)
+    assert warned == (len(messages) == 1)
+    assert messages == [line for line in plan_lines(planned.to_json()) if "warning" in line]
 
 
-def test_the_machine_s_network_can_be_asked_for(resolved):
-    planned = planning.plan(Request(workers="1", network="host", **LOCAL))
-    (message,) = warnings(planned)
-    assert ("host", True) == (planned.network.name, message.endswith("network, as requested (--network host)"))
-
-
-@pytest.mark.parametrize("requested", ["", "host"])
-def test_who_trains_alone_serves_nobody_and_is_not_warned(resolved, forbidden, requested):
-    planned = planning.plan(Request(workers="0", network=requested, **LOCAL))
-    assert ("host", []) == (planned.network.name, warnings(planned))
+@pytest.mark.usefixtures("resolved")
+@pytest.mark.parametrize(("name", "code"), [("private", EXIT_PREREQUISITE), ("pirvate", EXIT_USAGE)])
+def test_a_network_that_cannot_be_is_refused(monkeypatch, name, code):
+    monkeypatch.setattr(namespaces, "refusal", lambda: Refusal("forbidden", "root allows it"))
+    error = refusal(Request(network=name, **LOCAL))
+    assert code == error.exit_code
+    assert "--network" in str(error)
 
 
 def test_containers_have_their_own(resolved, docker):
@@ -110,12 +77,6 @@ def test_containers_have_their_own(resolved, docker):
     error = refusal(Request(network="host"))
     assert EXIT_USAGE == error.exit_code
     assert str(error).startswith("--network host with containers: theirs is their own; add --runtime local")
-
-
-def test_a_network_that_is_none_is_refused_with_those_that_are(resolved):
-    error = refusal(Request(network="pirvate", **LOCAL))
-    assert EXIT_USAGE == error.exit_code
-    assert "--network 'pirvate' is not a network here; did you mean 'private'?" == str(error)
 
 
 def test_what_was_asked_for_holds_when_the_run_goes_on(resolved, monkeypatch):
