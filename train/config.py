@@ -200,11 +200,7 @@ class TrainConfig:
     """How stages work together."""
 
     def check(self) -> TrainConfig:
-        """Return this configuration if every value is in its range.
-
-        Raises:
-            UsageError: one is not; the message names it, its value and its range.
-        """
+        """Return this configuration if every value is in its range."""
         check_types(self)
         whole = {
             "global_batch": (1, 2**31 - 1),
@@ -300,11 +296,7 @@ class TrainConfig:
         return dataclasses.replace(self, threads=threads, onednn=onednn)
 
     def check_references(self) -> TrainConfig:
-        """Return this configuration if everything that it names is there: on the host, before anything is started.
-
-        Raises:
-            UsageError: a name is neither built in nor one of the user's modules.
-        """
+        """Return this configuration if everything that it names is there: on the host, before anything is started."""
         for field_name, reference in self.references():
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset: the data step knows them

@@ -1,1 +1,1 @@
-"""The training loops: around, outer, inner."""
+"""The training loops: the loop around a generation, the outer and the inner loop."""

@@ -1,7 +1,7 @@
-"""Which evaluation was the best so far, and whether training ends because none has been better for long.
+"""The best evaluation so far, and early stopping when no evaluation has been better for long.
 
-All of it follows from the evaluations, which are the same in every task, and is part of the checkpoint: a run that is
-resumed goes on counting, and ends at the same step.
+Both follow from the evaluations, which are the same in every task, and are part of the checkpoint: a resumed run
+continues to count and ends at the same step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from train.settings.stopping import Best as Settings
 
 
 class BestState(tf.Module):
-    """A variable of the checkpoint that holds what `Best` has counted."""
+    """A variable of the checkpoint that holds the state of `Best`."""
 
     def __init__(self) -> None:
-        """Begin with no evaluation. Call outside of the strategy's scope: the variable is this task's own."""
+        """Call outside the strategy's scope: the variable belongs to this task."""
         super().__init__(name="best")
         with tf.device("CPU:0"):
             self.encoded = tf.Variable(b"", trainable=False, dtype=tf.string)
@@ -31,25 +31,25 @@ class Best:
     """Follows the evaluations of a training."""
 
     def __init__(self, settings: Settings, total_steps: int, state: BestState) -> None:
-        """Go on with what was counted before.
+        """Restore the state of the checkpoint.
 
         Args:
-            settings: what is better, and how long it is waited for.
-            total_steps: of the training. With more of them one that was ended goes on.
-            state: of the checkpoint that was restored.
+            settings: the metric, its direction and the patience.
+            total_steps: steps of the whole training; a training that ended early continues if there are more now.
+            state: the restored variable.
         """
         self._settings, self._total, self._state = settings, total_steps, state
         encoded = state.encoded.numpy()
         kept = json.loads(encoded) if encoded else {}
         self.value: float | None = kept.get("value")
-        """The best so far."""
+        """The best value so far."""
         self.step: int = kept.get("step", 0)
-        """After which it was found."""
+        """Steps done when it was found."""
         self.evaluated_at: int = kept.get("evaluated_at", -1)
-        """After how many steps the newest evaluation was."""
+        """Steps done at the newest evaluation."""
         self._worse: int = kept.get("worse", 0)
         self.enough: bool = kept.get("ended_at") == total_steps
-        """Whether training is to end."""
+        """Whether training must end."""
 
     def follow(self, step: int, results: Mapping[str, float]) -> bool:
         """Count the results of an evaluation; return whether they are the best so far."""
@@ -63,7 +63,7 @@ class Best:
         return False
 
     def keep(self) -> None:
-        """Store what was counted in the next checkpoint."""
+        """Store the state in the next checkpoint."""
         ended_at = self._total if self.enough else None
         counted = {"value": self.value, "step": self.step, "worse": self._worse, "ended_at": ended_at}
         counted["evaluated_at"] = self.evaluated_at
@@ -71,10 +71,10 @@ class Best:
 
 
 def check_metric(context: TaskContext) -> None:
-    """Check that the metric is one of the evaluation's.
+    """Check that evaluations report the metric.
 
     Raises:
-        UsageError: it is not; the message offers the nearest.
+        UsageError: they do not; the message offers the nearest name.
     """
     known, metric = context.objective.evaluated, context.config.best.metric
     if metric not in known:

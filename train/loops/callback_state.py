@@ -1,7 +1,7 @@
-"""What callbacks have counted so far, as a part of the checkpoint: a restart must not change when training stops.
+"""The state of callbacks as a part of the checkpoint: a restart must not change when training stops.
 
-Those attributes of a callback are saved that have changed since it was made, as far as `plain_values.py` can encode
-them. Everything else, such as open files, stays as each generation makes it, and is reported.
+The attributes of a callback that have changed since it was created are saved, as far as `plain_values.py` can encode
+them. Everything else, such as open files, is created by each generation, and is reported.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ _WITHOUT_STATE = {
 
 @dataclass
 class Progress:
-    """What is saved."""
+    """The saved state."""
 
     epoch: int = -1
-    """The epoch that has begun, from 0; -1: there was no training yet."""
+    """Index of the current epoch; -1 before training."""
     steps: int = 0
-    """Steps of this epoch; 0 once callbacks were called for its end."""
+    """Steps done in this epoch; 0 once callbacks were called for its end."""
     sums: dict[str, float] = field(default_factory=dict)
-    """The sums over those steps of each value that is logged."""
+    """Sum over those steps of each logged value."""
     epoch_logs: dict[str, float] = field(default_factory=dict)
-    """Logs of the newest epoch that has ended."""
+    """Logs of the newest finished epoch."""
     results: dict[str, float] = field(default_factory=dict)
     """The newest evaluation."""
     evaluated_at: int = -1
-    """After how many steps that was."""
+    """Steps done at the newest evaluation."""
     ended_at: int = 0
-    """Total steps of the training that a callback has ended; 0: none has."""
+    """Total steps of the training that a callback ended; 0 if none did."""
     callbacks: list[dict[str, bytes]] = field(default_factory=list)
-    """The changed attributes of each, encoded."""
+    """The changed attributes of each callback, encoded."""
     classes: list[str] = field(default_factory=list)
     """Names of the callbacks' classes."""
     sizes: list[int] = field(default_factory=list)
-    """Bytes in the file of each CSVLogger; -1: another callback, or no file."""
+    """Size of each CSVLogger's file in bytes; -1 for another callback or a missing file."""
 
 
 class CallbackState(tf.Module):
     """A variable of the checkpoint that holds a `Progress`."""
 
     def __init__(self) -> None:
-        """Begin with no training. Call outside of the strategy's scope: the variable is this task's own."""
+        """Call outside the strategy's scope: the variable belongs to this task."""
         super().__init__(name="callbacks")
         with tf.device("CPU:0"):
             self.encoded = tf.Variable(b"", trainable=False, dtype=tf.string)
 
     def write(self, progress: Progress) -> None:
-        """Set what the next checkpoint holds."""
+        """Set the state that the next checkpoint holds."""
         self.encoded.assign(plain_values.encode(vars(progress)))
 
     def read(self) -> Progress:
-        """Return the state in the checkpoint that was restored."""
+        """Return the state in the restored checkpoint."""
         encoded = self.encoded.numpy()
         return Progress(**plain_values.decode(encoded)) if encoded else Progress()
 
 
 def attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the attributes of a callback: those that can be saved, encoded, and the types of the others."""
+    """Return the encoded attributes of a callback, and the types of those that cannot be encoded."""
     encoded, lost = {}, {}
     skipped = {name for kind, names in _WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
     for name, value in plain_values.attributes_of(callback).items():
@@ -85,7 +85,7 @@ def attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
 
 
 def restore(callbacks: Sequence[Any], progress: Progress) -> list[str]:
-    """Restore the attributes of callbacks; return the names of those that are not what was saved."""
+    """Restore the attributes of callbacks; return the names of those that could not be restored."""
     lost = []
     for callback, values in zip(callbacks, progress.callbacks, strict=True):
         for name, encoded in values.items():
@@ -97,14 +97,14 @@ def restore(callbacks: Sequence[Any], progress: Progress) -> list[str]:
 
 
 def size_of(callback: Any) -> int:
-    """Return how long the file of a CSVLogger is; -1 for another callback."""
+    """Return the size of a CSVLogger's file; -1 for another callback."""
     path = Path(callback.filename) if isinstance(callback, keras.callbacks.CSVLogger) else None
     return path.stat().st_size if path and path.is_file() else -1
 
 
 @contextlib.contextmanager
 def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
-    """Make each CSVLogger that is opened inside append to its file, cut to the size that it had."""
+    """Make each CSVLogger that is opened inside truncate its file to the saved size and append to it."""
     loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=False) if size >= 0]
     before = [callback.append for callback, _ in loggers]
     for callback, size in loggers:

@@ -1,4 +1,4 @@
-"""Keras callbacks: those of TensorFlow's tutorials, and what calls any of them from the custom loop."""
+"""Keras callbacks: those of TensorFlow's tutorials, and the hooks that call any callback from the custom loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from train.settings import references
 
 
 def build(context: TaskContext) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that the configuration names; none where it names none.
+    """Return the callbacks that the configuration names.
 
     Raises:
         UsageError: there is no such function, or it does not return a list of callbacks of the Keras in use.
@@ -31,24 +31,24 @@ def build(context: TaskContext) -> list[keras.callbacks.Callback]:
     if not reference:
         return []
     function = CALLBACKS[reference] if reference in CALLBACKS else references.load("--callbacks", reference)
-    made = references.call("--callbacks", reference, function, context.run.path, context.task.name)
-    if not isinstance(made, list) or not all(isinstance(one, keras.callbacks.Callback) for one in made):
+    callbacks = references.call("--callbacks", reference, function, context.run.path, context.task.name)
+    if not isinstance(callbacks, list) or not all(isinstance(item, keras.callbacks.Callback) for item in callbacks):
         raise UsageError(
-            f"--callbacks {reference!r} returned {made!r:.120}; expected a list of "
+            f"--callbacks {reference!r} returned {callbacks!r:.120}; expected a list of "
             f"{keras.callbacks.Callback.__module__.partition('.')[0]} callbacks (use `from tensorflow import keras`)"
         )
-    swaps = [one for one in made if isinstance(one, getattr(keras.callbacks, "SwapEMAWeights", ()))]
+    swaps = [item for item in callbacks if isinstance(item, getattr(keras.callbacks, "SwapEMAWeights", ()))]
     if swaps and context.config.optimizer.ema and context.config.optimizer.ema_evaluate:
         raise UsageError(
             f"--callbacks {reference!r} has SwapEMAWeights, and --optimizer.ema evaluates by averages already: add "
             "--optimizer.ema-evaluate false, or leave one of them out"
         )
-    backups = [one for one in made if type(one) is keras.callbacks.BackupAndRestore]
+    backups = [item for item in callbacks if type(item) is keras.callbacks.BackupAndRestore]
     if backups and context.chief:
         print(
             f"--callbacks {reference}: BackupAndRestore is left out, as the run's checkpoints do its work", flush=True
         )
-    return [one for one in made if one not in backups]
+    return [item for item in callbacks if item not in backups]
 
 
 def tutorial(run: Path, task: str) -> list[keras.callbacks.Callback]:
@@ -58,7 +58,7 @@ def tutorial(run: Path, task: str) -> list[keras.callbacks.Callback]:
 
     Args:
         run: the run folder. The weights of every epoch go to `callbacks/<task>/`.
-        task: the task's name: each has its own callbacks, and writes to places of its own.
+        task: the task's name: each task has separate callbacks and folders.
     """
     weights = run / "callbacks" / task / "epoch-{epoch:03d}.weights.h5"
     weights.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,6 @@ class PrintRate(keras.callbacks.Callback):
     """Prints the learning rate of every epoch."""
 
     def on_epoch_end(self, epoch: int, _logs: dict[str, float] | None = None) -> None:
-        """Print it."""
         rate = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
         print(f"learning rate of epoch {epoch + 1}: {rate:g}", flush=True)
 
@@ -93,19 +92,11 @@ class PrintRate(keras.callbacks.Callback):
 class Hooks:
     """Calls the user's callbacks as `Model.fit` does, from both loops, and saves and restores their state.
 
-    An inner call of the custom loop is one batch of several steps to them, as with Keras's own `steps_per_execution`.
+    To callbacks, an inner call of the custom loop is one batch of several steps, as with Keras's `steps_per_execution`.
     """
 
     def __init__(self, context: TaskContext, state: CallbackState) -> None:
-        """Make the callbacks. Call once the model is compiled: they ask it for its optimizer.
-
-        Args:
-            context: of this task.
-            state: of the checkpoint that was restored.
-
-        Raises:
-            UsageError: there are no such callbacks, or this strategy does not allow them.
-        """
+        """Create the callbacks. Call once the model is compiled, because they use its optimizer."""
         self._context, self._model, self._state = context, context.model, state
         self._callbacks = build(context)
         try:
@@ -123,16 +114,16 @@ class Hooks:
         self._lost: set[str] = set()
         self._progress = state.read()
         self.results, self.evaluated_at = self._progress.results, self._progress.evaluated_at
-        """The newest evaluation in the restored checkpoint, and after how many steps that was."""
+        """The newest evaluation in the restored checkpoint, and the steps done at it."""
         self.enough = self._progress.ended_at == context.total_steps
         """Whether a callback has requested the end of training."""
 
     def begin(self, first: int, newest: Callable[[], dict[str, float]]) -> None:
-        """Begin training after `first` steps, or resume it with the state that callbacks had by then.
+        """Begin training after `first` steps, or resume it with the state that callbacks had then.
 
         Args:
             first: steps done before.
-            newest: returns the newest results on the test split, after an evaluation that is due; every task calls it.
+            newest: evaluates if that is due and returns the newest results on the test split; every task calls it.
         """
         restored, epoch = self._progress, self._context.epoch_of(first)
         classes = [type(callback).__name__ for callback in self._callbacks]
@@ -140,7 +131,7 @@ class Hooks:
         within = first < self._context.total_steps and not self.enough and restored.epoch == epoch
         self._model.stop_training = False
         with contextlib.ExitStack() as stack:
-            if resumes:  # they have had their effect already; calling them gives callbacks their files and the like
+            if resumes:  # they have had their effect; these calls only open files and the like
                 stack.enter_context(self._same_variables())
                 stack.enter_context(appending(self._callbacks, restored.sizes))
             self._list.on_train_begin()
@@ -167,7 +158,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def _same_variables(self) -> Iterator[None]:
-        """Give the model's and the optimizer's variables the values again that they had before."""
+        """Restore the values of the model's and the optimizer's variables on exit."""
         optimizer = getattr(self._model.optimizer, "variables", ())
         variables = [*self._model.variables, *(optimizer() if callable(optimizer) else optimizer)]
         before = [_value(variable) for variable in variables]
@@ -192,18 +183,18 @@ class Hooks:
         self._note_stop()
 
     def add(self, count: int, sums: Mapping[str, float]) -> None:
-        """Count steps of this epoch, and the sums of their values."""
+        """Add steps of this epoch and the sums of their values."""
         self._progress.steps += count
         self._progress.sums = {name: self._progress.sums.get(name, 0.0) + value for name, value in sums.items()}
 
     def around(self, inner: Inner) -> Inner:
-        """Return the custom loop's inner one with its callbacks."""
+        """Wrap the inner loop so that it calls the callbacks."""
 
         def hooked(first: int, count: int, stop: bool) -> LoopResult:
             self.begin_batch(first)
             result = inner(first, count, stop)
             values = {"loss": result.losses, self._context.objective.score_name: result.scores}
-            sums = {name: float(of.sum(dtype=np.float64)) for name, of in values.items()}
+            sums = {name: float(array.sum(dtype=np.float64)) for name, array in values.items()}
             self.end_batch(first + count, len(result.losses), sums)
             return result
 
@@ -257,7 +248,7 @@ class Hooks:
         self._state.write(progress)
 
     def _encoded(self) -> list[dict[str, bytes]]:
-        """Return the attributes of each callback, encoded; warn of those that cannot be, once."""
+        """Return the encoded attributes of each callback; warn once of those that cannot be encoded."""
         encoded, lost = [], set()
         for callback in self._callbacks:
             values, others = attributes(callback)
@@ -268,7 +259,7 @@ class Hooks:
         return encoded
 
     def _note_stop(self) -> None:
-        """Note that a callback ends the training: all tasks end it together, not Keras at once."""
+        """Record that a callback ends the training, which all tasks then end together."""
         self.enough |= bool(self._model.stop_training)
         self._model.stop_training = False
 

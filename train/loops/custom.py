@@ -35,13 +35,13 @@ class Training:
         self._context = context
         config, strategy = context.config, context.strategy
         with strategy.scope():
-            if not config.bitwise_elastic:  # a virtual shard knows nothing of those that are computed elsewhere
+            if not config.bitwise_elastic:  # virtual shards must not depend on each other
                 batch_normalization.synchronize_batch_normalization(context.model, strategy.num_replicas_in_sync)
         self._policy = context.new_policy()
         self._state = CallbackState() if config.callbacks else None
         self._best_state = BestState() if config.best.metric else None
         self._checkpoint = context.new_checkpoint(self._policy, self._state, self._best_state)
-        self._everyones = context.gathering()
+        self._gather = context.gathering()
         self._first = 0
         self._rehearsed: outer.Inner | None = None
         self._pipeline: pipeline.Pipeline | None = None
@@ -49,15 +49,15 @@ class Training:
         self._saved_at: int | None = None
 
     def rehearse(self) -> None:
-        """Trace and compile the step ahead, in a standby process: no step is done, and no weight changes."""
-        self._everyones(0)
+        """Trace and compile the step in a standby process, without changing any weight."""
+        self._gather(0)
         self._rehearsed = self._synchronous()
         self._rehearsed(0, 0, False)
 
     def _begin(self) -> None:
-        """Restore the newest checkpoint, and prepare what goes on from there."""
+        """Restore the newest checkpoint and build the loop that continues from it."""
         context, strategy = self._context, self._context.strategy
-        self._first = context.restore(self._checkpoint, self._everyones)
+        self._first = context.restore(self._checkpoint, self._gather)
         self._best: Best | None = None
         if self._best_state is not None:
             check_metric(context)
@@ -78,7 +78,7 @@ class Training:
         self._hooks: callbacks.Hooks | None = None
         if self._state is not None:
             with strategy.scope():  # callbacks ask the model for its optimizer
-                # Keras's own: one of the model's may take other arguments.
+                # The base class's method: a model's override may take other arguments.
                 keras.Model.compile(context.model, optimizer=self._policy.optimizer, jit_compile=False)
             self._hooks = callbacks.Hooks(context, self._state)
             self._report.results, self._report.evaluated_at = self._hooks.results, self._hooks.evaluated_at
@@ -87,23 +87,23 @@ class Training:
         """Return the inner loop in which all replicas take part in every step."""
         context, config = self._context, self._context.config
         replicas = context.strategy.num_replicas_in_sync
-        what = context.model, self._policy, context.objective, config.global_batch
+        parts = context.model, self._policy, context.objective, config.global_batch
         alone = replicas == 1 and config.micro_batches > 1
-        cut, train_step = None, TrainStep(*what, replicas, config.micro_batches, as_function=alone)
+        cut, train_step = None, TrainStep(*parts, replicas, config.micro_batches, as_function=alone)
         if shards := config.bitwise_elastic:
             cut = VirtualShards(shards, replicas)
-            train_step = ElasticTrainStep(*what, shards, config.micro_batches, shards=cut)
+            train_step = ElasticTrainStep(*parts, shards, config.micro_batches, shards=cut)
         data = context.source, self._first, config.global_batch, config.seed
         feed = train_feed(context.strategy, *data, cut, config.micro_batches)
-        return steps.synchronous(context.strategy, train_step, feed, config.steps_per_loop, self._signals)
+        return steps.SynchronousSteps(context.strategy, train_step, feed, config.steps_per_loop, self._signals)
 
     def _asynchronous(self) -> outer.Inner:
-        """Return the inner loop in which each worker does steps of its own."""
+        """Return the inner loop in which each worker does separate steps."""
         context, config = self._context, self._context.config
         train_step = TrainStep(
             context.model, self._policy, context.objective, config.global_batch, 1, config.micro_batches
         )
-        return parameter_server.asynchronous(
+        return parameter_server.AsynchronousSteps(
             context.strategy,
             train_step,
             context.source,
@@ -115,7 +115,7 @@ class Training:
         )
 
     def run(self) -> None:
-        """Train, and end well."""
+        """Train to the end or to a stop, then save, evaluate and report."""
         self._begin()
         config, context = self._context.config, self._context
         epoch = outer.EveryEpoch(context.epoch_end, self._follow_evaluation)
@@ -128,22 +128,22 @@ class Training:
         if self._hooks or self._best:
             self._overdue(every[0])
         if by_steps := timer.parse(config.checkpoint_every)[0]:
-            every.append(outer.Every(by_steps, self._save))  # with what callbacks have changed
+            every.append(outer.Every(by_steps, self._save))  # including changes by callbacks
         inner = trace.Tracer(context.run, context.task.name).around(self._policy.around(self._inner))
         step, stopped = outer.run(
             inner if self._hooks is None else self._hooks.around(inner),
             self._first,
-            self._first if self._enough else context.total_steps,
+            self._first if self._should_stop else context.total_steps,
             steps_per_loop=config.steps_per_loop,
             every=every,
             report=self._report_steps,
-            stop=lambda: context.stop.is_set() or self._enough,
+            stop=lambda: context.stop.is_set() or self._should_stop,
             save=self._save,
-            single=step_record.single_steps(context.run, context.generation, config.steps_per_loop, self._everyones),
+            single=step_record.single_steps(context.run, context.generation, config.steps_per_loop, self._gather),
         )
-        stopped = stopped and not self._any_enough()
+        stopped = stopped and not self._any_should_stop()
         if self._best and not stopped and self._report.evaluated_at != step:
-            self._evaluate(step)  # so that the last checkpoint has counted it
+            self._evaluate(step)  # so that the last checkpoint includes it
         if self._saved_at != step and (stopped or not self._hooks):
             self._save(step)
         if not stopped and self._report.evaluated_at != step:
@@ -153,17 +153,17 @@ class Training:
             if not stopped:
                 if self._agree(steps.Signals(stop=changed)).stop:
                     self._evaluate(step)
-                self._save(step)  # with what callbacks did at the end, such as to take the best weights
+                self._save(step)  # callbacks may have changed weights at the end, such as to the best ones
         self._checkpoint.release()
         if context.division and not context.division.whole:
-            context.division.release()  # the chief needs room for the whole model
+            context.division.release()  # the chief needs memory for the whole model
         self._report.end(step, stopped=stopped)
 
     @functools.cached_property
     def _evaluation(self) -> Callable[[], dict[str, float]]:
         if self._pipeline:
             return self._pipeline.evaluation()
-        return self._context.new_evaluation()  # reads the test split, which the first step need not wait for
+        return self._context.new_evaluation()  # reads the test split, for which the first step need not wait
 
     def _outputs(self, features: np.ndarray) -> Any:
         if self._pipeline:
@@ -171,12 +171,12 @@ class Training:
         return self._context.model(features, training=False)
 
     @property
-    def _enough(self) -> bool:
-        return any(each is not None and each.enough for each in (self._hooks, self._best))
+    def _should_stop(self) -> bool:
+        return any(part is not None and part.enough for part in (self._hooks, self._best))
 
-    def _any_enough(self) -> bool:
-        """Return whether any task's callbacks or evaluations request the end; all tasks call it at the same step."""
-        return self._agree(steps.Signals(stop=self._enough)).stop
+    def _any_should_stop(self) -> bool:
+        """Whether any task's callbacks or evaluations request the end; all tasks call it at the same step."""
+        return self._agree(steps.Signals(stop=self._should_stop)).stop
 
     def _signals(self, stop: bool, count: int) -> steps.Signals:
         if self._save_timer is None:  # of a rehearsal
@@ -184,7 +184,7 @@ class Training:
         return steps.Signals(stop, self._save_timer.due(count), self._save_timer.brief(count))
 
     def _record_work(self, worker: int, step: int) -> None:
-        """Record that a worker of parameter servers has done its part of the steps until this one."""
+        """Record that a worker of parameter servers has done its part of the steps up to this one."""
         self._worked[worker].done(step)
 
     def _report_steps(self, progress: outer.Progress) -> None:
@@ -220,22 +220,22 @@ class Training:
         return self._report.results
 
     def _overdue(self, evaluation: outer.Periodic) -> dict[str, float]:
-        """Return the newest results, after an evaluation that a stop came before."""
+        """Return the newest results; first evaluate if a stop has prevented an evaluation."""
         first, done = self._first, {self._report.evaluated_at, self._best.evaluated_at if self._best else -1}
         if 0 < first < self._context.total_steps and evaluation.due(first) and first not in done:
             self._evaluate(first)
         return self._report.results
 
     def _follow_evaluation(self, step: int) -> bool:
-        """Evaluate; return whether training shall end, which all tasks decide together."""
+        """Evaluate; return whether training must end, which all tasks decide together."""
         self._evaluate(step)
-        return self._best is not None and self._any_enough()
+        return self._best is not None and self._any_should_stop()
 
     def _end_epoch(self, step: int) -> bool:
-        """Call the callbacks; return whether training shall end, which all tasks decide together."""
+        """Call the callbacks; return whether training must end, which all tasks decide together."""
         assert self._hooks is not None
         self._hooks.end_epoch(step, self._report.results)
-        if self._any_enough():
+        if self._any_should_stop():
             self._hooks.enough = True
             return True
         self._hooks.begin_epoch(step)

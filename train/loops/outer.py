@@ -1,4 +1,4 @@
-"""The outer loop: calls the inner one again and again, and does the periodic work between two calls."""
+"""The outer loop: calls the inner loop repeatedly and does the periodic work between two calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from train.saving.checkpoint import diverged
 from train.saving.timer import following_steps
 
 Inner = Callable[[int, int, bool], LoopResult]
-"""Does some optimizer steps: (steps done before, steps to do, is this task to stop?) -> result."""
+"""Does optimizer steps: (steps done before, steps to do, whether this task must stop) -> result."""
 
 
 @dataclass(frozen=True)
 class Every:
     """Periodic work: `action(step)` whenever `steps` more optimizer steps are done.
 
-    An action that returns True ends the training; it must do so in every task of the cluster at the same step.
+    An action that returns True ends the training; it must do so in all tasks at the same step.
     """
 
     steps: int
@@ -34,20 +34,20 @@ class Every:
         return (step // self.steps + 1) * self.steps
 
     def due(self, step: int) -> bool:
-        """Return whether the action is due after `step`."""
+        """Whether the action is due after `step`."""
         return step % self.steps == 0
 
 
 @dataclass(frozen=True)
 class EveryEpoch:
-    """Periodic work: `action(step)` whenever an epoch ends; for the rest as `Every`."""
+    """Periodic work: `action(step)` whenever an epoch ends; otherwise like `Every`."""
 
     next: Callable[[int], int]
-    """Steps done -> those at the end of their epoch."""
+    """Steps done -> steps done at the end of their epoch."""
     action: Callable[[int], object]
 
     def due(self, step: int) -> bool:
-        """Return whether the action is due after `step`."""
+        """Whether the action is due after `step`."""
         return self.next(step - 1) == step
 
 
@@ -56,14 +56,14 @@ Periodic = Every | EveryEpoch
 
 @dataclass(frozen=True)
 class Progress:
-    """Some optimizer steps that were just done."""
+    """The newest optimizer steps."""
 
     first: int
     """Steps done before them."""
     result: LoopResult
     seconds: float
     compiled: bool
-    """Whether their time holds the tracing and compiling of the step."""
+    """Whether their time includes tracing and compiling."""
 
     @property
     def step(self) -> int:
@@ -85,25 +85,25 @@ def run(
 ) -> tuple[int, bool]:
     """Train from step `first` to step `total`.
 
-    How many steps an inner call does follows from the step and from what the tasks agreed on, so every task of the
-    cluster does the same.
+    The number of steps of an inner call follows from the step and from signals that all tasks share, so all tasks make
+    the same calls.
 
     Args:
-        inner: does some steps.
+        inner: does steps.
         first: steps done before.
-        total: steps to be done in all.
+        total: steps of the whole training.
         steps_per_loop: most steps in one inner call.
-        every: periodic work. None is done after the last step, which has work of its own.
+        every: periodic work. None is done after the last step, where the caller does its final work.
         report: called after every inner call.
-        stop: whether this task is to stop.
-        save: saves a checkpoint, when a task requests one before training ends: after the periodic work of that step.
-        single: steps after each of which the inner loop is called for one step alone.
+        stop: whether this task must stop.
+        save: saves a checkpoint after the periodic work of a step, if a task requests one before training ends.
+        single: steps after each of which the inner loop is called for a single step.
 
     Returns:
-        The steps done, and whether training was stopped before `total` (not: ended by an action).
+        The steps done, and whether training was stopped before `total`, other than by an action.
 
     Raises:
-        RunFailed: a loss was not finite; names the step.
+        RunFailed: a loss was not finite; the message names the step.
     """
     step, most = first, 1  # the first call compiles: keep it short
     while step < total:
@@ -135,7 +135,7 @@ def _check_finite(progress: Progress) -> None:
 
 
 def not_finite(loss: float, step: int) -> RunFailed:
-    """Return the error of a loss that is no number."""
+    """Return the error of a NaN or infinite loss."""
     return diverged(f"loss is {loss} at step {step}")
 
 

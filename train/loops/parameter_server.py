@@ -1,4 +1,4 @@
-"""The inner loop under ParameterServerStrategy: the chief hands slices of steps to whichever worker is free."""
+"""The inner loop under ParameterServerStrategy: the chief schedules slices of steps on free workers."""
 
 from __future__ import annotations
 
@@ -16,128 +16,143 @@ from train.loops.steps import LoopResult, OwnSignals
 from train.loops.train_step import Computed, TrainStep, part_of, repeat
 
 
-def asynchronous(
-    strategy: tf.distribute.ParameterServerStrategy,
-    train_step: TrainStep,
-    source: Source,
-    *,
-    seed: int,
-    steps_per_loop: int,
-    workers: int,
-    signals: OwnSignals,
-    worked: Callable[[int, int], None],
-) -> Callable[[int, int, bool], LoopResult]:
-    """Return a function that does some asynchronous steps: (steps done before, steps to do, stop?) -> result.
+class AsynchronousSteps:
+    """Does asynchronous steps: (steps done before, steps to do, stop?) -> result.
 
-    A step is one worker's update from a whole global batch. From arrays and from a random-access source, the batch
-    follows from the step's number alone, and each is seen once an epoch at any number of workers. From a stream, or a
-    dataset of a function, each worker reads on in an order of its own. Two updates may start from the same weights:
-    that is this strategy, and why its runs do not repeat bit for bit.
+    A step is one worker's update from a whole global batch. With arrays and random-access sources, the batch follows
+    from the step's number, and each example is seen once an epoch with any number of workers. With a stream or the
+    dataset of a function, each worker reads in a different order. Two updates may start from the same weights, which is
+    why runs under this strategy do not repeat bit for bit.
 
-    The slice of a worker that died is handed out again. What each step gave is noted on a parameter server once its
-    update is made, and a step that is noted is not done again: of a slice only the step in which the worker died can
-    update twice, wholly or some of the variables.
-
-    `worked` is called with the index of a worker and the last step of a slice that it did, once all slices are done.
-    The chief alone decides, by `signals` after the steps.
+    The slice of a worker that died is scheduled again. The result of each step is recorded on a parameter server after
+    its update, and a recorded step is not repeated: only the step in which the worker died can update some or all
+    variables twice.
     """
-    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
-    batch_slice = BatchSlice(train_step.global_batch, seed)
+    def __init__(
+        self,
+        strategy: tf.distribute.ParameterServerStrategy,
+        train_step: TrainStep,
+        source: Source,
+        *,
+        seed: int,
+        steps_per_loop: int,
+        workers: int,
+        signals: OwnSignals,
+        worked: Callable[[int, int], None],
+    ) -> None:
+        """Prepare the steps.
 
-    @tf.function(autograph=False)  # a call of its own, so that it can be waited for
-    def one_step(batch: Batch, step: tf.Tensor) -> tf.Tensor:
-        def compute(batch: Batch, step: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Computed:
-            def batch_of(part: tf.Tensor) -> Batch:
-                return batch if micro_batch is None else part_of(batch, part, train_step.micro_batches)
+        Args:
+            strategy: the strategy of the chief.
+            train_step: the step of one worker.
+            source: the training data.
+            seed: the seed of the data's order.
+            steps_per_loop: most steps of one call.
+            workers: number of workers.
+            signals: the chief's requests after the steps; it decides alone.
+            worked: called once all slices are done, with the index of a worker and the last step of each of its slices.
+        """
+        self._strategy, self._train_step, self._source = strategy, train_step, source
+        self._batch_slice = BatchSlice(train_step.global_batch, seed)
+        self._workers, self._signals, self._worked = workers, signals, worked
+        self._no_results = tf.fill([steps_per_loop, 2], math.nan)  # NaN: not done yet
+        with strategy.scope():
+            self._recorded_S2 = tf.Variable(self._no_results, trainable=False, name="recorded")
+        # A separate call, so that it can be waited for.
+        self._one_step = tf.function(self._trace_step, autograph=False)
+        self._slice = tf.function(self._trace_slice, autograph=False)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        dataset = worker_dataset(source, train_step.global_batch, seed)
+        self._iterator = iter(self._coordinator.create_per_worker_dataset(dataset))
 
-            return train_step.compute(batch_of, step, tf.constant(0, tf.int64), micro_batch)
+    def __call__(self, first: int, count: int, stop: bool) -> LoopResult:
+        """Do steps."""
+        # Two slices per worker: a fast worker takes another one while a slow one finishes.
+        size = max(1, count // (2 * self._workers))
+        slices = [(at, min(size, first + count - at)) for at in range(first, first + count, size)]
+        self._recorded_S2.assign(self._no_results)
+        pending = []
+        for at, length in slices:
+            numbers = (tf.constant(number, tf.int64) for number in (at, at - first, length))
+            pending.append(self._coordinator.schedule(self._slice, (self._iterator, *numbers)))
+        self._coordinator.join()
+        results = []
+        for value, (at, length) in zip(pending, slices, strict=True):
+            self._worked(_worker_of(value), at + length)
+            results.append(value.fetch()[:length])
+        results_S2 = np.concatenate(results)
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], self._signals(stop, 0))
 
-        def update(computed: Computed) -> tf.Tensor:
-            return train_step.update(computed)[0]
-
-        if not train_step.accumulates:
-            return strategy.run(lambda *args: update(compute(*args)), args=(batch, step))
-        return strategy.run(update, args=(train_step.accumulated(compute, strategy.run, (batch, step)),))
-
-    with strategy.scope():  # what each step of a call of `run` gave; NaN: it was not done yet
-        noted_S2 = tf.Variable(tf.fill([steps_per_loop, 2], math.nan), trainable=False, name="noted")
-
-    @tf.function(autograph=False)
-    def work(iterator: Any, first: tf.Tensor, place: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        examples = iterator.get_next() if source.arrays else None
-
-        def batch_of(step: tf.Tensor) -> Batch:
-            zero = tf.constant(0, tf.int64)
-            if examples is not None:
-                return memory.train_batch(examples, step, zero, batch_slice)
-            if source.train_batch:
-                return source.train_batch(step, zero, batch_slice)
-            return iterator.get_next()
+    def _trace_slice(self, iterator: Any, first: tf.Tensor, place: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        examples = iterator.get_next() if self._source.arrays else None
 
         def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
-            batch = batch_of(first + done)
-            before_2 = tf.gather(noted_S2, place + done)
+            batch = self._batch(iterator, examples, first + done)
+            before_2 = tf.gather(self._recorded_S2, place + done)
 
             def do() -> tf.Tensor:
-                result_2 = one_step(batch, first + done)
+                result_2 = self._one_step(batch, first + done)
                 with tf.control_dependencies([result_2]):
-                    noted_S2.scatter_nd_update([[place + done]], [result_2])
+                    self._recorded_S2.scatter_nd_update([[place + done]], [result_2])
                 return result_2
 
             result_2 = tf.cond(tf.math.is_nan(before_2[0]), do, lambda: before_2)
             return tf.tensor_scatter_nd_update(results_S2, [[done]], [result_2])
 
-        return repeat(count, step, tf.zeros([steps_per_loop, 2]))
+        return repeat(count, step, tf.zeros(self._no_results.shape))
 
-    iterator = iter(coordinator.create_per_worker_dataset(worker_dataset(source, train_step.global_batch, seed)))
+    def _batch(self, iterator: Any, examples: Any, step: tf.Tensor) -> Batch:
+        zero = tf.constant(0, tf.int64)
+        if examples is not None:
+            return memory.train_batch(examples, step, zero, self._batch_slice)
+        if self._source.train_batch:
+            return self._source.train_batch(step, zero, self._batch_slice)
+        return iterator.get_next()
 
-    def run(first: int, count: int, stop: bool) -> LoopResult:
-        # Two slices a worker: a fast worker takes another one while a slow one finishes.
-        size = max(1, count // (2 * workers))
-        slices = [(at, min(size, first + count - at)) for at in range(first, first + count, size)]
-        noted_S2.assign(tf.fill([steps_per_loop, 2], math.nan))
-        pending = [
-            coordinator.schedule(work, (iterator, *(tf.constant(number, tf.int64) for number in (at, at - first, n))))
-            for at, n in slices
-        ]
-        coordinator.join()
-        for value, (at, n) in zip(pending, slices, strict=True):
-            worked(_worker_of(value), at + n)
-        results = [value.fetch()[:n] for value, (_, n) in zip(pending, slices, strict=True)]
-        results_S2 = np.concatenate(results)
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], signals(stop, 0))
+    def _trace_step(self, batch: Batch, step: tf.Tensor) -> tf.Tensor:
+        train_step, run = self._train_step, self._strategy.run
+        if not train_step.accumulates:
+            return run(lambda *args: self._update(self._compute(*args)), args=(batch, step))
+        return run(self._update, args=(train_step.accumulated(self._compute, run, (batch, step)),))
 
-    return run
+    def _compute(self, batch: Batch, step: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Computed:
+        def batch_of(part: tf.Tensor) -> Batch:
+            return batch if micro_batch is None else part_of(batch, part, self._train_step.micro_batches)
+
+        return self._train_step.compute(batch_of, step, tf.constant(0, tf.int64), micro_batch)
+
+    def _update(self, computed: Computed) -> tf.Tensor:
+        return self._train_step.update(computed)[0]
 
 
 def _worker_of(value: Any) -> int:
-    """Return the index of the worker that computed a remote value: its tensor is there, which has no public name."""
+    """Return the index of the worker that computed a remote value, from the device of its tensor."""
     return int(tf.DeviceSpec.from_string(value._values.device).task)
 
 
 def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[], tf.data.Dataset]:
-    """Return what makes a worker's dataset, on that worker: all examples at once, or an endless stream of batches."""
+    """Return the factory of a worker's dataset: all examples as one element, or an infinite stream of batches."""
 
     def examples() -> tf.data.Dataset:
-        # One element, the whole split: read by the worker itself, then handed out by reference.
+        # One element, the whole split, which the worker reads once and then passes by reference.
         assert source.arrays is not None
         split = source.arrays.train
         return tf.data.Dataset.from_tensors(0).map(lambda _: memory.load(split)).cache().repeat()
 
     def batches() -> tf.data.Dataset:
         if source.train_batch:
-            return tf.data.Dataset.from_tensors(0)  # each is read by its step
+            return tf.data.Dataset.from_tensors(0)  # each step reads its batch
         return shuffled_batches(source, global_batch, seed)
 
     return examples if source.arrays else batches
 
 
 def shuffled_batches(source: Source, global_batch: int, seed: int) -> tf.data.Dataset:
-    """Return global batches without end, from a random place of the endless order of (seed, epoch).
+    """Return an infinite dataset of global batches, from a random place of the order of (seed, epoch).
 
-    Every worker runs the same graph and does not know which one it is. What makes them differ is the place, which each
-    of them draws anew in each generation.
+    All workers run the same graph and do not know their index. They differ by the place, which each of them draws at
+    random in each generation.
     """
     if source.own_order:
         return source.own_order(global_batch, seed)

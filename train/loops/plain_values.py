@@ -1,8 +1,8 @@
 """Python values as bytes and back, without pickle: decoding creates data and runs no code.
 
-Numbers, text, containers, arrays and random generators are created again. Objects, functions with closures, variables
-and metrics are updated in place: the process that decodes must have an equal one there, as callbacks have that the
-same function makes.
+Decoding creates numbers, text, containers, arrays and random generators. It updates objects, functions with closures,
+variables and metrics in place, so the decoding process must have an equal object. Callbacks that the same function
+creates fulfil that.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import tensorflow as tf
 from tensorflow import keras
 
 COMPARISONS = {name: getattr(keras.ops, name) for name in ("less", "greater")} if hasattr(keras, "ops") else {}
-"""The functions that Keras 3 compares monitored values with; tf_keras has them from the start.
+"""The functions with which Keras 3 compares monitored values.
 
-Keras 3 chooses one at the end of the first epoch and reverses the sign of `min_delta` then. Chosen again after a
-restart, it would reverse the sign again.
+Keras 3 chooses one at the end of the first epoch and then reverses the sign of `min_delta`. Choosing again after a
+restart would reverse the sign again.
 """
-OF_KERAS = ("model", "_model", "params", "_params", "validation_data")
+KERAS_ATTRIBUTES = ("model", "_model", "params", "_params", "validation_data")
 """Attributes that Keras gives every callback."""
 _FACTORIES = {
     "None": None,
@@ -53,15 +53,15 @@ _STATELESS = (
     keras.optimizers.Optimizer,
 )
 _FOREIGN = {"tensorflow", "keras", "tf_keras", *sys.stdlib_module_names}
-"""Packages whose objects are not looked into."""
+"""Packages whose objects are not encoded by their attributes."""
 
 
 def encode(value: Any, *, in_place: bool = False) -> bytes:
-    """Return a value as bytes, the same for equal values.
+    """Encode a value as bytes, which are the same for equal values.
 
     Args:
-        value: to be encoded.
-        in_place: whether `decode` will get an equal object to update.
+        value: the value to encode.
+        in_place: whether `decode` will receive an equal object to update.
 
     Raises:
         TypeError: something in it cannot be encoded.
@@ -75,10 +75,10 @@ def encode(value: Any, *, in_place: bool = False) -> bytes:
 
 
 def decode(encoded: bytes, current: Any = None) -> Any:
-    """Return an encoded value, or `current` updated to it.
+    """Decode a value, or update `current` to it.
 
     Raises:
-        ValueError: `current` is not such an object.
+        ValueError: `current` is an object of another kind.
     """
     file, arrays = io.BytesIO(encoded), []
     while file.tell() < len(encoded):
@@ -91,15 +91,15 @@ def decode(encoded: bytes, current: Any = None) -> Any:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, without those that Keras gives a callback."""
-    return {name: part for name, part in vars(value).items() if name not in OF_KERAS}
+    return {name: part for name, part in vars(value).items() if name not in KERAS_ATTRIBUTES}
 
 
 def _pairs(mapping: Any) -> list[list[Any]]:
     return [[key, part] for key, part in mapping.items()]
 
 
-def _factory(of: Any) -> str | None:
-    return next((name for name, one in _FACTORIES.items() if one is of.default_factory), None)
+def _factory(mapping: Any) -> str | None:
+    return next((name for name, factory in _FACTORIES.items() if factory is mapping.default_factory), None)
 
 
 def _default_dict(parts: Any, current: Any) -> Any:
@@ -144,13 +144,11 @@ _CREATED: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     np.random.RandomState: (lambda value: value.get_state(legacy=False), _random_state),
     tf.__internal__.EagerTensor: (lambda value: value.numpy(), lambda array, _: tf.constant(array)),
 }
-"""Types whose values are created again: value -> simpler value; simpler value, current one -> value."""
+"""Types whose values are created on decoding: value -> simpler value; (simpler value, current value) -> value."""
 _NAMES = {kind.__name__: kind for kind in _CREATED}
 
 
 class _Encoder:
-    """Turns a value into JSON and arrays."""
-
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self._arrays = arrays
         self._entered: set[int] = set()
@@ -186,13 +184,13 @@ class _Encoder:
             return {"method": [_name(value), self.plain(value.__self__, in_place=True)]}
         if isinstance(value, types.FunctionType):
             return {"function": [_name(value), self._cells(value)]}
-        if not _is_looked_into(value):
+        if not _is_encoded_by_attributes(value):
             raise TypeError(f"{type(value).__name__} cannot be encoded")
         parts = {name: self.plain(part, in_place=True) for name, part in attributes_of(value).items()}
         return {"object": [_name(value), parts]}
 
     def _cells(self, function: types.FunctionType) -> dict[str, Any]:
-        """Return those values of a closure that can be encoded: most others are tools, not state."""
+        """Return the values of a closure that can be encoded; most others are tools, not state."""
         cells = {}
         for name, cell in _closure(function).items():
             try:
@@ -210,8 +208,6 @@ class _Encoder:
 
 
 class _Decoder:
-    """Turns what `_Encoder` made into values."""
-
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self._arrays = arrays
 
@@ -249,9 +245,9 @@ class _Decoder:
 
 
 def _name(value: Any) -> str:
-    """Return the name of a function or a method, or that of an object's type."""
-    named = value if isinstance(value, types.FunctionType) else getattr(value, "__func__", type(value))
-    return str(named.__qualname__)
+    """Return the name of a function, of a method or of an object's type."""
+    function_or_type = value if isinstance(value, types.FunctionType) else getattr(value, "__func__", type(value))
+    return str(function_or_type.__qualname__)
 
 
 def _closure(function: types.FunctionType) -> dict[str, Any]:
@@ -259,7 +255,7 @@ def _closure(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _variables(value: Any) -> list[Any]:
-    """Return the variables that an object consists of: a variable, a metric, a generator of random numbers."""
+    """Return the variables of an object that consists of them: a variable, a metric or a random generator."""
     if isinstance(value, (tf.Variable, getattr(keras, "Variable", tf.Variable))):
         return [value]
     if isinstance(value, keras.metrics.Metric):
@@ -268,8 +264,8 @@ def _variables(value: Any) -> list[Any]:
     return [value.state] if isinstance(value, generators) else []
 
 
-def _is_looked_into(value: Any) -> bool:
-    """Whether an object is fully described by its attributes: a callback inside of another, or plain Python."""
+def _is_encoded_by_attributes(value: Any) -> bool:
+    """Whether attributes fully describe an object: a callback inside another one, or a plain Python object."""
     if isinstance(value, keras.callbacks.Callback):
         return True
     kind: Any = type(value)

@@ -1,7 +1,7 @@
 """The inner loops: many optimizer steps, or a whole evaluation, inside one call of a `tf.function`.
 
 Shapes: B replica batch, K outputs, S steps of one loop, P parts of a step's results, N batches of all replicas, M
-means that an evaluation reports.
+reported means of an evaluation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from train.telemetry.timing import Times
 
 @dataclass(frozen=True)
 class Signals:
-    """What one task requests, or any task: all tasks see the same sum, so all act on it after the same step."""
+    """The requests of one task, or of any: all tasks see the same sum, so all act on it after the same step."""
 
     stop: bool = False
     """Training ends."""
@@ -38,121 +38,132 @@ class Signals:
     """Inner calls do fewer steps from now on, so that a checkpoint can follow each."""
 
     def to_array(self) -> np.ndarray:
-        """Return what can be added up over tasks: `[3] float32`."""
+        """Return an array that can be added up over tasks: `[3] float32`."""
         return np.array([self.stop, self.save, self.brief], np.float32)
 
     @classmethod
     def from_sum(cls, sum_3: np.ndarray) -> Signals:
-        """Return what any of the tasks requests whose arrays were added up."""
+        """Return the requests of any of the tasks whose arrays were added up."""
         return cls(*(sum_3 > 0).tolist())
 
 
 OwnSignals = Callable[[bool, int], Signals]
-"""Returns what this task requests: (is it to stop?, steps until that is acted on) -> signals."""
+"""Returns the requests of this task: (whether it must stop, steps until the tasks act on that) -> signals."""
 
 
 def stop_signal(stop: bool, _steps: int) -> Signals:
-    """Request what every task may: to stop where it was requested to."""
+    """Request only to stop."""
     return Signals(stop)
 
 
 @dataclass(frozen=True)
 class LoopResult:
-    """What some optimizer steps gave, over all replicas."""
+    """Results of optimizer steps, over all replicas."""
 
     losses: np.ndarray
-    """`[S] float32`: loss of each step's global batch, regularisation included, before the step's update."""
+    """`[S] float32`: loss of each step's global batch before its update, including regularization."""
     scores: np.ndarray
     """`[S] float32`: mean score of each step's global batch."""
     signals: Signals
-    """What any task requests."""
+    """Requests of any task."""
     times: Times | None = None
-    """What the steps took this task, where that can be measured."""
+    """How long the steps took this task, if that can be measured."""
 
 
-def synchronous(
-    strategy: tf.distribute.Strategy,
-    train_step: TrainStep,
-    feed: Feed,
-    steps_per_loop: int,
-    signals: OwnSignals = stop_signal,
-) -> Callable[[int, int, bool], LoopResult]:
-    """Return a function that does some synchronous steps: (steps done before, steps to do, stop?) -> result.
+class SynchronousSteps:
+    """Does synchronous steps in one call: (steps done before, steps to do, stop?) -> result.
 
-    It is traced once whatever the number of steps, and talks to the other tasks once a step (gradients) and once more
-    at its end (results and signals). `signals` returns, before the steps, what this task requests. A call of 0 steps
-    traces and compiles it, and changes nothing.
+    The call is one `tf.function`, which is traced once for any number of steps. It exchanges gradients with the other
+    tasks in every step, and results and signals once at its end. A call of 0 steps only traces and compiles.
     """
-    timer = StepTimer(strategy)
-    in_parts = train_step.accumulates or train_step.parts > 1
 
-    def compute(marks: ReplicaTimer, given: Any, step: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Any:
-        marks = ReplicaTimer() if masks.is_counting() else marks
-        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-        batch_of = marks.feed(lambda part: feed.batch(given, step, part), in_parts=in_parts)
-        return train_step.compute(batch_of, step, replica, micro_batch)
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        train_step: TrainStep,
+        feed: Feed,
+        steps_per_loop: int,
+        signals: OwnSignals = stop_signal,
+    ) -> None:
+        """Prepare the steps; `signals` returns the requests of this task before each call."""
+        self._strategy, self._train_step, self._feed = strategy, train_step, feed
+        self._steps_per_loop, self._signals = steps_per_loop, signals
+        self._timer = StepTimer(strategy)
+        self._in_parts = train_step.accumulates or train_step.parts > 1
+        # A separate call, so that all of its work is done when its results are there.
+        self._called_step = tf.function(self._step, autograph=False)
+        self._loop = tf.function(self._trace_loop, autograph=False)
+        self._input: Any = None if feed.ahead else ()
+        """The input of the next step, if the feed is called one step ahead."""
 
-    def update(marks: ReplicaTimer, results_SP2: tf.Tensor, computed: Any, done: tf.Tensor) -> tf.Tensor:
-        marks.computed(computed.gradients)
-        return tf.tensor_scatter_nd_update(results_SP2, [[done]], [train_step.update(computed)])
+    def __call__(self, first: int, count: int, stop: bool) -> LoopResult:
+        """Do steps."""
+        signals_3 = tf.constant(self._signals(stop, count).to_array())
+        numbers = [tf.constant(number, tf.int64) for number in (first, count, self._timer.every)]
+        began = time.perf_counter()
+        step_input = self._feed.next() if self._input is None else self._input
+        flat, self._input = self._loop(numbers[0], numbers[1], signals_3, numbers[2], step_input)
+        flat = flat.numpy()
+        times = self._timer.take(count, time.perf_counter() - began)
+        results_S2 = flat[:-3].reshape(self._steps_per_loop, self._train_step.parts, 2)[:count].sum(1)
+        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]), times)
 
-    def whole(results_SP2: tf.Tensor, given: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked) -> tf.Tensor:
-        marks = timer.replica(marked)
-        return update(marks, results_SP2, compute(marks, given, step), done)
-
-    def one_step(results: Any, given: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked) -> Any:
-        if not train_step.accumulates:
-            return timer.run(whole, (results, given, step, done, marked))
-        computed = train_step.accumulated(
-            lambda given, step, marked, micro_batch: compute(timer.replica(marked), given, step, micro_batch),
-            timer.run,
-            (given, step, marked),
-        )
-        return timer.run(lambda marked, *args: update(timer.replica(marked), *args), (marked, results, computed, done))
-
-    # A call of its own, so that all it does is done when its results are there.
-    called_step = tf.function(one_step, autograph=False)
-
-    @tf.function(autograph=False)
-    def loop(first: tf.Tensor, count: tf.Tensor, signals_3: tf.Tensor, every: tf.Tensor, given: Any) -> Any:
+    def _trace_loop(
+        self, first: tf.Tensor, count: tf.Tensor, signals_3: tf.Tensor, every: tf.Tensor, step_input: Any
+    ) -> Any:
         def step(done: tf.Tensor, state: Any) -> Any:
-            results, given = state
-            marked = timer.begin(done, every)
-            if not feed.ahead:
-                return one_step(results, feed.next(), first + done, done, marked), given
-            following = feed.next()
-            results = called_step(results, given, first + done, done, marked)
-            return results, timer.next_batch(results, following, marked)
+            results, step_input = state
+            marked = self._timer.begin(done, every)
+            if not self._feed.ahead:
+                return self._step(results, self._feed.next(), first + done, done, marked), step_input
+            following = self._feed.next()
+            results = self._called_step(results, step_input, first + done, done, marked)
+            return results, self._timer.next_batch(results, following, marked)
 
         def start() -> tf.Tensor:
-            return tf.zeros([steps_per_loop, train_step.parts, 2])
+            return tf.zeros([self._steps_per_loop, self._train_step.parts, 2])
 
         def join(results_SP2: tf.Tensor, signals_3: tf.Tensor) -> tf.Tensor:
             return tf.concat([tf.reshape(results_SP2, [-1]), signals_3], 0)
 
-        results, given = repeat(count, step, (strategy.run(start), given))
-        timer.end((results, given))
-        return strategy.reduce("SUM", strategy.run(join, args=(results, signals_3)), axis=None), given
+        results, step_input = repeat(count, step, (self._strategy.run(start), step_input))
+        self._timer.end((results, step_input))
+        total = self._strategy.reduce("SUM", self._strategy.run(join, args=(results, signals_3)), axis=None)
+        return total, step_input
 
-    given: Any = None if feed.ahead else ()  # for the next step, where the feed is called one step early
+    def _step(self, results: Any, step_input: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked) -> Any:
+        if not self._train_step.accumulates:
+            return self._timer.run(self._whole, (results, step_input, step, done, marked))
+        computed = self._train_step.accumulated(self._micro_batch, self._timer.run, (step_input, step, marked))
+        return self._timer.run(self._marked_update, (marked, results, computed, done))
 
-    def run(first: int, count: int, stop: bool) -> LoopResult:
-        nonlocal given
-        signals_3 = tf.constant(signals(stop, count).to_array())
-        numbers = [tf.constant(number, tf.int64) for number in (first, count, timer.every)]
-        began = time.perf_counter()
-        given = feed.next() if given is None else given
-        flat, given = loop(numbers[0], numbers[1], signals_3, numbers[2], given)
-        flat = flat.numpy()
-        times = timer.take(count, time.perf_counter() - began)
-        results_S2 = flat[:-3].reshape(steps_per_loop, train_step.parts, 2)[:count].sum(1)
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]), times)
+    def _whole(
+        self, results_SP2: tf.Tensor, step_input: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked
+    ) -> tf.Tensor:
+        marks = self._timer.replica(marked)
+        return self._update(marks, results_SP2, self._compute(marks, step_input, step), done)
 
-    return run
+    def _micro_batch(self, step_input: Any, step: tf.Tensor, marked: Marked, micro_batch: tf.Tensor) -> Any:
+        return self._compute(self._timer.replica(marked), step_input, step, micro_batch)
+
+    def _marked_update(self, marked: Marked, *arguments: Any) -> tf.Tensor:
+        return self._update(self._timer.replica(marked), *arguments)
+
+    def _compute(
+        self, marks: ReplicaTimer, step_input: Any, step: tf.Tensor, micro_batch: tf.Tensor | None = None
+    ) -> Any:
+        marks = ReplicaTimer() if masks.is_counting() else marks
+        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+        batch_of = marks.feed(lambda part: self._feed.batch(step_input, step, part), in_parts=self._in_parts)
+        return self._train_step.compute(batch_of, step, replica, micro_batch)
+
+    def _update(self, marks: ReplicaTimer, results_SP2: tf.Tensor, computed: Any, done: tf.Tensor) -> tf.Tensor:
+        marks.computed(computed.gradients)
+        return tf.tensor_scatter_nd_update(results_SP2, [[done]], [self._train_step.update(computed)])
 
 
 def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
-    """Return a function: this task's number -> the number of each replica's task; all tasks call it."""
+    """Return a function from this task's number to the numbers of all replicas' tasks; all tasks call it."""
     replicas = strategy.num_replicas_in_sync
 
     @tf.function(autograph=False)
@@ -167,13 +178,13 @@ def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
 
 
 def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
-    """Return a function: what this task requests -> what any does; all tasks call it at the same step."""
+    """Return a function from this task's signals to those of any task; all tasks call it at the same step."""
     sum_up = total(strategy)
     return lambda signals: Signals.from_sum(sum_up(tf.constant(signals.to_array())).numpy())
 
 
 def total(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Return a function that adds up each task's value over all replicas."""
+    """Return a function that adds up a value over all replicas."""
 
     @tf.function(autograph=False)
     def sum_up(value: tf.Tensor) -> tf.Tensor:
@@ -194,25 +205,22 @@ def evaluation(
     """Return a function that evaluates the model on every example of a split exactly once, at any replica count.
 
     Args:
-        strategy: whose replicas share the work; every task calls the function. None: this task does it all.
-        model: what is evaluated.
-        objective: by what.
-        feed: the split's batches, padding with weight 0.
-        num_examples: of the split.
-        batch: examples that one replica takes at once.
+        strategy: its replicas share the work, and all tasks call the function; None: this task does all the work.
+        model: the model to evaluate.
+        objective: the reported functions.
+        feed: the split's batches; padding has weight 0.
+        num_examples: number of examples in the split.
+        batch: examples per replica and step.
     """
     replicas = strategy.num_replicas_in_sync if strategy else 1
     batches = eval_batches(num_examples, replica_batch=batch, num_replicas=replicas)
 
-    def start() -> tf.Tensor:
-        return tf.zeros([batches * replicas, 2, len(objective.reported)])
-
-    def add(totals_N2M: tf.Tensor, given: Any, at: tf.Tensor) -> tf.Tensor:
+    def add(totals_N2M: tf.Tensor, batch_input: Any, at: tf.Tensor) -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
         replica = tf.cast(replica, tf.int64)
-        examples = feed.batch(given, at, replica)
+        examples = feed.batch(batch_input, at, replica)
         outputs_BK = full_precision(model(as_input(model, examples.features), training=False))
-        totals_M2 = [totals(of, examples, outputs_BK) for of in objective.reported.values()]
+        totals_M2 = [totals(function, examples, outputs_BK) for function in objective.reported.values()]
         return tf.tensor_scatter_nd_update(totals_N2M, [[at * replicas + replica]], [tf.transpose(totals_M2)])
 
     @tf.function(autograph=False)
@@ -221,14 +229,16 @@ def evaluation(
             arguments = (totals, feed.next(), at)
             return strategy.run(add, args=arguments) if strategy else add(*arguments)
 
-        totals = repeat(tf.constant(batches, tf.int64), evaluate, strategy.run(start) if strategy else start())
+        shape = [batches * replicas, 2, len(objective.reported)]
+        start = strategy.run(lambda: tf.zeros(shape)) if strategy else tf.zeros(shape)
+        totals = repeat(tf.constant(batches, tf.int64), evaluate, start)
         return strategy.reduce("SUM", totals, axis=None) if strategy else totals
 
     return lambda: results(evaluate_all().numpy(), objective)
 
 
 def totals(function: PerExample, examples: Batch, outputs_BK: Named) -> list[tf.Tensor]:
-    """Return the sum of a function's values, and the number of examples, or of positions without a mask, in it."""
+    """Return the sum of a function's values, and the number of examples or unmasked positions in it."""
     with masks.summed() as counts:
         values_B = function(examples.labels, outputs_BK)
     counts_B = counts[0] if counts else tf.ones_like(examples.weights)
@@ -236,14 +246,14 @@ def totals(function: PerExample, examples: Batch, outputs_BK: Named) -> list[tf.
 
 
 def results(totals_N2M: np.ndarray, objective: Objective) -> dict[str, float]:
-    """Return the results of an evaluation from the sums and the counts of each batch, in the order of `reported`.
+    """Return the results of an evaluation from the sums and counts of each batch, in the order of `reported`.
 
-    Each replica has filled in batches of its own, the same ones at any number of replicas: so are these results.
+    Each replica has filled in different batches. They are the same at any number of replicas, and so are the results.
     """
     sums, counts = totals_N2M.astype(np.float64).cumsum(0)[-1].tolist()
     parts = zip(objective.reported, sums, counts, strict=True)
     means = {f"eval_{name}": total / count if count else 0.0 for name, total, count in parts}
-    if objective.heads:  # each may have a mask of its own
+    if objective.heads:  # each may have a different mask
         losses = (head.weight * means[f"eval_{name}_loss"] for name, head in objective.heads.items())
         means["eval_loss"] = sum(losses)
     return means | ({"eval_perplexity": _exp(means["eval_loss"])} if objective.predicts_text else {})

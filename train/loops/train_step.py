@@ -1,18 +1,18 @@
-"""One optimizer step as a replica does it, which is also the reference of gradient accumulation.
+"""One optimizer step of a replica, and gradient accumulation.
 
-A replica's batch is cut into M micro-batches, 0 to M - 1. With M = 1 their gradient is taken as it is. With more, the
-gradients are added up in float32, one after the other, beginning from zeros: ((0 + g0) + g1) + ... + g(M-1). Loss and
-score are added up likewise. A micro-batch is computed only once the one before was added, so memory holds the
-activations of one; the loop is traced once whatever M is.
+A replica's batch is cut into M micro-batches, 0 to M - 1. With M = 1 the gradient is used as it is. With more, the
+gradients are added up in float32, one after the other, beginning from zeros: ((0 + g0) + g1) + ... + g(M-1), and so are
+loss and score. A micro-batch is computed once the previous one was added, so memory holds the activations of one. The
+loop is traced once for any M.
 
-What of a step happens how often:
-    once a micro-batch   forward, loss, backward; BatchNormalization, over its examples; masks of Dropout, each its own
+Parts of a step:
+    once a micro-batch   forward, loss, backward; BatchNormalization over its examples; different masks of Dropout
     once a step          the sum over replicas, unscaling and the check that it is finite, clipping, the update; the
                          update of layers' state, such as moving averages (`train/model/layer_state.py`)
 
 The loss of each example is divided by the global batch, that of each position by the positions in it that no mask
-excludes (`train/model/masks.py`). The model's own losses, such as regularisation, are divided by
-the number of replicas and of micro-batches, each of which adds them: so they count once a step.
+excludes (`train/model/masks.py`). Losses of the model's layers, such as regularization, are divided by the number of
+replicas and of micro-batches, each of which adds them, so that they count once a step.
 
 TensorFlow's Grappler may reorder sums; `train/patches/exact_order.py` prevents that.
 
@@ -40,16 +40,16 @@ from train.patches import central_storage, placed_seeds, summed_gradients
 
 
 class Computed(NamedTuple):
-    """What a replica has computed of a step before it exchanges anything."""
+    """A replica's results of a step before it exchanges anything."""
 
     gradients: list[Any]
-    """Of each trainable variable, of its share of the loss: a tensor, slices of one, or None."""
+    """The gradient of its share of the loss for each trainable variable: a tensor, `tf.IndexedSlices` or None."""
     loss: tf.Tensor
     """Its share of the loss, a scalar."""
     score: tf.Tensor
     """Its share of the score, a scalar."""
     state: list[tf.Tensor]
-    """What it contributes to the state of layers, see `LayerState`."""
+    """Its contributions to the state of layers, see `LayerState`."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,11 @@ class TrainStep:
     global_batch: int
     num_replicas: int
     micro_batches: int = 1
-    """Parts of a replica's batch, computed one after the other."""
+    """Parts of a replica's batch, computed sequentially."""
     as_function: bool = False
-    """Whether forward and backward are functions of their own, as in a stage of a pipeline, whose bits they have then:
-    where a value has several uses, TensorFlow adds up its gradients in another order in a function than in a tape. It
-    takes more processor time. Not for replicas that exchange something as they compute, such as averages of
-    BatchNormalization."""
+    """Whether forward and backward are separate functions, which give the same bits as a stage of a pipeline: where a
+    value has several uses, TensorFlow adds up its gradients in another order in a function than in a tape. It costs
+    processor time. Not for replicas that exchange values while they compute, such as averages of BatchNormalization."""
 
     def __post_init__(self) -> None:
         summed_gradients.take_summed_gradients(self.policy.optimizer)
@@ -80,29 +79,31 @@ class TrainStep:
 
     @property
     def parts(self) -> int:
-        """How many shares of each step's loss `update` returns."""
+        """Number of shares of each step's loss that `update` returns."""
         return 1
 
     @property
     def weights(self) -> list[tf.Variable]:
         """TensorFlow's variables of a model of either Keras."""
-        return [one if isinstance(one, tf.Variable) else one.value for one in self.model.trainable_variables]
+        return [
+            weight if isinstance(weight, tf.Variable) else weight.value for weight in self.model.trainable_variables
+        ]
 
     @property
     def accumulates(self) -> bool:
-        """Whether `accumulated` is to be called instead of `compute`."""
+        """Whether to call `accumulated` instead of `compute`."""
         return self.micro_batches > 1
 
     def compute(
         self, batch_of: Callable[[tf.Tensor], Batch], step: tf.Tensor, replica: tf.Tensor, micro_batch: Any = None
     ) -> Computed:
-        """Compute the gradients of this replica's batch, or of one of its micro-batches; or `count` its positions.
+        """Compute the gradients of this replica's batch or of a micro-batch; or count its positions (`masks.counting`).
 
         Args:
             batch_of: the number of a part of the global batch -> its examples.
             step: int64 scalar, optimizer steps done before this one.
             replica: int64 scalar, this replica's place in the global batch.
-            micro_batch: int64 scalar; None: the batch is not cut.
+            micro_batch: int64 scalar; None if the batch is not cut.
         """
         batch = batch_of(replica if micro_batch is None else replica * self.micro_batches + micro_batch)
         if masks.is_counting():
@@ -119,7 +120,7 @@ class TrainStep:
             `[parts, 2] float32`: this replica's share of the loss, NaN where training must end, and of the score.
         """
         gradients = computed.gradients
-        if self.accumulates:  # a loop outside of the replicas gives tensors without the device that they are summed on
+        if self.accumulates:  # a loop outside the replicas returns tensors without their device
             gradients = [tf.identity(gradient) for gradient in gradients]
         total = self.policy.sum(gradients)
         self.state.assign(computed.state)
@@ -129,7 +130,7 @@ class TrainStep:
 
     @functools.cached_property
     def _forward(self) -> Callable[..., Any]:
-        """Loss, score and state after a batch: (batch, step, replica, micro-batch) -> their shares."""
+        """The forward pass: (batch, step, replica, micro-batch) -> shares of loss, score and state."""
 
         def forward(batch: Batch, step: tf.Tensor, replica: tf.Tensor, micro_batch: Any) -> Any:
             with placed_seeds.random_place(step, replica, micro_batch), self.state.part() as state:
@@ -148,35 +149,34 @@ class TrainStep:
             scores_B = self.objective.score(batch.labels, outputs_BK)
         loss = global_mean(losses_B, batch.weights, self.global_batch)
         if self.model.losses:
-            own = tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses])
-            loss += own / (self.num_replicas * self.micro_batches)
+            layer_losses = tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses])
+            loss += layer_losses / (self.num_replicas * self.micro_batches)
         return loss, global_mean(scores_B, tf.ones_like(batch.weights), self.global_batch)
 
     @functools.cached_property
     def masked(self) -> bool:
-        """Whether a mask may reach an output: then positions are counted before a part of a batch is averaged."""
+        """Whether a mask may reach an output: positions are then counted before a part of a batch is averaged."""
         return any(masks.begins_at(layer) for layer in self.model._flatten_layers())
 
     def count(self, batch: Batch) -> tf.Tensor:
-        """Return how many positions of each output count in a part of a batch, and change no state."""
+        """Return the number of unmasked positions of each output in a part of a batch, without changing state."""
         with keras.StatelessScope():
             return masks.count(self._compared(self.model(as_input(self.model, batch.features), training=False)))
 
     def _compared(self, outputs_BK: Named) -> list[Any]:
-        """Return the outputs that are compared with labels, one by one."""
         return [outputs_BK[head] for head in self.objective.heads] or [outputs_BK]
 
     def zero_counts(self) -> tf.Tensor:
-        """Return what counting begins from."""
+        """Return the initial counts."""
         return tf.zeros([max(1, len(self.objective.heads))], tf.int64)
 
     def zeros(self) -> Computed:
-        """Return what accumulation begins from."""
+        """Return the initial value of the accumulation."""
         state = [tf.zeros(spec.shape, spec.dtype) for spec in self.state.specs]
         return Computed([tf.zeros(weight.shape) for weight in self.weights], tf.zeros([]), tf.zeros([]), state)
 
     def add(self, total: Computed, part: Computed) -> Computed:
-        """Return the sum of what was accumulated and of a micro-batch."""
+        """Add a micro-batch to the accumulated sum."""
         gradients = [
             old if new is None else old + tf.cast(new, tf.float32)
             for old, new in zip(total.gradients, part.gradients, strict=True)
@@ -187,66 +187,83 @@ class TrainStep:
     def accumulated(
         self, compute: Callable[..., Computed], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any], args: Any
     ) -> Any:
-        """Return the sum over the micro-batches, on every replica. Call outside of the replicas.
+        """Return the sum over the micro-batches on every replica. Call in cross-replica context.
 
-        Outside, because replicas cannot exchange anything, as for BatchNormalization, in a loop of their own.
+        Replicas could not exchange anything, such as averages of BatchNormalization, inside separate loops.
 
         Args:
             compute: called on a replica with `args` and the number of a micro-batch.
             run: calls a function with arguments on every replica, such as `strategy.run`.
-            args: of each replica.
+            args: the arguments of each replica.
         """
+        if not self.masked:
+            return self._over_micro_batches(run, self._add(compute), run(self.zeros, ()), args)
 
         def count(total_O: tf.Tensor, micro_batch: tf.Tensor, *args: Any) -> Any:
             with masks.counting():
                 return total_O + compute(*args, micro_batch)
 
+        def add_averaged(total: Computed, micro_batch: tf.Tensor, counts_O: tf.Tensor, *args: Any) -> Computed:
+            with masks.of_batch(counts_O, self.global_batch):
+                return self._add(compute)(total, micro_batch, *args)
+
+        counts = self._over_micro_batches(run, count, run(self.zero_counts, ()), args)
+        counts = run(masks.over_replicas, (counts,))
+        return self._over_micro_batches(run, add_averaged, run(self.zeros, ()), (counts, *args))
+
+    def _add(self, compute: Callable[..., Computed]) -> Callable[..., Computed]:
         def add(total: Computed, micro_batch: tf.Tensor, *args: Any) -> Computed:
             return self.add(total, compute(*args, micro_batch))
 
-        def add_averaged(total: Computed, micro_batch: tf.Tensor, counts_O: tf.Tensor, *args: Any) -> Computed:
-            with masks.of_batch(counts_O, self.global_batch):
-                return add(total, micro_batch, *args)
+        return add
 
-        def over_all(function: Callable[..., Any], start: Any, *args: Any) -> Any:
-            def body(micro_batch: tf.Tensor, total: Any) -> Any:
-                return run(function, (total, micro_batch, *args))
+    def _over_micro_batches(
+        self,
+        run: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
+        function: Callable[..., Any],
+        start: Any,
+        args: tuple[Any, ...],
+    ) -> Any:
+        def body(micro_batch: tf.Tensor, total: Any) -> Any:
+            return run(function, (total, micro_batch, *args))
 
-            return repeat(tf.constant(self.micro_batches, tf.int64), body, start, parallel=1)
-
-        if not self.masked:
-            return over_all(add, run(self.zeros, ()), *args)
-        counts = run(masks.over_replicas, (over_all(count, run(self.zero_counts, ()), *args),))
-        return over_all(add_averaged, run(self.zeros, ()), counts, *args)
+        return repeat(tf.constant(self.micro_batches, tf.int64), body, start, parallel=1)
 
 
 def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `tf.function` that is optimised by itself, as is its gradient: they have the same bits everywhere."""
+    """Return a `tf.function` that is optimized separately, as is its gradient, so that its bits are always the same."""
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
 def as_input(model: keras.Model, features: Named) -> Named:
-    """Return features in the type that a model takes."""
+    """Cast features to the types that a model takes."""
     return named.each(tf.cast, features, inputs.dtypes(model, features))
 
 
 def full_precision(outputs_BK: Named) -> Named:
-    """Return a model's outputs in float32, whatever its layers compute in: losses are computed in that."""
-    return tf.nest.map_structure(lambda of: masks.keep(tf.cast(of, tf.float32), of), outputs_BK)
+    """Cast a model's outputs to float32, in which losses are computed."""
+    return tf.nest.map_structure(lambda output: masks.keep(tf.cast(output, tf.float32), output), outputs_BK)
 
 
 def part_of(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
     """Return one of the equal parts of a batch."""
-    return tf.nest.map_structure(lambda of: tf.reshape(of, [parts, of.shape[0] // parts, *of.shape[1:]])[part], batch)
+
+    def cut(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])[part]
+
+    return tf.nest.map_structure(cut, batch)
 
 
 def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any, *, parallel: int = 10) -> Any:
-    """Return what `body` makes of `state` when it is called `count` times, with how often it was called before.
+    """Call `state = body(index, state)` for `count` indices and return the last state.
 
-    Autograph would make the same of a `for`, but to convert all that is called in it takes longer than to trace it.
+    Autograph would compile a `for` loop to the same graph, but takes longer to convert all called functions.
 
     Args:
-        parallel: most calls that run at a time, as far as they do not depend on each other.
+        count: int64 scalar.
+        body: called with the number of calls before it.
+        state: the first state.
+        parallel: most independent calls that run at a time.
     """
 
     def step(done: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:

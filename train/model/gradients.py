@@ -162,11 +162,7 @@ class GradientPolicy:
         optimizer.scale_loss = lambda loss: loss if (scale := self.loss_gradient) is None else loss * scale
 
     def check_scale(self, step: int) -> None:
-        """Raise the error of a training after `step` whose gradients overflow at any scale.
-
-        Raises:
-            RunFailed: the loss scale is exhausted.
-        """
+        """Raise the error of a training after `step` whose gradients overflow at any scale."""
         if self.loss_scale is not None and self.loss_scale.exhausted:
             raise diverged(f"gradients overflow float16 at step {step} even at loss scale 1 (bf16 has float32's range)")
 

@@ -164,11 +164,7 @@ def _describe(found: Cut, stage: Stage) -> dict[str, Any]:
 
 
 def _check_chain(model: keras.Model, chain: Sequence[ModelBlock], stages: int, names: Sequence[str]) -> None:
-    """Check that the model is a chain where it is to be cut.
-
-    Raises:
-        UsageError: it is not; the message names the layers whose outputs cross the cut.
-    """
+    """Check that the model is a chain where it is to be cut."""
     borders = {block.names[0] for block in chain}
     inside = [name for name in names if name not in borders]
     places = [blocks.crossing(model, name) for name in inside]

@@ -65,9 +65,6 @@ class Division:
         Args:
             new_model: returns the model.
             feature_shape: of an example; None: the one that the model declares.
-
-        Raises:
-            UsageError: the model cannot be cut so.
         """
         model, created = without_values(new_model)
         shaped = blocks.with_shape(model, feature_shape)

@@ -93,9 +93,6 @@ class Checkpoint:
 
         Args:
             everyones: takes a step and returns those that all tasks gave: a collective operation.
-
-        Raises:
-            RunFailed: some tasks can read a checkpoint and others none.
         """
         newest = agreed(self._folder, everyones, lambda words: print(words, flush=True) if self._writes else None)
         if newest is not None:
@@ -132,10 +129,6 @@ class Checkpoint:
         Args:
             step: the optimizer steps done.
             best: whether this becomes the one best checkpoint, beside the newest ones.
-
-        Raises:
-            OSError, tf.errors.OpError: this save failed, or the one before it.
-            RunFailed: that one's weights are not finite, and were not saved.
         """
         self.wait()
         self._step.assign(step)
@@ -155,12 +148,7 @@ class Checkpoint:
         return self._writing is not None and self._writing.is_alive()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
-
-        Raises:
-            OSError, tf.errors.OpError: writing failed.
-            RunFailed: the weights are not finite, and were not saved.
-        """
+        """Return when nothing is being written any more."""
         if self._writing:
             self._writing.join()
             self._writing = None

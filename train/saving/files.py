@@ -56,11 +56,7 @@ class Saved:
 
     @property
     def prefix(self) -> str:
-        """What TensorFlow restores it by.
-
-        Raises:
-            OSError, ValueError: it is gone, or damaged.
-        """
+        """What TensorFlow restores it by."""
         return str(self.folder / read_json(self.record).get("prefix", self.name))
 
     @property
@@ -70,11 +66,7 @@ class Saved:
 
     @property
     def files(self) -> dict[str, tuple[int, str]]:
-        """What its record says: the files' sizes in bytes and their sha256.
-
-        Raises:
-            OSError, ValueError: the record is gone, or damaged.
-        """
+        """What its record says: the files' sizes in bytes and their sha256."""
         try:
             return {name: (of["size_bytes"], of["sha256"]) for name, of in read_json(self.record)["files"].items()}
         except (KeyError, TypeError, AttributeError) as error:

@@ -90,11 +90,7 @@ class Optimizer:
 
     @property
     def shares(self) -> Sequence[tuple[int, float]]:
-        """The steps of `boundaries`, and the share of the step size from each on.
-
-        Raises:
-            ValueError: they are not such as `2000:0.1,4000:0.01`.
-        """
+        """The steps of `boundaries`, and the share of the step size from each on."""
         pairs = [part.split(":") for part in self.boundaries.split(",")] if self.boundaries else []
         found = [(int(step), float(share)) for step, share in pairs]
         steps = [step for step, _ in found]
@@ -103,11 +99,7 @@ class Optimizer:
         return found
 
     def check(self) -> None:
-        """Check that every value is in its range.
-
-        Raises:
-            UsageError: one is not; the message names it, its value and its range.
-        """
+        """Check that every value is in its range."""
         if not self.own:
             check_choice("optimizer.name", self.name, OPTIMIZERS)
         check_choice("optimizer.schedule", self.schedule, SCHEDULES)

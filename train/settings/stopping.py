@@ -37,11 +37,7 @@ class Best:
         return 1 if self.mode == "max" or (self.mode == "auto" and self.metric.endswith("_accuracy")) else -1
 
     def check(self, loop: str) -> None:
-        """Check that every value is in its range.
-
-        Raises:
-            UsageError: one is not, or the loop has no such thing.
-        """
+        """Check that every value is in its range."""
         check_choice("best.mode", self.mode, MODES)
         check_range("best.patience", self.patience, 0, 10**9)
         check_number("best.min_delta", self.min_delta, "0, or a number above 0", least=0)

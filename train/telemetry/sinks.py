@@ -146,9 +146,6 @@ class Background:
             name: in `--log-to`.
             begin: returns the sink; called again for each row until it has.
             required: whether it has to begin at once; a training that goes on is not ended by a server that is away.
-
-        Raises:
-            Exception: what `begin` raises, or that it took too long.
         """
         self._name, self._lost, self._error = name, 0, ""
         self._rows: queue.Queue[tuple[int, Row] | None] = queue.Queue(WAITING)

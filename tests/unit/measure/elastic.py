@@ -72,7 +72,7 @@ def trained(where: str, kind: str, source: sources.Source, virtual: bool = True)
     shards = VirtualShards(SHARDS, replicas)
     train_step = ElasticTrainStep(*what, SHARDS, shards=shards) if virtual else TrainStep(*what, replicas)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards if virtual else None)
-    result = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False)
+    result = steps.SynchronousSteps(strategy, train_step, feed, STEPS)(0, STEPS, False)
     fixed = model.non_trainable_variables
     others = [np.ascontiguousarray(variable.numpy()).tobytes() for variable in [*fixed, *optimizer.variables]]
     return {

@@ -94,7 +94,7 @@ def custom(
         ElasticTrainStep(*what, shards, micro_batches, shards=cut) if cut else TrainStep(*what, replicas, micro_batches)
     )
     feed = sources.train_feed(strategy, source, 0, BATCH, SEED, cut, micro_batches)
-    result = steps.synchronous(strategy, step, feed, STEPS)(0, STEPS, False)
+    result = steps.SynchronousSteps(strategy, step, feed, STEPS)(0, STEPS, False)
     measure = steps.evaluation(
         strategy, model, objective, sources.eval_feed(strategy, source, 5), num_examples=EXAMPLES, batch=5
     )

@@ -88,7 +88,7 @@ def accumulated(source: sources.Source, micro_batches: int) -> list[float]:
         model, optimizers.GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, 1, micro_batches=micro_batches
     )
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, None, micro_batches)
-    steps.synchronous(strategy, train_step, feed, 1)(0, 1, False)
+    steps.SynchronousSteps(strategy, train_step, feed, 1)(0, 1, False)
     return kept[0].numpy().ravel().tolist()
 
 
@@ -139,7 +139,7 @@ def largest_temporary(micro_batches: int) -> int:
 
     TrainStep.compute = watched  # type: ignore[method-assign]
     try:
-        steps.synchronous(strategy, train_step, sources.Feed(lambda: (), batch), 1)(0, 1, False)
+        steps.SynchronousSteps(strategy, train_step, sources.Feed(lambda: (), batch), 1)(0, 1, False)
     finally:
         TrainStep.compute = compute  # type: ignore[method-assign]
     return max(made)

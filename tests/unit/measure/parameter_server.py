@@ -142,7 +142,7 @@ def trained(source: sources.Source, times: int, micro_batches: int = 1) -> dict[
 
     tf.distribute.coordinator.ClusterCoordinator.schedule = schedule
     try:
-        inner = parameter_server.asynchronous(
+        inner = parameter_server.AsynchronousSteps(
             strategy,
             train_step,
             source,
@@ -185,7 +185,7 @@ def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
         with strategy.scope():
             step = tf.Variable(0, dtype=tf.int64)
         objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
-        inner = parameter_server.asynchronous(
+        inner = parameter_server.AsynchronousSteps(
             strategy,
             TrainStep(model, policy, objective, EXAMPLES, 1),
             source,

@@ -123,7 +123,7 @@ def trained(name: str, source: sources.Source, l2: float) -> dict[str, Any]:
     replicas = strategy.num_replicas_in_sync
     train_step = TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, replicas)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
-    result = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False)
+    result = steps.SynchronousSteps(strategy, train_step, feed, STEPS)(0, STEPS, False)
     return {"losses": result.losses.tolist(), "scores": result.scores.tolist(), "weights": weights_of(model)}
 
 
@@ -141,7 +141,7 @@ def signalled(name: str, source: sources.Source) -> dict[str, list[list[Any]]]:
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
     expected = [steps.Signals(*signals) for signals in SIGNALS]
     due = iter(SIGNALS)
-    run = steps.synchronous(strategy, train_step, feed, STEPS, lambda stop, _: steps.Signals(stop, *next(due)[1:]))
+    run = steps.SynchronousSteps(strategy, train_step, feed, STEPS, lambda stop, _: steps.Signals(stop, *next(due)[1:]))
     agree = steps.agreement(strategy)
     return {
         "steps": [dataclasses.astuple(run(step, 1, one.stop).signals) for step, one in enumerate(expected)],
@@ -287,7 +287,7 @@ def normalized(name: str, guarded: bool, found: dict[str, sources.Source]) -> di
         optimizer.build(model.trainable_variables)
     train_step = TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
-    result = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False)
+    result = steps.SynchronousSteps(strategy, train_step, feed, STEPS)(0, STEPS, False)
     averages = [variable.numpy().tolist() for variable in model.non_trainable_variables]
     return {"changed": changed, "averages": averages, "losses": result.losses.tolist()}
 

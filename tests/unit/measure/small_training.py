@@ -80,4 +80,4 @@ def training(
         else TrainStep(*what, replicas, micro_batches)
     )
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards, micro_batches)
-    return Training(train_step, policy.around(steps.synchronous(strategy, train_step, feed, STEPS)))
+    return Training(train_step, policy.around(steps.SynchronousSteps(strategy, train_step, feed, STEPS)))

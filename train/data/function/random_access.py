@@ -41,11 +41,7 @@ class Reader:
         self._lock = threading.Lock()
 
     def __call__(self, indices_B: np.ndarray) -> list[np.ndarray]:
-        """Return some examples: each array of each of their parts, in order, `[B, ...]`.
-
-        Raises:
-            RunFailed: the source fails, or an example is not like the first one.
-        """
+        """Return some examples: each array of each of their parts, in order, `[B, ...]`."""
         indices = indices_B.tolist()
         with self._lock:
             examples = self._read(indices)

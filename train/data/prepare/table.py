@@ -46,11 +46,7 @@ class TableDataset:
         os.replace(sources / self._file.name, self._path)
 
     def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """Return the class names and, for "train" and "test", columns `[N, C] float32` and labels `[N] int64`.
-
-        Raises:
-            PrerequisiteError: the table is not there yet, or damaged.
-        """
+        """Return the class names and, for "train" and "test", columns `[N, C] float32` and labels `[N] int64`."""
         if not self._path.exists():
             raise PrerequisiteError("none there")
         if sha256(self._path) != self._file.sha256:

@@ -56,9 +56,6 @@ class TfdsDataset:
         """Return the class names and, for "train" and "test", images `[N, H, W, C] uint8` and labels `[N] int64`.
 
         The order is that of the TFDS files, the same on every machine.
-
-        Raises:
-            PrerequisiteError: it is not built yet, or its files are damaged.
         """
         builder = self._built()
         splits = {}
@@ -95,11 +92,7 @@ class TfdsText(TfdsDataset):
     """A dataset of TFDS whose examples are texts, as windows of bytes."""
 
     def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """Return the names of the bytes and, for "train" and "test", bytes and those after: uint8 and int64 `[N, L]`.
-
-        Raises:
-            PrerequisiteError: it is not built yet, or its files are damaged.
-        """
+        """Return the names of the bytes and, for "train" and "test", bytes and those after: uint8 and int64 `[N, L]`."""
         builder = self._built()
         texts = {split: b"".join(self._read(builder, split)["text"].numpy()) for split in ("train", "test")}
         return text.BYTES, {split: text.windows(each) for split, each in texts.items()}
@@ -109,11 +102,7 @@ class TfdsReviews(TfdsDataset):
     """IMDB's film reviews, as numbers of their words."""
 
     def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """Return the class names and, for "train" and "test", words `[N, WORDS] int32` and labels `[N] int64`.
-
-        Raises:
-            PrerequisiteError: it is not built yet, or its files are damaged.
-        """
+        """Return the class names and, for "train" and "test", words `[N, WORDS] int32` and labels `[N] int64`."""
         builder = self._built()
         splits = {}
         for split in ("train", "test"):

@@ -1,1 +1,1 @@
-"""`--loop fit`: Keras's own `Model.fit`, and what is done between its batches."""
+"""`--loop fit`: Keras's own `Model.fit`, and the work between its batches."""

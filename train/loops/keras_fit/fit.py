@@ -51,23 +51,23 @@ class Training:
         self._report = Report(context, self._first, self._policy)
         with context.strategy.scope():
             micro_batches = MicroBatches(context, self._policy) if context.config.micro_batches > 1 else None
-            if not micro_batches and not context.asynchronous:  # there Keras logs whole epochs alone
+            if not micro_batches and not context.asynchronous:  # there Keras logs whole epochs only
                 separate_steps(model, optimizer)
             # XLA over collectives on CPU crashes the process.
             model.compile(optimizer, **_compiled(context), jit_compile=False)
-            model.optimizer = optimizer  # not in Keras's own loss scaling: `train/model/gradients.py` says why
+            model.optimizer = optimizer  # without Keras's loss scaling, see `train/model/gradients.py`
         self._reset_metrics = micro_batches.reset if micro_batches else lambda: None
         self._hooks = callbacks.Hooks(context, state) if state else None
         if self._hooks:
             self._report.results, self._report.evaluated_at = self._hooks.results, self._hooks.evaluated_at
 
     def run(self) -> None:
-        """Train, and end well."""
+        """Train to the end or to a stop, then save, evaluate and report."""
         context, total = self._context, self._context.total_steps
         follower = Follower(
             context, self._report, self._checkpoint, self._policy, self._first, self._hooks, self._reset_metrics
         )
-        follower.set_model(context.model)  # Keras does so in `fit`, which a training that is done needs not
+        follower.set_model(context.model)  # Keras does so in `fit`, which a finished training does not call
         self._checkpoint.prepare()
         if self._hooks:
             self._hooks.begin(self._first, follower.newest)
@@ -87,11 +87,11 @@ class Training:
         self._end(follower)
 
     def _next_epochs(self, step: int) -> tuple[int, int]:
-        """Return the steps of Keras's next epoch, and how many such epochs follow each other.
+        """Return the steps of Keras's next epoch, and the number of such epochs in one call.
 
-        Keras's epochs in one call are all of one length, and ours are not: each has a call of its own, and so has the
-        rest of one after a resume in its middle. Under parameter servers Keras calls back at the end of an epoch alone,
-        so without callbacks of the user's own, which count in epochs, an epoch is as short as an inner loop.
+        Keras's epochs in one call have one length and ours do not, so each has a separate call, as has the rest of an
+        epoch after a resume. Under parameter servers Keras calls back only at the end of an epoch: without the user's
+        callbacks, which count in epochs, an epoch is as short as an inner loop.
         """
         context, config = self._context, self._context.config
         left = context.total_steps - step
@@ -111,30 +111,30 @@ class Training:
             if not stopped:
                 if follower.agree_on(changed):
                     follower.evaluate()
-                follower.save()  # with what callbacks did at the end, such as to take the best weights
+                follower.save()  # callbacks may have changed weights at the end, such as to the best ones
         self._checkpoint.wait()
         self._report.end(follower.step, stopped=stopped)
 
 
 def _compiled(context: TaskContext) -> dict[str, Any]:
-    """Return the losses and scores of `compile`: one, or one for each of several outputs.
+    """Return the losses and scores for `compile`: one, or one for each of several outputs.
 
-    Scores are unweighted, as in evaluation and in the custom loop. As in training by that, the first head's alone is
-    computed of several.
+    Scores are unweighted, as in evaluation and in the custom loop. Of several heads only the first one's score is
+    computed, as in the custom loop.
     """
     objective, classifies, shapes = context.objective, context.source.classifies, context.source.label_shape
     if not isinstance(classifies, Mapping):
         score = _Score(_Compared(objective.score, classifies, shapes), objective.score_name)
         return {"loss": _Loss(_Compared(objective.loss, classifies, shapes)), "metrics": [score]}
-    first, head = next(iter(objective.heads.items()))
-    # Keras puts the head's name before that of a metric, if there are several heads.
-    name = head.score_name if len(classifies) > 1 else objective.score_name
+    first, first_head = next(iter(objective.heads.items()))
+    # With several heads, Keras puts the head's name before that of a metric.
+    score_name = first_head.score_name if len(classifies) > 1 else objective.score_name
     return {
         "loss": {
-            each: _Loss(_Compared(of.loss, classifies[each], shapes[each])) for each, of in objective.heads.items()
+            name: _Loss(_Compared(head.loss, classifies[name], shapes[name])) for name, head in objective.heads.items()
         },
-        "loss_weights": {each: of.weight for each, of in objective.heads.items()},
-        "metrics": {first: [_Score(_Compared(head.score, classifies[first], shapes[first]), name)]},
+        "loss_weights": {name: head.weight for name, head in objective.heads.items()},
+        "metrics": {first: [_Score(_Compared(first_head.score, classifies[first], shapes[first]), score_name)]},
     }
 
 
@@ -147,7 +147,7 @@ class _Compared:
     label_shape: tuple[int, ...]
 
     def __call__(self, labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
-        """Return its values, `[B] float32`: Keras may have given the labels the rank and the type of the outputs."""
+        """Return the values, `[B] float32`. Keras may have changed the labels to the rank and type of the outputs."""
         labels = tf.reshape(labels, [-1, *self.label_shape])
         return self.function(tf.cast(labels, tf.int64) if self.classifies else labels, full_precision(outputs_BK))
 
@@ -160,12 +160,11 @@ class _Loss(keras.losses.Loss):
         self._function = function
 
     def __call__(self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
-        """Return the mean. Keras would apply the mask once more, and by each replica's own number of positions."""
+        """Return the mean. Keras would apply the mask again, by each replica's number of positions."""
         self._mask = masks.of(y_pred)
         return super().__call__(y_true, tf.identity(y_pred), sample_weight)
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        """Return the loss of each example, `[B] float32`."""
         if self._mask is not None:
             y_pred._keras_mask = self._mask
         return self._function(y_true, y_pred)
@@ -179,19 +178,18 @@ class _Score(keras.metrics.Mean):
         self._function = function
 
     def update_state(self, y_true: tf.Tensor, y_pred: tf.Tensor, **_weights: Any) -> Any:
-        """Count a batch, without weights."""
         return super().update_state(self._function(y_true, y_pred))
 
 
 def _data(context: TaskContext, first: int) -> Any:
-    """Return the endless training data from step `first` on, in the form that `fit` takes under this strategy."""
+    """Return the infinite training data from step `first`, in the form that `fit` takes under this strategy."""
     config, source = context.config, context.source
 
     def pair_or_triple(batch: Batch) -> tuple[tf.Tensor, ...]:
         features = as_input(context.model, batch.features)
         return (features, batch.labels, batch.weights) if source.weighted else (features, batch.labels)
 
-    def of_task(pipeline: tf.distribute.InputContext) -> tf.data.Dataset:
+    def task_dataset(pipeline: tf.distribute.InputContext) -> tf.data.Dataset:
         if context.asynchronous:
             return parameter_server.shuffled_batches(source, config.global_batch, config.seed).map(pair_or_triple)
         replicas = Replicas.of(pipeline)
@@ -201,9 +199,9 @@ def _data(context: TaskContext, first: int) -> Any:
         return batches.map(pair_or_triple)
 
     if is_legacy():
-        return keras.utils.experimental.DatasetCreator(of_task)
-    if context.spec.kind.collective:  # each task makes its own part of every batch
-        return context.strategy.distribute_datasets_from_function(of_task)
-    # Global batches: Keras 3 shares them out itself. Of shards there are as many as in the custom loop.
+        return keras.utils.experimental.DatasetCreator(task_dataset)
+    if context.spec.kind.collective:  # each task prepares its part of every batch
+        return context.strategy.distribute_datasets_from_function(task_dataset)
+    # Keras 3 divides global batches itself. The number of shards is that of the custom loop.
     replicas = context.strategy.num_replicas_in_sync if source.sharded else 1
-    return of_task(tf.distribute.InputContext(num_replicas_in_sync=replicas))
+    return task_dataset(tf.distribute.InputContext(num_replicas_in_sync=replicas))

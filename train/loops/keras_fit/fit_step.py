@@ -1,4 +1,4 @@
-"""The `train_step` of `--loop fit`: Keras's own, or that of the custom loop where there are micro-batches."""
+"""The `train_step` of `--loop fit`: that of Keras, or that of the custom loop with micro-batches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from train.patches import placed_seeds
 
 
 def separate_steps(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-    """Make Keras log each step's own loss and score, not means since the epoch began, as the custom loop does.
+    """Make Keras log the loss and score of each step, as the custom loop does, not means since the epoch began.
 
-    Random numbers are drawn by the step and the replica, see `placed_seeds.random_place`.
+    Random numbers follow from the step and the replica, see `train/patches/placed_seeds.py`.
     """
     train_step = model.train_step
 
@@ -35,31 +35,27 @@ class MicroBatches:
     """Replaces a model's `train_step` by the one of the custom loop, and keeps its metrics."""
 
     def __init__(self, context: TaskContext, policy: GradientPolicy) -> None:
-        """Replace it. Call inside the strategy's scope.
-
-        Raises:
-            UsageError: the model cannot be trained so in this loop.
-        """
+        """Call inside the strategy's scope."""
         config, model = context.config, context.model
         replicas = context.strategy.num_replicas_in_sync
         _check(model, replicas, config.micro_batches)
         replicas = 1 if context.asynchronous else replicas
         alone = replicas == 1 and not context.asynchronous
-        what = model, policy, context.objective, config.global_batch
-        self._step = TrainStep(*what, replicas, config.micro_batches, as_function=alone)
+        parts = model, policy, context.objective, config.global_batch
+        self._step = TrainStep(*parts, replicas, config.micro_batches, as_function=alone)
         self._means = [keras.metrics.Mean(name) for name in ("loss", context.objective.score_name)]
         self._separate = not context.asynchronous  # see `separate_steps`
         model.train_step = self._train
 
     def reset(self) -> None:
-        """Begin the metrics anew."""
+        """Reset the metrics."""
         for mean in self._means:
             mean.reset_state()
 
     def _train(self, data: Any) -> dict[str, tf.Tensor]:
         step, replica = tf.cast(self._step.policy.optimizer.iterations, tf.int64), _replica()
         examples = self._step.global_batch // self._step.num_replicas
-        data = tf.nest.map_structure(lambda of: tf.ensure_shape(of, [examples, *of.shape[1:]]), data)
+        data = tf.nest.map_structure(lambda tensor: tf.ensure_shape(tensor, [examples, *tensor.shape[1:]]), data)
         features, labels, *weights = data
         batch = Batch(features, labels, weights[0] if weights else tf.ones([examples]))
 
@@ -84,8 +80,8 @@ def _replica() -> tf.Tensor:
 def _check(model: keras.Model, replicas: int, micro_batches: int) -> None:
     if type(model).train_step is not keras.Model.train_step:
         raise UsageError(
-            f"--micro-batches {micro_batches} with --loop fit: {type(model).__name__} has a train_step of its own; use "
-            "--loop custom"
+            f"--micro-batches {micro_batches} with --loop fit: {type(model).__name__} overrides train_step; use --loop "
+            "custom"
         )
     if replicas > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
         raise UsageError(

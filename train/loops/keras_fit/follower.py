@@ -1,4 +1,4 @@
-"""What `--loop fit` does between two batches of Keras's: report, save, evaluate, stop."""
+"""The work of `--loop fit` between two of Keras's batches: report, save, evaluate, stop."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from train.telemetry.timing import Times
 
 
 class Follower(keras.callbacks.Callback):
-    """Does between two batches what the custom loop does between two inner calls.
+    """Does the work between two batches that the custom loop does between two inner calls.
 
-    It is Keras's only callback, and calls those of the user's own: a training is several calls of `fit`, of which they
-    shall know nothing.
+    It is Keras's only callback and calls the user's callbacks, which must not notice that a training is several calls
+    of `fit`.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class Follower(keras.callbacks.Callback):
         hooks: callbacks.Hooks | None,
         reset_metrics: Callable[[], None],
     ) -> None:
-        """Follow a training that goes on from step `first`; `reset_metrics` restarts those of Keras's next epoch."""
         super().__init__()
         self._policy = policy
         self._reset_metrics = reset_metrics
@@ -56,7 +55,7 @@ class Follower(keras.callbacks.Callback):
         self.ended = False
         """Whether training ends before its last step."""
         self.stopped = False
-        """Whether that is because the task was requested to stop."""
+        """Whether training ended because the task was requested to stop."""
         self.saved_at = -1
         self._first = first
         self._results: list[dict[str, float]] = []
@@ -68,12 +67,11 @@ class Follower(keras.callbacks.Callback):
         self._workers = [StepRecord(context.run, worker.name, generation) for worker in workers]
         if not context.asynchronous:
             self._agree = steps.agreement(context.strategy)
-            # Under parameter servers Keras refuses callbacks that have this method at all.
+            # Under parameter servers Keras refuses callbacks that have these methods.
             self.on_train_batch_begin = self._on_batch_begin
             self.on_train_batch_end = self._on_batch_end
 
     def on_epoch_begin(self, _epoch: int, _logs: Any = None) -> None:
-        """Keras's running means begin anew."""
         self._reset_metrics()
 
     def _on_batch_begin(self, *_batch: int, **_logs: Any) -> None:
@@ -103,7 +101,7 @@ class Follower(keras.callbacks.Callback):
             self._save_by_steps(self.step - 1)
 
     def on_epoch_end(self, _epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Evaluate, call the user's callbacks, and save."""
+        """Evaluate, call the user's callbacks and save."""
         context, before = self._context, self.step - 1
         if context.asynchronous:
             count = self.params["steps"]
@@ -125,27 +123,26 @@ class Follower(keras.callbacks.Callback):
             self.evaluate()
         if self._hooks:
             self._hooks.end_epoch(self.step, self._report.results)
-            if self._any_enough():
+            if self._any_should_stop():
                 self._hooks.enough = self.ended = self.model.stop_training = True
             else:
                 self._hooks.begin_epoch(self.step)
         if self.saved_at != self.step:
             self.save()
 
-    def _any_enough(self) -> bool:
-        """Return whether any task's callbacks want training to end; all tasks call it at the same step."""
+    def _any_should_stop(self) -> bool:
+        """Whether any task's callbacks request the end of training; all tasks call it at the same step."""
         return self.agree_on(self._hooks is not None and self._hooks.enough)
 
     def agree_on(self, condition: bool) -> bool:
-        """Return whether the condition holds on any task; all tasks call it at the same step."""
+        """Whether the condition holds on any task; all tasks call it at the same step."""
         return self._agree(steps.Signals(stop=condition)).stop
 
     def newest(self) -> dict[str, float]:
-        """Return the newest results: with `--evaluate-every` those before the checkpoint, otherwise new ones."""
+        """Return the newest results: with `--evaluate-every` those of the checkpoint, otherwise of a new evaluation."""
         return self._report.results if self._context.config.evaluate_every else self.evaluate()
 
     def save(self) -> None:
-        """Save a checkpoint."""
         self._policy.check_scale(self.step)
         if self._hooks:
             self._hooks.keep(self._report.results, self._report.evaluated_at)
@@ -160,11 +157,11 @@ class Follower(keras.callbacks.Callback):
 
     @property
     def catches_up(self) -> bool:
-        """Whether a checkpoint is to be saved as soon as there are new steps."""
+        """Whether a checkpoint is due as soon as there are new steps."""
         return self._save_timer.due(0) and self.step == self._first
 
     def _record_work(self) -> None:
-        """Record that the workers of parameter servers have done the steps: Keras does not say which did what."""
+        """Record the steps for every worker of parameter servers: Keras does not report which worker did which."""
         for worker in self._workers:
             worker.done(self.step)
 
@@ -178,18 +175,18 @@ class Follower(keras.callbacks.Callback):
         )
         self._call_ends = self.step + self._call_steps
         if signals.stop:
-            self.stopped = not self._any_enough()
+            self.stopped = not self._any_should_stop()
             self.ended = self.model.stop_training = True
         if signals.save:
             self.save()
 
     def _save_by_steps(self, before: int) -> None:
-        """Save if that became due by the steps done since `before`."""
+        """Save if a checkpoint became due since step `before`."""
         if (every := self._save_steps) and self.step // every > before // every:
             self.save()
 
     def _add(self, count: int, logs: Mapping[str, Any] | None) -> None:
-        """Note the newest steps' values: of one step, except under parameter servers."""
+        """Add the values of the newest steps: of one step, except under parameter servers."""
         values = {name: float(value) for name, value in (logs or {}).items()}
         if "loss" not in values:
             raise UsageError(
@@ -199,11 +196,10 @@ class Follower(keras.callbacks.Callback):
         self._results += [values] * count
 
     def _report_steps(self) -> None:
-        """Report the steps since the last time."""
         now, count = time.perf_counter(), len(self._results)
         first = self.step - count
         names = {name: None for values in self._results for name in values}
-        values = {name: np.array([of.get(name, np.nan) for of in self._results], np.float32) for name in names}
+        values = {name: np.array([step.get(name, np.nan) for step in self._results], np.float32) for name in names}
         self._policy.check_scale(self.step)
         bad = np.flatnonzero(~np.isfinite(values["loss"]))
         if bad.size:
@@ -215,7 +211,7 @@ class Follower(keras.callbacks.Callback):
             values,
             now - self._reported_at,
             compiled=first == self._first,
-            # Seen from outside the parts of a step are unknown: Keras takes the batch from the iterator inside it.
+            # The parts of a step are unknown: Keras gets the batch from the iterator inside it.
             times=Times(np.array(self._batch_s)) if self._batch_s else None,
         )
         self._batch_s, self._results = [], []

@@ -37,7 +37,7 @@ def losses(preset: str, data_dir: Path, batch: int, count: int) -> np.ndarray:
     objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
     feed = sources.train_feed(strategy, source, 0, batch, 7)
     train_step = TrainStep(model, policy, objective, batch, 1)
-    return steps.synchronous(strategy, train_step, feed, count)(0, count, False).losses
+    return steps.SynchronousSteps(strategy, train_step, feed, count)(0, count, False).losses
 
 
 def write(data_dir: Path, name: str, decoded: tuple[tuple[str, ...], dict[str, tuple[np.ndarray, ...]]]) -> None:

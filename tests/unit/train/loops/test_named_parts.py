@@ -84,7 +84,7 @@ def trained(source: sources.Source, objective: objectives.Objective, micro_batch
         policy = optimizers.policy(config(), optimizers.build_for(config(), built))
     train_step = TrainStep(built, policy, objective, BATCH, 1, micro_batches)
     feed = sources.train_feed(strategy, source, 0, BATCH, 7, micro_batches=micro_batches)
-    return built, steps.synchronous(strategy, train_step, feed, 60)(0, 60, False).losses
+    return built, steps.SynchronousSteps(strategy, train_step, feed, 60)(0, 60, False).losses
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_a_language_model_is_tried_trained_and_evaluated_by_metrics_of_its_own(t
         policy = optimizers.policy(config(), optimizers.build_for(config(), built))
     train_step = TrainStep(built, policy, objective, 12, 1)
     feed = sources.train_feed(strategy, source, 0, 12, 7)
-    losses = steps.synchronous(strategy, train_step, feed, 40)(0, 40, False).losses
+    losses = steps.SynchronousSteps(strategy, train_step, feed, 40)(0, 40, False).losses
     assert losses[0] == pytest.approx(math.log(V), rel=0.1)
     assert losses[-1] < 0.1
     results = steps.evaluation(

@@ -45,6 +45,6 @@ def test_the_preset_learns(tmp_path):
     objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
     feed = sources.train_feed(strategy, source, 0, BATCH, config.seed)
     train_step = TrainStep(model, policy, objective, BATCH, 1)
-    losses = steps.synchronous(strategy, train_step, feed, STEPS)(0, STEPS, False).losses
+    losses = steps.SynchronousSteps(strategy, train_step, feed, STEPS)(0, STEPS, False).losses
     assert losses[-3:].sum() < losses[:3].sum()
     assert sum(int(np.prod(variable.shape)) for variable in model.trainable_variables) == 272_474  # the paper: 0.27 M

@@ -71,7 +71,7 @@ def train(
     if streams:
         iterator = iter(tf.data.Dataset.range(1000).map(lambda number: batch((), number, number)))
         feed = Feed(iterator.get_next, lambda given, _step, _replica: given, ahead=True)
-    inner = steps.synchronous(strategy, train_step, feed, STEPS)
+    inner = steps.SynchronousSteps(strategy, train_step, feed, STEPS)
     for call in range(calls):
         result = inner(call * STEPS, STEPS, False)
     return result
