@@ -1,4 +1,4 @@
-"""What one generation of a task trains with: everything that both loops need, built once."""
+"""Everything that both loops need in one generation of a task, built once."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ EVALUATION_BATCH = 500
 
 
 def regularization(model: keras.Model) -> float:
-    """Return what the regularizers of a model's weights add to the loss at present."""
-    losses = getattr(model, "_get_regularization_losses", lambda: model.losses)  # tf_keras's are these outside of calls
+    """Return the current loss of the regularizers of a model's weights."""
+    losses = getattr(model, "_get_regularization_losses", lambda: model.losses)  # tf_keras has these outside calls
     return sum(float(term) for term in losses())
 
 
-def regularized(measure: Callable[[], dict[str, float]], own: Callable[[], float]) -> Callable[[], dict[str, float]]:
-    """Return an evaluation whose loss includes regularization, as the loss of a step and Keras's `val_loss` do."""
+def regularized(
+    measure: Callable[[], dict[str, float]], penalty: Callable[[], float]
+) -> Callable[[], dict[str, float]]:
+    """Add regularization to the loss of an evaluation, as in the loss of a step and Keras's `val_loss`."""
 
     def measured() -> dict[str, float]:
         results = measure()
-        return results | {"eval_loss": results["eval_loss"] + own()}
+        return results | {"eval_loss": results["eval_loss"] + penalty()}
 
     return measured
 
 
 def evaluation_batch(source: Source) -> int:
-    """Return how many test examples one replica takes at once: no more than there are."""
+    """Return the number of test examples per replica and step."""
     return min(EVALUATION_BATCH, source.test_examples)
 
 
@@ -52,11 +54,11 @@ class TaskContext:
     """A task's part of a run.
 
     Attributes:
-        strategy: in whose scope `model` was built.
-        new_model: returns the same architecture with plain variables, outside of the strategy.
-        stop: set when the task is to stop.
-        division: of the model into stages, if it has any.
-        cluster: by whose replicas tasks agree and evaluate, where that is not the strategy: with stages of a model.
+        strategy: the strategy in whose scope `model` was built.
+        new_model: builds the same architecture with plain variables, outside the strategy.
+        stop: set when the task must stop.
+        division: the division of the model into stages, if there are any.
+        cluster: with stages, the strategy by which tasks agree and evaluate.
     """
 
     run: RunFolder
@@ -75,17 +77,17 @@ class TaskContext:
 
     @property
     def gang(self) -> tf.distribute.Strategy:
-        """By whose replicas all tasks agree, and share an evaluation."""
+        """The strategy by which all tasks agree and share an evaluation."""
         return self.cluster or self.strategy
 
     @property
     def chief(self) -> bool:
-        """Whether this task is the chief: it alone writes what the run shares."""
+        """Whether this task is the chief, the only task that writes shared files."""
         return self.task.role == Role.CHIEF
 
     @property
     def generation(self) -> int:
-        """How often the cluster was started before."""
+        """Number of earlier starts of the cluster."""
         return self.heartbeat.current.generation
 
     @property
@@ -104,23 +106,23 @@ class TaskContext:
         return self.epoch_of(self.total_steps - 1) + 1
 
     def epoch_of(self, step: int) -> int:
-        """Return the epoch, from 0, that the step after `step` steps belongs to.
+        """Return the epoch, from 0, of the step after `step` steps.
 
-        A batch may end one epoch and begin the next: it belongs to the one that it ends. So an epoch is a step longer
-        than another now and then, and no epoch drifts away from the examples.
+        A batch that ends one epoch and begins the next belongs to the former. So some epochs have one step more than
+        others, and epochs never drift away from the examples.
         """
         return step * self.config.global_batch // self.source.train_examples
 
     def epoch_begin(self, step: int) -> int:
-        """Return the steps that were done before the epoch of the step after `step`."""
+        """Return the steps done before the epoch of the step after `step`."""
         return -(-self.epoch_of(step) * self.source.train_examples // self.config.global_batch)
 
     def epoch_end(self, step: int) -> int:
-        """Return the steps that are done after the epoch of the step after `step`."""
+        """Return the steps done at the end of the epoch of the step after `step`."""
         return -(-(self.epoch_of(step) + 1) * self.source.train_examples // self.config.global_batch)
 
     def new_policy(self) -> GradientPolicy:
-        """Return the optimizer, its variables built beside the model's, with what is done with gradients before."""
+        """Build the optimizer and its gradient policy, with variables on the devices of the model's."""
         with self.strategy.scope():
             build = self.division.build_optimizer if self.division else None
             optimizer = optimizers.build_for(self.config, self.model, self.total_steps, build)
@@ -129,7 +131,7 @@ class TaskContext:
     def new_checkpoint(
         self, policy: GradientPolicy, callbacks: tf.Module | None = None, best: tf.Module | None = None
     ) -> checkpoint.Checkpoint:
-        """Return what saves and restores the training, with what its callbacks and its evaluations have counted."""
+        """Build the checkpoint of the training, including the state of callbacks and early stopping."""
         with self.strategy.scope():
             done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         return checkpoint.Checkpoint(
@@ -148,28 +150,28 @@ class TaskContext:
         )
 
     def gathering(self) -> Callable[[int], list[int]]:
-        """Return a function: this task's number -> each task's; all tasks call it."""
+        """Return a function from this task's number to the numbers of all tasks; all tasks call it."""
         alone = self.asynchronous or len(self.spec.members) < 2
         return (lambda number: [number]) if alone else steps.gathering(self.gang)
 
-    def restore(self, saves: checkpoint.Checkpoint, everyones: Callable[[int], list[int]] | None = None) -> int:
-        """Restore the checkpoint that all tasks agree on, if there is one; return the step to go on from.
+    def restore(self, saves: checkpoint.Checkpoint, gather: Callable[[int], list[int]] | None = None) -> int:
+        """Restore the checkpoint that all tasks agree on, if there is one; return the number of its steps.
 
         Args:
-            saves: what restores it.
-            everyones: of `gathering`, where it is there already.
+            saves: the checkpoint.
+            gather: the function of `gathering`, if the caller has it.
         """
         saves.generation = self.generation
-        return saves.restore(everyones or self.gathering())
+        return saves.restore(gather or self.gathering())
 
     def new_save_timer(self, saves: checkpoint.Checkpoint, first: int) -> SaveTimer:
-        """Return what says when a training saves that goes on from step `first`; the chief's alone decides."""
+        """Build the save timer of a training from step `first`; only the chief's decides."""
         past = Past.read(self.run, self.generation, first) if self.chief else None
         return SaveTimer(self.config.checkpoint_every, past, writing=lambda: saves.writing)
 
     def new_evaluation(self) -> Callable[[], dict[str, float]]:
-        """Return what evaluates the model on the whole test split; every task calls it."""
-        # Under parameter servers the chief evaluates by itself: it can read every variable.
+        """Return a function that evaluates the model on the whole test split; all tasks call it."""
+        # Under parameter servers the chief evaluates alone, as it can read every variable.
         shared = None if self.asynchronous else self.gang
         batch = evaluation_batch(self.source)
         measure = steps.evaluation(
@@ -183,7 +185,7 @@ class TaskContext:
         return self.with_baseline(regularized(measure, lambda: regularization(self.model)))
 
     def with_baseline(self, measure: Callable[[], dict[str, float]]) -> Callable[[], dict[str, float]]:
-        """Return an evaluation that also gives what a simple model of the same text reaches, on the chief."""
+        """Add the result of a simple model of the same text to an evaluation, on the chief."""
         if not (self.source.is_text and self.chief):
             return measure
         baseline = ngram.of_source(self.source)

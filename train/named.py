@@ -1,7 +1,6 @@
 """A value, or several by name: the features of a model with several inputs, the labels of one with several outputs.
 
-What is one value for a plain model is a dictionary for the other, with the names that its data gave. Standard library
-only.
+A single value of a plain model is a dictionary for the others, with the names of the data. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ Named = Any
 
 
 def each(function: Callable[..., Any], value: Named, *others: Named) -> Named:
-    """Return what a function makes of a value, or of every value of a dictionary, with those of the same name."""
+    """Map a function over a value, or over each value of dictionaries with the same names."""
     if not isinstance(value, Mapping):
         return function(value, *others)
-    return {name: function(one, *(other[name] for other in others)) for name, one in value.items()}
+    return {name: function(item, *(other[name] for other in others)) for name, item in value.items()}
 
 
 def leaves(value: Named) -> list[Any]:
-    """Return the value itself, or those of a dictionary in its order."""
+    """Return a list of the value, or of the values of a dictionary in its order."""
     return list(value.values()) if isinstance(value, Mapping) else [value]
 
 
 def in_words(value: Named) -> dict[str, Any]:
-    """Return each value by what an error calls it: nothing, or its name in quotes after a space."""
-    return {f" {name!r}": one for name, one in value.items()} if isinstance(value, Mapping) else {"": value}
+    """Return the values by their label in error messages: the quoted name after a space; empty for a single value."""
+    return {f" {name!r}": item for name, item in value.items()} if isinstance(value, Mapping) else {"": value}

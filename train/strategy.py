@@ -1,4 +1,4 @@
-"""The tf.distribute strategy of a cluster, and the servers of tasks that only serve."""
+"""The tf.distribute strategy of a cluster, and the servers of parameter servers and their workers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from cluster.system.errors import PrerequisiteError, UsageError
 
 TPU_TIMEOUT_S = 10.0
 GPUS_GIVEN = "GPUS_GIVEN"
-"""The variable that says how many GPUs the plan gave this task."""
+"""Environment variable with the number of GPUs that the plan assigned to this task."""
 
 
 def configure_devices(devices: int) -> list[str]:
-    """Give this process `devices` replicas' worth of devices; return their names.
+    """Configure a device for each replica of this process; return their names.
 
-    A machine with fewer GPUs than that gets logical CPU devices: same code path, for tests. Call before anything else
+    A machine with fewer GPUs gets logical CPU devices, so that tests take the same code path. Call before any other use
     of TensorFlow.
 
     Raises:
-        PrerequisiteError: this task was given GPUs, and TensorFlow cannot use them.
+        PrerequisiteError: the plan assigned GPUs to this task, and TensorFlow cannot use them.
     """
     gpus = check_gpus()
     if len(gpus) >= devices:
@@ -39,25 +39,25 @@ def configure_devices(devices: int) -> list[str]:
 
 
 def check_gpus() -> list[tf.config.PhysicalDevice]:
-    """Return the GPUs that this process sees: whoever was given some must not train on CPUs without a word.
+    """Return the GPUs of this process; a task with GPUs must not train on CPUs unnoticed.
 
     Raises:
-        PrerequisiteError: TensorFlow sees fewer than the plan gave this task.
+        PrerequisiteError: TensorFlow sees fewer than the plan assigned to this task.
     """
     gpus: list[tf.config.PhysicalDevice] = tf.config.list_physical_devices("GPU")
-    given = int(os.environ.get(GPUS_GIVEN, "0"))
-    if len(gpus) < given:
+    assigned = int(os.environ.get(GPUS_GIVEN, "0"))
+    if len(gpus) < assigned:
         raise PrerequisiteError(
-            f"TensorFlow sees {len(gpus)} of {given} GPUs that were given to this task; its log says which library or "
-            "driver is missing: mend that, or train with --gpus none"
+            f"TensorFlow sees {len(gpus)} of {assigned} GPUs that were given to this task; its log names the missing "
+            "library or driver: install it, or train with --gpus none"
         )
     return gpus
 
 
 def build(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
-    """Return the strategy, its cluster formed. Reads TF_CONFIG from the environment.
+    """Build the strategy and form its cluster, which TF_CONFIG describes.
 
-    Every member must be up (the agents' rendezvous sees to it): TensorFlow waits for a missing one for ever.
+    All members must be running, which the agents' rendezvous ensures: TensorFlow waits for them indefinitely.
     """
     return BUILDERS[spec.strategy](spec, devices)
 
@@ -87,16 +87,12 @@ def _parameter_server(_spec: ClusterSpec, _devices: list[str]) -> tf.distribute.
 
 
 def _pipeline(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
-    """Return the strategy that forms the cluster, by which tasks agree and evaluate; no variable is built in it."""
+    """Build the strategy that forms the cluster and by which tasks agree; no variable is created in it."""
     return _multiworker(spec, devices) if spec.members else _one_device(spec, devices)
 
 
 def serve(task: Task, threads: int) -> None:
-    """Serve the chief of a parameter-server cluster until this process is ended.
-
-    Args:
-        threads: that one operation may use; 0: as many as the machine has cores.
-    """
+    """Serve the chief of a parameter-server cluster until this process ends; `threads` is per operation, 0 for all."""
     if GPUS_GIVEN in os.environ:
         check_gpus()
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -112,10 +108,10 @@ def serve(task: Task, threads: int) -> None:
 
 
 def _tpu(spec: ClusterSpec, _devices: list[str]) -> tf.distribute.Strategy:
-    """Return the strategy of the TPU that TPU_NAME names, or of the one in this machine."""
+    """Build the strategy of the TPU that TPU_NAME names, or of the local one."""
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=os.environ.get("TPU_NAME", "local"))
-        if (address := resolver.master()).startswith("grpc://"):  # TensorFlow would wait for it without end
+        if (address := resolver.master()).startswith("grpc://"):  # TensorFlow would wait for it indefinitely
             host, _, port = address.removeprefix("grpc://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=TPU_TIMEOUT_S).close()
         tf.config.experimental_connect_to_cluster(resolver)
@@ -142,16 +138,16 @@ BUILDERS: dict[str, Callable[[ClusterSpec, list[str]], tf.distribute.Strategy]] 
     "tpu": _tpu,
     "pipeline": _pipeline,
 }
-"""Of each strategy in `cluster.contract.strategies`, what builds it: (cluster, this task's devices) -> strategy."""
+"""Builder of each strategy in `cluster.contract.strategies`: (cluster, this task's devices) -> strategy."""
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 
 @contextlib.contextmanager
 def policy(precision: str) -> Iterator[None]:
-    """Set the precision in which layers that are built inside compute.
+    """Set the precision in which layers compute that are built inside.
 
-    Their weights stay in float32. What is built outside, such as the model that is exported, computes in float32.
+    Their weights stay in float32. Models that are built outside, such as the exported one, compute in float32.
     """
     keras.mixed_precision.set_global_policy(POLICIES[precision])
     try:

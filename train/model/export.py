@@ -1,4 +1,4 @@
-"""The trained model as a SavedModel that needs nothing of ours."""
+"""Export of the trained model as a SavedModel that does not depend on this project."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from train.model import inputs
 from train.named import Named
 
 CLASSES = Path("assets.extra", "classes.json")
-"""Where an export keeps the names of its classes: TensorFlow Serving's place for what it need not know."""
+"""The file of an export with the names of its classes, in TensorFlow Serving's folder for extra assets."""
 
 
 def export(model: keras.Model, directory: Path, feature_shape: Named, classes: Named) -> None:
     """Write a SavedModel whose `serve` signature takes features `[B, ...]` in the model's types and returns outputs.
 
-    Several inputs, and several outputs, have the names of the data in the signature.
+    Several inputs or outputs have the names of the data in the signature.
 
     Args:
-        model: with plain variables, built outside of the strategy: what is saved holds no trace of the cluster, and
-            only this task is needed to save it.
-        directory: replaced whole.
+        model: built outside the strategy, so that the export does not depend on the cluster.
+        directory: the folder to replace.
         feature_shape: one example's shape, or a dictionary of them.
-        classes: their names, kept beside the model; None for outputs that are values.
+        classes: the names of the classes; None for outputs that are values.
     """
     scratch = directory.with_name(f".{directory.name}")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -49,5 +48,5 @@ def export(model: keras.Model, directory: Path, feature_shape: Named, classes: N
 
 
 def is_legacy() -> bool:
-    """Whether the Keras in use is tf_keras, Keras's last version 2."""
+    """Whether the Keras in use is tf_keras, the last version of Keras 2."""
     return bool(keras.Model.__module__.startswith("tf_keras"))

@@ -1,7 +1,7 @@
 """From gradients to an update: sum over replicas, unscale, clip, apply, or skip the step.
 
-Keras clips what each replica has before the sum, and each replica checks for itself whether its gradients are finite:
-so its own clipping depends on the number of replicas, and its loss scaling can leave them with different weights.
+Keras clips each replica's gradients before the sum, and each replica checks only whether its gradients are finite. So
+its clipping depends on the number of replicas, and its loss scaling can leave them with different weights.
 
 Loss scaling: P. Micikevicius et al., Mixed Precision Training, arXiv:1710.03740.
 """
@@ -23,17 +23,17 @@ GROWS_AFTER = 2000
 """Steps without an overflow after which the scale is doubled."""
 
 Gradients = Sequence[Any]
-"""Of each variable a tensor, slices of one, or None."""
+"""The gradient of each variable: a tensor, `tf.IndexedSlices` or None."""
 
 
 class LossScale(tf.Module):
-    """What the loss is multiplied by, so that small gradients are no zeros in float16; always a power of two.
+    """The factor of the loss that keeps small gradients from becoming zero in float16; always a power of two.
 
-    It falls below 1 where even 1 was too large: there training cannot go on.
+    It falls below 1 if even 1 was too large. Training cannot continue then.
     """
 
     def __init__(self) -> None:
-        """Begin with `FIRST_SCALE`. Call inside the strategy's scope."""
+        """Call inside the strategy's scope."""
         super().__init__(name="loss_scale")
         shared: dict[str, Any] = {"trainable": False, "aggregation": tf.VariableAggregation.ONLY_FIRST_REPLICA}
         self.scale = tf.Variable(FIRST_SCALE, dtype=tf.float32, **shared)
@@ -46,11 +46,11 @@ class LossScale(tf.Module):
         return float(self.scale.numpy()) < 1
 
     def metrics(self) -> dict[str, float]:
-        """Return what metrics report of it."""
+        """Return the values that metrics report."""
         return {"loss_scale": float(self.scale.numpy()), "skipped_steps": int(self.skipped_steps.numpy())}
 
     def update(self, finite: tf.Tensor) -> None:
-        """Follow a step whose gradients were finite or not; every replica calls it with the same."""
+        """Adapt the scale after a step; every replica calls it with the same value."""
         scale, good = tf.convert_to_tensor(self.scale), tf.convert_to_tensor(self.good_steps) + 1
         grows = good >= GROWS_AFTER
         grown = tf.where(grows, tf.minimum(2 * scale, LARGEST_SCALE), scale)
@@ -65,9 +65,9 @@ class GradientPolicy:
     """From the gradients of replicas to an optimizer's update. Every replica calls the same methods in the same order.
 
     Attributes:
-        optimizer: of either Keras.
-        clip_norm: largest norm of the gradient of the whole global batch; 0: no bound.
-        loss_scale: of a training in float16, otherwise None.
+        optimizer: an optimizer of either Keras.
+        clip_norm: largest norm of the gradient of the whole global batch; 0 for no bound.
+        loss_scale: the loss scale of a training in float16, otherwise None.
     """
 
     def __init__(self, optimizer: Any, clip_norm: float = 0.0, loss_scale: LossScale | None = None) -> None:
@@ -77,25 +77,25 @@ class GradientPolicy:
 
     @property
     def loss_gradient(self) -> tf.Tensor | None:
-        """What the gradient of the loss with respect to itself is to be: the loss scale; None for 1."""
+        """The initial gradient of the backward pass, which is the loss scale; None for 1."""
         return None if self.loss_scale is None else tf.convert_to_tensor(self.loss_scale.scale)
 
     def sum(self, gradients: Gradients) -> list[Any]:
-        """Return the sums over all replicas of what each has; None stays None."""
+        """Add up gradients over all replicas; None stays None."""
         known = [gradient for gradient in gradients if gradient is not None]
-        if self.clip_norm or self.loss_scale:  # slices can name a row twice, and have another norm then
+        if self.clip_norm or self.loss_scale:  # slices can name a row twice, which changes their norm
             known = [tf.convert_to_tensor(gradient) for gradient in known]
         sums = iter(exchange.add_up(known))
         return [None if gradient is None else next(sums) for gradient in gradients]
 
     def apply(self, total: Gradients, variables: Sequence[Any]) -> None:
-        """Change the variables by the gradient of the whole global batch: unscaled, clipped, and unless not finite.
+        """Unscale and clip the gradient of the global batch, and apply it if it is finite.
 
         Args:
-            total: the sum over all replicas, of the scaled loss.
-            variables: whose gradients they are.
+            total: gradients of the scaled loss, added up over all replicas.
+            variables: their variables.
         """
-        pairs = [(one, other) for one, other in zip(total, variables, strict=True) if one is not None]
+        pairs = [pair for pair in zip(total, variables, strict=True) if pair[0] is not None]
         gradients, known = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         if self.loss_scale is None:
             self.update(gradients, known)
@@ -105,11 +105,11 @@ class GradientPolicy:
         self.loss_scale.update(finite)
 
     def finite(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return whether all are finite, a bool scalar."""
+        """Whether all gradients are finite, a bool scalar."""
         return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients)])
 
     def unscaled(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the gradients of the loss from those of the scaled loss."""
+        """Convert gradients of the scaled loss to gradients of the loss."""
         assert self.loss_scale is not None
         factor = 1 / tf.convert_to_tensor(self.loss_scale.scale)
         return [gradient * factor for gradient in gradients]
@@ -117,13 +117,13 @@ class GradientPolicy:
     def update(
         self, gradients: list[Any], variables: Sequence[Any], finite: tf.Tensor | None = None, norm: Any = None
     ) -> None:
-        """Clip gradients, and change the variables by them.
+        """Clip gradients and apply them.
 
         Args:
-            gradients: of the loss, unscaled.
-            variables: whose gradients they are.
-            finite: whether they are to be applied; None: they are.
-            norm: of the gradients of the whole model, where these are of a part of it.
+            gradients: gradients of the unscaled loss.
+            variables: their variables.
+            finite: whether to apply them; None for yes.
+            norm: the norm of the whole model's gradients, if these belong to a part of it.
         """
         clipped = tf.clip_by_global_norm(gradients, self.clip_norm, norm)[0] if self.clip_norm else gradients
         if finite is None:
@@ -132,21 +132,21 @@ class GradientPolicy:
             _call_if(finite, clipped, lambda gradients: self._update(gradients, variables))
 
     def checked(self, loss: tf.Tensor, gradients: Gradients) -> tf.Tensor:
-        """Return the loss once its gradients were applied; NaN where training must end for them."""
+        """Return the loss after its gradients were applied, or NaN if they end the training."""
         if self.loss_scale is None:
             return nan_gradients.nan_if_broken(loss, gradients)
         return tf.where(tf.convert_to_tensor(self.loss_scale.scale) < 1, tf.constant(float("nan"), loss.dtype), loss)
 
     def install(self) -> None:
-        """Patch the optimizer to sum, unscale and clip, and to scale the loss, if there is anything to do.
+        """Patch the optimizer to sum, unscale and clip gradients, and to scale the loss, if necessary.
 
-        For `Model.fit`: between the gradients and the update Keras's `train_step`, or a model's own, calls nothing
-        but these methods of the optimizer. An optimizer that clips would clip each replica's gradients before the sum.
+        This is for `Model.fit`, whose `train_step`, like a model's override, calls only these methods between the
+        gradients and the update. An optimizer that clips would clip each replica's gradients before the sum.
         """
         optimizer = self.optimizer
         legacy = hasattr(optimizer, "aggregate_gradients")  # of tf_keras, which has no loss scale
-        own = any(getattr(optimizer, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm"))
-        if not self.clip_norm and self.loss_scale is None and (legacy or not own):
+        clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm"))
+        if not self.clip_norm and self.loss_scale is None and (legacy or not clips):
             return
         if legacy:
 
@@ -162,12 +162,12 @@ class GradientPolicy:
         optimizer.scale_loss = lambda loss: loss if (scale := self.loss_gradient) is None else loss * scale
 
     def check_scale(self, step: int) -> None:
-        """Raise the error of a training after `step` whose gradients overflow at any scale."""
+        """Raise an error if gradients overflow at any scale."""
         if self.loss_scale is not None and self.loss_scale.exhausted:
             raise diverged(f"gradients overflow float16 at step {step} even at loss scale 1 (bf16 has float32's range)")
 
     def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an inner loop that ends the training where the loss scale is exhausted, naming the step."""
+        """Wrap the inner loop so that an exhausted loss scale ends the training with an error that names the step."""
         if self.loss_scale is None:
             return inner
 
@@ -188,13 +188,13 @@ def _apply_summed(apply_gradients: Callable[..., Any]) -> Callable[[Any, Any], N
 
 
 def _call_if(finite: tf.Tensor, gradients: list[tf.Tensor], apply: Callable[[list[tf.Tensor]], object]) -> None:
-    """Apply gradients on condition of what is the same on every replica."""
+    """Apply gradients under a condition that is the same on every replica."""
 
-    def apply_here(gradients: Any) -> None:  # returns nothing: neither does the other branch
+    def apply_here(gradients: Any) -> None:  # returns nothing, like the other branch
         apply(gradients)
 
     def together(strategy: tf.distribute.Strategy, finite: Any, gradients: Any) -> None:
-        # What optimizers do is done for all replicas at once, which a condition inside of one replica does not allow.
+        # Optimizers update all replicas at once, which a condition inside a single replica does not allow.
         tf.cond(
             strategy.experimental_local_results(finite)[0],
             lambda: strategy.extended.call_for_each_replica(apply_here, args=(gradients,)),

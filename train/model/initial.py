@@ -1,10 +1,10 @@
-"""The weights that a training begins with instead of random ones: of a run's checkpoint, or of a file.
+"""Initial weights of a training from a run's checkpoint or a file, instead of random ones.
 
-    checkpoint of a run (`.index`)      as `train/saving/checkpoint.py` writes it, with the weights' names
-    `.weights.h5`, `.keras`, `.h5`      as Keras 3 writes them; of `.h5` also as Keras 2 did
-    `.npz`                              NumPy arrays, named as the weights: `dense/kernel`
+    checkpoint of a run (`.index`)      written by `train/saving/checkpoint.py`, with the weights' names
+    `.weights.h5`, `.keras`, `.h5`      written by Keras 3; `.h5` also by Keras 2
+    `.npz`                              NumPy arrays with the weights' names, such as `dense/kernel`
 
-A weight is taken where name and shape are those of one of the model's. What does not match keeps its random values.
+A weight of the file is used if the model has one with the same name and shape. The other weights stay random.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from train.saving.mirror import has_value
 
 SHOWN = 6
 _NAMED = "weights/"
-"""What the names of a model's weights begin with in a checkpoint."""
+"""Prefix of the names of a model's weights in a checkpoint."""
 
 Arrays = Mapping[str, np.ndarray]
-"""By the weight's name, `layer/weight`, or, of Keras 3's files, by its layer's name and its place, `layer#0`."""
+"""Arrays by the weight's name, `layer/weight`; in files of Keras 3 by its layer's name and its index, `layer#0`."""
 
 
 def names(model: keras.Model) -> list[tuple[Any, str]]:
     """Return a model's weights with their names, `layer/weight`; without the states of random generators."""
-    found = []
+    named_weights = []
     for variable in model.variables:
         path = str(getattr(variable, "path", variable.name)).partition(":")[0]
         if tf.as_dtype(variable.dtype).is_floating:
-            found.append((variable, path.removeprefix(f"{model.name}/")))
-    return found
+            named_weights.append((variable, path.removeprefix(f"{model.name}/")))
+    return named_weights
 
 
 def checkpoint_name(name: str) -> str:
-    """Return what a checkpoint calls a weight."""
+    """Return the name of a weight in a checkpoint."""
     return _NAMED + re.sub(r"[^A-Za-z0-9_./-]", "_", name)
 
 
 def file_in(folder: Path) -> Path | None:
-    """Return the file with the weights that a run begins with; None where it begins with random ones."""
-    found = sorted(path for path in folder.glob("*") if ".data-" not in path.name and path.suffix != ".json")
-    return found[0] if found else None
+    """Return the file with the initial weights of a run; None if it begins with random ones."""
+    files = sorted(path for path in folder.glob("*") if ".data-" not in path.name and path.suffix != ".json")
+    return files[0] if files else None
 
 
 def load(model: keras.Model, path: Path) -> str:
-    """Give a model the weights of a file, and return in one line what was taken and what was not.
+    """Load the weights of a file into a model; return a line that names the weights used and not used.
 
     Raises:
-        UsageError: the file holds no weights, or none that the model has.
+        UsageError: the file has no weights, or none of the model's.
     """
     try:
         arrays = read(path)
@@ -75,10 +75,10 @@ def load(model: keras.Model, path: Path) -> str:
         places[layer] += 1
         key = next((key for key in keys if key in arrays), None)
         if key is None:
-            missing.append(f"{name} (not there)")
+            missing.append(f"{name} (missing)")
         elif arrays[key].shape != tuple(variable.shape):
             used.add(key)
-            missing.append(f"{name} {tuple(variable.shape)} (there {arrays[key].shape})")
+            missing.append(f"{name} {tuple(variable.shape)} (in the file {arrays[key].shape})")
         else:
             used.add(key)
             if has_value(variable):
@@ -87,8 +87,8 @@ def load(model: keras.Model, path: Path) -> str:
     unused = [key for key in arrays if key not in used]
     if not taken:
         raise UsageError(
-            f"--init-from {path.name}: none of its weights has a name and a shape of the model's; "
-            f"there: {_some(list(arrays))}; the model's: {_some([name for _, name in names(model)])}"
+            f"--init-from {path.name}: none of its weights has the name and shape of one of the model's; "
+            f"the file has {_some(list(arrays))}; the model has {_some([name for _, name in names(model)])}"
         )
     line = f"began with {taken} of the {taken + len(missing)} weights from {path.name}"
     line += f"; random: {_some(missing)}" if missing else ""
@@ -96,10 +96,10 @@ def load(model: keras.Model, path: Path) -> str:
 
 
 def read(path: Path) -> Arrays:
-    """Return the weights in a file.
+    """Read the weights in a file.
 
     Raises:
-        OSError, ValueError, KeyError, BadZipFile, tf.errors.OpError: it cannot be read.
+        OSError, ValueError, KeyError, BadZipFile, tf.errors.OpError: the file cannot be read.
     """
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
@@ -129,46 +129,46 @@ def _hdf5(content: io.BytesIO) -> Arrays:
 
     with h5py.File(content) as file:
         root = file.get("model_weights", file)
-        if "layer_names" in root.attrs:  # of Keras 2
+        if "layer_names" in root.attrs:  # written by Keras 2
             layers = [_text(name) for name in root.attrs["layer_names"]]
             named = [(layer, _text(name)) for layer in layers for name in root[layer].attrs["weight_names"]]
             return {_below(layer, name.partition(":")[0]): np.asarray(root[layer][name]) for layer, name in named}
-        found: dict[str, np.ndarray] = {}
-        root.visititems(lambda place, item: _add(found, root, place, item, isinstance(item, h5py.Dataset)))
-        return found
+        arrays: dict[str, np.ndarray] = {}
+        root.visititems(lambda place, item: _add(arrays, root, place, item, isinstance(item, h5py.Dataset)))
+        return arrays
 
 
 def _below(layer: str, name: str) -> str:
-    """Return a weight's name from its layer's on: before that may come the model's."""
+    """Return a weight's name without the model's name, which may precede the layer's."""
     rest = name.partition("/")[2]
     return rest if rest.startswith(f"{layer}/") and not name.startswith(f"{layer}/") else name
 
 
-def _add(found: dict[str, np.ndarray], root: Any, place: str, item: Any, is_array: bool) -> None:
-    """Add an array of Keras 3's, whose place is of classes and attributes; the layers' names are beside `vars`."""
+def _add(arrays: dict[str, np.ndarray], root: Any, place: str, item: Any, is_array: bool) -> None:
+    """Add an array of a file of Keras 3. Its path consists of classes and attributes; `vars` has the layer's name."""
     *folders, variables, number = place.split("/") if place.count("/") else ("", "", "")
     if not is_array or variables != "vars":
         return
     layers = ["/".join(folders[:depth]) + "/vars" for depth in range(1, len(folders) + 1)]
     names = [_text(root[layer].attrs["name"]) for layer in layers if layer in root and "name" in root[layer].attrs]
-    found[f"{'/'.join(names)}#{number}"] = np.asarray(item)
+    arrays[f"{'/'.join(names)}#{number}"] = np.asarray(item)
 
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _some(words: list[str]) -> str:
-    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return ", ".join(words[:SHOWN]) + more
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def begin(model: keras.Model, folder: Path) -> str:
-    """Give a model the weights that its run begins with, if any; return what is to be reported, or nothing.
+    """Load the initial weights of a run into a model; return the line to report.
 
     Raises:
         UsageError: as `load`.
-        RunFailed: the run's configuration names some, and they are gone.
+        RunFailed: the file is missing.
     """
     path = file_in(folder)
     if path is None:

@@ -1,4 +1,4 @@
-"""What a model takes: the types and the signature of its inputs, one or several by name."""
+"""The types and the signature of a model's inputs, one or several by name."""
 
 from __future__ import annotations
 
@@ -12,28 +12,18 @@ from train.named import Named
 
 
 def dtypes(model: keras.Model, features: Named) -> Named:
-    """Return the type that a model takes its features in: that of its inputs if they are integers, or `float32`.
-
-    Args:
-        model: its inputs are known if it was made of `keras.Input`s.
-        features: with the names of the inputs, if there are several.
-    """
+    """Return the types of a model's features: those of its `keras.Input`s if they are integers, otherwise `float32`."""
     inputs = list(getattr(model, "inputs", None) or ())
     if not isinstance(features, Mapping):
         return _dtype(inputs[0]) if inputs else "float32"
-    by_name = {one.name.partition(":")[0]: one for one in inputs}
+    by_name = {tensor.name.partition(":")[0]: tensor for tensor in inputs}
     structure = getattr(model, "_inputs_struct", None) or getattr(model, "_nested_inputs", None)  # of either Keras
     by_name |= structure if isinstance(structure, Mapping) else {}
     return {name: _dtype(by_name[name]) if name in by_name else "float32" for name in features}
 
 
 def signature(model: keras.Model, feature_shape: Named) -> Named:
-    """Return what a model takes, of any number of examples: a `tf.TensorSpec`, or a dictionary of them.
-
-    Args:
-        model: of either Keras.
-        feature_shape: one example's shape, or a dictionary of them.
-    """
+    """Return the `tf.TensorSpec` of a model's inputs for any number of examples, or a dictionary of them."""
     types = dtypes(model, feature_shape)
     if not isinstance(feature_shape, Mapping):
         return tf.TensorSpec([None, *feature_shape], types, name="features")

@@ -1,9 +1,9 @@
 """The state of layers, such as moving averages, in a step of several parts: replicas, micro-batches, virtual shards.
 
-Every part begins with the state before the step, and what the parts make of it becomes one state after them all:
+Every part begins with the state before the step. The states after the parts are combined into one:
 
-    floating point               the mean over the parts: of averages over examples, that over the whole batch
-    whole numbers and booleans   the same on every part, such as a count of steps; otherwise the run fails
+    floating point               the mean over the parts, which for averages over examples is that of the whole batch
+    whole numbers and booleans   must be the same on every part, like a count of steps; otherwise the run fails
     `aggregation="sum"`          the sum of all changes, such as a count of examples
 
 With one part layers assign their variables as in plain Keras.
@@ -26,61 +26,60 @@ _DISAGREE = "whole numbers of replicas or micro-batches differ:"
 
 
 def explain(error: Exception) -> RunFailed | None:
-    """Return what an error of TensorFlow says of a layer's state; None where it says something else."""
+    """Translate TensorFlow's error about a layer's state; None for other errors."""
     _, disagree, rest = str(error).partition(_DISAGREE)
     if not disagree:
         return None
     return RunFailed(
         f"{rest.partition(';')[0].strip()}: replicas or micro-batches disagree on this whole number of a layer; count "
-        'steps in it, or give it a floating-point type (mean) or aggregation="sum" (sum of changes)'
+        'steps in it, or use a floating-point type (mean) or aggregation="sum" (sum of changes)'
     )
 
 
 def variables_of(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables that layers keep for themselves: no weights, also frozen ones, no metrics, no seeds."""
-    return list({id(one): one for layer in model._flatten_layers() for one in layer._non_trainable_variables}.values())
+    """Return the state of a model's layers, without weights (also frozen ones), metrics and seeds."""
+    states = [state for layer in model._flatten_layers() for state in layer._non_trainable_variables]
+    return list({id(state): state for state in states}.values())
 
 
 def is_separate(variable: keras.Variable) -> bool:
-    """Whether the part that is traced at present has a value of its own for a variable."""
+    """Whether the part that is being traced has a separate value for a variable."""
     scope = get_stateless_scope()
     return scope is not None and (not isinstance(scope, PartScope) or id(variable) in scope.first)
 
 
 class PartScope(keras.StatelessScope):
-    """Where a part has values of its own for some variables, and assigns the others."""
+    """Scope in which a part has separate values of some variables and assigns the others."""
 
     def __init__(self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> None:
         super().__init__(zip(variables, values, strict=True), collect_losses=True)
         self.first = dict(self.state_mapping)
-        self.refusals: list[str] = []  # raised after the call of the model, which would add lines of its own
+        self.refusals: list[str] = []  # raised after the call of the model, which would extend the message
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        """Return the part's value of a variable, or the variable."""
         value = super().get_current_value(variable)
         return variable._value if value is None else value
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        """Assign a variable."""
         variable, value = update
         if not is_separate(variable):
             variable._direct_assign(value)
-        elif variable.trainable:  # of a virtual shard
-            self.refusals.append(f"--bitwise-elastic: a layer assigns the weight {variable.path}; leave it out")
+        elif variable.trainable:  # in a virtual shard
+            self.refusals.append(f"--bitwise-elastic: a layer assigns the weight {variable.path}; remove that")
         elif getattr(value, "graph", None) is not getattr(self.first[id(variable)], "graph", None):
             self.refusals.append(
                 f"{variable.path} is assigned inside a condition, a loop or a tf.function; on several replicas and in "
                 "micro-batches assign it outside, such as keras.ops.where(condition, new, old)"
             )
         else:
-            super().add_update((variable, tf.stop_gradient(value)))  # none passes through a variable, either
+            super().add_update((variable, tf.stop_gradient(value)))  # gradients do not pass through variables, either
 
 
 class LayerState:
-    """What the parts of a step make of a model's state. Methods are called on replicas, while a graph is traced."""
+    """Combines the states of the parts of a step. Methods are called on replicas while a graph is traced."""
 
     def __init__(self, model: keras.Model, parts: int) -> None:
-        several = parts > 1 and isinstance(model, keras.Model)  # not of tf_keras
+        several = parts > 1 and isinstance(model, keras.Model)  # not tf_keras
         self.variables = variables_of(model) if several else []
         for variable in self.variables:
             if hasattr(variable._value, "_aggregation") and variable.aggregation != "none":
@@ -90,7 +89,7 @@ class LayerState:
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
-        """Of what a part contributes."""
+        """Specs of the contributions of a part."""
         return [_spec(variable) for variable in self.variables]
 
     def values(self) -> list[tf.Tensor]:
@@ -101,11 +100,11 @@ class LayerState:
     def part(
         self, weights: Sequence[keras.Variable] = (), values: Sequence[tf.Tensor] = ()
     ) -> Iterator[Callable[[], list[tf.Tensor]]]:
-        """Keep what layers assign inside apart; yield a function that returns what this part contributes.
+        """Separate the assignments of layers inside; yield a function that returns the contributions of this part.
 
         Args:
             weights: variables that have other values inside.
-            values: those.
+            values: their values inside.
         """
         if not self.variables and not weights:
             yield list
@@ -124,7 +123,7 @@ class LayerState:
         before, after = tf.cast(before, spec.dtype), tf.cast(after, spec.dtype)
         if variable.aggregation == "sum":
             return after - before
-        # Equal numbers are those whose sum and sum of squares belong together.
+        # The sum and the sum of squares show whether numbers are equal.
         return after if spec.dtype.is_floating else tf.stack([after, after * after])
 
     def assign(
@@ -133,8 +132,8 @@ class LayerState:
         """Assign the state after the step.
 
         Args:
-            contributions: the sums of what this replica's parts contribute.
-            add_up: returns the sums over all replicas of tensors of one type.
+            contributions: the sums of the contributions of this replica's parts.
+            add_up: adds up tensors of one type over all replicas.
         """
         for dtype in sorted({_spec(self.variables[at]).dtype.name for at in self._changed}):
             changed = [at for at in sorted(self._changed) if _spec(self.variables[at]).dtype.name == dtype]
@@ -142,11 +141,11 @@ class LayerState:
                 self._assign(self.variables[at], total)
 
     def _assign(self, variable: keras.Variable, total: tf.Tensor) -> None:
-        own, spec = variable._value, _spec(variable)
+        stored, spec = variable._value, _spec(variable)
         if variable.aggregation == "sum":
-            own.assign_add(tf.cast(total, own.dtype))
+            stored.assign_add(tf.cast(total, stored.dtype))
         elif spec.dtype.is_floating:
-            own.assign(tf.cast(total / self._parts, own.dtype))
+            stored.assign(tf.cast(total / self._parts, stored.dtype))
         else:
             agree = tf.debugging.assert_equal(
                 total[0] * total[0],
@@ -155,14 +154,15 @@ class LayerState:
             )
             with tf.control_dependencies([agree]):
                 value = total[0] // self._parts
-            if own.dtype.is_bool:
-                own.assign(tf.cast(value, own.dtype))
-            else:  # loses no other task's count under parameter servers
-                own.assign_add(tf.cast(value - tf.cast(tf.convert_to_tensor(own), value.dtype), own.dtype))
+            if stored.dtype.is_bool:
+                stored.assign(tf.cast(value, stored.dtype))
+            else:  # adding does not lose another task's count under parameter servers
+                before = tf.cast(tf.convert_to_tensor(stored), value.dtype)
+                stored.assign_add(tf.cast(value - before, stored.dtype))
 
 
 def _spec(variable: keras.Variable) -> tf.TensorSpec:
-    own = variable._value.dtype
-    if own.is_floating:
-        return tf.TensorSpec(variable.shape, tf.float64 if own == tf.float64 else tf.float32)
+    dtype = variable._value.dtype
+    if dtype.is_floating:
+        return tf.TensorSpec(variable.shape, tf.float64 if dtype == tf.float64 else tf.float32)
     return tf.TensorSpec(variable.shape if variable.aggregation == "sum" else [2, *variable.shape], tf.int64)

@@ -1,8 +1,8 @@
-"""Masks that reach a model's output: positions that are padding count neither in the loss nor in a score.
+"""Masks that reach a model's output: padding counts neither in the loss nor in a score.
 
-Keras divides the sum over the positions that are not masked by their number in the batch. Here that is the global
-batch: the values of a replica or a micro-batch are divided by the positions per example, counted over all of them. So
-the mean over the examples is that of Keras on one device, however unevenly the parts hold the padding.
+Keras divides the sum over unmasked positions by their number in the batch. Here that is the global batch: the values of
+a replica or a micro-batch are divided by the unmasked positions per example of the global batch. So the mean over the
+examples is that of Keras on one device, for any distribution of the padding over the parts.
 
 Shapes: B examples of a part of the batch, O outputs.
 """
@@ -25,18 +25,18 @@ _counting: contextvars.ContextVar[bool] = contextvars.ContextVar("counting", def
 
 
 def of(output: Any) -> tf.Tensor | None:
-    """Return the mask of an output, `[B, ...] bool`; None where it has none, or is not a tensor."""
+    """Return the mask of an output, `[B, ...] bool`; None if it has no mask or is not a tensor."""
     return getattr(output, "_keras_mask", None)
 
 
 def begins_at(layer: keras.layers.Layer) -> bool:
-    """Whether a layer may make a mask. Symbolic outputs of a model do not tell: a nested model's have none."""
+    """Whether a layer may create a mask. The symbolic outputs of nested models do not show that."""
     custom = not type(layer).compute_mask.__module__.startswith(("keras.", "tf_keras."))
     return custom or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
 
 
 def keep(output: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
-    """Return an output with the mask of the one that it was made of."""
+    """Copy the mask of `source` to an output, and return the output."""
     mask = of(source)
     if mask is not None:
         output._keras_mask = mask
@@ -44,11 +44,11 @@ def keep(output: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
 
 
 def by_example(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-    """Return the mean of each example's values over its positions, `[B]`; one value an example is left as it is.
+    """Return the mean of each example's values over its positions, `[B]`; a single value per example is unchanged.
 
     Args:
         values: `[B, ...]`.
-        mask: of the outputs: positions without it are left out, and the others divided by `positions`.
+        mask: the mask of the outputs; masked positions do not count.
     """
     rank = values.shape.rank
     if mask is None or (rank == 1 and mask.shape.rank > 1):
@@ -56,7 +56,7 @@ def by_example(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
     if rank > mask.shape.rank:
         values = tf.reduce_mean(values, axis=list(range(mask.shape.rank, rank)))
     sums_B = _over_positions(tf.reduce_sum, tf.where(mask, values, 0.0))
-    return tf.math.divide_no_nan(sums_B, (_positions.get() or _of_step)(mask))
+    return tf.math.divide_no_nan(sums_B, (_positions.get() or _positions_per_example)(mask))
 
 
 def _over_positions(reduce: Callable[..., tf.Tensor], values: tf.Tensor) -> tf.Tensor:
@@ -64,8 +64,8 @@ def _over_positions(reduce: Callable[..., tf.Tensor], values: tf.Tensor) -> tf.T
     return values if rank in (None, 1) else reduce(values, axis=list(range(1, rank)))
 
 
-def _of_step(mask: tf.Tensor) -> tf.Tensor:
-    """Return how many positions of an example count on average: in the batch of a step, shared by equal replicas."""
+def _positions_per_example(mask: tf.Tensor) -> tf.Tensor:
+    """Return the average number of unmasked positions per example of a step, whose replicas have equal batches."""
     counts_1 = over_replicas(tf.math.count_nonzero(mask)[tf.newaxis])
     context = tf.distribute.get_replica_context()
     replicas = context.num_replicas_in_sync if context else 1
@@ -73,7 +73,7 @@ def _of_step(mask: tf.Tensor) -> tf.Tensor:
 
 
 def over_replicas(counts_O: tf.Tensor) -> tf.Tensor:
-    """Return counts added up over all replicas; call it in a replica, outside of loops."""
+    """Add up counts over all replicas; call it in replica context, outside loops."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return counts_O
@@ -81,33 +81,33 @@ def over_replicas(counts_O: tf.Tensor) -> tf.Tensor:
 
 
 def count(outputs: Sequence[Any]) -> tf.Tensor:
-    """Return how many positions of each output count, `[O] int64`; 0 of one without a mask."""
-    found = [of(output) for output in outputs]
-    return tf.stack([tf.zeros([], tf.int64) if mask is None else tf.math.count_nonzero(mask) for mask in found])
+    """Return the number of unmasked positions of each output, `[O] int64`; 0 for outputs without a mask."""
+    output_masks = [of(output) for output in outputs]
+    return tf.stack([tf.zeros([], tf.int64) if mask is None else tf.math.count_nonzero(mask) for mask in output_masks])
 
 
 def is_counting() -> bool:
-    """Whether only positions are to be counted."""
+    """Whether a step only counts positions."""
     return _counting.get()
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
-    """Have a step count the positions of a part of its batch, before anything else is computed of it."""
+    """Make a step only count the positions of a part of its batch."""
     with _set(_counting, True):
         yield
 
 
 @contextlib.contextmanager
 def of_batch(counts_O: tf.Tensor, examples: int) -> Iterator[None]:
-    """Average over a batch of so many examples, whose positions were counted in all of its parts."""
+    """Average over a batch whose unmasked positions were counted in all of its parts."""
     with _set(_batch, (counts_O, examples)):
         yield
 
 
 @contextlib.contextmanager
 def averaged(outputs: Sequence[Any]) -> Iterator[None]:
-    """Average these outputs as `of_batch` says, if it does."""
+    """Average these outputs over the batch of `of_batch`, if there is one."""
     batch = _batch.get()
     if batch is None:
         yield
@@ -119,14 +119,14 @@ def averaged(outputs: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def summed() -> Iterator[list[tf.Tensor]]:
-    """Do not average, but yield a list for the numbers of positions that count, `[B] float32`, of what has a mask."""
+    """Sum instead of averaging; yield a list that receives the unmasked positions, `[B] float32`, of masked outputs."""
     counts: list[tf.Tensor] = []
 
-    def note(mask: tf.Tensor) -> float:
+    def record(mask: tf.Tensor) -> float:
         counts.append(_over_positions(tf.reduce_sum, tf.cast(mask, tf.float32)))
         return 1.0
 
-    with _set(_positions, note):
+    with _set(_positions, record):
         yield counts
 
 

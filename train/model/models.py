@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs that
+from tensorflow import keras  # Keras 3, or tf_keras if `--loop fit` needs it
 
 from cluster.system.errors import UsageError, nearest
 from train import named
@@ -58,14 +58,14 @@ MODELS: dict[str, Callable[..., Any]] = {
 
 
 def of(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.Model:
-    """Return the model that a configuration describes; for the rest see `build`."""
+    """Build the model that a configuration describes; see `build`."""
     size = config.transformer
     sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
     model = build(config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {}))
     if config.loop == "custom" and type(model).train_step is not keras.Model.train_step:
         raise UsageError(
-            f"--model {config.model!r}: {type(model).__name__} has a train_step of its own, which --loop custom would "
-            "not call; use --loop fit"
+            f"--model {config.model!r}: {type(model).__name__} overrides train_step, which --loop custom does not "
+            "call; use --loop fit"
         )
     if config.loop == "fit":
         _check_compile(config.model, model)
@@ -79,7 +79,7 @@ def _check_compile(name: str, model: keras.Model) -> None:
     except TypeError as error:
         raise UsageError(
             f"--model {name!r}: --loop fit calls compile(optimizer, loss=, loss_weights=, metrics=, jit_compile=), and "
-            f"that of {type(model).__name__} does not take them ({error}); call fit in a script of your own, --script"
+            f"that of {type(model).__name__} does not take them ({error}); call fit in your own script, --script"
         ) from None
 
 
@@ -87,11 +87,11 @@ def freeze(model: keras.Model, names: str) -> None:
     """Exclude layers from training.
 
     Args:
-        model: built.
-        names: of the layers, or beginnings of names that end in `*`, separated by commas.
+        model: a built model.
+        names: names or patterns of layers, separated by commas.
 
     Raises:
-        UsageError: there is no such layer, or none is left to train.
+        UsageError: no layer has such a name, or none is left to train.
     """
     layers = list(model._flatten_layers(include_self=False))  # nested ones too; several may have the same name
     for pattern in filter(None, (part.strip() for part in names.split(","))):
@@ -107,10 +107,10 @@ def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -
     """Return the model called `name`: a key of `MODELS`, or `package.module:function`.
 
     Args:
-        name: what the configuration says.
-        feature_shape: one example's shape; of a model with several inputs a dictionary of them, by name.
-        num_outputs: classes, or values to predict; of one with several outputs a dictionary, by the head's name.
-        options: of a built-in model.
+        name: the model of the configuration.
+        feature_shape: one example's shape; for several inputs a dictionary of shapes.
+        num_outputs: number of classes or of values to predict; for several outputs a dictionary.
+        options: options of a built-in model.
 
     Raises:
         UsageError: there is no such function, or it does not return a model of the Keras in use for these features.
@@ -128,14 +128,18 @@ def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -
 
 
 def call(model: keras.Model, feature_shape: Named) -> Any:
-    """Return what a model gives of features without values: Keras's symbolic tensors.
+    """Call a model on symbolic tensors and return its outputs.
 
-    Before, a model that is a class of the user's own may be without its layers' variables: `build` does not make them.
+    This also creates the variables of the layers of a subclassed model, which `build` does not.
     """
     types = inputs.dtypes(model, feature_shape)
     return model(named.each(lambda shape, dtype: keras.Input(shape, dtype=dtype), feature_shape, types))
 
 
 def output_shapes(outputs: Any) -> Named:
-    """Return the shapes of what `call` returns, for one example; None for what is not one tensor."""
-    return named.each(lambda of: None if isinstance(of, list | tuple) else tuple(of.shape[1:]), outputs)
+    """Return the shapes of the outputs of `call` for one example; None for an output that is not a tensor."""
+
+    def shape(output: Any) -> tuple[int, ...] | None:
+        return None if isinstance(output, list | tuple) else tuple(output.shape[1:])
+
+    return named.each(shape, outputs)

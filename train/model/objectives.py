@@ -1,8 +1,8 @@
-"""What is minimised and what is reported: a loss and a score for every example.
+"""Objectives: a loss to minimize and a score to report, each with a value for every example.
 
-An example may have positions: those of a sequence, of an image, of both. Its loss and score are means over them. Where
-a mask reaches the output, masked positions do not count, as in Keras: the mean is over the other positions of the whole
-global batch, wherever its replicas and micro-batches hold them (`train/model/masks.py`).
+An example may have positions, such as those of a sequence or an image. Its loss and score are means over them. Where a
+mask reaches the output, masked positions do not count, as in Keras: the mean is over the unmasked positions of the
+whole global batch, for any replicas and micro-batches (`train/model/masks.py`).
 
 Shapes: B batch, K outputs.
 """
@@ -24,61 +24,61 @@ from train.named import Named
 from train.settings import heads, references
 
 PerExample = Callable[[Named, Named], tf.Tensor]
-"""(labels `[B, ...]`, outputs `[B, ..., K]`) -> `[B] float32`; with several outputs, dictionaries of them."""
+"""(labels `[B, ...]`, outputs `[B, ..., K]`) -> `[B] float32`; with several outputs, both are dictionaries."""
 
 PerPosition = Callable[[Named, Named], tf.Tensor]
-"""The same, but `[B, ...] float32`: a value for each position of an example, or one for all."""
+"""Like `PerExample`, but returns `[B, ...] float32`: a value for each position of an example, or one for all."""
 
 DATA_LOSS = "data_loss"
-"""The name of the score where outputs have no shape that can be compared with the labels: the loss without weights and
-regularisation."""
+"""Name of the score if the outputs' shape cannot be compared with the labels: the loss without weights and
+regularization."""
 
 Shapes = tuple[Named, Named]
-"""Of one example's labels, and of the outputs for it; None for an output that is not a tensor."""
+"""Shapes of one example's labels and outputs; None for an output that is not a tensor."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What is minimised and reported of one of several outputs: functions of its own labels and outputs."""
+    """Loss and score of one of several outputs, as functions of its labels and outputs."""
 
     loss: PerExample
     weight: float
-    """What its loss is multiplied by."""
+    """Factor of the loss."""
     score: PerExample
     score_name: str
-    """Of the score, without the head's."""
+    """Name of the score, without the name of the head."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss and a score, each a function of one example, so that any batch can be averaged exactly."""
+    """A loss and a score per example, so that any batch can be averaged exactly."""
 
     loss: PerExample
     score: PerExample
     score_name: str
-    """`accuracy`, `absolute_error` or `data_loss`: what metrics and summaries call the score; that of the first head,
-    by whose name it begins, where there are several."""
+    """Name of the score in metrics and summaries: `accuracy`, `absolute_error` or `data_loss`. With several heads, it
+    is the score of the first one, with the head's name as a prefix."""
     predicts_text: bool = False
     """Whether outputs are the next bytes of a text, so that the loss has a perplexity."""
     metrics: Mapping[str, PerExample] = field(default_factory=dict)
-    """What evaluations report besides, by its name: of several outputs each head's loss and score, too."""
+    """Further functions that evaluations report; with several outputs, also each head's loss and score."""
     heads: Mapping[str, Head] = field(default_factory=dict)
-    """Each of several outputs; empty where one loss takes all of them."""
+    """The heads of several outputs; empty if one loss takes all outputs."""
 
     @property
     def reported(self) -> dict[str, PerExample]:
-        """What evaluations report the mean of, by its name."""
+        """Functions whose means evaluations report."""
         return {"loss": self.loss, self.score_name: self.score, **self.metrics}
 
     @property
     def evaluated(self) -> list[str]:
-        """The names of what evaluations report."""
+        """Names of the results of evaluations."""
         return [f"eval_{name}" for name in (*self.reported, *(["perplexity"] if self.predicts_text else []))]
 
 
 def sparse_categorical_crossentropy(labels: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
     """Return the cross entropy of logits `[B, ..., K]` with integer classes, `[B, ...] float32`."""
-    labels = _one_each(labels, logits_BK)
+    labels = _without_last_axis(labels, logits_BK)
     return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.cast(logits_BK, tf.float32))
 
 
@@ -89,7 +89,7 @@ def mean_squared_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
 
 def accuracy(labels: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
     """Return 1 where the largest logit is that of the label, otherwise 0, `[B, ...] float32`."""
-    labels = tf.cast(_one_each(labels, logits_BK), tf.int64)
+    labels = tf.cast(_without_last_axis(labels, logits_BK), tf.int64)
     return tf.cast(tf.argmax(logits_BK, -1, tf.int64) == labels, tf.float32)
 
 
@@ -104,13 +104,16 @@ LOSSES: dict[str, PerPosition] = {loss.__name__: loss for loss in (sparse_catego
 def of(
     config: TrainConfig, *, classifies: Named, predicts_text: bool, shapes: Callable[[], Shapes] | None = None
 ) -> Objective:
-    """Return the objective that a configuration describes, with the user's own metrics; for the rest see `build`.
+    """Build the objective that a configuration describes, with the user's metrics; see `build`.
 
     Args:
-        shapes: called for a loss of the user's own, whose outputs may have any shape.
+        config: the configuration.
+        classifies: whether the labels are classes.
+        predicts_text: see `Objective`.
+        shapes: called for a user's loss, whose outputs may have any shape.
 
     Raises:
-        UsageError: there is no such loss, or the loop cannot take it, or what should make the metrics does not.
+        UsageError: there is no such loss, the loop does not support it, or the function of the metrics fails.
     """
     known = shapes() if shapes and ":" in config.loss else None
     if isinstance(classifies, Mapping):
@@ -122,34 +125,34 @@ def of(
         raise UsageError(f"{option}: the labels are one array, not a dictionary; give one loss, and no weights")
     else:
         objective = build(config.loss, classifies=classifies, predicts_text=predicts_text, shapes=known)
-    own = _own_metrics(config.metrics, taken=objective.evaluated)
-    return dataclasses.replace(objective, metrics={**objective.metrics, **own})
+    user_metrics = _user_metrics(config.metrics, taken=objective.evaluated)
+    return dataclasses.replace(objective, metrics={**objective.metrics, **user_metrics})
 
 
-def _own_metrics(reference: str, taken: Sequence[str]) -> dict[str, PerExample]:
-    """Return the user's own metrics: a function of theirs returns them, by their names."""
+def _user_metrics(reference: str, taken: Sequence[str]) -> dict[str, PerExample]:
     if not reference:
         return {}
-    made = references.call("--metrics", reference, references.load("--metrics", reference))
-    functions = made if isinstance(made, dict) else {}
-    good = [re.fullmatch(r"[a-z]\w*", str(name)) and callable(function) for name, function in functions.items()]
-    if not good or not all(good):
+    returned = references.call("--metrics", reference, references.load("--metrics", reference))
+    functions = returned if isinstance(returned, dict) else {}
+    valid = [re.fullmatch(r"[a-z]\w*", str(name)) and callable(function) for name, function in functions.items()]
+    if not valid or not all(valid):
         raise UsageError(
-            f"--metrics {reference!r} returned {made!r:.120}; expected a dictionary of functions by lower-case names"
+            f"--metrics {reference!r} returned {returned!r:.120}; "
+            "expected a dictionary of functions by lower-case names"
         )
-    if both := [name for name in functions if f"eval_{name}" in taken]:
-        raise UsageError(f"--metrics {reference!r}: {both[0]!r} is reported anyway; give it another name")
+    if duplicates := [name for name in functions if f"eval_{name}" in taken]:
+        raise UsageError(f"--metrics {reference!r}: {duplicates[0]!r} is reported anyway; give it another name")
     return {name: _per_example(tf.function(function)) for name, function in functions.items()}
 
 
 def build(loss: str, *, classifies: bool, predicts_text: bool = False, shapes: Shapes | None = None) -> Objective:
-    """Return the objective with the loss called `loss`, built in or `package.module:function`.
+    """Build the objective of a model with one output.
 
     Args:
-        loss: a key of `LOSSES`, or a reference to a function of the form `PerPosition`.
-        classifies: whether the labels are classes: then the score is the accuracy.
+        loss: a key of `LOSSES`, or a reference `package.module:function` to a function of the form `PerPosition`.
+        classifies: whether the labels are classes, in which case the score is the accuracy.
         predicts_text: see `Objective`.
-        shapes: None: those that a built-in loss requires.
+        shapes: None for the shapes that a built-in loss requires.
 
     Raises:
         UsageError: there is no such function.
@@ -159,47 +162,48 @@ def build(loss: str, *, classifies: bool, predicts_text: bool = False, shapes: S
 
 
 def build_heads(loss: str, weights: str, classifies: Mapping[str, bool], shapes: Shapes | None = None) -> Objective:
-    """Return the objective of a model with several outputs: the sum of their losses, each times its weight.
+    """Build the objective of a model with several outputs: the weighted sum of their losses.
 
     Args:
-        loss: `head=loss` of every head, with commas; one that is built in, for all; or a reference to a function of
-            the dictionaries of labels and outputs.
-        weights: `head=number`, with commas; 1 for those that are not named.
-        classifies: whether each head's labels are classes, in the order of the data: training logs the first one's
-            score, evaluations report the loss and the score of each.
-        shapes: as for `build`, by the head's name.
+        loss: `head=loss` for every head, separated by commas; or a built-in loss for all heads; or a reference to a
+            function of the dictionaries of labels and outputs.
+        weights: `head=number`, separated by commas; the default is 1.
+        classifies: whether each head's labels are classes, in the order of the data. Training logs the score of the
+            first head, evaluations report the loss and the score of each.
+        shapes: as for `build`, by head.
 
     Raises:
         UsageError: a head has no loss, or there is no such head or function.
     """
-    named, weight_of = heads.losses(loss), heads.weights(weights)
-    heads.check_known("--loss-weights", weight_of, classifies)
-    scores = {head: _score(of_classes, _of_one(shapes, head)) for head, of_classes in classifies.items()}
-    if "" in named and loss not in LOSSES:
-        if weight_of:
+    loss_names, loss_weights = heads.losses(loss), heads.weights(weights)
+    heads.check_known("--loss-weights", loss_weights, classifies)
+    scores = {head: _score(is_class, _shapes_of_head(shapes, head)) for head, is_class in classifies.items()}
+    if "" in loss_names and loss not in LOSSES:
+        if loss_weights:
             raise UsageError(f"--loss-weights {weights}: --loss {loss} takes all heads; weigh them there")
         return _scored(_loss(loss), {head: score for head, score in scores.items() if score})
-    if "" in named:
-        named = dict.fromkeys(classifies, loss)
-    heads.check_known("--loss", named, classifies)
-    for head, of_classes in classifies.items():
-        if head not in named or (named[head] == "sparse_categorical_crossentropy" and not of_classes):
-            example = ",".join(f"{name}={_usual_loss(whole)}" for name, whole in classifies.items())
-            raise UsageError(f"--loss {loss}: no loss for the labels of {head!r}; expected one a head: {example}")
-    losses = {head: _loss(named[head]) for head in classifies}
-    known = {head: scores[head] or (of_head, DATA_LOSS) for head, of_head in losses.items()}
-    each = {head: Head(of_head, weight_of.get(head, 1.0), *known[head]) for head, of_head in losses.items()}
+    if "" in loss_names:
+        loss_names = dict.fromkeys(classifies, loss)
+    heads.check_known("--loss", loss_names, classifies)
+    for head, is_class in classifies.items():
+        if head not in loss_names or (loss_names[head] == "sparse_categorical_crossentropy" and not is_class):
+            example = ",".join(f"{name}={_usual_loss(is_class)}" for name, is_class in classifies.items())
+            raise UsageError(f"--loss {loss}: no loss for the labels of {head!r}; expected one per head: {example}")
+    losses = {head: _loss(loss_names[head]) for head in classifies}
+    all_scores = {name: scores[name] or (head_loss, DATA_LOSS) for name, head_loss in losses.items()}
+    all_heads = {
+        name: Head(head_loss, loss_weights.get(name, 1.0), *all_scores[name]) for name, head_loss in losses.items()
+    }
 
     def total(labels: Named, outputs: Named) -> tf.Tensor:
-        return tf.add_n([head.weight * head.loss(labels[name], outputs[name]) for name, head in each.items()])
+        return tf.add_n([head.weight * head.loss(labels[name], outputs[name]) for name, head in all_heads.items()])
 
-    objective = _scored(total, known)
-    reported = {f"{name}_loss": _of_head(head.loss, name) for name, head in each.items()}
-    return dataclasses.replace(objective, metrics=reported | dict(objective.metrics), heads=each)
+    objective = _scored(total, all_scores)
+    reported = {f"{name}_loss": _of_head(head.loss, name) for name, head in all_heads.items()}
+    return dataclasses.replace(objective, metrics=reported | dict(objective.metrics), heads=all_heads)
 
 
 def _scored(total: PerExample, scores: Mapping[str, tuple[PerExample, str]]) -> Objective:
-    """Return the objective that reports the scores of some heads, the first of which training logs."""
     named = {f"{head}_{name}": _of_head(score, head) for head, (score, name) in scores.items()} or {DATA_LOSS: total}
     (score_name, score), *others = named.items()
     return Objective(total, score, score_name, metrics=dict(others))
@@ -208,22 +212,22 @@ def _scored(total: PerExample, scores: Mapping[str, tuple[PerExample, str]]) -> 
 def _loss(loss: str) -> PerExample:
     if loss in LOSSES:
         return _per_example(LOSSES[loss])
-    # The user's own may branch on tensors, which autograph converts: what calls it is not converted.
+    # The user's function may branch on tensors, which autograph must convert; its callers are not converted.
     function = tf.function(references.load("--loss", loss))
 
     def values(labels: Named, outputs: Named) -> tf.Tensor:
-        found, mask = function(labels, outputs), masks.of(outputs)
-        if mask is not None and getattr(getattr(found, "shape", None), "rank", None) == 1 < mask.shape.rank:
+        losses, mask = function(labels, outputs), masks.of(outputs)
+        if mask is not None and getattr(getattr(losses, "shape", None), "rank", None) == 1 < mask.shape.rank:
             raise UsageError(
-                f"--loss {loss!r} gives one value an example, but the outputs have a mask {mask.shape}; return one "
-                "value a position"
+                f"--loss {loss!r} returns one value per example, but the outputs have a mask {mask.shape}; return "
+                "one value per position"
             )
-        return found
+        return losses
 
     return _per_example(values)
 
 
-def _of_one(shapes: Shapes | None, head: str) -> Shapes | None:
+def _shapes_of_head(shapes: Shapes | None, head: str) -> Shapes | None:
     if shapes is None:
         return None
     labels, outputs = shapes
@@ -235,45 +239,40 @@ def _usual_loss(classifies: bool) -> str:
 
 
 def _score(classifies: bool, shapes: Shapes | None) -> tuple[PerExample, str] | None:
-    """Return the score of outputs of some shape, and its name; None where none compares them with the labels."""
+    """Return the score for outputs of a shape, and its name; None if no score can compare them with the labels."""
     labels, outputs = shapes or ((), (2,) if classifies else (1,))
     if not isinstance(outputs, tuple):
         return None
-    if classifies and outputs[-1:] not in ((), (1,)) and outputs[:-1] in _one_for_each(labels):
+    if classifies and outputs[-1:] not in ((), (1,)) and outputs[:-1] in _label_shapes(labels):
         return _per_example(accuracy), "accuracy"
     return (_per_example(absolute_error), "absolute_error") if outputs in (labels or None, (*labels, 1)) else None
 
 
-def _one_for_each(labels: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shapes that an example's labels may be given: an axis of size 1 at the end may be left out."""
+def _label_shapes(labels: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the possible shapes of an example's labels: a last axis of size 1 may be missing."""
     return [labels, labels[:-1]] if labels[-1:] == (1,) else [labels]
 
 
 def check_outputs(config: TrainConfig, num_outputs: Named, shapes: Shapes) -> None:
-    """Check that a model gives what a built-in loss compares with the labels; one of the user's own takes anything.
-
-    Args:
-        config: of the run.
-        num_outputs: classes, or values to predict.
-        shapes: of the labels and of what the model gives.
+    """Check the shape of a model's outputs for a built-in loss; a user's loss takes any outputs.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the shape is wrong.
     """
     labels, outputs = shapes
     losses = heads.losses(config.loss)
     if "" in losses and losses[""] not in LOSSES:
         if config.loop == "fit" and not isinstance(outputs, tuple):
             raise UsageError(
-                f"--loop fit: --model {config.model!r} gives several outputs for one loss; use --loop custom"
+                f"--loop fit: --model {config.model!r} has several outputs for one loss; use --loop custom"
             )
     elif not isinstance(labels, Mapping):
         _check_output(config.model, losses[""], num_outputs, labels, outputs, "")
     elif not isinstance(outputs, Mapping) or set(outputs) != set(labels):
-        given = f"outputs called {', '.join(outputs)}" if isinstance(outputs, Mapping) else "one output"
+        actual = f"outputs called {', '.join(outputs)}" if isinstance(outputs, Mapping) else "one output"
         raise UsageError(
-            f"--model {config.model!r} gives {given}; expected a dictionary of outputs called {', '.join(labels)}, as "
-            "the labels are"
+            f"--model {config.model!r} has {actual}; expected a dictionary of outputs called {', '.join(labels)}, like "
+            "the labels"
         )
     else:
         for head in labels:
@@ -284,14 +283,14 @@ def check_outputs(config: TrainConfig, num_outputs: Named, shapes: Shapes) -> No
 def _check_output(model: str, loss: str, count: int, labels: tuple[int, ...], outputs: Any, which: str) -> None:
     if loss not in LOSSES:
         return
-    expected = [(*shape, count) for shape in _one_for_each(labels)]
+    expected = [(*shape, count) for shape in _label_shapes(labels)]
     if loss != "sparse_categorical_crossentropy":
         expected = [labels or (1,), (*labels, 1)]
     if outputs not in expected:
-        given = str((None, *outputs)) if isinstance(outputs, tuple) else "several outputs"
+        actual = str((None, *outputs)) if isinstance(outputs, tuple) else "several outputs"
         raise UsageError(
-            f"--model {model!r} gives{which} {given}, expected {(None, *expected[0])}, as --loss {loss} compares it "
-            f"with labels {(None, *labels)}; a loss of your own takes any outputs"
+            f"--model {model!r} returns{which} {actual}, expected {(None, *expected[0])}, as --loss {loss} compares "
+            f"it with labels {(None, *labels)}; your own loss may take any outputs"
         )
 
 
@@ -302,25 +301,25 @@ def _of_head(function: PerExample, head: str) -> PerExample:
 def global_mean(values_B: tf.Tensor, weights_B: tf.Tensor, global_batch: int) -> tf.Tensor:
     """Return a replica's share of the mean over the global batch, a scalar.
 
-    Summed over all replicas, however unequally the examples lie on them, the shares are
-    `sum(weights * values) / global_batch`: what one device would compute for the whole batch
+    The shares of all replicas, which may have different numbers of examples, add up to
+    `sum(weights * values) / global_batch`, which one device would compute for the whole batch
     (https://www.tensorflow.org/tutorials/distribute/custom_training#define_the_loss_function).
 
     Args:
         values_B: losses or scores of this replica's examples.
         weights_B: their weights; 0 for padding.
-        global_batch: examples in the batch over all replicas, padding not counted.
+        global_batch: examples in the batch over all replicas, without padding.
     """
     return tf.nn.compute_average_loss(values_B, sample_weight=weights_B, global_batch_size=global_batch)
 
 
 def _per_example(function: PerPosition) -> PerExample:
-    """Return a function whose values are averaged over the positions of an example that are not masked."""
+    """Average a function over the unmasked positions of each example."""
     return lambda labels, outputs: masks.by_example(function(labels, outputs), masks.of(outputs))
 
 
-def _one_each(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
-    """Return labels without an axis of size 1 that the outputs have their K in."""
+def _without_last_axis(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
+    """Remove the labels' last axis of size 1, which the outputs have for K."""
     return tf.squeeze(labels, -1) if labels.shape.rank == outputs_BK.shape.rank else labels
 
 

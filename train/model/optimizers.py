@@ -1,4 +1,4 @@
-"""The optimizer that a configuration describes, and what it does with gradients."""
+"""The optimizer that a configuration describes, and its gradient policy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ CLASSES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "sg
 
 
 class RateSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A step size that grows to its peak, and then follows one of Keras's schedules."""
+    """A learning rate that grows to its peak and then follows one of Keras's schedules."""
 
     def __init__(self, config: TrainConfig, total_steps: int) -> None:
-        """Make the schedule of a training of so many steps."""
         settings, peak, warmup = config.optimizer, config.learning_rate, config.warmup_steps
         schedules = keras.optimizers.schedules
         steps = settings.decay_steps or max(1, total_steps - warmup)
@@ -42,7 +41,6 @@ class RateSchedule(keras.optimizers.schedules.LearningRateSchedule):
             self._decay = schedules.PiecewiseConstantDecay([float(step) for step in begins], rates)
 
     def __call__(self, step: Any) -> Any:
-        """Return the step size after `step` updates."""
         if self._decay is None:
             return self._growth(step) if self._growth else tf.constant(self._settings["peak"], tf.float32)
         done = tf.cast(step, tf.float32)
@@ -50,24 +48,23 @@ class RateSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return tf.where(done < self._warmup_steps, self._growth(step), after) if self._growth else after
 
     def get_config(self) -> dict[str, Any]:
-        """Return the settings, for Keras's own files."""
         return dict(self._settings)
 
 
 def build(config: TrainConfig, total_steps: int = 1) -> keras.optimizers.Optimizer:
-    """Return the optimizer; call it inside the strategy's scope.
+    """Build the optimizer; call it inside the strategy's scope.
 
     Args:
-        config: that describes it.
-        total_steps: of the training, over which the step size falls unless the configuration says over how many.
+        config: the configuration.
+        total_steps: steps of the training, over which the learning rate decays by default.
 
     Raises:
-        UsageError: the user's own function returns none of the Keras in use, or that Keras has no such optimizer.
+        UsageError: the user's function does not return an optimizer of the Keras in use, or that Keras has no such one.
     """
     settings = config.optimizer
     rate = config.learning_rate if config.rate_is_set else RateSchedule(config, total_steps)
     if settings.own:
-        optimizer = _own(settings.name, rate)
+        optimizer = _user_optimizer(settings.name, rate)
     else:
         options: dict[str, Any] = {}
         if settings.weight_decay is not None:
@@ -91,18 +88,19 @@ def build_for(
     total_steps: int = 1,
     make: Callable[[keras.optimizers.Optimizer, keras.Model], None] | None = None,
 ) -> keras.optimizers.Optimizer:
-    """Return the optimizer with its variables for a model's weights; call it inside the strategy's scope.
+    """Build the optimizer and its variables; call it inside the strategy's scope.
 
     Args:
-        config: that describes it.
-        model: whose weights it changes.
+        config: the configuration.
+        model: the model to train.
         total_steps: as for `build`.
-        make: makes the variables of an optimizer for a model; None: all of them are made.
+        make: creates the variables of the optimizer for the model; None creates all of them.
     """
     optimizer, variables = build(config, total_steps), model.trainable_variables
     if patterns := config.optimizer.excluded:
         paths = [getattr(variable, "path", variable.name) for variable in variables]
-        kept = [one for one, path in zip(variables, paths, strict=True) if re.search("|".join(patterns), path)]
+        pairs = zip(variables, paths, strict=True)
+        kept = [variable for variable, path in pairs if re.search("|".join(patterns), path)]
         if not kept:
             raise UsageError(
                 f"--optimizer.no-decay {config.optimizer.no_decay!r}: no weight has such a path; "
@@ -112,19 +110,19 @@ def build_for(
     if make:
         make(optimizer, model)
     else:
-        optimizer.build(variables)  # here, or its slot variables land on the chief
+        optimizer.build(variables)  # otherwise its slot variables would be on the chief
     for average in averages(optimizer):
         value = getattr(average, "value", average)
-        if hasattr(value, "_aggregation"):  # Keras gives them none, with which no replica may write them
+        if hasattr(value, "_aggregation"):  # without one no replica may write them
             value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
     return optimizer
 
 
 def check_replicas(optimizer: keras.optimizers.Optimizer, name: str, replicas: int) -> None:
-    """Check that so many replicas can use an optimizer: what Keras assigns on a condition takes one.
+    """Check that an optimizer works on several replicas: Keras's conditional assignments do not.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: it does not.
     """
     for option, instead in (
         ("gradient_accumulation_steps", "use --micro-batches"),
@@ -135,7 +133,7 @@ def check_replicas(optimizer: keras.optimizers.Optimizer, name: str, replicas: i
 
 
 def averages(optimizer: keras.optimizers.Optimizer) -> list[Any]:
-    """Return the moving averages of the weights that an optimizer keeps, in their order; none where it keeps none."""
+    """Return an optimizer's moving averages of the weights, in their order."""
     if not getattr(optimizer, "use_ema", False):
         return []
     return list(optimizer._model_variables_moving_average)
@@ -143,9 +141,9 @@ def averages(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 
 @contextlib.contextmanager
 def averaged(config: TrainConfig, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Give a model the averages of its weights inside, if the configuration evaluates by these; every task calls it.
+    """Replace a model's weights by their averages inside, if the configuration evaluates by these; all tasks call it.
 
-    Of a model in stages a task has the weights of its own.
+    With a model in stages, a task replaces the weights of its stage.
     """
     means = averages(optimizer) if config.optimizer.ema_evaluate else []
     pairs = list(zip(model.trainable_variables, means, strict=True)) if means else []
@@ -161,16 +159,16 @@ def averaged(config: TrainConfig, model: keras.Model, optimizer: keras.optimizer
 
 
 def policy(config: TrainConfig, optimizer: keras.optimizers.Optimizer) -> GradientPolicy:
-    """Return what is done with gradients before this optimizer applies them; call it inside the strategy's scope."""
+    """Build the gradient policy of an optimizer; call it inside the strategy's scope."""
     return GradientPolicy(optimizer, config.optimizer.clip_norm, LossScale() if config.precision == "fp16" else None)
 
 
-def _own(name: str, rate: Any) -> keras.optimizers.Optimizer:
-    made = references.call("--optimizer.name", name, references.load("--optimizer.name", name), rate)
-    if not isinstance(made, keras.optimizers.Optimizer):
+def _user_optimizer(name: str, rate: Any) -> keras.optimizers.Optimizer:
+    optimizer = references.call("--optimizer.name", name, references.load("--optimizer.name", name), rate)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
         expected = f"a {keras.Model.__module__.partition('.')[0]} optimizer"
         raise UsageError(
-            f"--optimizer.name {name!r} returned {type(made).__module__}.{type(made).__name__}, expected {expected}; "
-            "use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
+            f"--optimizer.name {name!r} returned {type(optimizer).__module__}.{type(optimizer).__name__}, "
+            f"expected {expected}; use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
         )
-    return made
+    return optimizer

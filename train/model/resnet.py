@@ -1,8 +1,8 @@
-"""ResNet-50 v1.5, the model by which machines are compared, and ResNet-20 for small images.
+"""ResNet-50 v1.5, which serves to compare machines, and ResNet-20 for small images.
 
-Sources: K. He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385. v1.5 is what NVIDIA calls the one
-whose blocks halve the image in their 3x3 convolution instead of the first 1x1; it takes more time for each image than
-`keras.applications.ResNet50`, which is v1.
+Sources: K. He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385. The blocks
+of v1.5, as NVIDIA calls it, halve the image in their 3x3 convolution instead of the first 1x1. It takes more time for
+each image than `keras.applications.ResNet50`, which is v1.
 
 Shapes: B batch, H height, W width, C channels, K classes.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs that
+from tensorflow import keras  # Keras 3, or tf_keras if `--loop fit` needs it
 
 STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
 """Filters, blocks, and the stride of the first block."""

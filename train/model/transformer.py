@@ -1,6 +1,6 @@
-"""A decoder-only Transformer that predicts the next token, built of blocks between which a pipeline can be cut.
+"""A decoder-only Transformer that predicts the next token, built from blocks between which a pipeline can be cut.
 
-Sources: A. Vaswani et al., Attention Is All You Need, arXiv:1706.03762; normalisation before each sub-layer as in
+Sources: A. Vaswani et al., Attention Is All You Need, arXiv:1706.03762; normalization before each sub-layer as in
 A. Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), 2019.
 
 Shapes: B batch, T tokens of the context, D width, V tokens of the vocabulary.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from tensorflow import keras  # Keras 3, or tf_keras where `--loop fit` needs that
+from tensorflow import keras  # Keras 3, or tf_keras if `--loop fit` needs it
 
 from cluster.system.errors import UsageError
 
@@ -19,20 +19,20 @@ from cluster.system.errors import UsageError
 def transformer_lm(
     feature_shape: tuple[int, ...], vocabulary: int, *, layers: int = 4, width: int = 128, heads: int = 4
 ) -> keras.Model:
-    """Return a Transformer whose output at each position depends on the tokens up to that position alone.
+    """Return a Transformer whose output at each position depends only on the tokens up to that position.
 
     Args:
         feature_shape: (T,).
         vocabulary: V.
         layers: Transformer layers, each of an attention and a feed-forward block.
         width: D, divisible by `heads`.
-        heads: of each attention.
+        heads: heads of each attention.
 
     Returns:
         A model from tokens `[B, T] int32` of 0 to V-1 to logits `[B, T, V] float32`.
 
     Raises:
-        UsageError: the features are no sequences of tokens, or the heads cannot share the width.
+        UsageError: the features are not sequences of tokens, or the width is not a multiple of the heads.
     """
     if len(feature_shape) != 1:
         raise UsageError(f"--model 'transformer_lm' takes examples of shape (T,), tokens; these have {feature_shape}")

@@ -48,7 +48,8 @@ class TextDataset:
         os.replace(sources / self._file.name, self._path)
 
     def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """Return the names of the bytes and, for "train" and "test", bytes and those after: uint8 and int64 `[N, L]`."""
+        """Return the names of the bytes and, for "train" and "test", bytes and those after: uint8 and int64 `[N,
+        L]`."""
         try:
             text = self._path.read_bytes()
         except FileNotFoundError:
