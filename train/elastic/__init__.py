@@ -1,1 +1,1 @@
-"""`--bitwise-elastic`: the same bits on any number of replicas."""
+"""`--bitwise-elastic`: the same bits with any number of replicas."""

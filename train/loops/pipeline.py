@@ -1,7 +1,7 @@
 """The inner loop of `--strategy pipeline`: many optimizer steps, each through all stages, in one `tf.function`.
 
-Every task holds its own stage of the model (`train/pipeline/division.py`). R pipelines of equal stages train on parts
-of each global batch, and add up the gradients of equal stages before the one update of a step.
+Every task holds one stage of the model (`train/pipeline/division.py`). R pipelines of equal stages train on parts of
+each global batch and add up the gradients of equal stages before the single update of a step.
 
 Shapes: S steps of one loop; N batches and M means of an evaluation.
 """
@@ -32,18 +32,17 @@ from train.telemetry.timing import Times
 
 
 class Pipeline:
-    """This task's part of a pipeline: one stage of several tasks, or all stages where it trains alone."""
+    """This task's part of a pipeline: one stage, or all stages if it trains alone."""
 
     def __init__(self, context: TaskContext, policy: GradientPolicy, signals: Callable[[bool, int], Signals]) -> None:
-        """Prepare to train the stages that the context's division gives this task."""
-        # It rewrites sums, and so changes their bits.
+        # It rewrites sums, which changes bits.
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         assert context.division is not None
         self._context, self._policy, self._signals, self._division = context, policy, signals, context.division
         summed_gradients.take_summed_gradients(policy.optimizer)
         config, division = context.config, context.division
         self._parts = division.pipelines * config.micro_batches
-        """Of the global batch, a micro-batch each."""
+        """Micro-batches of the global batch."""
         self._micro_batch = config.global_batch // self._parts
         self._asynchronous = config.pipeline.schedule == "pipedream"
         arrays = context.source.arrays
@@ -58,7 +57,7 @@ class Pipeline:
         self._total = steps.total(context.gang)
 
     def run(self, first: int, count: int, stop: bool) -> LoopResult:
-        """Do some optimizer steps: the inner loop of `outer.run`."""
+        """Do optimizer steps: the inner loop of `outer.run`."""
         signals_3 = tf.constant(self._signals(stop, count).to_array())
         marked = count - 1 if marks_call(self._calls) else -1
         began = time.perf_counter()
@@ -69,7 +68,7 @@ class Pipeline:
         return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]), times)
 
     def _times(self, step: int, seconds: float) -> Times | None:
-        """Return what part of the steps of a call, `seconds` each, this task's stages computed; None: not marked."""
+        """Return the times of the marked step of a call, whose steps took `seconds`; None without one."""
         self._calls += 1
         if not (spans := self._marks.take()):
             return None
@@ -78,7 +77,7 @@ class Pipeline:
         return Times(np.array([seconds]), np.zeros(1), np.array([min(busy, seconds)]))
 
     def evaluation(self) -> Callable[[], dict[str, float]]:
-        """Return what sends the whole test split through the stages; every task calls it."""
+        """Return a function that evaluates on the whole test split; all tasks call it."""
         context, pipelines = self._context, self._division.pipelines
         if self._division.whole:
             return context.new_evaluation()
@@ -92,13 +91,13 @@ class Pipeline:
         def add(at: tf.Tensor, totals_N2M: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([totals_N2M]):
                 at = tf.identity(at)
-            given = memory.eval_batch(examples, at, tf.constant(self._division.pipeline, tf.int64), **share)
-            outputs = self._forward(lambda: self._as_input(given.features), batch, edges.EVALUATED)
+            examples_B = memory.eval_batch(examples, at, tf.constant(self._division.pipeline, tf.int64), **share)
+            outputs = self._forward(lambda: self._as_input(examples_B.features), batch, edges.EVALUATED)
             if not self._has_last:
                 with tf.control_dependencies([outputs]):
                     return tf.identity(totals_N2M)
             outputs = train_step.full_precision(outputs)
-            totals_M2 = [steps.totals(of, given, outputs) for of in scored]
+            totals_M2 = [steps.totals(function, examples_B, outputs) for function in scored]
             place = [[at * pipelines + self._division.pipeline]]
             return tf.tensor_scatter_nd_update(totals_N2M, place, [tf.transpose(totals_M2)])
 
@@ -110,14 +109,14 @@ class Pipeline:
         def measure() -> dict[str, float]:
             return steps.results(self._total(evaluate_all()).numpy(), context.objective)
 
-        def own() -> float:
+        def penalty() -> float:
             stages = sum(regularization(self._division.models[number]) for number in self._stages)
             return float(self._total(tf.constant(stages, tf.float32))) / pipelines
 
-        return context.with_baseline(regularized(measure, own))
+        return context.with_baseline(regularized(measure, penalty))
 
     def outputs(self, features: np.ndarray) -> Any:
-        """Return what the model says of some examples; every task calls it."""
+        """Return the model's outputs for some examples; all tasks call it."""
         if self._division.whole:
             return self._context.model(features, training=False)
         return self._total(self._trace_outputs(len(features))(tf.constant(features)))
@@ -143,7 +142,7 @@ class Pipeline:
     _shown: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def _forward(self, features: Callable[[], tf.Tensor], batch: int, direction: int) -> tf.Tensor:
-        """Return what this task's stage makes of a batch, once it was sent to the next."""
+        """Return the outputs of this task's stage for a batch, after sending them to the next stage."""
         ((number, stage),) = self._stages.items()
         model = self._division.models[number]
         spec = tf.TensorSpec([batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
@@ -190,7 +189,7 @@ class Pipeline:
     def _loss(self, outputs: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
         objective, batch = self._context.objective, self._batch(step, at)
         outputs = train_step.full_precision(outputs)
-        # A micro-batch is a part of a step; PipeDream's is an update of its own.
+        # A micro-batch is a part of a step; in PipeDream it has a separate update.
         examples = self._micro_batch if self._asynchronous else self._context.config.global_batch
         loss = global_mean(objective.loss(batch.labels, outputs), batch.weights, examples)
         score = global_mean(objective.score(batch.labels, outputs), tf.ones_like(batch.weights), examples)
@@ -202,7 +201,7 @@ class Pipeline:
         @tf.function(autograph=False)
         def loop(first: tf.Tensor, count: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
             def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
-                with tf.control_dependencies([results_S2]):  # a step begins once the one before has ended
+                with tf.control_dependencies([results_S2]):  # a step begins once the previous one has ended
                     at = tf.identity(first + done)
                 self._marks.begin(tf.equal(done, marked), at)
                 return tf.tensor_scatter_nd_update(results_S2, [[done]], [self._step(at)])
@@ -212,21 +211,21 @@ class Pipeline:
         return loop
 
     def _step(self, step: tf.Tensor) -> tf.Tensor:
-        """Return what one step gives this task, `[2] float32`: its share of the loss and of the score."""
+        """Do a step; return this task's share of the loss and of the score, `[2] float32`."""
         for stage in self._stages.values():
             stage.begin(step)
         with tf.control_dependencies([step]):
             self._steps_before = tf.identity(self._policy.optimizer.iterations.value)
             self._rate = tf.convert_to_tensor(self._policy.optimizer.learning_rate)
-        order = [each for each in schedule.interleave(self._programs) if each[0] in self._stages]
-        computes = [each for each in order if each[1].action is not schedule.Action.UPDATE]
-        for number, instruction in order if self._asynchronous else computes:
-            self._stages[number].execute(instruction)
+        order = [item for item in schedule.interleave(self._programs) if item[0] in self._stages]
+        updates = [item for item in order if item[1].action is schedule.Action.UPDATE]
+        for number, instruction in order:
+            if self._asynchronous or instruction.action is not schedule.Action.UPDATE:
+                self._stages[number].execute(instruction)
         if not self._asynchronous:
             self._agree()
-            for number, instruction in order:
-                if instruction.action is schedule.Action.UPDATE:
-                    self._stages[number].execute(instruction)
+            for number, instruction in updates:
+                self._stages[number].execute(instruction)
         results = [stage.end() for stage in self._stages.values()]
         if self._finite is not None and self._policy.loss_scale:
             with tf.control_dependencies(results):
@@ -238,7 +237,7 @@ class Pipeline:
     _finite: tf.Tensor | None = None
 
     def _agree(self) -> None:
-        """Add up gradients over pipelines and over stages that share weights; find their norm and if all are finite."""
+        """Add up gradients over pipelines and sharing stages; compute their norm and whether all are finite."""
         division, policy = self._division, self._policy
         self._summed = {number: list(stage.sums) for number, stage in self._stages.items()}
         if division.pipelines > 1:
@@ -246,25 +245,24 @@ class Pipeline:
                 number: edges.sum_over_pipelines(sums, number, division.pipelines)
                 for number, sums in self._summed.items()
             }
-        self._share()
+        self._add_up_shared()
         if policy.loss_scale is not None:
             finite = tf.stack([policy.finite(sums) for sums in self._summed.values()])
-            own = tf.cast(finite, tf.float32)
+            local = tf.cast(finite, tf.float32)
             spec = tf.TensorSpec([], tf.float32)
             self._finite = tf.reduce_all(finite)
             if not division.whole:
-                flags = [self._shared(own[0], spec, stage, edges.FLAG) for stage in range(division.stages)]
+                flags = [self._shared(local[0], spec, stage, edges.FLAG) for stage in range(division.stages)]
                 self._finite = tf.reduce_min(tf.stack(flags)) > 0
             self._summed = {number: policy.unscaled(sums) for number, sums in self._summed.items()}
         if policy.clip_norm:
             self._norm = self._global_norm()
 
-    def _share(self) -> None:
-        """Add up the gradients of each variable that several stages use."""
+    def _add_up_shared(self) -> None:
         division = self._division
         for index, (variable, users) in enumerate(division.shared):
             places = [
-                (number, next(at for at, one in enumerate(division.parts[number].trained) if one is variable))
+                (number, next(at for at, other in enumerate(division.parts[number].trained) if other is variable))
                 for number in users
                 if number in self._stages
             ]
@@ -279,16 +277,17 @@ class Pipeline:
                 self._summed[number][at] = total
 
     def _update(self, number: int, sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
-        """Apply a stage's gradients; return 0 once that is done, or NaN where training must end for them.
+        """Apply a stage's gradients; return 0, or NaN if training must end.
 
-        Between steps the optimizer counts steps, as schedules of its learning rate expect. Within one, PipeDream has it
-        count updates, which the bias corrections of Adam need.
+        Between steps the optimizer counts steps, as learning-rate schedules expect. Within a PipeDream step it counts
+        updates, which Adam's bias correction needs.
         """
         policy, variables = self._policy, self._division.updated(number)
         summed = sums if self._asynchronous else self._summed[number]
-        of = {id(each): one for each, one in zip(self._division.parts[number].trained, summed, strict=True)}
-        gradients = [of[id(variable)] for variable in variables]
-        # Stages of one process share the optimizer, which counts every update of any of them.
+        trained = self._division.parts[number].trained
+        by_variable = {id(variable): gradient for variable, gradient in zip(trained, summed, strict=True)}
+        gradients = [by_variable[id(variable)] for variable in variables]
+        # Stages of one process share the optimizer, which counts the updates of all of them.
         iterations, before = policy.optimizer.iterations, self._steps_before
         micro_batches = self._context.config.micro_batches
         iterations.assign(before * micro_batches + at if self._asynchronous else before)
@@ -311,13 +310,14 @@ class Pipeline:
         if not self._division.whole:
             trained = [(owner, self._division.led(owner)) for owner in range(self._division.stages)]
             for owner, variables in ((owner, variables) for owner, variables in trained if variables):
-                own = tf.stack([halves[id(each)] for each in variables]) if owner in self._stages else tf.zeros([])
-                shared = self._shared(own, tf.TensorSpec([len(variables)], tf.float32), owner, edges.NORM)
-                halves |= {id(each): half for each, half in zip(variables, tf.unstack(shared), strict=True)}
+                local = tf.zeros([])
+                if owner in self._stages:
+                    local = tf.stack([halves[id(variable)] for variable in variables])
+                shared = self._shared(local, tf.TensorSpec([len(variables)], tf.float32), owner, edges.NORM)
+                halves |= {id(variable): half for variable, half in zip(variables, tf.unstack(shared), strict=True)}
         ordered = [halves[id(variable)] for variable in self._context.model.trainable_variables]
         return tf.sqrt(tf.reduce_sum(tf.stack(ordered)) * 2.0)
 
-    def _shared(self, own: tf.Tensor, spec: tf.TensorSpec, owner: int, what: int) -> Any:
-        """Return on every stage of this pipeline what one of them has."""
-        sent = own if owner in self._stages else None
-        return edges.broadcast(sent, spec, owner, self._division.stages, self._division.pipeline, what)
+    def _shared(self, tensor: tf.Tensor, spec: tf.TensorSpec, owner: int, kind: int) -> Any:
+        sent = tensor if owner in self._stages else None
+        return edges.broadcast(sent, spec, owner, self._division.stages, self._division.pipeline, kind)

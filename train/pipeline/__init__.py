@@ -1,4 +1,4 @@
-"""Training one model in stages: where it is cut, what each stage does in which order, and how stages exchange data.
+"""Training one model in stages: where it is cut, the order of each stage's work, and how stages exchange data.
 
-`partition` and `schedule` are pure functions and import no TensorFlow: what `plan` shows comes from them.
+`partition` and `schedule` are pure functions and import no TensorFlow, so that `plan` can use them.
 """

@@ -1,8 +1,8 @@
 """A Keras model as a chain of blocks: where it can be cut, and the model of each stage, with the same layers.
 
-A cut needs a place that exactly one tensor crosses. It lies before a layer with weights, so that what a compiler may
-fuse with the layer before it (activations, additions, batch normalisation) stays in the same stage: a cut there would
-change bits. Stages can share a layer's weights, but not its state, such as the averages of batch normalisation.
+A model can be cut where exactly one tensor crosses, before a layer with weights. Operations that a compiler may fuse
+with the layer before them (activations, additions, batch normalization) stay in the same stage, because a cut there
+would change bits. Stages can share a layer's weights, but not its state, such as averages of batch normalization.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ModelBlock:
     """A part of a model that is never cut.
 
     Attributes:
-        nodes: Keras's calls of layers, each after those that it needs.
+        nodes: Keras's calls of layers, in topological order.
         inputs: the symbolic tensor that enters it.
         outputs: the symbolic tensor that leaves it.
     """
@@ -35,17 +35,17 @@ class ModelBlock:
 
     @property
     def layers(self) -> tuple[keras.Layer, ...]:
-        """In the order in which they are called first."""
+        """Its layers, in the order of their first calls."""
         return tuple(dict.fromkeys(node.operation for node in self.nodes))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its layers."""
+        """Names of its layers."""
         return tuple(layer.name for layer in self.layers)
 
     @property
     def weights(self) -> list[keras.Variable]:
-        """Of its layers, each once, frozen or not."""
+        """Weights of its layers without duplicates, frozen or not."""
         weights = [weight for layer in self.layers for weight in getattr(layer, "weights", [])]
         return list({id(weight): weight for weight in weights}.values())
 
@@ -54,7 +54,7 @@ def chain(model: keras.Model) -> list[ModelBlock]:
     """Return the blocks of a Sequential or functional model with one input and one output.
 
     Raises:
-        UsageError: it is another kind of model, whose layers' connections Keras does not know.
+        UsageError: it is another kind of model, for which Keras does not know how layers are connected.
     """
     if isinstance(model, keras.Sequential):
         model = model._functional
@@ -68,8 +68,8 @@ def chain(model: keras.Model) -> list[ModelBlock]:
     nodes = _sorted_nodes(model)
     if unknown := [node.operation.name for node in nodes if None in node.output_tensors[0].shape[1:]]:
         raise UsageError(
-            f"--strategy pipeline needs known shapes, and that of the output of {unknown[0]!r} is unknown; build the "
-            "model from the feature shape that its function is given"
+            f"--strategy pipeline needs known shapes, and the shape of the output of {unknown[0]!r} is unknown; build "
+            "the model from the feature shape that its function receives"
         )
     cuts = [(0, model.inputs[0])]
     cuts += [(at, crossing) for at in range(1, len(nodes)) if (crossing := _cut_before(nodes, at, model)) is not None]
@@ -81,45 +81,45 @@ def chain(model: keras.Model) -> list[ModelBlock]:
 
 
 def with_shape(model: keras.Model, feature_shape: Any) -> keras.Model:
-    """Return the model for examples of this shape, with the same layers, if it declares only a part of the shape."""
+    """Rebuild a model that declares only a part of its input shape for this shape, with the same layers."""
     functional = model._functional if isinstance(model, keras.Sequential) else model
     inputs: list[Any] = getattr(functional, "inputs", None) or []
     if len(inputs) != 1 or not hasattr(functional, "_nodes_by_depth") or None not in inputs[0].shape[1:]:
         return model
     declared = inputs[0]
-    entered = keras.Input(feature_shape, dtype=declared.dtype, name=declared.name)
-    left = functional._run_through_graph([entered], operation_fn=lambda operation: operation)
-    return keras.Model(entered, left, name=model.name)
+    inputs = keras.Input(feature_shape, dtype=declared.dtype, name=declared.name)
+    outputs = functional._run_through_graph([inputs], operation_fn=lambda operation: operation)
+    return keras.Model(inputs, outputs, name=model.name)
 
 
 def stage_model(blocks: Sequence[ModelBlock], number: int) -> keras.Model:
-    """Return the model of a stage's blocks; its layers and variables are those of the whole model."""
+    """Build the model of a stage's blocks, with the layers and variables of the whole model."""
     model = keras.Model(blocks[0].inputs, blocks[-1].outputs, name=f"stage_{number}")
     if number:
-        model.autocast = False  # what enters the first stage alone enters the model, which would cast it
+        model.autocast = False  # only the inputs of the first stage are inputs of the model, which would cast them
     return model
 
 
 def estimate(blocks: Sequence[ModelBlock], micro_batch: int, slots: int) -> list[Block]:
-    """Return what blocks cost, by their FLOPs and the sizes of their tensors.
+    """Estimate the costs of blocks from their FLOPs and the sizes of their tensors.
 
     Args:
-        blocks: from `chain`.
-        micro_batch: examples in one.
-        slots: what is kept beside each weight and its gradient, such as the optimizer's variables.
+        blocks: the blocks.
+        micro_batch: examples per micro-batch.
+        slots: tensors per weight besides its gradient, such as the optimizer's variables.
     """
     return [_estimate(block, micro_batch, slots) for block in blocks]
 
 
 def crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | None:
-    """Return a layer before which a model is no chain, and the layers whose outputs cross that place.
+    """Return a layer before which several tensors cross, and the layers that output them.
 
     Args:
-        model: for which `chain` found blocks.
-        layer: the place to look at; empty: that nearest to the middle of the model.
+        model: the model.
+        layer: the layer to check; empty: the nearest one to the middle of the model.
 
     Returns:
-        None where one tensor alone crosses.
+        None if only one tensor crosses.
     """
     if isinstance(model, keras.Sequential):
         model = model._functional
@@ -129,7 +129,7 @@ def crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | Non
     for at in sorted(places, key=lambda at: abs(at - len(nodes) // 2)):
         tensors = _crossing(nodes, at, model)
         if len(tensors) > 1:
-            return nodes[at].operation.name, [makers.get(id(each), each.name) for each in tensors]
+            return nodes[at].operation.name, [makers.get(id(tensor), tensor.name) for tensor in tensors]
     return None
 
 
@@ -154,7 +154,7 @@ def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
 
 
 def _flops(layer: keras.Layer, outputs: int, places: int) -> int:
-    """Return about the floating-point operations of one example: two for each weight at each place it is used at."""
+    """Estimate the floating-point operations of one example: two for each use of a weight."""
     flops = outputs
     for variable in getattr(layer, "weights", []):
         if len(variable.shape) >= 2 and "embedding" not in variable.path:
@@ -163,16 +163,15 @@ def _flops(layer: keras.Layer, outputs: int, places: int) -> int:
 
 
 def _kept_inside(layer: keras.Layer) -> int:
-    """Return how many times its outputs a layer keeps inside for its backward."""
+    """Return the memory that a layer keeps internally for its backward pass, in multiples of its outputs."""
     if isinstance(layer, keras.layers.MultiHeadAttention):
-        return 4  # queries, keys, values and what is mixed of them
+        return 4  # queries, keys, values and their combination
     if isinstance(layer, keras.layers.LayerNormalization):
         return 2  # centred, and scaled
     return 4 if getattr(layer, "activation", None) is keras.activations.gelu else 0  # the parts of its formula
 
 
 def _scores(layer: keras.Layer, places: int) -> int:
-    """Return how many attention scores a layer computes for one example."""
     return layer.num_heads * places**2 if isinstance(layer, keras.layers.MultiHeadAttention) else 0
 
 
@@ -181,14 +180,14 @@ def _head_width(layer: keras.Layer) -> int:
 
 
 def _sorted_nodes(model: keras.Model) -> list[Any]:
-    """Return the calls of layers in an order in which each comes after those that it needs; no input layers."""
+    """Return the calls of layers in topological order, without input layers."""
     depths = model._nodes_by_depth
     nodes = [node for depth in sorted(depths, reverse=True) for node in depths[depth]]
     return [node for node in nodes if not node.is_input]
 
 
 def _cut_before(nodes: Sequence[Any], at: int, model: keras.Model) -> Any | None:
-    """Return the only tensor that crosses the place before a node, where a cut may be; otherwise None."""
+    """Return the only tensor that crosses before a node, if the model can be cut there; otherwise None."""
     tensors, layer = _crossing(nodes, at, model), nodes[at].operation
     if len(tensors) != 1 or tensors[0] is model.inputs[0] or not keras.backend.is_float_dtype(tensors[0].dtype):
         return None  # integers have no gradient
@@ -196,25 +195,25 @@ def _cut_before(nodes: Sequence[Any], at: int, model: keras.Model) -> Any | None
     if not _has_weights(layer) or isinstance(layer, keras.layers.BatchNormalization) or id(layer) in before:
         return None
     again = [node.operation for node in nodes[at:] if id(node.operation) in before]
-    # Keras takes every call of the layer that made a model's input for that input.
-    if any(_has_state(one) or one is tensors[0]._keras_history.operation for one in again):
+    # Keras regards every call of the layer that made a model's input as that input.
+    if any(_has_state(repeated) or repeated is tensors[0]._keras_history.operation for repeated in again):
         return None
     return tensors[0] if any(_has_weights(node.operation) for node in nodes[:at]) else None
 
 
 def _has_state(layer: Any) -> bool:
-    """Return whether a layer has variables that were never weights: a frozen weight is no state."""
+    """Whether a layer has variables other than weights; frozen weights are not state."""
     layers = layer._flatten_layers() if isinstance(layer, keras.Layer) else ()
-    return any(each._non_trainable_variables for each in layers)
+    return any(sublayer._non_trainable_variables for sublayer in layers)
 
 
 def _has_weights(layer: Any) -> bool:
-    """Return whether a layer has weights, frozen or not: what is frozen does not change where a model can be cut."""
+    """Whether a layer has weights, frozen or not: freezing does not change where a model can be cut."""
     return bool(getattr(layer, "weights", None))
 
 
 def _crossing(nodes: Sequence[Any], at: int, model: keras.Model) -> list[Any]:
-    """Return the tensors that are there before a node, and needed by it or by later ones."""
+    """Return the tensors that exist before a node and that it or later nodes need."""
     made = {id(tensor) for node in nodes[:at] for tensor in node.output_tensors} | {id(model.inputs[0])}
     needed = [tensor for node in nodes[at:] for tensor in node.input_tensors] + list(model.outputs)
     return list({id(tensor): tensor for tensor in needed if id(tensor) in made}.values())

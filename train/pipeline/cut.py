@@ -25,11 +25,11 @@ class Cut:
     """A model in stages.
 
     Attributes:
-        blocks: of the model, from `blocks.chain`.
-        costs: of each block.
+        blocks: the model's blocks, from `blocks.chain`.
+        costs: the cost of each block.
         plan: how the stages run.
-        stages: which of the blocks each has.
-        parts: the model of each stage, and what it uses.
+        stages: the blocks of each stage.
+        parts: the model of each stage, and the variables that it uses.
     """
 
     blocks: list[ModelBlock]
@@ -52,16 +52,16 @@ def find(
     """Return the best cut of a model, or the one that its configuration names.
 
     Args:
-        model: the whole one.
-        config: of the run.
-        stages: how many.
-        memory_bytes: what each stage may hold; None: any amount.
-        seconds: that each block takes; none: estimated by FLOPs.
-        layers: the first layer of each stage but the first; None: as the configuration says.
-        pipelines: that share each global batch.
+        model: the whole model.
+        config: the configuration of the run.
+        stages: number of stages.
+        memory_bytes: memory of each stage; None for no limit.
+        seconds: time of each block; empty to estimate it by FLOPs.
+        layers: the first layer of each stage but the first; None for those of the configuration.
+        pipelines: number of pipelines that share each global batch.
 
     Raises:
-        UsageError: it cannot be cut so, or cannot be trained in stages.
+        UsageError: the model cannot be cut like that, or cannot be trained in stages.
     """
     chain, pipeline = blocks.chain(model), config.pipeline
     if masks.of(model.outputs[0]) is not None:
@@ -72,11 +72,11 @@ def find(
     names = [name.strip() for name in pipeline.cut.split(",") if name.strip()] if layers is None else layers
     _check_chain(model, chain, stages, names)
     plan = Plan(stages, pipeline.schedule, config.micro_batches, pipeline.remat, memory_bytes)
-    copies = _slots(config) + (config.micro_batches > 1)  # a gradient, and the sum of those before
+    copies = _slots(config) + (config.micro_batches > 1)  # a gradient, and the sum of the previous ones
     micro_batch = config.global_batch // (pipelines * config.micro_batches)
     costs = blocks.estimate(chain, micro_batch, copies)
     if len(seconds) == len(costs):
-        costs = [dataclasses.replace(cost, seconds=each) for cost, each in zip(costs, seconds, strict=True)]
+        costs = [dataclasses.replace(cost, seconds=measured) for cost, measured in zip(costs, seconds, strict=True)]
     chosen = partition(costs, plan, names)
     built = parts.build(model, [chain[stage.first : stage.last] for stage in chosen], micro_batch)
     parts.check(built, remat=pipeline.remat, asynchronous=pipeline.schedule == "pipedream", pipelines=pipelines)
@@ -86,16 +86,17 @@ def find(
 def cut(
     model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None, pipelines: int = 1
 ) -> list[parts.Part]:
-    """Return the model's stages as the record of the run says that they were planned; for the rest see `find`.
+    """Return the model's stages as planned, according to the record of the run; see `find`.
 
     Raises:
-        UsageError: the cut follows from what was measured, and there is no record of it.
+        UsageError: the cut follows from measured times, and there is no record of them.
     """
     planned = records.read(run.stages, launch_records.stages, None) if run else None
     if planned is None and config.pipeline.partition_by == "measured":
         raise UsageError("--partition-by measured: no times of the blocks are recorded; start the run with `invoke up`")
     planned = planned or {"cut": [], "seconds": []}
-    layers = planned["cut"] if len(planned["cut"]) == stages - 1 else None  # it may go on with more stages or fewer
+    # A resumed run may have another number of stages.
+    layers = planned["cut"] if len(planned["cut"]) == stages - 1 else None
     return find(model, config, stages, layers=layers, seconds=planned["seconds"], pipelines=pipelines).parts
 
 
@@ -108,15 +109,15 @@ def describe(
     memory_bytes: int | None = None,
     record: Any = None,
 ) -> dict[str, Any]:
-    """Return what a plan shows of the stages, and the record by which the tasks cut the model.
+    """Describe the stages for a plan, with the record by which the tasks cut the model.
 
     Args:
-        model: the whole one.
-        config: of the run.
-        stages: how many.
-        pipelines: that share each global batch.
-        memory_bytes: what each may hold; None: any amount.
-        record: of an earlier generation of the run, whose measured times are kept; None: there is none.
+        model: the whole model.
+        config: the configuration of the run.
+        stages: number of stages.
+        pipelines: number of pipelines that share each global batch.
+        memory_bytes: memory of each stage; None for no limit.
+        record: the record of an earlier generation, whose measured times remain valid; None if there is none.
 
     Raises:
         UsageError: as `find`.
@@ -125,27 +126,27 @@ def describe(
     conditions = measure.conditions(config) | {"pipelines": str(pipelines)}
     seconds: list[float] = []
     if measured:
-        find(model, config, stages, pipelines=pipelines)  # what cannot be cut is not measured
-        kept = record and record["measured_for"] == conditions
+        find(model, config, stages, pipelines=pipelines)  # fails before measuring if the model cannot be cut
+        still_valid = record and record["measured_for"] == conditions
         micro_batch = config.global_batch // (pipelines * config.micro_batches)
-        seconds = record["seconds"] if kept else measure.block_seconds(blocks.chain(model), micro_batch)
-    found = find(model, config, stages, memory_bytes=memory_bytes, seconds=seconds, pipelines=pipelines)
+        seconds = record["seconds"] if still_valid else measure.block_seconds(blocks.chain(model), micro_batch)
+    result = find(model, config, stages, memory_bytes=memory_bytes, seconds=seconds, pipelines=pipelines)
     return {
         "partition_by": config.pipeline.partition_by,
         "memory_bytes": memory_bytes,
-        "limited_by": limit(found.costs, found.plan, found.stages),
-        "stages": [_describe(found, stage) for stage in found.stages],
+        "limited_by": limit(result.costs, result.plan, result.stages),
+        "stages": [_describe(result, stage) for stage in result.stages],
         "record": {
             "measured_for": conditions,
-            "cut": [stage.layers[0] for stage in found.stages[1:]],
+            "cut": [stage.layers[0] for stage in result.stages[1:]],
             "seconds": seconds,
         },
     }
 
 
-def _describe(found: Cut, stage: Stage) -> dict[str, Any]:
-    """Return a stage as a plan shows it; `cost` of a micro-batch in seconds or FLOPs, `share` of all stages'."""
-    plan, costs = found.plan, found.costs[stage.first : stage.last]
+def _describe(result: Cut, stage: Stage) -> dict[str, Any]:
+    """Describe a stage for a plan. `cost` is that of a micro-batch in seconds or FLOPs, `share` its share of all."""
+    plan, costs = result.plan, result.costs[stage.first : stage.last]
     weights = sum(cost.parameter_bytes for cost in costs)
     return {
         "stage": stage.number,
@@ -158,13 +159,12 @@ def _describe(found: Cut, stage: Stage) -> dict[str, Any]:
         "micro_batch_bytes": sum(cost.activation_bytes for cost in costs),
         "activation_bytes": stage.activation_bytes,
         "memory_bytes": stage.memory_bytes,
-        "share": stage.seconds / (sum(each.seconds for each in found.stages) or 1.0),
+        "share": stage.seconds / (sum(other.seconds for other in result.stages) or 1.0),
         "cost": stage.seconds,
     }
 
 
 def _check_chain(model: keras.Model, chain: Sequence[ModelBlock], stages: int, names: Sequence[str]) -> None:
-    """Check that the model is a chain where it is to be cut."""
     borders = {block.names[0] for block in chain}
     inside = [name for name in names if name not in borders]
     places = [blocks.crossing(model, name) for name in inside]
@@ -173,11 +173,11 @@ def _check_chain(model: keras.Model, chain: Sequence[ModelBlock], stages: int, n
     for layer, makers in filter(None, places):
         crossed = f"the outputs of {' and '.join(repr(name) for name in makers)} cross the cut before {layer!r}"
         option = f"--cut {layer!r}" if layer in inside else f"--stages {stages}"
-        raise UsageError(f"{option}: the model is no chain there: {crossed}, and one tensor may")
+        raise UsageError(f"{option}: several tensors cross there: {crossed}, and only one may")
 
 
 def _slots(config: TrainConfig) -> int:
-    """Return how many variables the optimizer keeps beside each weight."""
+    """Return the number of variables that the optimizer keeps for each weight."""
     weight = keras.Variable(tf.zeros([2, 3]))
     optimizer = optimizers.build(config)
     optimizer.build([weight])

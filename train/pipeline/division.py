@@ -1,8 +1,8 @@
-"""What each task holds of a model in stages: the variables of its own stage, and of the others' their names and shapes.
+"""The part of a model in stages that each task holds: the variables of its stage.
 
-The whole model is described on every task: Keras builds it without giving its variables memory. Then those of the own
-stage are initialised, in the order in which they were created and from the seeds that were drawn for all of them, so
-that their first values are those of one device. The others stay handles without a value, which checkpoints leave out.
+Every task builds the whole model, without memory for its variables. Then the variables of its stage are initialized, in
+their order of creation and from the seeds that were drawn for all variables, so that their first values are those of
+one device. The other variables remain handles without a value, which checkpoints leave out.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from train.saving.joint import Joint
 
 
 class Division:
-    """The stages of a model, and which of them this task has."""
+    """The stages of a model, and those that this task has."""
 
     def __init__(self, spec: ClusterSpec, task: Task, config: TrainConfig, run: RunFolder | None) -> None:
         self._config, self._run = config, run
         self.stages = spec.stages
         self.tasks = max(1, len(spec.members))
-        """Of all pipelines."""
+        """Number of tasks of all pipelines."""
         self.task = spec.members.index(task) if spec.members else 0
         self.pipelines = spec.replicas
         self.pipeline = self.task // self.stages if self.tasks > 1 else 0
-        """This task's, from 0."""
+        """Index of this task's pipeline."""
         self.own = (
             range(self.stages) if self.tasks == 1 else range(self.task % self.stages, self.task % self.stages + 1)
         )
         """The stages that this task has."""
         self.parts: list[Part] = []
-        """Of each stage; their layers and variables are those of the whole model."""
+        """The part of each stage, with the layers and variables of the whole model."""
         self._users: dict[int, list[int]] = {}
         self._held: dict[int, tf.Variable] = {}
         self._written: set[int] = set()
-        """Of what this task holds, by `id`: of several stages that share a variable the first writes it."""
+        """Ids of the variables that this task writes: the first of several stages that share a variable writes it."""
 
     @property
     def whole(self) -> bool:
@@ -56,15 +56,15 @@ class Division:
 
     @property
     def models(self) -> list[keras.Model]:
-        """Of each stage."""
+        """The model of each stage."""
         return [part.model for part in self.parts]
 
     def build(self, new_model: Callable[[], keras.Model], feature_shape: Any = None) -> keras.Model:
-        """Return the model, with values for the variables of this task's stages alone.
+        """Build the model, with values only for the variables of this task's stages.
 
         Args:
-            new_model: returns the model.
-            feature_shape: of an example; None: the one that the model declares.
+            new_model: builds the model.
+            feature_shape: shape of an example; None for the one that the model declares.
         """
         model, created = without_values(new_model)
         shaped = blocks.with_shape(model, feature_shape)
@@ -76,11 +76,11 @@ class Division:
         return model
 
     def led(self, stage: int) -> list[keras.Variable]:
-        """Return the trained variables of which a stage is the first user."""
-        return [each for each in self.parts[stage].trained if self._users[id(each)][0] == stage]
+        """Return the trained variables whose first user is a stage."""
+        return [variable for variable in self.parts[stage].trained if self._users[id(variable)][0] == stage]
 
     def updated(self, stage: int) -> list[keras.Variable]:
-        """Return the variables that a stage updates: within one task the first user does it for all."""
+        """Return the variables that a stage updates; within one task the first user updates for all."""
         return self.led(stage) if self.whole else self.parts[stage].trained
 
     @property
@@ -89,13 +89,13 @@ class Division:
         return [(variable, numbers) for variable, numbers in shared(self.parts) if variable.trainable]
 
     def build_optimizer(self, optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
-        """Build an optimizer of the whole model, with values for what it keeps of this task's weights alone."""
+        """Build an optimizer of the whole model, with values only for the variables of this task's weights."""
         optimizer_averages.average_changed_weights(optimizer)
         with keras.StatelessScope(initialize_variables=False):
             optimizer.build(model.trainable_variables)
         weights = model.trainable_variables
         for name, slots in vars(optimizer).items():
-            # One for each weight: `_momentums` and the like. `_variables` are all of them.
+            # Lists with a variable per weight, such as `_momentums`; `_variables` has all of them.
             if isinstance(slots, list) and len(slots) == len(weights) and name != "_variables":
                 for slot, weight in zip(slots, weights, strict=True):
                     if isinstance(slot, keras.Variable):
@@ -103,18 +103,18 @@ class Division:
         self._give_values(_take_uninitialized())
 
     def device(self, stage: int) -> str | None:
-        """Return the device of a stage where this task has several; None: wherever TensorFlow places it."""
+        """Return the device of a stage if this task has several; None lets TensorFlow choose."""
         if not self.whole or self.stages == 1:
             return None
         kind = "GPU" if len(tf.config.list_physical_devices("GPU")) >= self.stages else "CPU"
         return f"/device:{kind}:{stage}"
 
     def joint(self) -> Joint:
-        """Return this task's part in writing checkpoints: that of the tasks of the first pipeline."""
+        """Return this task's part in writing checkpoints, which the first pipeline's tasks write."""
         return Joint(self.task, self.stages, lambda variable: id(variable) in self._written)
 
     def release(self) -> None:
-        """Free the memory of this task's variables, which must not be used any more: all that is needed is saved."""
+        """Free the memory of this task's variables, which must not be used afterwards."""
         for variable in self._held.values():
             release(variable)
 
@@ -132,14 +132,14 @@ class Division:
 
 
 def without_values(new_model: Callable[[], keras.Model]) -> tuple[keras.Model, list[keras.Variable]]:
-    """Return a model, and its variables, none of which has a value or memory yet."""
+    """Build a model whose variables have no value or memory yet; return it and its variables."""
     with keras.StatelessScope(initialize_variables=False):
         model = new_model()
     return model, _take_uninitialized()
 
 
 def to_restore(new_model: Callable[[], keras.Model]) -> keras.Model:
-    """Return a model whose variables are given memory when a checkpoint is restored: once, without first values."""
+    """Build a model whose variables get memory only when a checkpoint is restored."""
     model, created = without_values(new_model)
     for variable in created:
         leave_without_value(variable)
@@ -147,7 +147,7 @@ def to_restore(new_model: Callable[[], keras.Model]) -> keras.Model:
 
 
 def _take_uninitialized() -> list[keras.Variable]:
-    """Return the variables that Keras has created without a value, in order; from now on they are ours."""
+    """Take over the variables that Keras has created without a value, in order."""
     variables = global_state.get_global_attribute("uninitialized_variables") or []
     global_state.set_global_attribute("uninitialized_variables", [])
     return variables
@@ -156,7 +156,7 @@ def _take_uninitialized() -> list[keras.Variable]:
 def leave_without_value(variable: keras.Variable) -> None:
     """Make a variable a handle without a value."""
     if not type(variable._initializer).__module__.startswith("keras."):
-        # It may draw from a generator that all variables share: Keras's own initialisers have a seed each.
+        # It may draw from a shared generator; Keras's initializers have separate seeds.
         variable._initializer(variable.shape, dtype=variable.dtype)
     handle = UninitializedVariable(
         trainable=variable.trainable, name=variable.name, shape=variable.shape, dtype=variable.dtype

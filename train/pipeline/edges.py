@@ -1,8 +1,7 @@
-"""How stages exchange tensors: as collective operations between tasks, or as they are within one process.
+"""How stages exchange tensors: by collective operations between tasks, or directly within one process.
 
 A broadcast in a group of two is a send and a receive inside the graph. Each edge and direction has a group key, and
-each micro-batch an instance key in it, reused at every step: it stands for one shape for ever, and TensorFlow aborts on
-another.
+each micro-batch an instance key, which every step reuses. A key has one shape; TensorFlow aborts if it changes.
 
 Tasks of R pipelines with S stages each: task r * S + s is stage s of pipeline r.
 """
@@ -16,37 +15,34 @@ from typing import Protocol
 import tensorflow as tf
 
 VALUES, GRADIENTS, EVALUATED, SHOWN = range(4)
-"""What crosses an edge: while training to the next stage and back; to the next stage, to evaluate and to predict."""
+"""Tensors that cross an edge: values and gradients in training; values in evaluation and prediction."""
 DIRECTIONS = 4
 NORM, FLAG = 0, 1
-"""What all stages share: the norms of gradients, and whether they are finite."""
+"""Tensors that all stages share: the norms of gradients, and whether they are finite."""
 MOST_STAGES = 1_000
 MOST_SHARED = 10_000
 EDGE_KEYS, NORM_KEYS, SUM_KEYS, SHARED_KEYS = 1_000_000, 20_000_000, 30_000_000, 40_000_000
-"""Group keys from here on are ours; tf.distribute counts its own from 0. A group has instance keys of its own."""
+"""First group keys of this module; tf.distribute counts from 0. Each group has separate instance keys."""
 TIMEOUT_S = 0.0
-"""None: a neighbour may compile for long, and one that is lost is noticed by its closed connection."""
+"""0 for no timeout: a neighbour may compile for long, and a closed connection shows that it is lost."""
 
 
 class Edges(Protocol):
-    """What carries tensors between neighbouring stages."""
+    """Transport of tensors between neighbouring stages."""
 
     def send(self, tensor: tf.Tensor, direction: int, stage: int, micro_batch: int) -> list[tf.Operation]:
-        """Send what stage `stage` computed; return the operations that a step must wait for."""
+        """Send a tensor of stage `stage`; return the operations for which a step must wait."""
 
     def receive(self, spec: tf.TensorSpec, direction: int, stage: int, micro_batch: int) -> tf.Tensor:
-        """Return what a neighbour sent to stage `stage`."""
+        """Receive a neighbour's tensor for stage `stage`."""
 
 
 @dataclass(frozen=True)
 class TaskEdges:
-    """Edges between tasks, one for each stage, that have formed a cluster.
-
-    Attributes:
-        pipeline: number of the pipeline that the stages belong to.
-    """
+    """Edges between the tasks of a pipeline, each with one stage."""
 
     pipeline: int = 0
+    """Number of the pipeline."""
 
     def send(self, tensor: tf.Tensor, direction: int, stage: int, micro_batch: int) -> list[tf.Operation]:
         keys = self._keys(direction, stage - 1 if direction == GRADIENTS else stage, micro_batch)
@@ -64,13 +60,13 @@ class TaskEdges:
         return tf.ensure_shape(received, spec.shape)
 
     def _keys(self, direction: int, edge: int, micro_batch: int) -> dict[str, float]:
-        """Return the keys of what crosses an edge, numbered by the stage before it."""
+        """Return the keys of a transfer over an edge, which has the number of the stage before it."""
         place = DIRECTIONS * (MOST_STAGES * self.pipeline + edge) + direction
         return _keys(2, EDGE_KEYS + place, micro_batch)
 
 
 class LocalEdges:
-    """Edges between the stages of one process: TensorFlow copies between devices by itself."""
+    """Edges between the stages of one process, where TensorFlow copies between devices."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int, int], tf.Tensor] = {}
@@ -84,22 +80,22 @@ class LocalEdges:
 
 
 def broadcast(
-    own: tf.Tensor | None, spec: tf.TensorSpec, owner: int, stages: int, pipeline: int, what: int
+    tensor: tf.Tensor | None, spec: tf.TensorSpec, owner: int, stages: int, pipeline: int, kind: int
 ) -> tf.Tensor:
-    """Return on every stage of a pipeline what one of them has; all of them call it with the same spec.
+    """Broadcast a tensor from one stage of a pipeline to all; all of them call it with the same spec.
 
     Args:
-        own: of the owner; None on the others.
-        spec: of the tensor.
+        tensor: the owner's tensor; None on the others.
+        spec: the spec of the tensor.
         owner: the stage that has it.
-        stages: of the pipeline.
-        pipeline: its number.
-        what: `NORM` or `FLAG`: both may be under way at the same time.
+        stages: number of stages of the pipeline.
+        pipeline: number of the pipeline.
+        kind: `NORM` or `FLAG`, which may be transferred at the same time.
     """
-    keys = _keys(stages, NORM_KEYS + MOST_STAGES * pipeline + owner, what)
+    keys = _keys(stages, NORM_KEYS + MOST_STAGES * pipeline + owner, kind)
     with tf.device("CPU:0"):
-        if own is not None:
-            result = tf.raw_ops.CollectiveBcastSendV2(input=own, **keys)
+        if tensor is not None:
+            result = tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
         else:
             shape = tf.constant(spec.shape.as_list(), tf.int32)
             result = tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=spec.dtype, **keys)
@@ -107,21 +103,21 @@ def broadcast(
 
 
 def sum_over_pipelines(tensors: Sequence[tf.Tensor], stage: int, pipelines: int) -> list[tf.Tensor]:
-    """Return the sums over the equal stages of all pipelines; each of them calls it with tensors of the same shapes.
+    """Add up tensors over the equal stages of all pipelines; each of them calls it with the same shapes.
 
-    The order is that of TensorFlow's ring, which follows from the shapes and the number of pipelines alone.
+    The order is that of TensorFlow's ring, which depends only on the shapes and the number of pipelines.
     """
     return [_sum(tensor, _keys(pipelines, SUM_KEYS + stage, number)) for number, tensor in enumerate(tensors)]
 
 
 def sum_over_stages(tensor: tf.Tensor, variable: int, users: int, pipeline: int) -> tf.Tensor:
-    """Return the sum over the stages of a pipeline that use a variable; each of them calls it.
+    """Add up a tensor over the stages of a pipeline that share a variable; each of them calls it.
 
     Args:
-        tensor: what this stage has.
-        variable: its number among those that stages share.
-        users: how many stages use it.
-        pipeline: its number.
+        tensor: this stage's tensor.
+        variable: number of the variable among the shared ones.
+        users: number of stages that use it.
+        pipeline: number of the pipeline.
     """
     return _sum(tensor, _keys(users, SHARED_KEYS + MOST_SHARED * pipeline + variable, 0))
 
@@ -139,5 +135,5 @@ def _keys(size: int, group: int, instance: int) -> dict[str, float]:
 
 
 def _carrier(dtype: tf.DType) -> tf.DType:
-    """Return the type as which tensors travel: TensorFlow broadcasts no bfloat16."""
+    """Return the type in which tensors are transferred: TensorFlow cannot broadcast bfloat16."""
     return tf.float16 if dtype == tf.bfloat16 else dtype

@@ -1,11 +1,11 @@
-"""When the computations of a task's stages begin and end, by marks inside their graph, of few of the steps.
+"""Begin and end of the computations of a task's stages, measured by marks inside the graph in some of the steps.
 
-A mark reads Python's clock, because TensorFlow's own refuses to be read in a deterministic process. The computation of
-a marked step waits for the mark before it, which costs some 50 us; its bits are the same. On a GPU marks only say when
-a computation was requested.
+A mark reads Python's clock, because TensorFlow's clock cannot be read in a deterministic process. In a marked step a
+computation waits for the mark before it, which costs about 50 us and does not change bits. On a GPU marks only show
+when a computation was requested.
 
-To TensorFlow a mark is a function without effects: stateful operations of a graph run one after the other, which would
-make the stages of one process wait for each other.
+TensorFlow regards a mark as a function without effects: stateful operations of a graph run one after the other, which
+would make the stages of one process wait for each other.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import tensorflow as tf
 from train.pipeline.schedule import Instruction, Span
 
 EVERY = 8
-"""Calls of the loop to one whose last step is marked; of the first ones every 1st, 2nd, 4th."""
+"""Interval between calls of the loop whose last step is marked; of the first calls, numbers 1, 2 and 4 are."""
 
 
 def marks_call(number: int) -> bool:
-    """Return whether the last step of a call is marked, counted from 0; the first call compiles."""
+    """Whether the last step of call `number`, from 0, is marked; the first call compiles."""
     return number > 0 and (number & (number - 1) == 0 or number % EVERY == 0)
 
 
@@ -38,24 +38,24 @@ class Marks:
         self._step: tf.Tensor | None = None
 
     def begin(self, marked: tf.Tensor, step: tf.Tensor) -> None:
-        """Say, inside the graph, whether the step that is traced is marked, a bool scalar, and its number."""
+        """Set, inside the graph, whether the traced step is marked, a bool scalar, and its number."""
         self._marked, self._step = marked, step
 
     def mark(self, stage: int, instruction: Instruction, after: Sequence[Any], *, ends: bool) -> tf.Tensor:
-        """Take the time once `after` is computed, if the step is marked; return a tensor to wait for."""
-        note = self._end if ends else self._begin
+        """Record the time once `after` is computed, if the step is marked; return a tensor to wait for."""
+        record = self._end if ends else self._begin
 
-        def noted() -> tf.Tensor:
-            # With an argument: without one it would be a constant.
-            call = _calling(note, stage, instruction)
+        def recorded() -> tf.Tensor:
+            # Without an argument it would be a constant.
+            call = _calling(record, stage, instruction)
             return tf.ensure_shape(tf.numpy_function(call, [self._step], tf.int32, stateful=False), [])
 
         with tf.device("CPU:0"), tf.control_dependencies(list(after)):
             assert self._marked is not None
-            return tf.cond(self._marked, noted, lambda: tf.constant(0))
+            return tf.cond(self._marked, recorded, lambda: tf.constant(0))
 
     def take(self) -> list[Span]:
-        """Return what the newest marked step's computations took, in order, and forget it."""
+        """Return and clear the spans of the newest marked step's computations, in order."""
         spans, self._spans = self._spans, []
         return sorted(spans, key=lambda span: span.begin_s)
 
@@ -66,11 +66,11 @@ class Marks:
         self._spans.append(Span(stage, instruction, self._begun.pop((stage, instruction)), time.time()))
 
 
-def _calling(note: Callable[[int, Instruction], None], stage: int, instruction: Instruction) -> Callable[..., Any]:
+def _calling(record: Callable[[int, Instruction], None], stage: int, instruction: Instruction) -> Callable[..., Any]:
     nothing = np.zeros((), np.int32)
 
     def call(_step: np.ndarray) -> np.ndarray:
-        note(stage, instruction)
+        record(stage, instruction)
         return nothing
 
     return call

@@ -1,4 +1,4 @@
-"""How long each block of a model takes: one micro-batch forward and backward, as this machine computes it.
+"""Measures how long each block of a model takes for the forward and backward of one micro-batch on this machine.
 
 Equal blocks, such as the layers of a Transformer, are measured once.
 """
@@ -18,16 +18,11 @@ import tensorflow as tf
 from train.pipeline.blocks import ModelBlock
 
 RUNS = 5
-"""Of which the median counts, after one that compiles."""
+"""Runs whose median counts, after one that compiles."""
 
 
 def block_seconds(blocks: Sequence[ModelBlock], micro_batch: int) -> list[float]:
-    """Return the seconds of each block.
-
-    Args:
-        blocks: of a model, from `blocks.chain`.
-        micro_batch: examples in one.
-    """
+    """Return the seconds of each block for `micro_batch` examples."""
     known: dict[str, float] = {}
     for block in blocks:
         if (kind := _kind(block)) not in known:
@@ -49,7 +44,7 @@ def _seconds(block: ModelBlock, micro_batch: int) -> float:
             tape.watch([values] if values.dtype.is_floating else [])
             outputs = model(values, training=True)
         sources = [values, *variables] if values.dtype.is_floating else variables
-        return [outputs, *(each for each in tape.gradient(outputs, sources) if each is not None)]
+        return [outputs, *(gradient for gradient in tape.gradient(outputs, sources) if gradient is not None)]
 
     compute(values)
     samples = []
@@ -57,13 +52,13 @@ def _seconds(block: ModelBlock, micro_batch: int) -> float:
         began = time.perf_counter()
         compute(values)
         samples.append(time.perf_counter() - began)
-    for variable in valueless:  # of the next block, too, there may be no more than fits
+    for variable in valueless:  # so that the next block fits into memory
         release(variable.value)
     return statistics.median(samples)
 
 
 def release(variable: tf.Variable) -> None:
-    """Free a variable's memory; it must not be used any more."""
+    """Free the memory of a variable, which must not be used afterwards."""
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
 
 
@@ -74,17 +69,17 @@ def _values(shape: Sequence[int], dtype: str) -> tf.Tensor:
 
 
 def _kind(block: ModelBlock) -> str:
-    """Return what two blocks have in common that take the same time: their layers but for the names, and the shape."""
+    """Return a key that is equal for blocks that take the same time: layers without their names, and the shape."""
     try:
         layers = [json.dumps(layer.get_config(), sort_keys=True, default=str) for layer in block.layers]
-    except NotImplementedError:  # a layer of the user's own that cannot be described
+    except NotImplementedError:  # a user's layer without a configuration
         return " ".join(block.names)
     described = [type(layer).__name__ + text for layer, text in zip(block.layers, layers, strict=True)]
     return re.sub(r'"name": "[^"]*"', "", " ".join(described)) + str(block.inputs.shape)
 
 
 def conditions(config: Any) -> dict[str, str]:
-    """Return what the times of a model's blocks depend on: where it differs they are measured again."""
+    """Return the settings on which the times of a model's blocks depend."""
     names = ("model", "freeze", "transformer", "global_batch", "micro_batches", "precision", "threads", "onednn")
     values = {name: getattr(config, name) for name in names}
     return {name: str(value) for name, value in values.items()}

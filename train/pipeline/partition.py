@@ -1,8 +1,8 @@
-"""Where a model is cut into stages: a pure function of what its blocks cost, that needs no device.
+"""Cuts a model into stages, by a pure function of the costs of its blocks.
 
-A block is a part of the model between two places where it may be cut. The cut minimises the time of the slowest stage,
-which sets the pace of all, among the cuts whose stages fit their memory: the dynamic programme of PipeDream (Harlap et
-al. 2018, arXiv:1806.03377, section 3.2), for stages of one device each.
+A block is a part of the model between two places where it may be cut. The cut minimizes the time of the slowest stage,
+which determines the speed of all, among the cuts whose stages fit their memory: the dynamic programme of PipeDream
+(Harlap et al. 2018, arXiv:1806.03377, section 3.2), for stages of one device each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cluster.system.errors import UsageError, nearest
 from train.pipeline import schedule as schedules
 
 PARTITIONS = ("flops", "measured")
-"""By what a cut can be chosen: an estimate, or what blocks take on this machine."""
+"""Criteria of a cut: estimated operations, or measured time on this machine."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Block:
     """A part of a model that is never cut.
 
     Attributes:
-        layers: their names, in order.
-        seconds: forward and backward of one micro-batch, or anything in proportion to it, such as FLOPs.
-        parameter_bytes: of the weights.
-        state_bytes: of what is kept beside each weight: gradients and the optimizer's variables.
-        activation_bytes: what one micro-batch's forward keeps for its backward.
-        output_bytes: what one micro-batch sends to the next block.
+        layers: names of the layers, in order.
+        seconds: time of the forward and backward of one micro-batch, or a proportional number, such as FLOPs.
+        parameter_bytes: size of the weights.
+        state_bytes: size of gradients and of the optimizer's variables.
+        activation_bytes: memory that one micro-batch's forward keeps for its backward.
+        output_bytes: size of one micro-batch's output to the next block.
     """
 
     layers: tuple[str, ...]
@@ -44,14 +44,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the stages run, as far as it decides what they hold.
+    """How the stages run, as far as it affects their memory.
 
     Attributes:
-        stages: how many.
+        stages: number of stages.
         schedule: one of `schedule.SCHEDULES`.
-        micro_batches: of a step.
-        remat: whether a stage keeps its input alone and computes the rest again for the backward.
-        memory_bytes: what each stage may hold; None: any amount.
+        micro_batches: number of micro-batches of a step.
+        remat: whether a stage keeps only its input and computes the rest again for the backward.
+        memory_bytes: memory of each stage; None for no limit.
     """
 
     stages: int
@@ -78,13 +78,13 @@ def partition(blocks: Sequence[Block], plan: Plan, cut: Sequence[str] = ()) -> l
     """Return the stages: the best ones, or those of a given cut.
 
     Args:
-        blocks: of the model, in order.
-        plan: how they run.
-        cut: the first layer of each stage but the first; none: the cut whose slowest stage is fastest, of equal ones
-            that with the smallest earlier stages.
+        blocks: the model's blocks, in order.
+        plan: how the stages run.
+        cut: the first layer of each stage but the first; empty: the cut whose slowest stage is fastest, and among
+            equal ones the cut with the smallest earlier stages.
 
     Raises:
-        UsageError: there are more stages than blocks, the cut is none, or a stage exceeds its memory.
+        UsageError: there are more stages than blocks, the cut is invalid, or a stage exceeds its memory.
     """
     if plan.stages > len(blocks):
         raise UsageError(
@@ -111,14 +111,14 @@ def partition(blocks: Sequence[Block], plan: Plan, cut: Sequence[str] = ()) -> l
             if stage.memory_bytes > plan.memory_bytes:
                 raise UsageError(
                     f"stage {stage.number} ({stage.layers[0]} to {stage.layers[-1]}) needs about "
-                    f"{_mb(stage.memory_bytes)}, and has {_mb(plan.memory_bytes)}: use more --stages, more "
+                    f"{_mb(stage.memory_bytes)} and has {_mb(plan.memory_bytes)}: use more --stages, more "
                     "--micro-batches or --remat"
                 )
     return stages
 
 
 def memory_of(blocks: Sequence[Block], plan: Plan, stage: int, first: int, last: int) -> int:
-    """Return the bytes that a stage of these blocks holds at most, without what TensorFlow itself takes."""
+    """Return the maximum bytes that a stage of these blocks holds, without TensorFlow's own memory."""
     versions = schedules.weight_versions(plan.schedule, stage, plan.stages, plan.micro_batches)
     weights = sum(versions * block.parameter_bytes + block.state_bytes for block in blocks[first:last])
     return weights + _activations(blocks, plan, stage, first, last)
@@ -133,19 +133,13 @@ def _activations(blocks: Sequence[Block], plan: Plan, stage: int, first: int, la
 
 
 def limit(blocks: Sequence[Block], plan: Plan, stages: Sequence[Stage]) -> str:
-    """Return what keeps the slowest stage from being faster: `time`, of the blocks, or `memory`, of the stages."""
+    """Return the limit of the slowest stage's speed: the `time` of the blocks or the `memory` of the stages."""
     free = partition(blocks, dataclasses.replace(plan, memory_bytes=None))
-    return "memory" if max(each.seconds for each in free) < max(each.seconds for each in stages) else "time"
-
-
-def imbalance(stages: Sequence[Stage]) -> float:
-    """Return by how much the slowest stage is slower than their mean: 0 where all are equal."""
-    mean = sum(stage.seconds for stage in stages) / len(stages)
-    return max(stage.seconds for stage in stages) / mean - 1 if mean else 0.0
+    return "memory" if max(stage.seconds for stage in free) < max(stage.seconds for stage in stages) else "time"
 
 
 def _best(blocks: Sequence[Block], plan: Plan) -> list[int] | None:
-    """Return the borders of the best cut, from 0 to the number of blocks; None where no cut fits the memory."""
+    """Return the borders of the best cut, from 0 to the number of blocks; None if no cut fits the memory."""
     count = len(blocks)
     until = [0.0]
     for block in blocks:
@@ -154,7 +148,7 @@ def _best(blocks: Sequence[Block], plan: Plan) -> list[int] | None:
     def fits(stage: int, first: int, last: int) -> bool:
         return plan.memory_bytes is None or memory_of(blocks, plan, stage, first, last) <= plan.memory_bytes
 
-    # slowest[last]: of the best cut of the first `last` blocks into the stages so far, the time of its slowest one.
+    # slowest[last]: time of the slowest stage in the best cut of the first `last` blocks into the stages so far.
     slowest = [0.0] + [math.inf] * count
     chosen: list[list[int]] = []
     for stage in range(plan.stages):
@@ -194,17 +188,16 @@ def _borders_of(blocks: Sequence[Block], plan: Plan, cut: Sequence[str]) -> list
 
 
 def _too_large(blocks: Sequence[Block], plan: Plan) -> str:
-    """Return the error of a memory that no cut fits."""
     return (
-        f"--stages {plan.stages}: no cut of this model fits {_mb(plan.memory_bytes or 0)} a stage; the best one needs "
-        f"about {_mb(_least_memory(blocks, plan))}: use more --stages, more --micro-batches or --remat"
+        f"--stages {plan.stages}: no cut of this model fits {_mb(plan.memory_bytes or 0)} per stage; the best one "
+        f"needs about {_mb(_least_memory(blocks, plan))}: use more --stages, more --micro-batches or --remat"
     )
 
 
 def _least_memory(blocks: Sequence[Block], plan: Plan) -> int:
-    """Return the least memory a stage with which there is a cut: one of the sizes that a stage can have."""
+    """Return the least memory per stage that allows a cut, which is one of the possible sizes of a stage."""
     ranges = [(first, last) for first in range(len(blocks)) for last in range(first + 1, len(blocks) + 1)]
-    sizes = sorted({memory_of(blocks, plan, stage, *each) for each in ranges for stage in range(plan.stages)})
+    sizes = sorted({memory_of(blocks, plan, stage, *bounds) for bounds in ranges for stage in range(plan.stages)})
 
     def enough(memory_bytes: int) -> bool:
         return _best(blocks, dataclasses.replace(plan, memory_bytes=memory_bytes)) is not None

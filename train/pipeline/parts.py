@@ -1,6 +1,6 @@
-"""The model of each stage, and what it uses when it is called: weights of other stages, state, random generators.
+"""The model of each stage, and what a call of it uses: weights of other stages, state, random generators.
 
-Keras knows which layer made a variable, but not which layers read it: an output layer can multiply by the weights of
+Keras knows which layer created a variable, but not which layers read it: an output layer can multiply by the weights of
 the embedding. So each stage is traced once, with zeros for variables.
 """
 
@@ -23,58 +23,53 @@ class Part:
     """A stage of a model.
 
     Attributes:
-        model: its layers and variables are those of the whole model.
-        used: the variables of the whole model that it has or reads, in the order of the whole model.
-        changed: those that it assigns while training, such as the averages of batch normalisation.
-        drawn: how many seeds one forward of all stages before it draws from each generator, by the generator's `id`.
+        model: the model of the stage, with layers and variables of the whole model.
+        used: variables of the whole model that it has or reads, in the order of the whole model.
+        changed: variables that it assigns in training, such as averages of batch normalization.
+        drawn: number of seeds that a forward of all earlier stages draws from each generator, by its `id`.
+        regularized: variables whose regularizers count here, by `id`: the first of several stages adds them.
     """
 
     model: keras.Model
     used: list[keras.Variable]
     changed: list[keras.Variable]
     drawn: Mapping[int, int]
-
-    regularised: frozenset[int]
-    """The variables whose regularisers count here, by `id`: of stages that share a variable, the first adds it."""
+    regularized: frozenset[int]
 
     @property
     def trained(self) -> list[keras.Variable]:
-        """The variables that its gradients change."""
+        """Its trainable variables."""
         return [variable for variable in self.used if variable.trainable]
 
     def losses(self) -> list[tf.Tensor]:
-        """Return the losses that the model's last call added, and those of its regularisers."""
-        variables = [each for each in self.model.trainable_weights if each.regularizer is not None]
+        """Return the losses that the model's last call added, and those of its regularizers."""
+        weights = [weight for weight in self.model.trainable_weights if weight.regularizer is not None]
         terms = self.model.losses
-        added = len(terms) - len(variables)  # Keras lists those of regularisers last
-        own = [term for term, one in zip(terms[added:], variables, strict=True) if id(one) in self.regularised]
-        return terms[:added] + own
+        added = len(terms) - len(weights)  # Keras lists those of regularizers last
+        pairs = zip(terms[added:], weights, strict=True)
+        return terms[:added] + [term for term, weight in pairs if id(weight) in self.regularized]
 
 
 def build(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micro_batch: int) -> list[Part]:
-    """Return the parts of a model, each from the blocks of a stage.
-
-    Args:
-        whole: the model.
-        stages: its blocks.
-        micro_batch: examples in one.
-    """
+    """Build the parts of a model from the blocks of its stages, for `micro_batch` examples."""
     parts, drawn, seen = [], dict[int, int](), set[int]()
     for number, blocks in enumerate(stages):
         model = stage_model(blocks, number)
         before, (read, changed) = dict(drawn), _observe(model, micro_batch, drawn)
-        own = {id(variable) for variable in model.variables}
-        used, assigned = ([each for each in whole.variables if id(each) in ids] for ids in (read | own, changed))
-        parts.append(Part(model, used, assigned, before, frozenset(own - seen)))
-        seen |= own
+        stage_ids = {id(variable) for variable in model.variables}
+        used, assigned = (
+            [variable for variable in whole.variables if id(variable) in ids] for ids in (read | stage_ids, changed)
+        )
+        parts.append(Part(model, used, assigned, before, frozenset(stage_ids - seen)))
+        seen |= stage_ids
     return parts
 
 
 def check(parts: Sequence[Part], *, remat: bool, asynchronous: bool, pipelines: int) -> None:
-    """Check that stages can be trained as requested.
+    """Check that training in stages gives the results of one device.
 
     Raises:
-        UsageError: they would not compute what one device does; the message names the variable and the layers.
+        UsageError: it would not; the message names the variable and the layers.
     """
     changed = [variable for part in parts for variable in part.changed]
     if changed and remat:
@@ -89,7 +84,7 @@ def check(parts: Sequence[Part], *, remat: bool, asynchronous: bool, pipelines: 
         )
     for variable, numbers in shared(parts):
         layers = " and ".join(repr(_user(parts[number].model, variable)) for number in numbers)
-        if any(variable is one for one in changed):
+        if any(variable is other for other in changed):
             raise UsageError(
                 f"--strategy pipeline: a forward changes {variable.path!r}, which {layers} use in different stages; "
                 "use --cut to keep them in one stage"
@@ -112,7 +107,7 @@ def shared(parts: Sequence[Part]) -> list[tuple[keras.Variable, list[int]]]:
 
 
 class _Reads(keras.StatelessScope):
-    """Notes which variables are read and assigned, and gives those without a value zeros."""
+    """Records which variables are read and assigned, and reads variables without a value as zeros."""
 
     def __init__(self) -> None:
         super().__init__(initialize_variables=False)
@@ -126,7 +121,7 @@ class _Reads(keras.StatelessScope):
 
 
 def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tuple[set[int], set[int]]:
-    """Call a model in a graph of its own; return the ids of the variables it reads and assigns, and count its draws."""
+    """Call a model in a separate graph, count its draws, and return the ids of the variables it reads and assigns."""
     with tf.__internal__.FuncGraph("observed").as_default(), _Reads() as scope:
         zero = tf.zeros([], tf.int64)
         with placed_seeds.random_place(zero, zero, zero, drawn) as place:
@@ -138,6 +133,6 @@ def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tup
 def _user(model: keras.Model, variable: keras.Variable) -> str:
     """Return the name of the first layer of a stage that uses a variable."""
     for layer in model.layers:
-        if any(variable is one for one in layer.variables):
+        if any(variable is other for other in layer.variables):
             return str(layer.name)
     return str(model.name)

@@ -1,12 +1,12 @@
-"""What each stage of a pipeline does, in order: pure functions that need no device.
+"""The instructions of each stage of a pipeline, in order, as pure functions.
 
 Three schedules of S stages and M micro-batches:
 
 - `gpipe` (Huang et al. 2019, arXiv:1811.06965): all forwards, then all backwards, then one update.
-- `1f1b` (Narayanan et al. 2021, arXiv:2104.04473): after S-1-s forwards stage s alternates one forward and one
-  backward, so that it holds at most S-s micro-batches; one update at the end. The same sums as `gpipe`.
+- `1f1b` (Narayanan et al. 2021, arXiv:2104.04473): after S-1-s forwards, stage s alternates between one forward and
+  one backward, so that it holds at most S-s micro-batches; one update at the end. The sums are those of `gpipe`.
 - `pipedream` (Harlap et al. 2018, arXiv:1806.03377): the order of `1f1b` with an update after every backward, and
-  without waiting for the others. A micro-batch's backward uses the weights of its forward (weight stashing), so its
+  without waiting for other stages. A micro-batch's backward uses the weights of its forward (weight stashing), so its
   gradient is applied to weights that are S-1-s updates newer.
 
 Backwards run in the order 0 to M-1 in all of them, so that gradients are summed in the order of one device.
@@ -24,7 +24,7 @@ SCHEDULES = ("gpipe", "1f1b", "pipedream")
 
 
 class Action(Enum):
-    """What one instruction does. `values` travel forwards, gradients backwards."""
+    """The action of an instruction. Values move forwards, gradients backwards."""
 
     RECEIVE_VALUES = "receive values"
     FORWARD = "forward"
@@ -40,9 +40,9 @@ class Instruction:
     """One action of one stage.
 
     Attributes:
-        action: what is done.
-        micro_batch: from 0; of an update, the last one whose gradient it applies.
-        version: of a forward or backward, how many updates its weights have.
+        action: the action.
+        micro_batch: number of the micro-batch; for an update, the last one whose gradient it applies.
+        version: for a forward or backward, the number of updates of its weights.
     """
 
     action: Action
@@ -51,7 +51,7 @@ class Instruction:
 
 
 def build(schedule: str, stages: int, micro_batches: int) -> list[list[Instruction]]:
-    """Return for each stage what it does in one step, in order.
+    """Return the instructions of each stage for one step, in order.
 
     Args:
         schedule: one of `SCHEDULES`.
@@ -67,23 +67,13 @@ def build(schedule: str, stages: int, micro_batches: int) -> list[list[Instructi
 
 
 def in_flight(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
-    """Return how many micro-batches a stage holds at most: forward done, backward not yet."""
+    """Return the maximum number of micro-batches in a stage between forward and backward."""
     return micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
 
 
 def weight_versions(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
-    """Return how many versions of its weights a stage holds at most."""
+    """Return the maximum number of versions of its weights in a stage."""
     return in_flight(schedule, stage, stages, micro_batches) if schedule == "pipedream" else 1
-
-
-def staleness(stage: int, stages: int, micro_batch: int) -> int:
-    """Return how many updates lie between the weights a PipeDream gradient was computed with and those it changes."""
-    return min(stages - 1 - stage, micro_batch)
-
-
-def bubble(stages: int, micro_batches: int) -> float:
-    """Return the share of a step that a stage idles when all stages take the same time (arXiv:1811.06965)."""
-    return (stages - 1) / (micro_batches + stages - 1)
 
 
 def _stage(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Instruction]:
@@ -113,7 +103,6 @@ def _stage(schedule: str, stage: int, stages: int, micro_batches: int) -> list[I
 
 
 def _computations(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[Action, int]]:
-    """Return the forwards and backwards of a stage in order."""
     ahead = in_flight(schedule, stage, stages, micro_batches)
     order = [(Action.FORWARD, micro_batch) for micro_batch in range(ahead)]
     for micro_batch in range(micro_batches):
@@ -125,7 +114,7 @@ def _computations(schedule: str, stage: int, stages: int, micro_batches: int) ->
 
 @dataclass(frozen=True)
 class Span:
-    """When an instruction of a simulated step runs, in seconds from its begin."""
+    """The time of an instruction, in seconds."""
 
     stage: int
     instruction: Instruction
@@ -134,10 +123,10 @@ class Span:
 
 
 def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Instruction]]:
-    """Return the instructions of all stages, each with its stage, in an order in which nothing waits.
+    """Merge the instructions of all stages into one order in which no instruction must wait.
 
     Raises:
-        RuntimeError: the stages wait for each other for ever.
+        RuntimeError: the stages have a deadlock.
     """
     place = [0] * len(programs)
     sent: set[tuple[Action, int, int]] = set()
@@ -163,15 +152,15 @@ def simulate(
     backward_s: Sequence[float],
     transfer_s: float = 0.0,
 ) -> list[Span]:
-    """Return when every forward and backward runs, where sends and receives wait for nothing but their data.
+    """Return the time of every forward and backward if sends and receives only wait for their data.
 
     Args:
-        programs: of every stage, from `build`.
-        forward_s, backward_s: seconds that each stage takes for one micro-batch.
+        programs: the instructions of every stage, from `build`.
+        forward_s, backward_s: seconds of each stage for one micro-batch.
         transfer_s: seconds between the end of a computation and its arrival at the neighbour.
 
     Raises:
-        RuntimeError: the stages wait for each other for ever.
+        RuntimeError: the stages have a deadlock.
     """
     clock = [0.0] * len(programs)
     arrival: dict[tuple[Action, int, int], float] = {}
@@ -198,7 +187,7 @@ _SENT_AS = {
     Action.RECEIVE_VALUES: (Action.SEND_VALUES, -1),
     Action.RECEIVE_GRADIENTS: (Action.SEND_GRADIENTS, +1),
 }
-"""What each receive waits for: the neighbour's action, and where that stage is."""
+"""The send for which each receive waits: the neighbour's action, and the offset of its stage."""
 
 
 def _source(stage: int, receive: Instruction) -> tuple[Action, int, int]:

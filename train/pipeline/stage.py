@@ -1,11 +1,11 @@
 """One stage of a pipeline: executes the instructions of its schedule as operations of a graph.
 
-Operations of a stage run in the order of its instructions, held by control dependencies; sends run beside them, and a
-receive may begin while the computation before it still runs, but not earlier: all receive buffers of a step would be
-allocated at once otherwise, and the bound of 1F1B lost.
+Control dependencies keep the operations of a stage in the order of its instructions. Sends run concurrently. A receive
+may begin while the computation before it runs, but not earlier: otherwise all receive buffers of a step would be
+allocated at once, and the memory bound of 1F1B would be lost.
 
-Forward, backward and the addition of gradients are functions of their own, never inlined: traced once whatever the
-number of micro-batches, and optimised alike wherever they are called, so that their bits are those of one device.
+Forward, backward and the addition of gradients are separate functions that are never inlined. They are traced once for
+any number of micro-batches, and optimized alike in all calls, so that their bits are those of one device.
 
 Shapes: B micro-batch.
 """
@@ -28,12 +28,11 @@ from train.pipeline.parts import Part
 from train.pipeline.schedule import Action, Instruction
 
 Features = Callable[[tf.Tensor], tf.Tensor]
-"""micro-batch, int64 scalar -> what enters the model, `[B, ...]`."""
+"""micro-batch, int64 scalar -> inputs of the model, `[B, ...]`."""
 Loss = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
 """outputs `[B, ...]`, step, micro-batch -> `[2] float32`: the micro-batch's share of the loss, and of the score."""
 Update = Callable[[Sequence[tf.Tensor], int], tf.Tensor]
-"""Applies the gradients of the stage's variables, after a micro-batch; returns 0 once that is done, or NaN where
-training must end for them."""
+"""Applies the gradients of the stage's variables after a micro-batch; returns 0, or NaN if training must end."""
 
 
 class Stage:
@@ -58,24 +57,24 @@ class Stage:
         device: str | None = None,
         marks: Marks | None = None,
     ) -> None:
-        """Prepare to execute.
+        """Prepare the stage.
 
         Args:
             part: this stage's part of the model.
-            number: of this stage, from 0.
-            stages: of the pipeline.
-            micro_batch: examples in one.
-            edges: to its neighbours.
-            features: of the first stage: step, micro-batch -> what enters the model.
-            loss: of the last stage.
+            number: number of this stage, from 0.
+            stages: number of stages of the pipeline.
+            micro_batch: examples per micro-batch.
+            edges: connections to its neighbours.
+            features: for the first stage: step, micro-batch -> inputs of the model.
+            loss: for the last stage.
             update: applies gradients.
-            scale: what the loss is multiplied by before its gradients are taken.
-            shares: how many micro-batches of a step add the model's own losses, such as regularisation.
-            replica: number of the pipeline; each draws random numbers of its own.
-            remat: whether to keep what enters the stage alone, and to compute the rest again for the backward.
-            accumulates: whether gradients are added up, from zeros, as on one device; otherwise there is one an update.
-            device: on which it computes; None: wherever TensorFlow places it.
-            marks: takes the times of computations; None: nothing does.
+            scale: factor of the loss for the backward.
+            shares: number of micro-batches of a step that add losses of layers, such as regularization.
+            replica: number of the pipeline; each draws different random numbers.
+            remat: whether to keep only the inputs of the stage and compute the rest again for the backward.
+            accumulates: whether gradients are added up from zeros, as on one device; otherwise each has an update.
+            device: device of the stage; None lets TensorFlow choose.
+            marks: records the times of computations; None for no record.
         """
         model = part.model
         self._number, self._stages = number, stages
@@ -96,15 +95,15 @@ class Stage:
                 outputs = model(values, training=True)
                 outputs = loss(outputs, step, at) if self._last else outputs
                 terms = part.losses()
-            own = tf.add_n([tf.cast(term, tf.float32) for term in terms]) / shares if terms else None
-            return outputs, own, state()
+            layer_losses = tf.add_n([tf.cast(term, tf.float32) for term in terms]) / shares if terms else None
+            return outputs, layer_losses, state()
 
         self._forward = never_inlined(forward)
         self.predict = never_inlined(lambda values: model(values, training=False))
-        """What enters the stage -> what leaves it, for batches of any size."""
+        """Inputs of the stage -> its outputs, for batches of any size."""
 
     def begin(self, step: tf.Tensor) -> None:
-        """Begin a step."""
+        """Reset the state for a step."""
         self._step = step
         self._values: dict[int, tf.Tensor] = {}
         self._gradients: dict[int, tf.Tensor] = {}
@@ -123,7 +122,7 @@ class Stage:
         return self._sums
 
     def end(self) -> tf.Tensor:
-        """Return what the step gave, `[2] float32`: loss and score on the last stage, zeros on others."""
+        """Return the results of the step, `[2] float32`: loss and score on the last stage, zeros on others."""
         with tf.control_dependencies([*self._sent, self._chain[-1]]):
             result = functools.reduce(operator.add, self._results, tf.zeros([2]))
             return result + tf.stack([functools.reduce(operator.add, self._flags, tf.zeros([])), 0.0])
@@ -153,11 +152,11 @@ class Stage:
         self._mark(instruction, ends=True)
 
     def _mark(self, instruction: Instruction, *, ends: bool) -> None:
-        """Take the time between what a computation needs and itself, or between it and what follows."""
+        """Record the time before or after a computation."""
         at = instruction.micro_batch
         if self._marks and instruction.action in (Action.FORWARD, Action.BACKWARD, Action.UPDATE):
-            after = [self._chain[-1], *(of[at] for of in (self._values, self._gradients) if at in of)]
-            self._chain[-1] = self._marks.mark(self._row, instruction, after, ends=ends)
+            tensors = [by_batch[at] for by_batch in (self._values, self._gradients) if at in by_batch]
+            self._chain[-1] = self._marks.mark(self._row, instruction, [self._chain[-1], *tensors], ends=ends)
 
     def _do_forward(self, at: int) -> None:
         micro_batch = tf.constant(at, tf.int64)
@@ -165,38 +164,38 @@ class Stage:
             values = self._features(self._step, micro_batch) if self._first else self._values.pop(at)
         with tf.control_dependencies([self._chain[-1]]):
             if self._remat:
-                outputs, own, state = self._forward(values, self._step, micro_batch)
+                outputs, layer_losses, state = self._forward(values, self._step, micro_batch)
                 self._kept[at] = (values, micro_batch)
             else:
-                tape, outputs, own, state = self._taped(values, micro_batch)
-                self._kept[at] = (tape, outputs, own, values)
+                tape, outputs, layer_losses, state = self._taped(values, micro_batch)
+                self._kept[at] = (tape, outputs, layer_losses, values)
         self._states = add(self._states, state) if self._states else state
         self._done(outputs)
         if not self._last:
             self._values[at] = outputs
         else:
             self._results.append(outputs)
-        if own is not None:
-            self._results.append(tf.stack([own, 0.0]))
+        if layer_losses is not None:
+            self._results.append(tf.stack([layer_losses, 0.0]))
 
     def _taped(self, values: tf.Tensor, micro_batch: tf.Tensor) -> tuple[Any, ...]:
         with tf.GradientTape() as tape:
             if not self._first:
                 tape.watch(values)
-            outputs, own, state = self._forward(values, self._step, micro_batch)
-        return tape, outputs, own, state
+            outputs, layer_losses, state = self._forward(values, self._step, micro_batch)
+        return tape, outputs, layer_losses, state
 
     def _do_backward(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
             if self._remat:
                 values, micro_batch = self._kept.pop(at)
-                tape, outputs, own, _ = self._taped(values, micro_batch)
+                tape, outputs, layer_losses, _ = self._taped(values, micro_batch)
             else:
-                tape, outputs, own, values = self._kept.pop(at)
+                tape, outputs, layer_losses, values = self._kept.pop(at)
             scale = self._scale()
-            # Of [loss, score] the loss alone is minimised.
+            # Only the loss of [loss, score] is minimized.
             seed = tf.stack([scale, 0.0]) if self._last else self._gradients.pop(at)
-            targets, seeds = ([outputs], [seed]) if own is None else ([outputs, own], [seed, scale])
+            targets, seeds = ([outputs], [seed]) if layer_losses is None else ([outputs, layer_losses], [seed, scale])
             sources = self._variables if self._first else [values, *self._variables]
             gradients = tape.gradient(
                 targets, sources, output_gradients=seeds, unconnected_gradients=tf.UnconnectedGradients.ZERO
@@ -208,7 +207,7 @@ class Stage:
                 zeros = [tf.zeros_like(gradient) for gradient in dense]
                 dense = add(zeros if self._sums is None else self._sums, dense)
             self._sums = dense
-            # A stage whose weights are frozen has the gradient that it sends, or what it received.
+            # A stage with frozen weights has only the gradient that it sends, or the one that it received.
             done = tf.identity(next(iter(dense), self._gradients.get(at, seed)))
         self._done(done)
 
@@ -228,5 +227,5 @@ class Stage:
 
 @never_inlined
 def add(sums: list[tf.Tensor], gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the sums of gradients: of two at a time, so that no rewriting changes their order."""
-    return [one + other for one, other in zip(sums, gradients, strict=True)]
+    """Add gradients to sums, two at a time, so that no graph rewrite changes the order."""
+    return [total + gradient for total, gradient in zip(sums, gradients, strict=True)]

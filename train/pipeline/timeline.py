@@ -1,7 +1,7 @@
-"""When each stage of a pipeline computed what, of some steps: recorded by its tasks, read together, drawn as a picture.
+"""The timeline of a pipeline's stages in some steps: recorded by its tasks, read together, drawn as a picture.
 
-Every task records the same steps, with its machine's clock: stages on several machines are as far apart in the picture
-as their clocks.
+Every task records the same steps, with its machine's clock: the picture shows stages on several machines shifted by the
+difference of their clocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cluster.system.json_files import write_json
 from train.pipeline.schedule import Action, Instruction, Span
 
 KEPT = 4
-"""Newest steps in a task's record: tasks are not at the same step when they are read."""
+"""Steps in a task's record; tasks may be at different steps when they are read."""
 COLOURS = {Action.FORWARD: "#4e79a7", Action.BACKWARD: "#e1812c", Action.UPDATE: "#6b8e4e"}
 WIDTH, ROW, MARGIN, TOP, LEFT = 1200, 56, 10, 52, 150
 
@@ -39,7 +39,7 @@ _timeline = mapping(listing(_span))
 
 
 def computing(spans: Sequence[Span]) -> float:
-    """Return the seconds in which stages computed, of all of them together."""
+    """Return the total seconds of computation of all stages."""
     return sum(span.end_s - span.begin_s for span in spans)
 
 
@@ -52,17 +52,17 @@ class Recorder:
         make_folder(self._path.parent)
 
     def add(self, step: int, spans: Sequence[Span]) -> None:
-        """Record a step, the first of which is 1."""
+        """Record step `step`, counted from 1."""
         self._steps[str(step)] = [_to_json(span) for span in spans]
         self._steps = dict(list(self._steps.items())[-KEPT:])
         write_json(self._path, self._steps)
 
 
 def read(run: RunFolder) -> tuple[int, list[Span]]:
-    """Return the newest step that every task of a run has recorded, and when its stages computed in it.
+    """Return the newest step that all tasks of a run have recorded, and its computations.
 
     Raises:
-        PrerequisiteError: there is none.
+        PrerequisiteError: there is no such step.
     """
     names = [task.name for task in run.load_cluster().members] or ["chief"]
     recorded = [records.read(run.timeline(name), _timeline, {}) for name in names]
@@ -70,19 +70,19 @@ def read(run: RunFolder) -> tuple[int, list[Span]]:
     steps = [int(step) for step in common if step.isdecimal()]
     if not steps:
         raise PrerequisiteError(
-            f"run {run.name!r} has no timeline: it is no run with --strategy pipeline, or has done too few steps"
+            f"run {run.name!r} has no timeline: it does not use --strategy pipeline, or has done too few steps"
         )
-    spans = [_from_json(value) for each in recorded for value in each[str(max(steps))]]
+    spans = [_from_json(value) for task_steps in recorded for value in task_steps[str(max(steps))]]
     return max(steps), spans
 
 
 def draw(spans: Sequence[Span], title: str, stages_each: int = 0) -> np.ndarray:
-    """Return the picture of a step, `[H, W, 3] uint8`: a row a stage, a box for each computation.
+    """Draw a step, `[H, W, 3] uint8`, with a row for each stage and a box for each computation.
 
     Args:
-        spans: of the step; the stages of several pipelines are numbered on.
-        title: above the picture.
-        stages_each: of one pipeline; 0: there is one.
+        spans: computations of the step; stages of several pipelines have consecutive numbers.
+        title: title of the picture.
+        stages_each: stages per pipeline; 0 if there is only one.
     """
     stages = 1 + max(span.stage for span in spans)
     begin, end = min(span.begin_s for span in spans), max(span.end_s for span in spans)
@@ -94,14 +94,14 @@ def draw(spans: Sequence[Span], title: str, stages_each: int = 0) -> np.ndarray:
         pen.rectangle((MARGIN + 110 * at, 28, MARGIN + 110 * at + 12, 40), fill=colour)
         pen.text((MARGIN + 110 * at + 18, 28), action.value, fill="black")
     for stage in range(stages):
-        own = [span for span in spans if span.stage == stage]
+        computations = [span for span in spans if span.stage == stage]
         top = TOP + stage * (ROW + MARGIN)
-        share = computing(own) / max(end - begin, 1e-9)
+        share = computing(computations) / max(end - begin, 1e-9)
         pipeline, number = divmod(stage, stages_each or stages)
         name = f"stage {number}" if stages_each in (0, stages) else f"{pipeline}, stage {number}"
         pen.text((MARGIN, top + ROW // 2 - 6), f"{name}: {share:.0%} busy", fill="black")
         pen.rectangle((LEFT, top, WIDTH - MARGIN, top + ROW), fill="#ececec")
-        for span in own:
+        for span in computations:
             _box(pen, span, LEFT + (span.begin_s - begin) * scale, LEFT + (span.end_s - begin) * scale, top)
     _axis(pen, end - begin, scale, TOP + stages * (ROW + MARGIN))
     return np.asarray(picture)
@@ -123,10 +123,10 @@ def save(run: RunFolder, path: Path) -> int:
 
 
 def picture_of(run: RunFolder) -> tuple[int, np.ndarray]:
-    """Return the newest step that every task of a run has recorded, and its picture.
+    """Return the newest step that all tasks of a run have recorded, and its picture.
 
     Raises:
-        PrerequisiteError: there is none.
+        PrerequisiteError: there is no such step.
     """
     step, spans = read(run)
     config = run.load_config()

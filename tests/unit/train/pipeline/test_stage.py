@@ -266,7 +266,7 @@ def simulated_pipedream(task, number):
     versions = [[variable.numpy() for variable in variables]]
     for micro_batch in range(MICRO_BATCHES):
         for at, variable in enumerate(variables):
-            age = schedule.staleness(stage_of[at], number, micro_batch)
+            age = min(number - 1 - stage_of[at], micro_batch)
             variable.assign(versions[micro_batch - age][at])
         found = gradients(tf.constant(micro_batch, tf.int64))
         for variable, newest in zip(variables, versions[-1], strict=True):
