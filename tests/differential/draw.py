@@ -81,7 +81,7 @@ class Case:
     killed_at: tuple[int, ...] = ()
 
     @property
-    def own_share(self) -> int:
+    def without_sharding(self) -> int:
         """By how much plain Keras counts sums in the model's own losses too often: replicas divide them."""
         return 1 if self.shards else self.replicas
 

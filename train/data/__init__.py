@@ -1,1 +1,1 @@
-"""Where the training data comes from, how it is prepared once, and how each step reads its part of it."""
+"""Training data: its sources, its preparation, and the reading of each step's part."""

@@ -23,17 +23,17 @@ from train.data.ready import in_words
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong usage like every other error here: in one line."""
+    """Reports wrong usage in one line, like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says and return the exit code."""
-    # Read when TensorFlow is imported: no start-up messages, and no GPU taken from whoever is training on it.
+    """Run the command line and return the exit code."""
+    # Read when TensorFlow is imported: no start-up messages, and no GPU memory taken from a training.
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
-    os.umask(0o022)  # containers read as another user what root prepares
+    os.umask(0o022)  # containers read files of root as another user
     try:
         arguments = _parser().parse_args(argv)
         name, data_dir = arguments.name, arguments.data_dir
@@ -54,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_lines(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("error: interrupted; nothing half prepared is left", file=sys.stderr)
+        print("error: interrupted; no partial data is left", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_DONE
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    """Prepare a dataset; one of the user's own in another process: anything may happen in their function."""
+    """Prepare a dataset. The user's function runs in another process, because it may do anything."""
 
     def prepared() -> str:
         return in_words(prepare(arguments.name, arguments.data_dir, arguments.fresh))
@@ -72,13 +72,12 @@ def _prepare(arguments: argparse.Namespace) -> int:
         return user_code.reply(prepared)
     command = [sys.executable, "-m", "train.data", "prepare", f"--name={arguments.name}"]
     command += [f"--data-dir={arguments.data_dir}", *(["--fresh"] if arguments.fresh else [])]
-    what = f"dataset {arguments.name}"
-    say(user_code.run(command, what, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
+    say(user_code.run(command, f"dataset {arguments.name}", "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
     return EXIT_DONE
 
 
 def _examine(arguments: argparse.Namespace) -> int:
-    """Examine a dataset function in another process: anything may happen in it."""
+    """Examine a dataset function in another process, because it may do anything."""
     name, data_dir = arguments.name, arguments.data_dir
 
     def examined() -> str:
@@ -97,11 +96,11 @@ def _examine(arguments: argparse.Namespace) -> int:
 
 
 def _verify(name: str, data_dir: Path) -> None:
-    """Verify the arrays of a dataset, and its shards; either may not be there."""
+    """Verify the arrays and the shards of a dataset; either may be missing."""
     missing = []
     try:
         arrays.verify(arrays.find(data_dir, name), say)
-    except (PrerequisiteError, UsageError) as error:  # a dataset that is known only by its shards is no error
+    except (PrerequisiteError, UsageError) as error:  # a dataset may have only shards
         missing.append(error)
     try:
         shards.verify(shards.find(data_dir, name), say)
@@ -115,19 +114,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m train.data", description="Prepare, shard or verify the data to train on.")
     commands = parser.add_subparsers(dest="command", required=True)
     prepare_command = commands.add_parser("prepare", help="prepare a dataset once, from the first source that has it")
-    prepare_command.add_argument("--fresh", action="store_true", help="decode again what is prepared already")
+    prepare_command.add_argument("--fresh", action="store_true", help="decode again even if it is prepared")
     verify_command = commands.add_parser("verify", help="recompute the sha256 of every prepared file")
-    shard_command = commands.add_parser("shard", help="write the TFRecord shards of a dataset, of any one of TFDS")
-    shard_command.add_argument("--shards", type=int, help="files of each split; default: as there are, or 8")
+    shard_command = commands.add_parser("shard", help="write the TFRecord shards of any dataset of TFDS")
+    shard_command.add_argument("--shards", type=int, help="files of each split; default: the existing number, or 8")
     shard_command.add_argument("--size", type=int, metavar="PIXELS", help="resize images to PIXELS x PIXELS")
-    shard_command.add_argument("--fresh", action="store_true", help="write again what is there already")
+    shard_command.add_argument("--fresh", action="store_true", help="write again even if they exist")
     examine_command = commands.add_parser("examine", help="call a dataset function of (split, shard), and check it")
     examine_command.add_argument("--num-outputs", default="", help="classes of whole-number labels, such as 10")
-    examine_command.add_argument("--seed", type=int, default=0, help="of the run; default: %(default)s")
+    examine_command.add_argument("--seed", type=int, default=0, help="seed of the run; default: %(default)s")
     examine_command.add_argument("--fresh", action="store_true", help="count the examples again")
     for command in (prepare_command, verify_command, shard_command, examine_command):
         command.add_argument(
-            "--name", default="fashion_mnist", help="of TFDS, or package.module:function; default: %(default)s"
+            "--name", default="fashion_mnist", help="a dataset of TFDS, or package.module:function; default: %(default)s"
         )
         command.add_argument("--data-dir", type=Path, default=Path("data"), help="default: %(default)s")
     return parser

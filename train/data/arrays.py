@@ -1,14 +1,14 @@
-"""The prepared form of a dataset that fits in memory: raw arrays on disk, read by every task in a moment.
+"""The prepared form of a dataset that fits in memory: raw arrays on disk, which every task reads quickly.
 
     <data_dir>/arrays/<name>-<version>/
         arrays.json  train_features.bin  train_labels.bin  [train_weights.bin]  test_features.bin  test_labels.bin ...
 
-In C order, little endian, without a header. A task reads them inside its graph (`train.data.memory.load`), so a remote
-parameter-server worker can too. It takes 0.1 s, where decoding TFDS's 60,000 PNGs takes 5 s at every start of every
-task. Finding needs the standard library only, neither NumPy nor TensorFlow.
+In C order, little endian, without a header. A task reads them inside its graph (`train.data.memory.load`), as remote
+parameter-server workers must. It takes 0.1 s, where decoding TFDS's 60,000 PNGs takes 5 s at every start of every task.
+Finding them needs only the standard library.
 
-A dataset is one of TFDS's, by its name, or the user's own, named `package.module:function`. The user's own has no
-version number, so its version is drawn from its contents, and `<data_dir>/arrays/<name>.json` names the newest.
+A dataset is one of TFDS, by its name, or the user's, named `package.module:function`. The version of the latter is a
+hash of its contents, and `<data_dir>/arrays/<name>.json` names the newest.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ VERSIONS = {
     "breast_cancer": "1.0.0",
     "imdb_reviews": "1.0.0",
 }
-"""The datasets known here and the version of each: another version may order its examples differently."""
+"""The known datasets and their versions; other versions may order their examples differently."""
 
 WINDOW = 1024
-"""Bytes of an example of a text as it is prepared: a training cuts it into contexts that divide it."""
+"""Bytes of a prepared example of a text, which a training cuts into contexts."""
 
 TEXTS = ("jargon_file", "tiny_shakespeare")
-"""Datasets that are the bytes of a text: labels are the bytes that follow."""
+"""Datasets of the bytes of a text, whose labels are the following bytes."""
 
 INDEX = "arrays.json"
 DTYPES = {"features": ("uint8", "int32", "int64", "float32"), "labels": ("int64", "float32"), "weights": ("float32",)}
-"""What each part of a split may consist of."""
+"""Possible types of each part of a split."""
 STORED = {
     "bool": "uint8",
     "int8": "int32",
@@ -59,7 +59,7 @@ STORED = {
     "bfloat16": "float32",
     "float64": "float32",
 }
-"""The type in which features of other types are stored: all but float64 keep every value."""
+"""The types in which features of other types are stored; only float64 loses precision."""
 ITEM_BYTES = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4}
 
 
@@ -76,7 +76,7 @@ class ArrayFile:
 
     @property
     def size_bytes(self) -> int:
-        """What the file must have."""
+        """Expected size of the file."""
         return size_bytes(self.shape, self.dtype)
 
 
@@ -85,8 +85,8 @@ class Split:
     """Examples to train on or to test on.
 
     Features are `[N, ...]` uint8, int32, int64 or float32; labels `[N, ...]` int64 (classes) or float32 (quantities);
-    the weight of each example, if there is one, `[N] float32`. Several features, or labels, are dictionaries of such
-    arrays, see `train/named.py`.
+    weights of examples, if there are any, `[N] float32`. Several features or labels are dictionaries of such arrays,
+    see `train/named.py`.
     """
 
     features: Named
@@ -95,7 +95,7 @@ class Split:
 
     @property
     def num_examples(self) -> int:
-        """N."""
+        """Number of examples."""
         return int(named.leaves(self.features)[0].shape[0])
 
     @property
@@ -107,15 +107,15 @@ class Split:
 
 @dataclass(frozen=True)
 class ArraySet:
-    """A prepared dataset. `source_files` maps the TFDS files it was decoded from, below `data_dir`, to their sha256."""
+    """A prepared dataset. `source_files` maps its original TFDS files, below `data_dir`, to their sha256."""
 
     data_dir: Path
     name: str
     version: str
     classes: Named
-    """The names of the classes, a tuple; empty where they have none, and where labels are quantities."""
+    """The names of the classes, a tuple; empty without names and for quantities."""
     num_outputs: Named
-    """How many classes there are; of labels that are quantities, how many each example has."""
+    """Number of classes; for quantities, their number per example."""
     train: Split
     test: Split
     source: str
@@ -128,16 +128,16 @@ class ArraySet:
 
     @property
     def is_text(self) -> bool:
-        """Whether examples are bytes of a text, and labels the bytes that follow."""
+        """Whether examples are bytes of a text, and labels the following bytes."""
         return self.name in TEXTS
 
     def cut(self, context: int) -> ArraySet:
-        """Return a text in examples of `context` bytes, a divisor of `WINDOW`: the same bytes of the same files."""
+        """Return a text with examples of `context` bytes, a divisor of `WINDOW`, from the same files."""
 
         def shaped(file: ArrayFile) -> ArrayFile:
             return dataclasses.replace(file, shape=(math.prod(file.shape) // context, context))
 
-        train, test = (Split(shaped(each.features), shaped(each.labels)) for each in (self.train, self.test))
+        train, test = (Split(shaped(split.features), shaped(split.labels)) for split in (self.train, self.test))
         return dataclasses.replace(self, train=train, test=test)
 
 
@@ -145,7 +145,7 @@ def stored_dtype(what: str, part: str, dtype: np.dtype[Any]) -> str:
     """Return the type in which an array of a part of a split, a key of `DTYPES`, is stored.
 
     Raises:
-        UsageError: there is none; `what` names the array.
+        UsageError: the type is not supported; `what` names the array.
     """
     if part == "labels" and dtype.kind in "iub":
         return "int64"
@@ -153,15 +153,15 @@ def stored_dtype(what: str, part: str, dtype: np.dtype[Any]) -> str:
     if name not in DTYPES[part]:
         text = dtype.kind in "OSUT"
         hint = "; turn text into whole numbers, see examples/text" if text else ""
-        given = "text or objects" if text else dtype.name
-        raise UsageError(f"{what} are {given}; expected {' or '.join(DTYPES[part])}{hint}")
+        actual = "text or objects" if text else dtype.name
+        raise UsageError(f"{what} are {actual}; expected {' or '.join(DTYPES[part])}{hint}")
     return name
 
 
 def values_in(shape: Sequence[int]) -> int:
-    """Return how many values a model predicts for labels that are quantities, from the shape of one example's.
+    """Return the number of values that a model predicts for quantities, from the shape of an example's labels.
 
-    Of labels with several axes it predicts the last one, at every position of the others.
+    With several axes it predicts the last axis at every position of the others.
     """
     return shape[-1] if shape else 1
 
@@ -172,53 +172,53 @@ def size_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def is_own(name: str) -> bool:
-    """Return whether `name` names a dataset of the user's own: `package.module:function`."""
+    """Whether a name is a user's dataset, `package.module:function`."""
     return ":" in name
 
 
 def newest(data_dir: Path, name: str) -> str:
-    """Return the version of the dataset `name` to use: the one of TFDS known here, or the user's own, newest prepared.
+    """Return the version of a dataset to use: the known one of TFDS, or the newest prepared one of the user's.
 
     Raises:
-        UsageError: no dataset of this name is known.
-        PrerequisiteError: the user's own was never prepared in `data_dir`.
-        RunFailed: the file that names the newest cannot be read.
+        UsageError: the dataset is unknown.
+        PrerequisiteError: the user's dataset is not prepared in `data_dir`.
+        RunFailed: the file that names the newest version cannot be read.
     """
     if is_own(name):
         return store.read_pointer(pointer_of(data_dir, name), name, f"invoke data.prepare --name {name}")
     if name not in VERSIONS:
-        raise UsageError(f"unknown dataset {name!r}{nearest(name, VERSIONS)}, or package.module:function of your own")
+        raise UsageError(f"unknown dataset {name!r}{nearest(name, VERSIONS)}, or your own package.module:function")
     return VERSIONS[name]
 
 
 def pointer_of(data_dir: Path, name: str) -> Path:
-    """Return the file that names which version of the user's own dataset `name` is the newest."""
+    """Return the file that names the newest version of the user's dataset `name`."""
     return data_dir / "arrays" / f"{store.slug(name)}.json"
 
 
 def folder_of(data_dir: Path, name: str, version: str) -> Path:
-    """Return the folder of the arrays of one version of the dataset `name`, there or not."""
+    """Return the folder of the arrays of one version of a dataset, which may not exist."""
     return data_dir / "arrays" / f"{store.slug(name)}-{version}"
 
 
 def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
-    """Return the arrays prepared for the dataset `name`, after comparing every file's size with its shape.
+    """Find the prepared arrays of a dataset, and compare every file's size with its shape.
 
     Args:
-        data_dir: where `prepare` put them.
-        name: of a TFDS dataset, or `package.module:function`.
-        version: exactly this one; none: the newest.
+        data_dir: the folder of prepared data.
+        name: a TFDS dataset, or `package.module:function`.
+        version: the version; empty for the newest.
 
     Raises:
-        UsageError: no dataset of this name is known.
-        PrerequisiteError: it was never prepared in `data_dir`.
+        UsageError: the dataset is unknown.
+        PrerequisiteError: it is not prepared in `data_dir`.
         RunFailed: a file is missing or has the wrong size, or the index cannot be read.
     """
     version = version or newest(data_dir, name)
     folder = folder_of(data_dir, name, version)
-    do = f"copy {folder} from where it is" if is_own(name) else f"run `invoke data.prepare --name {name}`"
+    fix = f"copy {folder} from where it is" if is_own(name) else f"run `invoke data.prepare --name {name}`"
     again = f"run `invoke data.prepare --name {name} --fresh`"
-    with store.index_errors(folder / INDEX, f"{name} {version} is not prepared in {data_dir}; {do}", again):
+    with store.index_errors(folder / INDEX, f"{name} {version} is not prepared in {data_dir}; {fix}", again):
         array_set = _from_index(data_dir, folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
     store.check_sizes({file.path: (file.size_bytes, f" for {list(file.shape)}") for file in array_set.files}, again)
     return array_set
@@ -235,16 +235,19 @@ def write(
     source: str,
     source_files: Mapping[str, str],
 ) -> ArraySet:
-    """Write the arrays of the dataset `name` and return them, replacing those that were there before.
+    """Write the arrays of a dataset, replacing earlier ones, and return them.
 
-    They appear under their name in one rename: whatever kills this half way leaves none of it.
+    One rename puts them in place, so that an interrupted call leaves nothing.
 
     Args:
-        scratch: a folder on the disk of `data_dir`, for what is not complete yet.
+        scratch: a temporary folder on the disk of `data_dir`.
+        data_dir: the folder of prepared data.
+        name: the dataset.
+        version: its version.
         classes: as in `ArraySet`.
-        splits: for "train" and "test", features, labels and, if examples have them, weights; see `Split`.
-        source: where the data came from, in words.
-        source_files: the files it was decoded from, below `data_dir`, and their sha256.
+        splits: features, labels and optional weights for "train" and "test"; see `Split`.
+        source: a description of the source.
+        source_files: the original files, below `data_dir`, and their sha256.
     """
     partial, folder = scratch / "arrays", folder_of(data_dir, name, version)
     partial.mkdir()
@@ -254,8 +257,8 @@ def write(
     index |= {"num_outputs": num_outputs, "source": source, "source_files": dict(source_files)}
     index["splits"] = {
         split: {
-            part: _write_part(partial, f"{split}_{part}", given, DTYPES[part])
-            for part, given in zip(DTYPES, arrays, strict=False)  # weights may be missing
+            part: _write_part(partial, f"{split}_{part}", part_arrays, DTYPES[part])
+            for part, part_arrays in zip(DTYPES, arrays, strict=False)  # weights may be missing
         }
         for split, arrays in splits.items()
     }
@@ -267,7 +270,7 @@ def write(
 
 
 def unwritten(name: str, version: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> ArraySet:
-    """Return the arrays that `write` would write, for their shapes and types alone: there are no files."""
+    """Describe the arrays that `write` would write, without files."""
 
     def split(parts: tuple[Named, ...]) -> Split:
         return Split(
@@ -282,12 +285,12 @@ def unwritten(name: str, version: str, classes: Named, splits: Mapping[str, tupl
 
 
 def verify(array_set: ArraySet, say: Callable[[str], None] = print) -> None:
-    """Recompute the sha256 of every array and of the TFDS files they came from, and say a line for each.
+    """Recompute the sha256 of every array and of its original TFDS files, and report a line for each.
 
-    TFDS files that are gone are no fault: training reads the arrays alone.
+    Original files may be missing, because training reads only the arrays.
 
     Raises:
-        RunFailed: naming the files whose bytes are not those that were prepared.
+        RunFailed: files have changed; the message names them.
     """
     expected = {file.path: file.sha256 for file in array_set.files}
     expected |= {array_set.data_dir / name: digest for name, digest in array_set.source_files.items()}
@@ -301,7 +304,7 @@ def _num_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:
 
 
 def _write_part(folder: Path, stem: str, arrays: Named, dtypes: tuple[str, ...]) -> dict[str, Any]:
-    """Write the array of a part of a split, or each of several; return what the index holds of them."""
+    """Write the array or the arrays of a part of a split; return their entries of the index."""
     if isinstance(arrays, Mapping):
         return {name: _write_array(folder / f"{stem}_{name}.bin", array, dtypes) for name, array in arrays.items()}
     return _write_array(folder / f"{stem}.bin", arrays, dtypes)
@@ -314,8 +317,8 @@ def _write_array(path: Path, array: np.ndarray, dtypes: tuple[str, ...]) -> dict
         raise ValueError(f"{path.name} must be {' or '.join(dtypes)}, not {array.dtype}")
     data = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     data.tofile(path)
-    described = {"file": path.name, "shape": array.shape, "dtype": array.dtype.name}
-    return described | {"sha256": sha256(path), "blocks": blocks.to_json(path)}
+    entry = {"file": path.name, "shape": array.shape, "dtype": array.dtype.name}
+    return entry | {"sha256": sha256(path), "blocks": blocks.to_json(path)}
 
 
 def _from_index(data_dir: Path, folder: Path, index: Mapping[str, Any]) -> ArraySet:
@@ -326,8 +329,8 @@ def _from_index(data_dir: Path, folder: Path, index: Mapping[str, Any]) -> Array
 
     def split(parts: Mapping[str, Any]) -> Split:
         def files(part: Mapping[str, Any]) -> Named:
-            several = not isinstance(part.get("file"), str)  # one may be called that
-            return {name: file(one) for name, one in part.items()} if several else file(part)
+            several = not isinstance(part.get("file"), str)  # an array may have that name
+            return {name: file(entry) for name, entry in part.items()} if several else file(part)
 
         return Split(**{name: files(part) for name, part in parts.items()})
 

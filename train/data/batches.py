@@ -1,4 +1,4 @@
-"""What a batch is, and which batches the replicas of a task work on.
+"""Batches, and the assignment of batches to the replicas of a task.
 
 Shapes: B replica batch, K labels of an example where it has more than one.
 """
@@ -16,14 +16,14 @@ from train.named import Named
 
 
 class Batch(NamedTuple):
-    """What one replica works on at one step; several features, or labels, are dictionaries of tensors."""
+    """A replica's examples for one step; several features or labels are dictionaries of tensors."""
 
     features: Named
     """`[B, ...]` uint8, int32, int64 or float32."""
     labels: Named
     """`[B]` or `[B, K]`, int64 or float32."""
     weights: tf.Tensor
-    """`[B] float32`: in training each example's weight, 1 where it has none; in evaluation 1, and 0 for padding."""
+    """`[B] float32`: in training each example's weight, 1 by default; in evaluation 1, and 0 for padding."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Replicas:
 
     Attributes:
         total: replicas of the whole cluster.
-        first: number of the first one that is fed, from 0.
-        count: how many are fed.
+        first: number of its first replica, from 0.
+        count: number of its replicas.
     """
 
     total: int = 1
@@ -42,7 +42,7 @@ class Replicas:
 
     @classmethod
     def of(cls, context: tf.distribute.InputContext) -> Replicas:
-        """Return those of one of a strategy's input pipelines."""
+        """Return the replicas of one of a strategy's input pipelines."""
         count = context.num_replicas_in_sync // context.num_input_pipelines
         return cls(context.num_replicas_in_sync, context.input_pipeline_id * count, count)
 
@@ -54,14 +54,14 @@ class Replicas:
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """The batches to train on that one input pipeline has: of each of its steps one for each of its replicas.
+    """The training batches of one input pipeline: for each step, one batch for each of its replicas.
 
     Attributes:
         global_batch: examples of one update over all replicas; a multiple of their number.
-        seed: of the order; the orders of two seeds are unrelated.
+        seed: seed of the order.
         first_step: optimizer updates done before.
-        num_steps: optimizer updates to do; None: without end.
-        replicas: those that are fed.
+        num_steps: optimizer updates to do; None for infinite batches.
+        replicas: the replicas of the pipeline.
 
     Raises:
         UsageError: the replicas cannot share the global batch evenly.
@@ -74,7 +74,6 @@ class BatchSlice:
     replicas: Replicas = field(default_factory=Replicas)
 
     def __post_init__(self) -> None:
-        """Check the global batch."""
         if self.global_batch % self.replicas.total:
             raise UsageError(
                 f"global batch {self.global_batch}: expected a multiple of the {self.replicas.total} replicas"
@@ -87,12 +86,12 @@ class BatchSlice:
 
     @property
     def num_batches(self) -> int:
-        """How many batches these are; `tf.data.INFINITE_CARDINALITY` without end."""
+        """Number of batches, or `tf.data.INFINITE_CARDINALITY`."""
         return tf.data.INFINITE_CARDINALITY if self.num_steps is None else self.num_steps * self.replicas.count
 
 
 def eval_batches(num_examples: int, *, replica_batch: int, num_replicas: int) -> int:
-    """Return how many global batches cover `num_examples`, the last one padded."""
+    """Return the number of global batches for `num_examples`, the last one padded."""
     return -(-num_examples // (replica_batch * num_replicas))
 
 
@@ -102,12 +101,12 @@ def by_step(
     replicas: Replicas,
     first_step: int | tf.Tensor = 0,
 ) -> tf.data.Dataset:
-    """Return the batches that a function makes of step and replica: step by step one for each replica.
+    """Return a dataset with one batch for each replica, step by step.
 
     Args:
-        batch: the function.
-        num_batches: of the dataset; `tf.data.INFINITE_CARDINALITY` without end.
-        replicas: those that are fed.
+        batch: function of step and replica.
+        num_batches: length of the dataset, or `tf.data.INFINITE_CARDINALITY`.
+        replicas: the replicas of the pipeline.
         first_step: the first step.
     """
     endless = num_batches == tf.data.INFINITE_CARDINALITY
@@ -117,11 +116,11 @@ def by_step(
         return batch(first_step + position // replicas.count, replicas.first + position % replicas.count)
 
     batches = positions.map(at, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return own_share(batches.prefetch(tf.data.AUTOTUNE))
+    return without_sharding(batches.prefetch(tf.data.AUTOTUNE))
 
 
-def own_share(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset that is one task's share already: TensorFlow must not share it out again."""
+def without_sharding(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Prevent TensorFlow from sharding a dataset that is already one task's share."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return dataset.with_options(options)

@@ -1,8 +1,8 @@
-"""Prepared files are checked as they are read: a hash of each block is recorded when the file is written.
+"""Checks of prepared files when they are read, by hashes of blocks that are recorded when the files are written.
 
-Damage that leaves the size alone is found before anything is trained on it, also on a remote worker, because the hash
-(FarmHash's stable 64-bit fingerprint) is an operation of TensorFlow that any graph can hold. It takes a quarter of the
-time that reading the file takes.
+They find damage that does not change the size before anything is trained on it, also on a remote worker: the hash
+(FarmHash's stable 64-bit fingerprint) is an operation of TensorFlow, which any graph can contain. It takes a quarter of
+the time of reading the file.
 """
 
 from __future__ import annotations
@@ -32,58 +32,58 @@ def check(path: Path, expected: Sequence[int]) -> None:
     """Check a file's blocks without keeping them in memory.
 
     Raises:
-        RunFailed: a block is not the one that was written.
+        RunFailed: a block has changed.
     """
-    for number, (found, recorded) in enumerate(zip(of_file(path), expected, strict=True)):
-        if found != recorded:
+    for number, (current, recorded) in enumerate(zip(of_file(path), expected, strict=True)):
+        if current != recorded:
             raise damaged(path, number)
 
 
 def read(path: tf.Tensor | str, expected: tf.Tensor | Sequence[int]) -> tf.Tensor:
-    """Return a file's contents, a string scalar, once its blocks are checked; eagerly or inside a graph.
+    """Check a file's blocks and return its contents, a string scalar; eagerly or inside a graph.
 
     Args:
         path: string scalar.
         expected: the hash of each block, `[blocks] int64`.
 
     Raises:
-        RunFailed: a block is not the one that was written. Inside a graph it is an error of TensorFlow, see `explain`.
+        RunFailed: a block has changed. Inside a graph it is an error of TensorFlow, see `explain`.
     """
     raw, path, expected = tf.io.read_file(path), tf.convert_to_tensor(path), tf.convert_to_tensor(expected, tf.int64)
     starts = tf.range(tf.size(expected, tf.int64)) * BLOCK_BYTES
-    found = tf.map_fn(lambda start: _hash(tf.strings.substr(raw, start, BLOCK_BYTES)), starts, parallel_iterations=1)
-    wrong = tf.where(found != expected)[:, 0]
+    current = tf.map_fn(lambda start: _hash(tf.strings.substr(raw, start, BLOCK_BYTES)), starts, parallel_iterations=1)
+    wrong = tf.where(current != expected)[:, 0]
     if tf.executing_eagerly():
         if len(wrong):
             raise damaged(Path(os.fsdecode(path.numpy())), int(wrong[0]))
         return raw
-    words = tf.strings.join(["damaged prepared data: block ", tf.strings.reduce_join(tf.strings.as_string(wrong[:1]))])
-    good = tf.debugging.Assert(tf.size(wrong) == 0, [tf.strings.join([words, " of ", path])])
+    message = tf.strings.join(["damaged prepared data: block ", tf.strings.reduce_join(tf.strings.as_string(wrong[:1]))])
+    good = tf.debugging.Assert(tf.size(wrong) == 0, [tf.strings.join([message, " of ", path])])
     with tf.control_dependencies([good]):
         return tf.identity(raw)
 
 
 def explain(error: Exception) -> RunFailed | None:
-    """Return what an error of TensorFlow says of a damaged block; None where it says something else."""
+    """Translate TensorFlow's error about a damaged block; None for other errors."""
     match = _DAMAGE.search(str(error))
     return damaged(Path(match[2]), int(match[1])) if match else None
 
 
 def damaged(path: Path, block: int) -> RunFailed:
-    """Return the error of a block that is not the one that was written, with what mends it."""
+    """Return the error of a damaged block, with the command that fixes it."""
     if path.suffix == ".tfrecord":
         index, verb = shards.INDEX, "shard"
     else:
         index, verb = arrays.INDEX, "prepare"
     name = json.loads((path.parent / index).read_text(encoding="utf-8"))["name"]
     return RunFailed(
-        f"{path} is damaged in block {block} (from byte {block * BLOCK_BYTES}): not what was prepared; "
+        f"{path} is damaged in block {block} (from byte {block * BLOCK_BYTES}): it has changed since it was prepared; "
         f"run `invoke data.{verb} --name {name} --fresh`, then start again"
     )
 
 
 def to_json(path: Path) -> str:
-    """Return the hashes of a file's blocks as an index holds them; `store.block_hashes` reads them."""
+    """Return the hashes of a file's blocks in the form of an index; `store.block_hashes` reads them."""
     return " ".join(f"{value:016x}" for value in of_file(path))
 
 

@@ -1,11 +1,11 @@
-"""In-memory data inside the graph: which examples a step uses is a pure function of (seed, step).
+"""In-memory data inside the graph: the examples of a step are a pure function of (seed, step).
 
-There is no iterator, so there is no iterator state: a run resumes at any step at once, and any number of replicas
-that share a global batch see the same global batches in the same order.
+There is no iterator and no iterator state: a run resumes at any step immediately, and any number of replicas that share
+a global batch has the same global batches in the same order.
 
 Shapes: N examples, B replica batch, K labels of an example where it has more than one.
 
-Everything runs on the host's CPU: TensorFlow has the shuffle for the CPU alone, and a batch of bytes is small to send.
+Everything runs on the host's CPU: TensorFlow can shuffle only on the CPU, and a batch of bytes is quickly transferred.
 Under a strategy, `CPU:0` is the CPU of the task that runs the step.
 """
 
@@ -24,24 +24,24 @@ from train.named import Named
 
 
 class Examples(NamedTuple):
-    """A whole split; several features, or labels, are dictionaries of tensors."""
+    """A whole split; several features or labels are dictionaries of tensors."""
 
     features: Named
     """`[N, ...]` uint8, int32, int64 or float32."""
     labels: Named
     """`[N]` or `[N, K]`, int64 or float32."""
     weights: tf.Tensor | None
-    """`[N] float32`; None where the split has none."""
+    """`[N] float32`; None if the split has none."""
 
     @property
     def num_examples(self) -> int:
-        """N."""
+        """Number of examples."""
         return int(named.leaves(self.features)[0].shape[0])
 
     def batch(self, indices_B: tf.Tensor, weights_B: tf.Tensor) -> Batch:
-        """Return some of the examples, with these weights."""
+        """Return the examples with these indices and weights."""
         features, labels = (
-            named.each(lambda of: tf.gather(of, indices_B), part) for part in (self.features, self.labels)
+            named.each(lambda array: tf.gather(array, indices_B), part) for part in (self.features, self.labels)
         )
         return Batch(features, labels, weights_B)
 
@@ -52,7 +52,7 @@ _ROUNDS = 8
 
 
 def load(split: Split) -> Examples:
-    """Return all of a split, every block of it checked. Eagerly or inside a graph.
+    """Read a whole split and check its blocks, eagerly or inside a graph.
 
     Raises:
         RunFailed: a block is damaged; inside a graph see `blocks.explain`.
@@ -62,16 +62,16 @@ def load(split: Split) -> Examples:
 
 
 def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, num_examples: int) -> tf.Tensor:
-    """Return the examples of one replica at one step, `[B] int64`.
+    """Return the indices of the examples of one replica in one step, `[B] int64`.
 
-    The global batches of all steps, laid end to end, are one epoch after the other, each in an order of its own. Every
-    example comes once an epoch; a batch may end one epoch and begin the next.
+    The concatenated global batches of all steps are one epoch after the other, each in a different order. Every example
+    occurs once an epoch; a batch may end one epoch and begin the next.
 
     Args:
         step: optimizer updates before this one, integer scalar, from 0.
         replica: number of the replica, integer scalar, from 0.
-        batch_slice: has the sizes of batches, and the seed of the shuffle.
-        num_examples: of an epoch.
+        batch_slice: the sizes of batches and the seed of the shuffle.
+        num_examples: number of examples of an epoch.
 
     Raises:
         UsageError: the replica batch is larger than an epoch, or TensorFlow cannot permute this many examples.
@@ -82,7 +82,7 @@ def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, 
         first = (tf.cast(step, tf.int64) * num_replicas + tf.cast(replica, tf.int64)) * replica_batch
         positions_B = first + tf.range(replica_batch, dtype=tf.int64)
         epochs_B = positions_B // num_examples
-        # At most two epochs meet in a batch, as it is no larger than one.
+        # A batch is not larger than an epoch, so it has examples of at most two epochs.
         keys = tf.stack([_key(seed, epochs_B[0]), _key(seed, epochs_B[0] + 1)])
         return tf.raw_ops.RandomIndexShuffle(
             index=positions_B % num_examples,
@@ -93,12 +93,7 @@ def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, 
 
 
 def train_batch(examples: Examples, step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice) -> Batch:
-    """Return one replica's part of the global batch of `step`.
-
-    Args:
-        examples: from `load`.
-        step, replica, batch_slice: as for `train_indices`.
-    """
+    """Return one replica's part of the global batch of `step`; see `train_indices` for the arguments."""
     replica_batch = batch_slice.replica_batch
     indices_B = train_indices(step, replica, batch_slice, examples.num_examples)
     with tf.device("CPU:0"):
@@ -109,15 +104,10 @@ def train_batch(examples: Examples, step: tf.Tensor, replica: tf.Tensor, batch_s
 def eval_batch(
     examples: Examples, batch: tf.Tensor, replica: tf.Tensor, *, replica_batch: int, num_replicas: int
 ) -> Batch:
-    """Return one replica's part of a global batch to evaluate, in the order of the file.
+    """Return one replica's part of the global test batch number `batch`, in the order of the file.
 
     Over all replicas and `eval_batches` batches, every example has weight 1 once; padding has weight 0. The weights of
-    the split itself are for training only: what is measured is a plain mean.
-
-    Args:
-        examples: from `load`.
-        batch: number of the global batch, integer scalar, from 0.
-        replica: number of the replica, integer scalar, from 0.
+    the split are only for training: evaluation measures a plain mean.
     """
     num_examples = examples.num_examples
     with tf.device("CPU:0"):
@@ -129,14 +119,9 @@ def eval_batch(
 
 
 def train_dataset(split: Split, batch_slice: BatchSlice) -> tf.data.Dataset:
-    """Return the batches of `train_batch` as a dataset: for Keras, for TPUs, for whatever does not gather by itself.
+    """Return the batches of `train_batch` as a dataset, for Keras and TPUs.
 
-    They are of static shape: what the function given to `tf.distribute.Strategy.distribute_datasets_from_function` must
-    return.
-
-    Args:
-        split: of `arrays.find`.
-        batch_slice: which batches.
+    The batches have static shapes, as `tf.distribute.Strategy.distribute_datasets_from_function` requires.
 
     Raises:
         UsageError: as for `train_indices`.
@@ -150,7 +135,7 @@ def train_dataset(split: Split, batch_slice: BatchSlice) -> tf.data.Dataset:
 
 
 def eval_dataset(split: Split, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-    """Return the batches of `eval_batch` as a dataset, in the order of `train_dataset`; every replica has as many."""
+    """Return the batches of `eval_batch` as a dataset, with the same number for every replica."""
     examples, sizes = load(split), {"replica_batch": replica_batch, "num_replicas": replicas.total}
 
     def batch(number: tf.Tensor, replica: tf.Tensor) -> Batch:
@@ -169,8 +154,8 @@ def _read(file: ArrayFile) -> tf.Tensor:
 def _key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
     """Return the shuffle's key for one epoch, `[3] uint32`.
 
-    Drawn, not just [seed, epoch, 0]: for up to 65,536 examples the shuffle uses the low 8 bits of each word alone, so
-    that seeds 7 and 263 would be one.
+    It is random and not [seed, epoch, 0], because for up to 65,536 examples the shuffle uses only the low 8 bits of
+    each word, so that seeds 7 and 263 would be equal.
     """
     return tf.random.stateless_uniform(
         [3], tf.stack([tf.constant(seed, tf.int64), epoch]), minval=None, maxval=None, dtype=tf.uint32, alg="philox"
@@ -179,8 +164,8 @@ def _key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
 
 def _check(num_examples: int, replica_batch: int) -> None:
     if not 1 <= replica_batch <= num_examples:
-        raise UsageError(f"{replica_batch} examples a replica: expected 1 to the {num_examples} that there are")
+        raise UsageError(f"{replica_batch} examples per replica: expected 1 to {num_examples}, the number of examples")
     bits = (num_examples - 1).bit_length() - 1
     if bits >= 16 and bits % 2 == 0 and num_examples - 1 == 1 << bits:
         # TensorFlow sizes its cipher by ceil(log2(num_examples - 1)), here one bit short: two examples would collide.
-        raise UsageError(f"{num_examples} examples: TensorFlow can shuffle any number but this one; leave one out")
+        raise UsageError(f"{num_examples} examples: TensorFlow cannot shuffle exactly this number; leave one out")

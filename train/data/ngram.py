@@ -1,7 +1,7 @@
 """An interpolated trigram model of bytes: the baseline that a language model must beat.
 
 Source: F. Jelinek and R. Mercer, Interpolated estimation of Markov source parameters from sparse data, 1980. The
-weights of the orders are those that fit a held-out tenth of the training text best, of a small grid.
+weights of the orders are those of a small grid that fit a held-out tenth of the training text best.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 ORDERS = 3
 GRID = tuple(share / 20 for share in range(20))
 UNSEEN = 0.001
-"""The weight of all bytes alike, for what was never seen."""
+"""The weight of a uniform distribution, for unseen sequences."""
 HELD_OUT = 10
-"""Of so many bytes of the training text the last one part is held out to choose the weights."""
+"""Divisor of the training text's length for the part that is held out to choose the weights."""
 
 
 def trigram_perplexity(train: np.ndarray, test: np.ndarray, vocabulary: int = 256) -> float:
@@ -41,19 +41,18 @@ def of_source(source: Source) -> float:
 
 
 def _perplexity(probabilities: list[np.ndarray], weights: Sequence[float], vocabulary: int) -> float:
-    mixed = UNSEEN / vocabulary + sum(weight * each for weight, each in zip(weights, probabilities, strict=True))
+    mixed = UNSEEN / vocabulary + sum(weight * values for weight, values in zip(weights, probabilities, strict=True))
     return float(np.exp(-np.log(mixed).mean()))
 
 
 def _probabilities(train: np.ndarray, test: np.ndarray, vocabulary: int) -> list[np.ndarray]:
-    """Return for each order, from 1, how likely its counts make each byte of `test` from the third on."""
     return [_of_order(train, test, order, vocabulary) for order in range(1, ORDERS + 1)]
 
 
 def _of_order(train: np.ndarray, test: np.ndarray, order: int, vocabulary: int) -> np.ndarray:
-    """Return how likely the counts of sequences of one length make each byte of `test` from the third on.
+    """Return the probability of each byte of `test`, from the third, by the counts of sequences of one length.
 
-    Only the sequences that occur are counted: of all that there can be, few do.
+    Only sequences that occur are stored: few of the possible ones do.
     """
     known, counts = np.unique(_keys(train, order, vocabulary), return_counts=True)
     contexts, which = np.unique(known // vocabulary, return_inverse=True)
@@ -63,7 +62,7 @@ def _of_order(train: np.ndarray, test: np.ndarray, order: int, vocabulary: int) 
 
 
 def _look_up(known: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the value of each key, 0 of those that are not known; `known` is in order."""
+    """Return the value of each key, 0 for unknown keys; `known` is sorted."""
     places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
     return np.where(known[places] == keys, values[places], 0)
 

@@ -1,13 +1,13 @@
-"""A dataset of the user's own: a function, named `package.module:function`, that returns NumPy arrays.
+"""A user's dataset: a function, named `package.module:function`, that returns NumPy arrays.
 
     def my_data():
         return {"train": (features, labels), "test": (features, labels), "classes": ["cat", "dog"]}
 
 Features are `[N, ...]`; labels `[N, ...]`, whole numbers from 0 (classes) or floats (quantities). A third array of a
-split, `[N]` floats, weighs its examples. "classes" may be left out.
+split, `[N]` floats, has the weights of examples. "classes" is optional.
 
-Features for a model with several inputs are a dictionary of arrays, and so are labels for one with several heads; then
-"classes" is one, too, of those heads whose classes have names.
+Features for a model with several inputs are a dictionary of arrays, and so are labels for one with several heads.
+"classes" is then a dictionary of the heads whose classes have names.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class OwnDataset:
-    """What the function returned, checked; see `train.data.arrays.Split` for what the arrays may be."""
+    """The checked result of the function; see `train.data.arrays.Split` for the arrays."""
 
     classes: Named
     splits: Mapping[str, tuple[Named, ...]]
     version: str
-    """The first 12 digits of the sha256 of all of it."""
+    """The first 12 digits of the sha256 of all contents."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all arrays."""
+        """Size of all arrays."""
         parts = (part for split in self.splits.values() for part in split)
         return sum(array.nbytes for part in parts for array in named.leaves(part))
 
@@ -52,11 +52,11 @@ def read(name: str) -> OwnDataset:
     """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`.
 
     Raises:
-        UsageError: there is no such function, it fails, or what it returns is no dataset; says what was expected.
+        UsageError: there is no such function, it fails, or it does not return a dataset.
     """
     function = _function(name)
     if _needs_two(function):
-        raise UsageError(f"dataset {name} takes two arguments; add -- --source function where they are (split, shard)")
+        raise UsageError(f"dataset {name} takes two arguments; add -- --source function if they are (split, shard)")
     try:
         returned = function()
     except ClusterError:
@@ -67,16 +67,17 @@ def read(name: str) -> OwnDataset:
         return _checked(name, returned)
     except ClusterError:
         raise
-    except Exception as error:  # what they return may be of any class
-        raise UsageError(f"dataset {name} returns what no arrays can be made of: {described(error)}") from None
+    except Exception as error:  # the result may be of any class
+        raise UsageError(f"dataset {name} returns a value that cannot be converted to arrays: {described(error)}") from None
 
 
 def _needs_two(function: Callable[..., Any]) -> bool:
     try:
-        required = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
-    except ValueError:  # it does not tell its signature
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # the signature is unknown
         return False
-    return len([each for each in required if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]) == 2
+    required = [item for item in parameters if item.default is item.empty]
+    return len([item for item in required if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]) == 2
 
 
 def _checked(name: str, returned: Any) -> OwnDataset:
@@ -92,7 +93,7 @@ def _checked(name: str, returned: Any) -> OwnDataset:
 
 
 def _classes(name: str, returned: Any, labels: Named) -> Named:
-    """Return the names of the classes, for each head where there are several."""
+    """Return the names of the classes, or those of each of several heads."""
     heads = isinstance(labels, Mapping)
     if isinstance(returned, Mapping) and not heads:
         raise UsageError(f"dataset {name}: classes are a dictionary, and labels are not; expected a list of names")
@@ -127,14 +128,14 @@ def _function(name: str) -> Callable[[], Any]:
 
 
 def _split(what: str, returned: Any) -> tuple[Named, ...]:
-    """Return features, labels and, if given, weights, after checking their types and shapes."""
+    """Return features, labels and optional weights, after checking their types and shapes."""
     if not isinstance(returned, Sequence) or len(returned) not in (2, 3):
-        raise UsageError(f"{what} is no (features, labels) nor (features, labels, weights)")
+        raise UsageError(f"{what} is neither (features, labels) nor (features, labels, weights)")
     split = tuple(_part(what, part, value) for part, value in zip(arrays.DTYPES, returned, strict=False))
     features, labels, *weights = split
     lengths = [len(array) for part in split for array in named.leaves(part)]
     if len(set(lengths)) > 1:
-        raise UsageError(f"{what} has {' and '.join(map(str, lengths))} examples; expected as many of each")
+        raise UsageError(f"{what} has {' and '.join(map(str, lengths))} examples; expected the same number")
     for which, array in named.in_words(features).items():
         if 0 in array.shape:
             shape = list(array.shape)
@@ -148,30 +149,29 @@ def _split(what: str, returned: Any) -> tuple[Named, ...]:
 
 
 def _part(what: str, part: str, value: Any) -> Named:
-    """Return the array of a part of a split, or the arrays of its dictionary."""
     if not isinstance(value, Mapping) or part == "weights":
         return array_of(f"{what} {part}", part, value)
     wrong = [name for name in value if not (isinstance(name, str) and name.isidentifier())]
     if wrong or not value:
-        given = f"the name {wrong[0]!r}" if wrong else "no name"
-        raise UsageError(f"{what} {part} have {given}; expected names of letters, digits and _, such as 'image'")
-    return {name: array_of(f"{what} {part} {name!r}", part, one) for name, one in value.items()}
+        actual = f"the name {wrong[0]!r}" if wrong else "no name"
+        raise UsageError(f"{what} {part} have {actual}; expected names of letters, digits and _, such as 'image'")
+    return {name: array_of(f"{what} {part} {name!r}", part, item) for name, item in value.items()}
 
 
 def array_of(what: str, part: str, value: Any) -> np.ndarray:
-    """Return the array of a part of a split, of a type that can be trained on.
+    """Convert a value to an array of a type that is suitable for training.
 
     Args:
-        what: the part in words, for errors.
+        what: the name of the part in errors.
         part: a key of `arrays.DTYPES`.
-        value: an array or what NumPy makes one of.
+        value: an array or a value that NumPy can convert to one.
 
     Raises:
-        UsageError: it is of another type.
+        UsageError: the type is not suitable.
     """
     array = np.asarray(value)
     if array.ndim == 0:
-        raise UsageError(f"{what} are no array, but {type(value).__name__}; expected a NumPy array")
+        raise UsageError(f"{what} are {type(value).__name__}, not an array; expected a NumPy array")
     if array.dtype == np.uint64 and part != "weights":
         if array.max(initial=0) > np.iinfo(np.int64).max:
             raise UsageError(f"{what} go up to {array.max()}; expected whole numbers below 2**63")
@@ -186,17 +186,17 @@ def array_of(what: str, part: str, value: Any) -> np.ndarray:
 
 
 def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> None:
-    """Check that train and test fit together, and that the labels are classes there are."""
+    """Check that train and test have the same form, and that the labels are valid classes."""
     train, test = (splits[split] for split in SPLITS)
-    for part, one, other in zip(arrays.DTYPES, train, test, strict=False):
-        names, others = (list(named.in_words(of)) for of in (one, other))
-        if sorted(names) != sorted(others):
-            given = " and".join(",".join(of) for of in (names, others))
-            raise UsageError(f"dataset {name}: {part} of train and test are{given}; expected the same names")
-        for which, (first, second) in zip(names, _pairs(one, other), strict=True):
+    for part, train_part, test_part in zip(arrays.DTYPES, train, test, strict=False):
+        names, test_names = list(named.in_words(train_part)), list(named.in_words(test_part))
+        if sorted(names) != sorted(test_names):
+            both = " and".join(",".join(labels) for labels in (names, test_names))
+            raise UsageError(f"dataset {name}: {part} of train and test are{both}; expected the same names")
+        for which, (first, second) in zip(names, _pairs(train_part, test_part), strict=True):
             if (first.dtype, first.shape[1:]) != (second.dtype, second.shape[1:]):
-                given = " and ".join(f"{array.dtype.name} {['N', *array.shape[1:]]}" for array in (first, second))
-                message = f"dataset {name}: {part}{which} of train and test are {given}; expected the same"
+                shapes = " and ".join(f"{array.dtype.name} {['N', *array.shape[1:]]}" for array in (first, second))
+                message = f"dataset {name}: {part}{which} of train and test are {shapes}; expected the same"
                 raise UsageError(message.replace("'N'", "N"))
     of_labels = zip(named.in_words(train[1]), named.leaves(classes), _pairs(train[1], test[1]), strict=True)
     for which, names_of_head, (first, second) in of_labels:
@@ -204,12 +204,11 @@ def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -
 
 
 def _pairs(one: Named, other: Named) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the arrays of two splits that belong together."""
+    """Return the corresponding arrays of two splits."""
     return named.leaves(named.each(lambda *both: both, one, other))
 
 
 def _check_labels(what: str, which: str, classes: tuple[str, ...], train: np.ndarray, test: np.ndarray) -> None:
-    """Check that labels are classes there are, or quantities."""
     if train.dtype == np.float32:
         if classes:
             raise UsageError(f"{what} classes{which} are named, but the labels are floats; expected whole numbers")

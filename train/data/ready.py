@@ -1,4 +1,4 @@
-"""What of a dataset is prepared, without preparing anything: no NumPy and no TensorFlow is imported."""
+"""Reports whether a dataset is prepared, without importing NumPy or TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from train.named import Named
 
 
 def ready(data_dir: Path, name: str, source: str) -> str:
-    """Return in words what is prepared of a dataset, after comparing the files' sizes; empty where preparing must see.
+    """Describe a prepared dataset, after comparing the files' sizes; empty if it must be prepared.
 
     Args:
-        data_dir: where prepared data lies.
-        name: the dataset; one of the user's own is prepared anew where its code has changed, so it is never ready.
+        data_dir: the folder of prepared data.
+        name: the dataset; a user's dataset is never ready, because its code may have changed.
         source: `memory` or `stream`.
     """
     if arrays.is_own(name):
@@ -23,11 +23,11 @@ def ready(data_dir: Path, name: str, source: str) -> str:
     try:
         return in_words((shards if source == "stream" else arrays).find(data_dir, name))
     except ClusterError:
-        return ""  # preparing mends it, or says what is wrong
+        return ""  # preparing fixes or explains it
 
 
 def in_words(data: arrays.ArraySet | shards.ShardSet) -> str:
-    """Return what a prepared dataset holds."""
+    """Describe a prepared dataset in a sentence."""
     if isinstance(data, arrays.ArraySet):
         features = named.each(lambda file: f"{list(file.shape[1:])} {file.dtype}", data.train.features)
         labels, form = named.each(lambda file: file.dtype, data.train.labels), ""
@@ -41,10 +41,9 @@ def in_words(data: arrays.ArraySet | shards.ShardSet) -> str:
 
 
 def _outputs(label_dtype: str, count: int) -> str:
-    one, many = ("output", "outputs") if label_dtype == "float32" else ("class", "classes")
-    return f"{count} {one if count == 1 else many}"
+    singular, plural = ("output", "outputs") if label_dtype == "float32" else ("class", "classes")
+    return f"{count} {singular if count == 1 else plural}"
 
 
 def _listed(value: Named) -> str:
-    """Return the value, or each of several after its name."""
-    return ", ".join(f"{name.strip()} {one}".strip() for name, one in named.in_words(value).items())
+    return ", ".join(f"{name.strip()} {item}".strip() for name, item in named.in_words(value).items())

@@ -1,13 +1,13 @@
 """The prepared form of a dataset that does not fit in memory: TFRecord shards on disk, read as a stream.
 
-    <data_dir>/shards/<name>.json                                 which version is the newest
+    <data_dir>/shards/<name>.json                                 the newest version
     <data_dir>/shards/<name>-<version>/
         shards.json  train-00000-of-00008.tfrecord ...  test-00000-of-00008.tfrecord ...
 
 Example i is in shard i modulo the number of shards, so shards differ by at most one example. A record is a
-`tf.train.Example` of `features` (the bytes of an array, in C order, little endian), `label` and perhaps `weight`. Bytes
-and not PNG: a whole batch of bytes is decoded in one operation, where each PNG takes a tenth of a millisecond and more
-at every epoch, and disks are cheaper than that.
+`tf.train.Example` of `features` (the bytes of an array, in C order, little endian), `label` and an optional `weight`.
+Images are stored as bytes and not as PNG: one operation decodes a whole batch of bytes, where each PNG takes more than
+a tenth of a millisecond in every epoch.
 
 `train.data.prepare.sharding` writes shards, `train.data.stream` reads them. Standard library only.
 """
@@ -29,7 +29,7 @@ INDEX = "shards.json"
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One shard."""
+    """A shard."""
 
     path: Path
     num_examples: int
@@ -41,7 +41,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class ShardSplit:
-    """Examples to train on or to test on, and what one of them is; for the types see `train.data.arrays.Split`."""
+    """Examples to train on or to test on, and their form; for the types see `train.data.arrays.Split`."""
 
     files: tuple[ShardFile, ...]
     feature_shape: tuple[int, ...]
@@ -50,11 +50,11 @@ class ShardSplit:
     """Empty, or `[K]`."""
     label_dtype: str
     weighted: bool
-    """Whether examples have weights; those to test on never have."""
+    """Whether examples have weights; test examples never have."""
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of the shards."""
+        """Paths of the shards."""
         return tuple(str(file.path) for file in self.files)
 
     @property
@@ -64,12 +64,12 @@ class ShardSplit:
 
     @property
     def num_examples(self) -> int:
-        """Of all shards."""
+        """Examples in all shards."""
         return sum(self.counts)
 
     @property
     def example_bytes(self) -> int:
-        """Of the features of one example."""
+        """Size of the features of one example."""
         return math.prod(self.feature_shape) * ITEM_BYTES[self.feature_dtype]
 
 
@@ -80,40 +80,40 @@ class ShardSet:
     name: str
     version: str
     classes: tuple[str, ...]
-    """The names of the classes; empty where they have none, and where labels are quantities."""
+    """The names of the classes; empty without names and for quantities."""
     num_outputs: int
-    """How many classes there are; of labels that are quantities, how many each example has."""
+    """Number of classes; for quantities, their number per example."""
     train: ShardSplit
     test: ShardSplit
     asked: Mapping[str, Any]
-    """The options of `shard` it was written with."""
+    """The options of `shard` with which it was written."""
 
     @property
     def files(self) -> tuple[ShardFile, ...]:
-        """Every shard."""
+        """All shards."""
         return (*self.train.files, *self.test.files)
 
 
 def folder_of(data_dir: Path, name: str, version: str) -> Path:
-    """Return the folder of the shards of one version of the dataset `name`, there or not."""
+    """Return the folder of the shards of one version of a dataset, which may not exist."""
     return data_dir / "shards" / f"{store.slug(name)}-{version}"
 
 
 def pointer_of(data_dir: Path, name: str) -> Path:
-    """Return the file that names which version of the dataset `name` is the newest."""
+    """Return the file that names the newest version of a dataset."""
     return data_dir / "shards" / f"{store.slug(name)}.json"
 
 
 def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
-    """Return the shards written for the dataset `name`, after comparing every file's size with the index.
+    """Find the shards of a dataset, and compare every file's size with the index.
 
     Args:
-        data_dir: where `shard` put them.
-        name: as given to `shard`.
-        version: exactly this one; none: the newest.
+        data_dir: the folder of prepared data.
+        name: the dataset.
+        version: the version; empty for the newest.
 
     Raises:
-        PrerequisiteError: there are no shards of it in `data_dir`.
+        PrerequisiteError: there are no shards in `data_dir`.
         RunFailed: a shard is missing or has the wrong size, or the index cannot be read.
     """
     command = f"invoke data.shard --name {name}"
@@ -128,24 +128,24 @@ def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
 
 
 def verify(shard_set: ShardSet, say: Callable[[str], None] = print) -> None:
-    """Recompute the sha256 of every shard and say a line for each.
+    """Recompute the sha256 of every shard and report a line for each.
 
     Raises:
-        RunFailed: naming the files whose bytes are not those that were written.
+        RunFailed: files have changed; the message names them.
     """
     expected = {file.path: file.sha256 for file in shard_set.files}
     store.verify(expected, f"run `invoke data.shard --name {shard_set.name} --fresh`", say)
 
 
 def _from_index(folder: Path, index: Mapping[str, Any]) -> ShardSet:
-    def file(one: Mapping[str, Any]) -> ShardFile:
-        size_bytes, blocks = one["bytes"], store.block_hashes(one, one["bytes"])
-        return ShardFile(folder / one["file"], one["examples"], size_bytes, one["sha256"], blocks)
+    def file(entry: Mapping[str, Any]) -> ShardFile:
+        size_bytes, blocks = entry["bytes"], store.block_hashes(entry, entry["bytes"])
+        return ShardFile(folder / entry["file"], entry["examples"], size_bytes, entry["sha256"], blocks)
 
     def split(name: str) -> ShardSplit:
         files = index["splits"][name]
         return ShardSplit(
-            tuple(file(one) for one in files),
+            tuple(file(entry) for entry in files),
             tuple(index["features"]["shape"]),
             index["features"]["dtype"],
             tuple(index["labels"]["shape"]),

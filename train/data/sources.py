@@ -1,7 +1,7 @@
-"""The data of a run, whatever form it is in, and how it reaches the replicas.
+"""The data of a run in any form, and its way to the replicas.
 
-A source knows the examples; a feed gives each replica its batches of them. Arrays are gathered inside the step itself,
-where the data is in host memory and the replica on the same task can reach it; everything else is an iterator.
+A source has the examples, and a feed gives each replica its batches. Arrays are gathered inside the step, from host
+memory of the replica's task; all other data comes from an iterator.
 
 Shapes: B replica batch.
 """
@@ -22,7 +22,7 @@ from cluster.system.json_files import create_json, read_json
 from train import named
 from train.config import TrainConfig
 from train.data import arrays, blocks, memory, own_dataset, shards, stream
-from train.data.batches import Batch, BatchSlice, Replicas, own_share
+from train.data.batches import Batch, BatchSlice, Replicas, without_sharding
 from train.data.function import epochs, random_access
 from train.data.function import record as functions
 from train.data.function.service import Service, through
@@ -35,28 +35,28 @@ class Source:
     """Examples to train on and to test on.
 
     Attributes:
-        version: of the data, as it was prepared.
-        classes: their names; empty where they have none.
-        num_outputs: classes, or values to predict.
+        version: version of the prepared data.
+        classes: names of the classes; empty without names.
+        num_outputs: number of classes or of values to predict.
         classifies: whether labels are classes.
-        feature_shape: one example's shape, a tuple. Of a model with several inputs it is a dictionary of them by name,
-            and with several heads `label_shape`, `classes`, `num_outputs` and `classifies` are.
-        label_shape: that of its labels.
+        feature_shape: one example's shape, a tuple; a dictionary for a model with several inputs. With several heads,
+            `label_shape`, `classes`, `num_outputs` and `classifies` are dictionaries.
+        label_shape: shape of one example's labels.
         train_examples: examples in an epoch.
-        test_examples: examples to test on.
-        train_dataset: returns the batches of a `BatchSlice`, step by step one for each replica.
-        eval_dataset: returns those of the test split: (replica batch, `Replicas`) -> dataset.
-        arrays: the examples themselves, where they fit in memory.
-        weighted: whether examples to train on have weights.
-        sharded: whether replicas read shards of their own, so that the batches depend on how many there are.
-        train_batch: one replica's batch at any step, where that can be read; arguments as for `memory.train_batch`
-            without the examples.
-        own_order: batches for one of several workers that share no order, where they are not those of `train_dataset`
-            from a random step on: (global batch, seed) -> dataset.
-        num_shards: files that a stream is read from; its order depends on them.
-        files: every file that is read, with its sha256 as it was prepared.
-        made_from: the files that these were made from, which may be gone, with their sha256.
-        again: what to do where a file is not what was prepared.
+        test_examples: examples in the test split.
+        train_dataset: returns the batches of a `BatchSlice`, one for each replica step by step.
+        eval_dataset: returns the batches of the test split: (replica batch, `Replicas`) -> dataset.
+        arrays: the examples, if they fit in memory.
+        weighted: whether training examples have weights.
+        sharded: whether replicas read separate shards, so that batches depend on the number of replicas.
+        train_batch: returns one replica's batch of any step, if possible; the arguments are those of
+            `memory.train_batch` without the examples.
+        own_order: returns the batches of one of several workers that share no order, if they are not those of
+            `train_dataset` from a random step: (global batch, seed) -> dataset.
+        num_shards: number of files of a stream, on which its order depends.
+        files: all files with their sha256.
+        made_from: the original files, which may be missing, with their sha256.
+        again: the command that prepares damaged files again.
     """
 
     version: str
@@ -81,106 +81,106 @@ class Source:
 
     @property
     def named_outputs(self) -> Named:
-        """The names of the classes that outputs stand for; None for outputs that are values."""
+        """Names of the classes of the outputs; None for outputs that are values."""
         return named.each(lambda classifies, names: names if classifies else None, self.classifies, self.classes)
 
     @property
     def is_text(self) -> bool:
-        """Whether examples are bytes of a text, and labels the bytes that follow."""
+        """Whether examples are bytes of a text, and labels the following bytes."""
         return self.arrays is not None and self.arrays.is_text
 
 
-def _in_memory(found: arrays.ArraySet, context: int) -> Source:
-    if found.is_text:
-        found = found.cut(context)
+def _in_memory(array_set: arrays.ArraySet, context: int) -> Source:
+    if array_set.is_text:
+        array_set = array_set.cut(context)
     return Source(
-        found.version,
-        found.classes,
-        found.num_outputs,
-        named.each(lambda file: file.dtype.startswith("int"), found.train.labels),
-        named.each(lambda file: file.shape[1:], found.train.features),
-        named.each(lambda file: file.shape[1:], found.train.labels),
-        found.train.num_examples,
-        found.test.num_examples,
-        functools.partial(memory.train_dataset, found.train),
-        functools.partial(memory.eval_dataset, found.test),
-        found,
-        weighted=found.train.weights is not None,
-        files={file.path: file.sha256 for file in found.files},
-        made_from=found.source_files,
-        again=f"run `invoke data.prepare --name {found.name} --fresh`",
+        array_set.version,
+        array_set.classes,
+        array_set.num_outputs,
+        named.each(lambda file: file.dtype.startswith("int"), array_set.train.labels),
+        named.each(lambda file: file.shape[1:], array_set.train.features),
+        named.each(lambda file: file.shape[1:], array_set.train.labels),
+        array_set.train.num_examples,
+        array_set.test.num_examples,
+        functools.partial(memory.train_dataset, array_set.train),
+        functools.partial(memory.eval_dataset, array_set.test),
+        array_set,
+        weighted=array_set.train.weights is not None,
+        files={file.path: file.sha256 for file in array_set.files},
+        made_from=array_set.source_files,
+        again=f"run `invoke data.prepare --name {array_set.name} --fresh`",
     )
 
 
-def _streamed(found: shards.ShardSet) -> Source:
+def _streamed(shard_set: shards.ShardSet) -> Source:
     return Source(
-        found.version,
-        found.classes,
-        found.num_outputs,
-        found.train.label_dtype.startswith("int"),
-        found.train.feature_shape,
-        found.train.label_shape,
-        found.train.num_examples,
-        found.test.num_examples,
-        functools.partial(stream.train_dataset, found.train),
-        functools.partial(stream.eval_dataset, found.test),
-        weighted=found.train.weighted,
-        num_shards=len(found.train.files),
-        files={file.path: file.sha256 for file in found.files},
-        again=f"run `invoke data.shard --name {found.name} --fresh`",
+        shard_set.version,
+        shard_set.classes,
+        shard_set.num_outputs,
+        shard_set.train.label_dtype.startswith("int"),
+        shard_set.train.feature_shape,
+        shard_set.train.label_shape,
+        shard_set.train.num_examples,
+        shard_set.test.num_examples,
+        functools.partial(stream.train_dataset, shard_set.train),
+        functools.partial(stream.eval_dataset, shard_set.test),
+        weighted=shard_set.train.weighted,
+        num_shards=len(shard_set.train.files),
+        files={file.path: file.sha256 for file in shard_set.files},
+        again=f"run `invoke data.shard --name {shard_set.name} --fresh`",
     )
 
 
-def _called(found: functions.Record, data_dir: Path, seed: int, service: Service | None) -> Source:
-    """Return what a dataset function returns; opens it where it returns a random-access source."""
-    classifies = named.each(lambda dtype: dtype == "int64", functions.of_each(found.example["labels"], "dtype"))
-    what: dict[str, Any] = {
-        "version": found.version,
+def _called(record: functions.Record, data_dir: Path, seed: int, service: Service | None) -> Source:
+    """Return the source of a dataset function, and open its random-access source if it returns one."""
+    classifies = named.each(lambda dtype: dtype == "int64", functions.of_each(record.example["labels"], "dtype"))
+    shapes: dict[str, Any] = {
+        "version": record.version,
         "classes": named.each(lambda _: (), classifies),
-        "num_outputs": found.num_outputs,
+        "num_outputs": record.num_outputs,
         "classifies": classifies,
-        "feature_shape": functions.of_each(found.example["features"], "shape"),
-        "label_shape": functions.of_each(found.example["labels"], "shape"),
-        "train_examples": found.counts["train"],
-        "test_examples": found.counts["test"],
-        "weighted": "weights" in found.example,
+        "feature_shape": functions.of_each(record.example["features"], "shape"),
+        "label_shape": functions.of_each(record.example["labels"], "shape"),
+        "train_examples": record.counts["train"],
+        "test_examples": record.counts["test"],
+        "weighted": "weights" in record.example,
     }
-    if not found.random_access:
+    if not record.random_access:
         source = Source(
-            **what,
+            **shapes,
             sharded=True,
-            train_dataset=functools.partial(epochs.train_dataset, found, data_dir),
-            eval_dataset=functools.partial(epochs.eval_dataset, found, data_dir),
-            own_order=functools.partial(epochs.own_order, found, data_dir),
+            train_dataset=functools.partial(epochs.train_dataset, record, data_dir),
+            eval_dataset=functools.partial(epochs.eval_dataset, record, data_dir),
+            own_order=functools.partial(epochs.own_order, record, data_dir),
         )
-        return through(source, found, data_dir, service) if service else source
-    for split in found.counts:
-        random_access.open_split(found, split, data_dir, seed)
+        return through(source, record, data_dir, service) if service else source
+    for split in record.counts:
+        random_access.open_split(record, split, data_dir, seed)
     source = Source(
-        **what,
-        train_dataset=functools.partial(random_access.train_dataset, found),
-        eval_dataset=functools.partial(random_access.eval_dataset, found),
-        train_batch=functools.partial(random_access.train_batch, found),
+        **shapes,
+        train_dataset=functools.partial(random_access.train_dataset, record),
+        eval_dataset=functools.partial(random_access.eval_dataset, record),
+        train_batch=functools.partial(random_access.train_batch, record),
     )
-    return through(source, found, data_dir, service) if service else source
+    return through(source, record, data_dir, service) if service else source
 
 
 def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, service: Service | None = None) -> Source:
     """Return the source that a configuration names.
 
     Args:
-        config: of the run.
-        data_dir: where the data was prepared.
-        run: the run folder. What its first generation trained on is recorded there and used by every later one, even if
-            something newer has been prepared under the same name meanwhile.
-        service: of the data workers that prepare batches to train on, if there are any.
+        config: the configuration of the run.
+        data_dir: the folder of prepared data.
+        run: the run folder. It records the data of the first generation, which all later ones use even if newer data
+            has been prepared with the same name.
+        service: the service of data workers, if there are any.
 
     Raises:
-        PrerequisiteError: it was not prepared.
-        RunFailed: it is damaged.
+        PrerequisiteError: the data is not prepared.
+        RunFailed: the data is damaged.
     """
 
-    def look(version: str = "") -> Source:
+    def open_version(version: str = "") -> Source:
         if config.source == "stream":
             return _streamed(shards.find(data_dir, config.dataset, version))
         if config.source == "function":
@@ -188,45 +188,44 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, serv
         return _in_memory(arrays.find(data_dir, config.dataset, version), config.transformer.context)
 
     if run is None:
-        return look()
+        return open_version()
     record = run.control / "data.json"
     if not record.exists():
-        found = look()
-        create_json(record, {"version": found.version, "num_shards": found.num_shards})
+        newest = open_version()
+        create_json(record, {"version": newest.version, "num_shards": newest.num_shards})
     recorded = read_json(record)
-    found = look(recorded["version"])
-    if found.num_shards != recorded["num_shards"]:
+    source = open_version(recorded["version"])
+    if source.num_shards != recorded["num_shards"]:
         raise RunFailed(
-            f"{config.dataset} has {found.num_shards} shards, and {recorded['num_shards']} when this run began: their "
-            f"order is another one; `invoke data.shard --name {config.dataset} --shards {recorded['num_shards']}`, or "
+            f"{config.dataset} has {source.num_shards} shards, and {recorded['num_shards']} when this run began, which "
+            f"changes their order; run `invoke data.shard --name {config.dataset} --shards {recorded['num_shards']}`, or "
             "start a new run"
         )
-    return found
+    return source
 
 
 def describe(config: TrainConfig, data_dir: Path) -> Source:
-    """Return the source that a configuration names for its shapes alone: the user's own arrays need not be prepared.
+    """Return the source that a configuration names, for its shapes only: a user's arrays need not be prepared.
 
     Raises:
-        ClusterError: other data was not prepared, or the user's function fails.
+        ClusterError: other data is not prepared, or the user's function fails.
     """
     if config.source != "memory" or not arrays.is_own(config.dataset):
         return find(config, data_dir)
-    own = own_dataset.read(config.dataset)
-    found = arrays.unwritten(config.dataset, own.version, own.classes, own.splits)
-    return _in_memory(found, config.transformer.context)
+    dataset = own_dataset.read(config.dataset)
+    array_set = arrays.unwritten(config.dataset, dataset.version, dataset.classes, dataset.splits)
+    return _in_memory(array_set, config.transformer.context)
 
 
 @dataclass(frozen=True)
 class Feed:
-    """What the steps of one loop work on.
+    """The batches of the steps of one loop.
 
     Attributes:
-        next: called once a step, outside of the replicas; what it returns is passed to each of them.
-        batch: called by each replica with that, the step and the replica's number, or that of one of its virtual
+        next: called once a step, in cross-replica context; its result is passed to each replica.
+        batch: called by each replica with that result, the step and the number of the replica or of one of its virtual
             shards; returns its batch.
-        ahead: whether `next` may be called one step early, so that a step waits for no batch that comes during the one
-            before.
+        ahead: whether `next` may be called one step early, so that a batch can arrive during the step before.
     """
 
     next: Callable[[], Any]
@@ -243,11 +242,16 @@ def train_feed(
     cut: VirtualShards | None = None,
     micro_batches: int = 1,
 ) -> Feed:
-    """Return the training batches of a synchronous strategy's replicas from step `first_step` on.
+    """Return the training batches of a synchronous strategy's replicas from step `first_step`.
 
     Args:
-        cut: into virtual shards, of every global batch; None: as many as replicas.
-        micro_batches: into which each of them is cut again. `Feed.batch` takes the number of one of all, in order.
+        strategy: the strategy.
+        source: the data.
+        first_step: steps done before.
+        global_batch: examples of a step.
+        seed: seed of the order.
+        cut: virtual shards of every global batch; None for one per replica.
+        micro_batches: number of micro-batches of each shard. `Feed.batch` takes the number of one of all, in order.
     """
     replicas = strategy.num_replicas_in_sync
     shards = cut or VirtualShards(replicas, replicas)
@@ -260,69 +264,69 @@ def train_feed(
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
         replicas = Replicas.of(context).numbers
         first, last = (shards.first(replica) for replica in (replicas.start, replicas.stop))
-        own = Replicas(shards.total, first, last - first)
-        batches = source.train_dataset(BatchSlice(global_batch, seed, first_step, replicas=own))
+        parts = Replicas(shards.total, first, last - first)
+        batches = source.train_dataset(BatchSlice(global_batch, seed, first_step, replicas=parts))
         return batches if whole else _stacked(_cut(batches, micro_batches), shards, micro_batches, replicas)
 
     iterator = iter(strategy.distribute_datasets_from_function(dataset))
-    ahead = not isinstance(strategy, tf.distribute.TPUStrategy)  # where it could not be tried
+    ahead = not isinstance(strategy, tf.distribute.TPUStrategy)  # not tested on TPUs
     if whole:
         return Feed(iterator.get_next, lambda batch, _step, _replica: batch, ahead)
 
-    def one_of(batches: Batch, _step: tf.Tensor, part: tf.Tensor) -> Batch:
+    def batch_of_part(batches: Batch, _step: tf.Tensor, part: tf.Tensor) -> Batch:
         place = shards.place(part // micro_batches) * micro_batches + part % micro_batches
-        return tf.nest.map_structure(lambda of: of[place], batches)
+        return tf.nest.map_structure(lambda tensor: tensor[place], batches)
 
-    return Feed(iterator.get_next, one_of, ahead)
+    return Feed(iterator.get_next, batch_of_part, ahead)
 
 
 def _cut(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
-    """Return the equal parts of each batch, one after the other."""
+    """Cut each batch into equal parts."""
     if parts == 1:
         return batches
 
-    def cut(of: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(of, [parts, of.shape[0] // parts, *of.shape[1:]])
+    def cut(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])
 
     return batches.map(lambda batch: tf.nest.map_structure(cut, batch)).unbatch()
 
 
 def joined(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
-    """Return whole batches of so many parts, which come one after the other."""
+    """Join each group of `parts` batches to one batch."""
     if parts == 1:
         return batches
 
-    def join(of: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(of, [of.shape[0] * of.shape[1], *of.shape[2:]])
+    def join(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tensor, [tensor.shape[0] * tensor.shape[1], *tensor.shape[2:]])
 
     whole = batches.batch(parts, drop_remainder=True)
-    return own_share(whole.map(lambda batch: tf.nest.map_structure(join, batch)))
+    return without_sharding(whole.map(lambda batch: tf.nest.map_structure(join, batch)))
 
 
 def _stacked(batches: tf.data.Dataset, shards: VirtualShards, micro_batches: int, replicas: range) -> tf.data.Dataset:
-    """Return for each of some replicas the batches of all parts of its shards, `[most, B, ...]`.
+    """Stack the batches of all parts of each replica's shards, `[most, B, ...]`.
 
-    Where another replica has a shard more, a replica's last part comes again: all must have the same shape.
+    If another replica has one shard more, a replica's last part is repeated, because all must have the same shape.
     """
     firsts = {replica: shards.first(replica) * micro_batches for replica in range(replicas.start, replicas.stop + 1)}
     most = shards.most * micro_batches
     places = [[min(firsts[r] + at, firsts[r + 1] - 1) for at in range(most)] for r in replicas]
     index_Lm = tf.constant(places) - firsts[replicas.start]
 
-    def by_replica(of_step: Batch) -> Batch:
-        return tf.nest.map_structure(lambda part: tf.gather(part, index_Lm), of_step)
+    def by_replica(parts: Batch) -> Batch:
+        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, index_Lm), parts)
 
-    own = batches.batch(firsts[replicas.stop] - firsts[replicas.start], drop_remainder=True)
-    return own_share(own.map(by_replica).unbatch())
+    steps = batches.batch(firsts[replicas.stop] - firsts[replicas.start], drop_remainder=True)
+    return without_sharding(steps.map(by_replica).unbatch())
 
 
 def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_batch: int) -> Feed:
-    """Return the test split's batches; the step given to `batch` counts them. Every pass must take all of them."""
+    """Return the test split's batches, which the step of `Feed.batch` counts. Every pass must take all of them."""
     replicas = strategy.num_replicas_in_sync if strategy else 1
     if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
         examples = memory.load(source.arrays.test)
 
-        def batch(_given: Any, at: tf.Tensor, replica: tf.Tensor) -> Batch:
+        def batch(_next: Any, at: tf.Tensor, replica: tf.Tensor) -> Batch:
             return memory.eval_batch(examples, at, replica, replica_batch=replica_batch, num_replicas=replicas)
 
         return Feed(lambda: (), batch)
@@ -330,19 +334,18 @@ def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_b
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
         return source.eval_dataset(replica_batch, Replicas.of(context)).repeat()
 
-    # One iterator for all passes, as long as each takes all of its batches: a new one would be a new graph.
-    own = tf.distribute.InputContext()
-    iterator = iter(strategy.distribute_datasets_from_function(dataset) if strategy else dataset(own))
+    # One iterator for all passes, because a new one would need a new graph.
+    iterator = iter(strategy.distribute_datasets_from_function(dataset) if strategy else dataset(tf.distribute.InputContext()))
     return Feed(iterator.get_next, lambda batch, _at, _replica: batch)
 
 
 def _gather(examples: memory.Examples, batch_slice: BatchSlice) -> Callable[..., Batch]:
-    def batch(_given: Any, step: tf.Tensor, replica: tf.Tensor) -> Batch:
+    def batch(_next: Any, step: tf.Tensor, replica: tf.Tensor) -> Batch:
         return memory.train_batch(examples, step, replica, batch_slice)
 
     return batch
 
 
 def explain(error: Exception) -> ClusterError | None:
-    """Return what an error of TensorFlow says of the data; None where it says something else."""
+    """Translate TensorFlow's error about the data; None for other errors."""
     return blocks.explain(error) or random_access.explain(error) or epochs.explain(error)

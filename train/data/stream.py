@@ -1,14 +1,13 @@
-"""TFRecord shards as a stream: which examples a step uses is a pure function of (seed, step), as in `memory`.
+"""TFRecord shards as a stream: the examples of a step are a pure function of (seed, step), as in `memory`.
 
-An epoch is all shards in an order drawn from (seed, epoch), cut into windows of `WINDOW_SHARDS` shards. A window is
-read in parallel and its examples are shuffled by a permutation drawn from (seed, epoch, window). Epochs laid end to end
-are cut into global batches; each task cuts its replicas' part out of every global batch before it parses anything. So
-the order depends on no number of tasks or replicas, every example comes once an epoch, and a run resumes by computing
-which window its step is in: the windows before are not read.
+An epoch is all shards in a random order of (seed, epoch), cut into windows of `WINDOW_SHARDS` shards. A window is read
+in parallel and its examples are shuffled by a permutation of (seed, epoch, window). The concatenated epochs are cut
+into global batches, from which each task takes its replicas' part before it parses anything. So the order does not
+depend on the number of tasks or replicas, every example occurs once an epoch, and a run resumes by computing the window
+of its step, without reading the windows before.
 
-Every task reads all of the shards, and holds about three windows of records in memory: one that it trains on, one that
-is read ahead, and that one's copy while it is shuffled; and the bytes of a shard while it is checked. More shards make
-smaller windows.
+Every task reads all shards and holds about three windows of records in memory: the one in use, the next one, and a copy
+of that while it is shuffled; and the bytes of a shard while it is checked. More shards make smaller windows.
 
 Shapes: S shards, W shards of a window, n examples of a window, G global batch, B replica batch, L replicas of a task.
 """
@@ -20,7 +19,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from train.data import blocks
-from train.data.batches import Batch, BatchSlice, Replicas, eval_batches, own_share
+from train.data.batches import Batch, BatchSlice, Replicas, eval_batches, without_sharding
 from train.data.shards import ShardSet, ShardSplit, find
 
 __all__ = ["ShardSet", "ShardSplit", "eval_dataset", "find", "train_dataset"]
@@ -29,18 +28,13 @@ WINDOW_SHARDS = 4
 """Shards that are shuffled together."""
 
 EVAL_CACHE_BYTES = 1 << 30
-"""A task keeps its part of the examples to evaluate in memory if it is no larger than this."""
+"""Largest part of the test examples that a task keeps in memory."""
 
-_BLOCK = 16  # examples taken from a shard before the next one's turn
+_BLOCK = 16  # examples to take from a shard before the next one
 
 
 def train_dataset(split: ShardSplit, batch_slice: BatchSlice) -> tf.data.Dataset:
-    """Return the batches of some replicas, step by step one `Batch` of static shape for each, as `memory` does.
-
-    Args:
-        split: of `find`.
-        batch_slice: which batches.
-    """
+    """Return one batch of static shape for each replica, step by step, like `memory.train_dataset`."""
     replicas, replica_batch, global_batch = batch_slice.replicas, batch_slice.replica_batch, batch_slice.global_batch
     seed = batch_slice.seed
     first_window, skipped = _find_position(split, seed, batch_slice.first_step * global_batch)
@@ -48,7 +42,7 @@ def train_dataset(split: ShardSplit, batch_slice: BatchSlice) -> tf.data.Dataset
     def window(number: tf.Tensor) -> tf.data.Dataset:
         return _read_window(split, seed, number, tf.where(number == first_window, skipped, 0))
 
-    def own_part(raw_G: tf.Tensor) -> tf.Tensor:
+    def task_part(raw_G: tf.Tensor) -> tf.Tensor:
         return tf.reshape(raw_G, [replicas.total, replica_batch])[replicas.first : replicas.first + replicas.count]
 
     parse = _parser(split, replica_batch)
@@ -56,43 +50,38 @@ def train_dataset(split: ShardSplit, batch_slice: BatchSlice) -> tf.data.Dataset
     raw = raw.rebatch(global_batch, drop_remainder=True)
     if batch_slice.num_steps is not None:
         raw = raw.take(batch_slice.num_steps)
-    batches = raw.map(own_part).unbatch().map(parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    batches = raw.map(task_part).unbatch().map(parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     batches = batches.apply(tf.data.experimental.assert_cardinality(batch_slice.num_batches))
-    return own_share(batches.prefetch(tf.data.AUTOTUNE))
+    return without_sharding(batches.prefetch(tf.data.AUTOTUNE))
 
 
 def eval_dataset(split: ShardSplit, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-    """Return the batches of some replicas to evaluate, in the order of `train_dataset`; every replica has as many.
+    """Return the test batches of replicas, with the same number for every replica.
 
-    Over all replicas every example has weight 1 once; padding has weight 0. What this task evaluates is parsed once
-    and then kept in memory where it fits `EVAL_CACHE_BYTES`; use the whole dataset each time.
-
-    Args:
-        split: of `find`.
-        replica_batch: examples that one replica takes at once.
-        replicas: those that are fed.
+    Over all replicas every example has weight 1 once; padding has weight 0. This task's part is parsed once and kept in
+    memory if it fits `EVAL_CACHE_BYTES`; use the whole dataset each time.
     """
     global_batch = replica_batch * replicas.total
     batches = eval_batches(split.num_examples, replica_batch=replica_batch, num_replicas=replicas.total)
     parse = _parser(split, replica_batch)
 
-    def own_part(raw_g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Fill the last global batch up with its last example, then cut this task's part out: both `[L, B]`."""
+    def task_part(raw_g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Pad the last global batch with its last example, and return this task's part and its weights, `[L, B]`."""
         positions_G, count = tf.range(global_batch), tf.size(raw_g)
-        whole = tf.gather(raw_g, tf.minimum(positions_G, count - 1)), tf.cast(positions_G < count, tf.float32)
-        raw, weights = (tf.reshape(part, [replicas.total, replica_batch]) for part in whole)
-        own = slice(replicas.first, replicas.first + replicas.count)
-        return raw[own], weights[own]
+        padded = tf.gather(raw_g, tf.minimum(positions_G, count - 1)), tf.cast(positions_G < count, tf.float32)
+        raw, weights = (tf.reshape(part, [replicas.total, replica_batch]) for part in padded)
+        task_replicas = slice(replicas.first, replicas.first + replicas.count)
+        return raw[task_replicas], weights[task_replicas]
 
     def weighed(raw_B: tf.Tensor, weights_B: tf.Tensor) -> Batch:
         return parse(raw_B)._replace(weights=weights_B)
 
-    raw = _interleave(split, tf.range(len(split.files), dtype=tf.int64)).batch(global_batch).map(own_part).unbatch()
+    raw = _interleave(split, tf.range(len(split.files), dtype=tf.int64)).batch(global_batch).map(task_part).unbatch()
     dataset = raw.map(weighed, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(batches * replicas.count))
     if batches * replicas.count * replica_batch * split.example_bytes <= EVAL_CACHE_BYTES:
         dataset = dataset.cache()
-    return own_share(dataset.prefetch(tf.data.AUTOTUNE))
+    return without_sharding(dataset.prefetch(tf.data.AUTOTUNE))
 
 
 def _num_windows(split: ShardSplit) -> int:
@@ -104,7 +93,7 @@ def _epoch_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
 
 
 def _fold(key: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-    return tf.random.fold_in(key, number, alg="philox")  # by default what draws depends on the device
+    return tf.random.fold_in(key, number, alg="philox")  # the default algorithm depends on the device
 
 
 def _order(split: ShardSplit, seed: int, epoch: tf.Tensor) -> tf.Tensor:
@@ -114,11 +103,11 @@ def _order(split: ShardSplit, seed: int, epoch: tf.Tensor) -> tf.Tensor:
 
 
 def _find_position(split: ShardSplit, seed: int, position: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the window that an example is in, counted over all epochs, and how many examples are before it in there.
+    """Return the window of an example, counted over all epochs, and its index there.
 
     Args:
         split, seed: as for `train_dataset`.
-        position: of the example in all epochs laid end to end.
+        position: position of the example in the concatenated epochs.
     """
     with tf.device("CPU:0"):
         position = tf.cast(position, tf.int64)
@@ -130,16 +119,16 @@ def _find_position(split: ShardSplit, seed: int, position: int) -> tuple[tf.Tens
 
 
 def _read_window(split: ShardSplit, seed: int, number: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
-    """Return one window as a dataset of one element: its records in their order, `[n] string`, without the first."""
+    """Return one window as a dataset of one element: its shuffled records, `[n] string`, without the skipped ones."""
     epoch, window = number // _num_windows(split), number % _num_windows(split)
     shards_W = _order(split, seed, epoch)[window * WINDOW_SHARDS : (window + 1) * WINDOW_SHARDS]
     count = tf.reduce_sum(tf.gather(tf.constant(split.counts, tf.int64), shards_W))
     key = _fold(_epoch_key(seed, epoch), window + 1)
 
     def shuffle(raw_n: tf.Tensor) -> tf.Tensor:
-        found = tf.size(raw_n, tf.int64)
-        right = tf.debugging.assert_equal(found, count, "the shards hold more or fewer examples than their index says")
-        with tf.control_dependencies([right]):  # otherwise the error may be that some index is out of range
+        size = tf.size(raw_n, tf.int64)
+        complete = tf.debugging.assert_equal(size, count, "the shards hold more or fewer examples than their index says")
+        with tf.control_dependencies([complete]):  # otherwise an index may be out of range first
             order_n = tf.random.experimental.stateless_shuffle(tf.range(count), key, alg="philox")
         return tf.gather(raw_n, order_n[skipped:])
 
@@ -147,9 +136,9 @@ def _read_window(split: ShardSplit, seed: int, number: tf.Tensor, skipped: tf.Te
 
 
 def _interleave(split: ShardSplit, shards_W: tf.Tensor) -> tf.data.Dataset:
-    """Return the records of some shards, some of each in turn: the same order every time, though read in parallel.
+    """Interleave the records of shards, in a fixed order although they are read in parallel.
 
-    Each shard's blocks are checked whenever it is opened.
+    The blocks of a shard are checked whenever it is opened.
     """
     hashes = tf.ragged.constant([file.blocks for file in split.files], tf.int64).to_tensor()
     blocks_S = tf.constant([len(file.blocks) for file in split.files])
@@ -173,7 +162,7 @@ def _interleave(split: ShardSplit, shards_W: tf.Tensor) -> tf.data.Dataset:
 
 
 def _parser(split: ShardSplit, replica_batch: int) -> Callable[[tf.Tensor], Batch]:
-    """Return a function that parses a replica's records of one step, `[B] string`, all at once."""
+    """Return a function that parses a replica's records of one step, `[B] string`."""
     fields = {
         "features": tf.io.FixedLenFeature([], tf.string),
         "label": tf.io.FixedLenFeature(split.label_shape, split.label_dtype),

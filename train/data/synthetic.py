@@ -1,4 +1,4 @@
-"""Made-up examples, to measure speed alone: nothing is downloaded, and nothing can be learned from them."""
+"""Random examples to measure speed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 CLASSES = 1000
 TRAIN, TEST = 512, 8
-"""Images: repeated epoch after epoch, and as many as one replica can take at once."""
+"""Numbers of images; the test images fit one replica batch."""
 
 
 def imagenet() -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -15,7 +15,7 @@ def imagenet() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
     def split(count: int) -> tuple[np.ndarray, np.ndarray]:
         labels_N = random.integers(0, CLASSES, count)
-        labels_N[0] = CLASSES - 1  # how many classes there are is read off the labels
+        labels_N[0] = CLASSES - 1  # the number of classes follows from the labels
         return random.integers(0, 256, (count, 224, 224, 3), dtype=np.uint8), labels_N
 
     return {"train": split(TRAIN), "test": split(TEST)}

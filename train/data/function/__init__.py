@@ -1,1 +1,1 @@
-"""A dataset as a function of (split, shard), which each task calls and reads by itself: `--source function`."""
+"""A dataset as a function of (split, shard), which each task calls and reads: `--source function`."""

@@ -1,4 +1,4 @@
-"""Calls a dataset function, and checks what it returns.
+"""Calls a dataset function and checks its result.
 
     def my_data(split, shard):
         return ...  # a tf.data.Dataset of the shard's examples, or an object with __len__ and __getitem__
@@ -21,6 +21,7 @@ from tensorflow.python.autograph.core import ag_ctx  # has no public name
 
 from cluster.system.errors import ClusterError, UsageError
 from cluster.system.messages import described
+from train import named
 from train.data import arrays
 from train.data.function.record import PARTS
 from train.settings import references
@@ -30,14 +31,14 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Shard:
-    """For which part of a split a dataset function is called.
+    """The part of a split for which a dataset function is called.
 
     Attributes:
-        index: of the shard, from 0.
-        count: shards of the split: together they must have all of its examples, each once.
-        seed: of the order of an epoch, an int64 scalar tensor; another one in each epoch, the same for all shards. A
-            random-access source is put in order by itself, so to it this is the run's seed, a number.
-        data_dir: the folder of prepared data, as this task sees it.
+        index: index of the shard.
+        count: number of shards of the split, which together must have each of its examples once.
+        seed: seed of an epoch's order, an int64 scalar tensor that is the same for all shards. For a random-access
+            source, which has no order, it is the run's seed, a number.
+        data_dir: the folder of prepared data on this task's machine.
     """
 
     index: int
@@ -50,7 +51,7 @@ def load(name: str) -> Callable[[str, Shard], Any]:
     """Return the function `package.module:function`.
 
     Raises:
-        UsageError: there is none, or it does not take a split and a shard.
+        UsageError: it does not exist, or does not take a split and a shard.
     """
     function = references.load("--dataset", name)
     if not callable(function):
@@ -59,22 +60,22 @@ def load(name: str) -> Callable[[str, Shard], Any]:
         inspect.signature(function).bind("train", None)
     except TypeError:
         raise UsageError(
-            f"--dataset {name!r} does not take (split, shard), as --source function calls it; let it, or leave "
-            "--source out"
+            f"--dataset {name!r} does not take (split, shard), which --source function passes; change it, or omit "
+            "--source"
         ) from None
-    except ValueError:  # it does not say what it takes
+    except ValueError:  # the signature is unknown
         pass
     return function
 
 
 def call(name: str, split: str, shard: Shard) -> Any:
-    """Return what a dataset function returns for a shard of a split: a `tf.data.Dataset` or a random-access source.
+    """Call a dataset function for a shard of a split; it returns a `tf.data.Dataset` or a random-access source.
 
     Raises:
         UsageError: it fails, or returns something else.
     """
     function = load(name)
-    with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):  # in a graph, too, TensorFlow converts what they map
+    with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):  # autograph converts mapped functions also inside a graph
         returned = references.call("--dataset", name, function, split, shard)
     if isinstance(returned, tf.data.Dataset):
         return returned
@@ -86,36 +87,29 @@ def call(name: str, split: str, shard: Shard) -> Any:
 
 
 def parts_of(what: str, example: Any) -> tuple[Any, ...]:
-    """Return the features, labels and, if it has one, the weight of an example, or of what describes one.
+    """Return the features, labels and optional weight of an example or of its specification.
 
     Raises:
-        UsageError: it is no example.
+        UsageError: it is not an example.
     """
     if not isinstance(example, tuple | list) or len(example) not in (2, 3):
-        given = f"{len(example)} parts" if isinstance(example, tuple | list) else type(example).__name__
-        raise UsageError(f"{what} is {given}; expected (features, labels) or (features, labels, weight)")
+        actual = f"{len(example)} parts" if isinstance(example, tuple | list) else type(example).__name__
+        raise UsageError(f"{what} is {actual}; expected (features, labels) or (features, labels, weight)")
     return tuple(example)
 
 
-def each(function: Callable[..., Any], *parts: Any) -> Any:
-    """Return what a function makes of the array of a part of an example, or of each of its dictionary."""
-    if isinstance(parts[0], Mapping):
-        return {name: function(*(part[name] for part in parts)) for name in parts[0]}
-    return function(*parts)
-
-
 def describe(what: str, example: tuple[Any, ...]) -> dict[str, Any]:
-    """Return what `Record.example` holds of an example: of NumPy arrays, or of a dataset's element specification.
+    """Describe an example for `Record.example`, from NumPy arrays or a dataset's element specification.
 
     Raises:
-        UsageError: it cannot be trained on.
+        UsageError: the example is not suitable for training.
     """
 
     def leaf(part: str, value: Any) -> dict[str, Any]:
         shape = value.shape
         if isinstance(shape, tf.TensorShape):
             if not shape.is_fully_defined():
-                raise UsageError(f"{what}: {part} of the shape {shape}; expected sizes that are known: tf.ensure_shape")
+                raise UsageError(f"{what}: {part} of the shape {shape}; expected known sizes: use tf.ensure_shape")
             shape = shape.as_list()
         dtype = value.dtype.as_numpy_dtype if isinstance(value, tf.TensorSpec) else value.dtype
         return {"shape": list(shape), "dtype": arrays.stored_dtype(f"{what}: {part}", part, np.dtype(dtype))}
@@ -127,24 +121,24 @@ def describe(what: str, example: tuple[Any, ...]) -> dict[str, Any]:
                 raise UsageError(
                     f"{what}: {part} are {type(values).__name__}; expected an array or a dictionary of arrays"
                 )
-        described_parts[part] = each(lambda value, part=part: leaf(part, value), values)
+        described_parts[part] = named.each(lambda value, part=part: leaf(part, value), values)
     if "weights" in described_parts and described_parts["weights"].get("shape") != []:
         raise UsageError(f"{what}: weights are {described_parts['weights']}; expected one number")
     return described_parts
 
 
 def as_arrays(what: str, example: Any) -> tuple[Any, ...]:
-    """Return an example of a random-access source with NumPy arrays for what it consists of.
+    """Convert an example of a random-access source to NumPy arrays.
 
     Raises:
-        UsageError: it is no example.
+        UsageError: it is not an example.
     """
     try:
-        return tuple(each(np.asarray, part) for part in parts_of(what, example))
+        return tuple(named.each(np.asarray, part) for part in parts_of(what, example))
     except ClusterError:
         raise
-    except Exception as error:  # what they return may be of any class
-        raise UsageError(f"{what} cannot be made into arrays: {described(error)}") from None
+    except Exception as error:  # the example may be of any class
+        raise UsageError(f"{what} cannot be converted to arrays: {described(error)}") from None
 
 
 def _wrong(name: str, split: str, returned: Any) -> str:

@@ -1,4 +1,4 @@
-"""Examines a dataset function before anything is started: what it returns, of which shape, and how much."""
+"""Examines a dataset function before a run starts: the form, shapes and number of its examples."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ from train.data.prepare.arrays import say
 
 
 def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, fresh: bool = False) -> Record:
-    """Call a dataset function for both splits, and keep what there is to know in `data_dir`.
+    """Call a dataset function for both splits, and write a record of it to `data_dir`.
 
     Args:
         name: `package.module:function`.
         data_dir: the folder of prepared data.
-        num_outputs: classes of labels that are whole numbers, such as `10`, or `digit=10,parity=2`.
-        seed: of the run.
-        fresh: count again the examples of datasets that do not know their length.
+        num_outputs: classes of whole-number labels, such as `10`, or `digit=10,parity=2`.
+        seed: seed of the run.
+        fresh: whether to count the examples of datasets without a known length again.
 
     Raises:
-        UsageError: it cannot be trained on; says why.
+        UsageError: it is not suitable for training; the message gives the reason.
     """
     say(f"calling {name}")
     with store.disk_errors(data_dir):
         data_dir.mkdir(parents=True, exist_ok=True)
     returned = {split: calling.call(name, split, Shard(0, 1, seed, data_dir)) for split in SPLITS}
-    forms = {split: DATASET if isinstance(of, tf.data.Dataset) else RANDOM_ACCESS for split, of in returned.items()}
+    forms = {
+        split: DATASET if isinstance(data, tf.data.Dataset) else RANDOM_ACCESS for split, data in returned.items()
+    }
     if len(set(forms.values())) > 1:
         raise UsageError(
             f"--dataset {name!r} returns {forms['train']} for 'train', {forms['test']} for 'test'; use one"
         )
     form = forms["train"]
-    look = _first_example if form == RANDOM_ACCESS else _element
-    found = {split: look(name, split, of) for split, of in returned.items()}
-    example = found["train"]
+    describe = _first_example if form == RANDOM_ACCESS else _element
+    examples = {split: describe(name, split, data) for split, data in returned.items()}
+    example = examples["train"]
     for part in ("features", "labels"):
-        if found["test"].get(part) != example[part]:
+        if examples["test"].get(part) != example[part]:
             raise UsageError(
-                f"--dataset {name!r}: {part} of train and test are {example[part]} and {found['test'].get(part)}; "
+                f"--dataset {name!r}: {part} of train and test are {example[part]} and {examples['test'].get(part)}; "
                 "expected the same"
             )
-    if found["test"].keys() != example.keys():
+    if examples["test"].keys() != example.keys():
         raise UsageError(
             f"--dataset {name!r}: train and test differ in whether examples have weights; expected the same"
         )
@@ -82,26 +84,25 @@ def _element(name: str, split: str, dataset: tf.data.Dataset) -> dict[str, Any]:
 
 
 def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:
-    """Return the examples of each split, and whether they had to be counted, now or before."""
+    """Return the number of examples of each split, and whether they were counted, now or before."""
     known: Record | None = None
     with contextlib.suppress(PrerequisiteError, RunFailed):
         known = None if fresh else record.find(data_dir, name)
     counts, counted = {}, False
-    for split, of in returned.items():
-        if not isinstance(of, tf.data.Dataset):
-            counts[split] = len(of)
+    for split, data in returned.items():
+        if not isinstance(data, tf.data.Dataset):
+            counts[split] = len(data)
             continue
-        count = int(of.cardinality())
+        count = int(data.cardinality())
         if count == tf.data.INFINITE_CARDINALITY:
             raise UsageError(f"--dataset {name!r}: {split} never ends; expected one epoch, without repeat()")
         if count == tf.data.UNKNOWN_CARDINALITY:
             counted = True
             if known is None or not known.counted:
-                say(f"counting the {split} examples: the dataset does not say how many (assert_cardinality would)")
-                known_count = _count(name, split, of)
+                say(f"counting the {split} examples: the dataset does not know its length (see assert_cardinality)")
+                count = _count(name, split, data)
             else:
-                known_count = known.counts[split]
-            count = known_count
+                count = known.counts[split]
         if not count:
             raise UsageError(f"--dataset {name!r} has no {split} example; expected at least one")
         counts[split] = count
@@ -116,33 +117,33 @@ def _count(name: str, split: str, dataset: tf.data.Dataset) -> int:
 
 
 def _trace(new: Record, data_dir: Path, seed: int) -> None:
-    """Build the pipeline as a task does: there the seed is a tensor."""
+    """Build the pipeline as a task does, where the seed is a tensor."""
     try:
         epochs.shard_batches(new, data_dir, BatchSlice(2, seed, replicas=Replicas(2)), 0)
     except ClusterError:
         raise
     except Exception as error:
         raise UsageError(
-            f"--dataset {new.name!r} cannot be made anew in every epoch: {described(error)}; shard.seed is a tensor"
+            f"--dataset {new.name!r} cannot be built again in every epoch: {described(error)}; shard.seed is a tensor"
         ) from None
 
 
 def _outputs(name: str, labels: Mapping[str, Any], num_outputs: str) -> Any:
-    """Return the classes, or values to predict, of each array of labels."""
+    """Return the number of classes or values to predict for each array of labels."""
     heads = {"": labels} if record.is_leaf(labels) else dict(labels)
-    words = [word.partition("=") for word in num_outputs.replace(" ", "").split(",") if word]
-    given = {head if mark else "": count if mark else head for head, mark, count in words}
-    found = {}
+    settings = [item.partition("=") for item in num_outputs.replace(" ", "").split(",") if item]
+    requested = {head if mark else "": count if mark else head for head, mark, count in settings}
+    outputs = {}
     for head, leaf in heads.items():
         of_head = f" of {head!r}" if head else ""
         if leaf["dtype"] == "float32":
-            found[head] = arrays.values_in(leaf["shape"])
+            outputs[head] = arrays.values_in(leaf["shape"])
             continue
-        if not given.get(head, "").isdecimal() or int(given[head]) < 1:
+        if not requested.get(head, "").isdecimal() or int(requested[head]) < 1:
             example = "10" if not head else ",".join(f"{key}=10" for key in heads)
             raise UsageError(
-                f"--num-outputs {num_outputs!r}: labels{of_head} of {name} are whole numbers; expected how many "
-                f"classes there are, such as -- --num-outputs {example}"
+                f"--num-outputs {num_outputs!r}: labels{of_head} of {name} are whole numbers; expected the number "
+                f"of classes, such as -- --num-outputs {example}"
             )
-        found[head] = int(given[head])
-    return found.get("", found)
+        outputs[head] = int(requested[head])
+    return outputs.get("", outputs)

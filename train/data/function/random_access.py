@@ -1,8 +1,8 @@
-"""Batches from a random-access source: which examples a step uses is a pure function of (seed, step), as in `memory`.
+"""Batches from a random-access source: the examples of a step are a pure function of (seed, step), as in `memory`.
 
-So a run resumes at any step at once, and any number of tasks sees the same global batches. The graph calls the source
-by an operation that names it, `PyFuncStateless`, so it runs in whichever process has the source open: a task, a worker
-of parameter servers that was sent the graph, a data worker.
+So a run resumes at any step immediately, and any number of tasks has the same global batches. The graph calls the
+source by an operation that names it, `PyFuncStateless`, so it can run in any process that has opened the source: a
+task, a worker of parameter servers, a data worker.
 
 Shapes: B replica batch.
 """
@@ -21,6 +21,7 @@ from tensorflow.python.ops import script_ops  # the registry of functions that g
 
 from cluster.system.errors import ClusterError, RunFailed, UsageError
 from cluster.system.messages import described
+from train import named
 from train.data import memory
 from train.data.batches import Batch, BatchSlice, Replicas, by_step, eval_batches
 from train.data.function import calling
@@ -30,18 +31,18 @@ from train.data.function.record import PARTS, Record, leaves
 _FAILURE = re.compile(r"RunFailed: (dataset [^\n]+)")
 _ELSEWHERE = "Could not find callback with key=pyfunc_"
 _OPEN: dict[str, Callable[..., Any]] = {}
-"""What this process has registered; TensorFlow keeps weak references alone."""
+"""Sources that this process has registered; TensorFlow keeps only weak references."""
 
 
 class Reader:
-    """Reads the examples of one split, one call at a time: a source need not know of threads."""
+    """Reads the examples of one split, one call at a time, because a source need not be thread-safe."""
 
     def __init__(self, record: Record, split: str, source: Any) -> None:
         self._record, self._split, self._source = record, split, source
         self._lock = threading.Lock()
 
     def __call__(self, indices_B: np.ndarray) -> list[np.ndarray]:
-        """Return some examples: each array of each of their parts, in order, `[B, ...]`."""
+        """Return the arrays of some examples, `[B, ...]`, in the order of their parts."""
         indices = indices_B.tolist()
         with self._lock:
             examples = self._read(indices)
@@ -51,7 +52,7 @@ class Reader:
         return [np.stack(column) for column in columns]
 
     def _read(self, indices: list[int]) -> Sequence[Any]:
-        """Return examples, all at once where the source can."""
+        """Read examples, all at once if the source supports it."""
         try:
             if hasattr(type(self._source), "__getitems__"):
                 return list(self._source.__getitems__(indices))
@@ -66,23 +67,23 @@ class Reader:
         what = f"dataset {self._record.name}: {self._split} example {index}"
         try:
             parts = calling.as_arrays(what, example)
-            if (given := calling.describe(what, parts)) != self._record.example:
-                raise RunFailed(f"{what} is {_shown(given)}; expected {_shown(self._record.example)}")
+            if (actual := calling.describe(what, parts)) != self._record.example:
+                raise RunFailed(f"{what} is {_shown(actual)}; expected {_shown(self._record.example)}")
         except UsageError as error:
             raise RunFailed(str(error)) from error
-        found = []
+        flat = []
         for name, part in zip(PARTS, parts, strict=False):
             expected = self._record.example[name]
             values = [part[key] for key in expected] if isinstance(part, Mapping) else [part]
-            found += [np.asarray(value, leaf["dtype"]) for value, leaf in zip(values, leaves(expected), strict=True)]
-        return found
+            flat += [np.asarray(value, leaf["dtype"]) for value, leaf in zip(values, leaves(expected), strict=True)]
+        return flat
 
 
 def open_split(record: Record, split: str, data_dir: Path, seed: int) -> None:
-    """Make a split readable by graphs that run in this process.
+    """Open a split for graphs that run in this process.
 
     Raises:
-        UsageError: the function returns something else here than where it was examined.
+        UsageError: the function's result differs from that where it was examined.
     """
     if _token(record, split) in _OPEN:
         return
@@ -100,10 +101,10 @@ def open_split(record: Record, split: str, data_dir: Path, seed: int) -> None:
 
 
 def length_of(name: str, split: str, source: Any) -> int:
-    """Return how many examples a source has.
+    """Return the number of examples of a source.
 
     Raises:
-        UsageError: none, or it does not say.
+        UsageError: it is 0 or unknown.
     """
     try:
         length = len(source)
@@ -115,7 +116,7 @@ def length_of(name: str, split: str, source: Any) -> int:
 
 
 def read(record: Record, split: str, indices_B: tf.Tensor) -> Batch:
-    """Return some examples in a graph, each with its weight."""
+    """Return examples with their weights, in a graph."""
     described_leaves = [leaf for part in record.example.values() for leaf in leaves(part)]
     with tf.device("CPU:0"):
         flat = tf.raw_ops.PyFuncStateless(
@@ -125,24 +126,24 @@ def read(record: Record, split: str, indices_B: tf.Tensor) -> Batch:
         )
     size = indices_B.shape[0]
     shaped = iter(
-        [tf.ensure_shape(of, [size, *leaf["shape"]]) for of, leaf in zip(flat, described_leaves, strict=True)]
+        [tf.ensure_shape(array, [size, *leaf["shape"]]) for array, leaf in zip(flat, described_leaves, strict=True)]
     )
-    parts = {name: calling.each(lambda _: next(shaped), of_part(part)) for name, part in record.example.items()}
+    parts = {name: named.each(lambda _: next(shaped), of_part(part)) for name, part in record.example.items()}
     return Batch(parts["features"], parts["labels"], parts.get("weights", tf.ones([size])))
 
 
 def of_part(described_part: Mapping[str, Any]) -> Any:
-    """Return a description with a placeholder for each array: what `calling.each` goes through."""
+    """Return None, or a dictionary of None for a dictionary of arrays, for `named.each`."""
     return None if isinstance(described_part.get("shape"), list) else dict.fromkeys(described_part)
 
 
 def train_batch(record: Record, step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice) -> Batch:
-    """Return one replica's part of the global batch of `step`; arguments as for `memory.train_indices`."""
+    """Return a replica's part of the global batch of `step`; see `memory.train_indices` for the arguments."""
     return read(record, "train", memory.train_indices(step, replica, batch_slice, record.counts["train"]))
 
 
 def train_dataset(record: Record, batch_slice: BatchSlice) -> tf.data.Dataset:
-    """Return the batches of some replicas, step by step one for each."""
+    """Return one batch for each replica, step by step."""
 
     def batch(step: tf.Tensor, replica: tf.Tensor) -> Batch:
         return train_batch(record, step, replica, batch_slice)
@@ -151,27 +152,27 @@ def train_dataset(record: Record, batch_slice: BatchSlice) -> tf.data.Dataset:
 
 
 def eval_dataset(record: Record, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-    """Return the batches of some replicas to evaluate, as `memory.eval_dataset` does."""
+    """Return the test batches of replicas, like `memory.eval_dataset`."""
     count = record.counts["test"]
 
     def batch(number: tf.Tensor, replica: tf.Tensor) -> Batch:
         first = (number * replicas.total + replica) * replica_batch
         positions_B = first + tf.range(replica_batch, dtype=tf.int64)
-        found = read(record, "test", tf.minimum(positions_B, count - 1))
-        return found._replace(weights=tf.cast(positions_B < count, tf.float32))
+        batch_B = read(record, "test", tf.minimum(positions_B, count - 1))
+        return batch_B._replace(weights=tf.cast(positions_B < count, tf.float32))
 
     batches = eval_batches(count, replica_batch=replica_batch, num_replicas=replicas.total)
     return by_step(batch, batches * replicas.count, replicas)
 
 
 def explain(error: Exception) -> ClusterError | None:
-    """Return what an error of TensorFlow says of a source that failed; None where it says something else."""
+    """Translate TensorFlow's error about a source that failed; None for other errors."""
     if match := _FAILURE.search(str(error)):
         return RunFailed(match[1])
     if _ELSEWHERE in str(error):
         return RunFailed(
-            "the dataset function's tf.data.Dataset calls Python (from_generator, py_function), which only the process "
-            "that made it can; return a random-access source"
+            "the dataset function's tf.data.Dataset calls Python (from_generator, py_function), which works only in the "
+            "process that created it; return a random-access source"
         )
     return None
 
@@ -182,5 +183,5 @@ def _token(record: Record, split: str) -> str:
 
 def _shown(described_example: Any) -> str:
     return ", ".join(
-        f"{part} {leaf['shape']} {leaf['dtype']}" for part, of in described_example.items() for leaf in leaves(of)
+        f"{part} {leaf['shape']} {leaf['dtype']}" for part, value in described_example.items() for leaf in leaves(value)
     )

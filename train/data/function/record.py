@@ -1,9 +1,9 @@
-"""What was learned of a dataset function when it was examined, before anything was started: one JSON file.
+"""The record of a dataset function that was examined before the run started, in a JSON file.
 
     <data_dir>/functions/<name>.json             which record is the newest
     <data_dir>/functions/<name>-<version>.json   the record
 
-Every task compares what the function returns there with it. Standard library only.
+Every task compares the function's result with it. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Record:
 
     Attributes:
         name: `package.module:function`.
-        form: what it returns, `RANDOM_ACCESS` or `DATASET`.
-        example: of each of `PARTS` that examples have, `{"shape": [...], "dtype": ...}`, or a dictionary of these.
-        num_outputs: classes, or values to predict; where labels are a dictionary, of each.
-        counts: examples of each split.
-        counted: whether the examples were counted, because the function's datasets do not know their length.
+        form: the form of its result, `RANDOM_ACCESS` or `DATASET`.
+        example: `{"shape": [...], "dtype": ...}`, or a dictionary of these, for each of `PARTS` of an example.
+        num_outputs: number of classes or of values to predict; a dictionary if labels are one.
+        counts: number of examples of each split.
+        counted: whether the examples were counted, because the datasets do not know their length.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Record:
 
     @property
     def version(self) -> str:
-        """The first 12 digits of the sha256 of all of it."""
+        """The first 12 digits of the sha256 of all fields."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
     @property
@@ -53,16 +53,16 @@ class Record:
 
     def __str__(self) -> str:
         features = leaves(self.example["features"])
-        each = ", ".join(f"{leaf['shape']} {leaf['dtype']}" for leaf in features)
+        shapes = ", ".join(f"{leaf['shape']} {leaf['dtype']}" for leaf in features)
         counted = " (counted)" if self.counted else ""
         return (
             f"{self.name} {self.version}: {self.counts['train']} examples to train, {self.counts['test']} to test"
-            f"{counted}, each {each}, read by each task by {self.form}"
+            f"{counted}, each {shapes}, read by each task by {self.form}"
         )
 
 
 def is_leaf(described: Mapping[str, Any]) -> bool:
-    """Whether a description is of one array: a dictionary of arrays may have one that is called `shape`."""
+    """Whether a description is that of one array; a dictionary of arrays may have one with the name `shape`."""
     return isinstance(described.get("shape"), list)
 
 
@@ -72,22 +72,22 @@ def leaves(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def of_each(described: Mapping[str, Any], key: str) -> Any:
-    """Return `shape`, as a tuple, or `dtype` of the array of a part of an example, or of each of its dictionary."""
+    """Return `shape`, as a tuple, or `dtype` of the array or of each array of a part of an example."""
     if is_leaf(described):
         return tuple(described[key]) if key == "shape" else described[key]
     return {name: of_each(leaf, key) for name, leaf in described.items()}
 
 
 def find(data_dir: Path, name: str, version: str = "") -> Record:
-    """Return what is known of a dataset function.
+    """Find the record of a dataset function.
 
     Args:
-        data_dir: where prepared data lies.
+        data_dir: the folder of prepared data.
         name: `package.module:function`.
-        version: exactly this one; none: the newest.
+        version: the version; empty for the newest.
 
     Raises:
-        PrerequisiteError: it was not examined.
+        PrerequisiteError: the function was not examined.
         RunFailed: the record cannot be read.
     """
     command = f"invoke data.examine --name {name}"
@@ -98,7 +98,7 @@ def find(data_dir: Path, name: str, version: str = "") -> Record:
 
 
 def write(data_dir: Path, record: Record) -> None:
-    """Keep a record as the newest of its function."""
+    """Write a record as the newest of its function."""
     name, version = record.name, record.version
     folder = data_dir / "functions"
     folder.mkdir(exist_ok=True)

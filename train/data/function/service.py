@@ -1,15 +1,15 @@
 """Batches that other processes prepare: TensorFlow's tf.data service, as tasks of the cluster (`--data-workers N`).
 
 Data worker w of N prepares the batches of every step s with s modulo N = w, and sends each with its step. A task takes
-them in the order of the steps, from each data worker in turn, so it trains on the same batches whichever comes first.
-From a random-access source these are the batches that the tasks would read themselves. A dataset can only be read from
-its beginning, so there each data worker has shards of its own, N for every replica.
+them in the order of the steps, from each data worker in turn, so that it always trains on the same batches. With a
+random-access source they are the batches that the tasks would read themselves. A dataset can only be read from its
+beginning, so there each data worker has separate shards, N for every replica.
 
-A data worker that was killed begins again at the newest step that the run has done, and a task leaves out what it has
-had: nothing is lost and nothing comes twice. Each part of a job is prepared by one data worker alone, which recognises
-it by its own index; the others find it empty. So TensorFlow's processing mode is `ShardingPolicy.OFF`.
+A data worker that was killed restarts at the newest step of the run, and a task skips batches that it has already
+received: nothing is lost or repeated. Each part of a job is prepared by a single data worker, which recognizes it by
+its index; it is empty for the others. So TensorFlow's processing mode is `ShardingPolicy.OFF`.
 
-Under parameter servers all workers share one job, and a batch goes to whichever of them asks.
+Under parameter servers all workers share one job, and a batch goes to the worker that requests it.
 
 Shapes: L replicas of a task, B replica batch.
 """
@@ -27,26 +27,26 @@ import tensorflow as tf
 from tensorflow.python.ops import script_ops  # the registry of functions that graphs call has no public name
 
 from cluster.contract.spec import ClusterSpec, Role
-from train.data.batches import Batch, BatchSlice, own_share
+from train.data.batches import Batch, BatchSlice, without_sharding
 from train.data.function import epochs, random_access
 from train.data.function.record import Record
 
-_WHO = "tf-cluster data worker"
+_WORKER_TOKEN = "tf-cluster data worker"
 _KEPT: list[Any] = []
-"""What this process has registered: TensorFlow keeps weak references alone."""
+"""Functions that this process has registered; TensorFlow keeps only weak references."""
 HEARTBEAT_MS = 500
 JOB_GC_MS = 60_000
 
 
 @dataclass(frozen=True)
 class Service:
-    """The data service of one generation of a run, as its tasks see it.
+    """The data service of one generation of a run.
 
     Attributes:
-        address: of the dispatcher.
-        workers: how many data workers there are.
-        generation: of the run, because jobs end with it.
-        shared: whether all tasks take batches of the same job, each batch going to one of them.
+        address: address of the dispatcher.
+        workers: number of data workers.
+        generation: generation of the run, with which jobs end.
+        shared: whether all tasks take batches of the same job, each batch for one of them.
     """
 
     address: str
@@ -55,16 +55,16 @@ class Service:
     shared: bool = False
 
     def dataset(self, record: Record, data_dir: Path, batch_slice: BatchSlice) -> tf.data.Dataset:
-        """Return the batches of some replicas, step by step one for each."""
+        """Return one batch for each replica, step by step."""
         first_step, replicas = batch_slice.first_step, batch_slice.replicas
         parts = []
         for worker in range(self.workers):
             job = f"{self.generation}/{first_step}/{replicas.first}/{worker}"
             if record.random_access:
-                what = _by_step(record, batch_slice, worker, self.workers)
+                prepare = _by_step(record, batch_slice, worker, self.workers)
             else:
-                what = _by_shard(record, data_dir, batch_slice, worker, self.workers)
-            part = _of_worker(worker, first_step, what).apply(
+                prepare = _by_shard(record, data_dir, batch_slice, worker, self.workers)
+            part = _of_worker(worker, first_step, prepare).apply(
                 tf.data.experimental.service.distribute(
                     tf.data.experimental.service.ShardingPolicy.OFF,
                     f"grpc://{self.address}",
@@ -76,29 +76,29 @@ class Service:
         turns = tf.data.Dataset.range(first_step, tf.int64.max).map(lambda step: step % self.workers)
         chosen = tf.data.Dataset.choose_from_datasets(parts, turns, stop_on_empty_dataset=True)
         batches = chosen.map(lambda _, batches: batches).unbatch()
-        # Known to be without end, a distributed dataset keeps the shapes of its batches.
+        # A distributed dataset keeps the shapes of its batches if it is known to be infinite.
         batches = batches.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-        return own_share(batches.take(batch_slice.num_batches).prefetch(tf.data.AUTOTUNE))
+        return without_sharding(batches.take(batch_slice.num_batches).prefetch(tf.data.AUTOTUNE))
 
 
 def _of_worker(worker: int, first_step: int, prepare: Callable[[tf.Tensor], tf.data.Dataset]) -> tf.data.Dataset:
-    """Return a part of a job: on one data worker what it prepares from a step on, on the others nothing."""
+    """Return a part of a job: the batches of one data worker from a step on; empty on the others."""
 
-    def who(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        index, step = tf.raw_ops.PyFunc(input=[], token=_WHO, Tout=[tf.int64, tf.int64])
+    def identity(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        index, step = tf.raw_ops.PyFunc(input=[], token=_WORKER_TOKEN, Tout=[tf.int64, tf.int64])
         return tf.ensure_shape(index, []), tf.ensure_shape(step, [])
 
     @tf.autograph.experimental.do_not_convert
-    def own(_: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
+    def prepared(_: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
         return prepare(tf.maximum(step, first_step))
 
-    return tf.data.Dataset.range(1).map(who).filter(lambda index, _: index == worker).flat_map(own).prefetch(2)
+    return tf.data.Dataset.range(1).map(identity).filter(lambda index, _: index == worker).flat_map(prepared).prefetch(2)
 
 
 def _by_step(
     record: Record, batch_slice: BatchSlice, worker: int, workers: int
 ) -> Callable[[tf.Tensor], tf.data.Dataset]:
-    """Return what prepares a data worker's steps of a random-access source, each with its number and `[L, B, ...]`."""
+    """Return a function that prepares a data worker's steps of a random-access source, each with its number."""
 
     def of_step(step: tf.Tensor) -> tuple[tf.Tensor, Batch]:
         numbers = [tf.constant(replica, tf.int64) for replica in batch_slice.replicas.numbers]
@@ -113,7 +113,7 @@ def _by_step(
 def _by_shard(
     record: Record, data_dir: Path, batch_slice: BatchSlice, worker: int, workers: int
 ) -> Callable[[tf.Tensor], tf.data.Dataset]:
-    """Return what prepares a data worker's steps from its shards of a dataset, each with its number."""
+    """Return a function that prepares a data worker's steps from its shards of a dataset, each with its number."""
 
     def prepare(first: tf.Tensor) -> tf.data.Dataset:
         first = _next(first, worker, workers)
@@ -139,7 +139,7 @@ def _next(first: Any, worker: int, workers: int) -> Any:
 
 
 def _without_repeats(part: tf.data.Dataset, worker: int, workers: int, first_step: int) -> tf.data.Dataset:
-    """Return a data worker's steps, each once: it may have begun again meanwhile, at an earlier one."""
+    """Remove repeated steps of a data worker, which may have restarted at an earlier step."""
 
     def follow(expected: tf.Tensor, of_step: tuple[tf.Tensor, Any]) -> tuple[tf.Tensor, tuple[tf.Tensor, Any]]:
         step, _ = of_step
@@ -154,7 +154,7 @@ def _without_repeats(part: tf.data.Dataset, worker: int, workers: int, first_ste
 
 
 def through(source: Any, record: Record, data_dir: Path, service: Service) -> Any:
-    """Return a source whose batches to train on come from the data workers."""
+    """Return a source whose training batches come from the data workers."""
 
     def dataset(batch_slice: BatchSlice) -> tf.data.Dataset:
         return service.dataset(record, data_dir, batch_slice)
@@ -166,7 +166,7 @@ def through(source: Any, record: Record, data_dir: Path, service: Service) -> An
 
 
 def of(spec: ClusterSpec, generation: int) -> Service | None:
-    """Return the data service of a cluster; None where it has none."""
+    """Return the data service of a cluster; None if it has none."""
     if not spec.of(Role.DATA_DISPATCHER):
         return None
     address, workers = spec.of(Role.DATA_DISPATCHER)[0].address, len(spec.of(Role.DATA_WORKER))
@@ -177,7 +177,7 @@ def of(spec: ClusterSpec, generation: int) -> Service | None:
 
 
 def dispatcher(port: int, work_dir: Path) -> Any:
-    """Start the dispatcher in this process and return it; one that was killed goes on from its journal."""
+    """Start the dispatcher in this process and return it; it continues from the journal of a killed one."""
     work_dir.mkdir(parents=True, exist_ok=True)
     config = tf.data.experimental.service.DispatcherConfig(
         port=port,
@@ -194,17 +194,17 @@ def worker(index: int, address: str, dispatcher: str, newest_step: Callable[[], 
     """Start a data worker in this process and return it.
 
     Args:
-        index: of the data worker.
-        address: at which it listens.
+        index: index of the data worker.
+        address: address at which it listens.
         dispatcher: address of the dispatcher.
-        newest_step: returns how many steps the run has done in this generation; 0: none is known.
+        newest_step: returns the steps that the run has done in this generation; 0 if unknown.
     """
 
-    def who() -> list[np.ndarray]:
+    def identity() -> list[np.ndarray]:
         return [np.array(index, np.int64), np.array(newest_step(), np.int64)]
 
-    _KEPT.append(who)
-    script_ops._py_funcs._funcs[_WHO] = who
+    _KEPT.append(identity)
+    script_ops._py_funcs._funcs[_WORKER_TOKEN] = identity
     config = tf.data.experimental.service.WorkerConfig(
         dispatcher_address=dispatcher,
         worker_address=address,

@@ -1,16 +1,16 @@
-"""Prepare a dataset once, from the first source that has it; afterwards nothing here needs a network.
+"""Prepares a dataset once, from the first source that has it; nothing needs a network afterwards.
 
 Sources of a TFDS dataset, in order:
-    1. arrays that are prepared already;
-    2. a TFDS dataset that is in the data folder already;
+    1. prepared arrays;
+    2. a TFDS dataset in the data folder;
     3. the addresses that TFDS records;
     4. Debian's package (Fashion-MNIST, the Jargon File, the table of breast cancers).
-What 3 and 4 fetch must have the sha256 that TFDS records, and goes through the real TFDS builder.
+Files from 3 and 4 must have the sha256 that TFDS records, and TFDS builds the dataset from them.
 
-A text (`train.data.prepare.text`) or a table (`train.data.prepare.table`) is no dataset of TFDS: 3 is left out, and its
-sha256 is recorded here.
+Texts (`train.data.prepare.text`) and tables (`train.data.prepare.table`) are not in TFDS: source 3 does not apply, and
+the sha256 is recorded there.
 
-A dataset of the user's own, `package.module:function`, has one source: the function, which is called every time.
+A user's dataset, `package.module:function`, has one source: the function, which is called every time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 NEEDED_BYTES = 400_000_000
-"""Free disk space to start with: Fashion-MNIST takes 90 MB in the end, 300 MB on the way."""
+"""Required free disk space: Fashion-MNIST takes 90 MB, and 300 MB more while it is prepared."""
 
 Say = Callable[[str], None]
 Fetch = Callable[[str, Sequence[SourceFile], Path, Say], None]
@@ -43,7 +43,7 @@ FETCHERS: Mapping[str, Fetch] = {"TFDS download": download.fetch, "Debian packag
 
 
 class Dataset(Protocol):
-    """What this module needs of `train.data.prepare.tfds_dataset.TfdsDataset`."""
+    """Interface of datasets such as `train.data.prepare.tfds_dataset.TfdsDataset`."""
 
     def source_files(self) -> tuple[SourceFile, ...]: ...
     def build(self, sources: Path, scratch: Path) -> None: ...
@@ -59,22 +59,22 @@ def prepare(
     open_dataset: Callable[[str, str, Path], Dataset] | None = None,
     fetchers: Mapping[str, Fetch] = FETCHERS,
 ) -> arrays.ArraySet:
-    """Return the arrays of the dataset `name` in `data_dir`, preparing them where they are not.
+    """Return the arrays of a dataset in `data_dir`; prepare them if necessary.
 
-    Processes that call this at once wait for the first; the others find its arrays.
+    Of several processes that call this at the same time, one prepares the arrays and the others wait.
 
     Args:
-        name: of a TFDS dataset, or `package.module:function`, see `train.data.own_dataset`.
-        data_dir: what everything is below; made where it is not there.
-        fresh: decode again what is prepared already. Intact TFDS files are used, damaged ones are replaced.
-        open_dataset: instead of `TfdsDataset`, for tests.
-        fetchers: the sources of the files that TFDS builds from, tried in order.
+        name: a TFDS dataset, or `package.module:function`, see `train.data.own_dataset`.
+        data_dir: the folder of prepared data, which is created if necessary.
+        fresh: whether to decode prepared data again. Intact TFDS files are used, damaged ones are replaced.
+        open_dataset: replaces `TfdsDataset` in tests.
+        fetchers: the sources of the files from which TFDS builds, in order.
 
     Raises:
-        UsageError: no dataset of this name is known, the function of the user's own fails or returns what cannot be
-            trained on, or `data_dir` cannot be written.
-        PrerequisiteError: no source has it; says why each failed.
-        RunFailed: arrays that are there are damaged and `fresh` was not requested, or the disk is full.
+        UsageError: the dataset is unknown, the user's function fails or its result is not suitable for training, or
+            `data_dir` cannot be written.
+        PrerequisiteError: no source has it; the message has the reason for each.
+        RunFailed: existing arrays are damaged and `fresh` was not requested, or the disk is full.
     """
     if arrays.is_own(name):
         return _prepare_own(name, data_dir, fresh)
@@ -91,12 +91,12 @@ def prepare(
 
 
 def say(message: str) -> None:
-    """Print a line of progress at once, also into a pipe."""
+    """Print a line of progress without buffering."""
     print_lines(f"data: {message}")
 
 
 def _prepare_own(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
-    """Call the user's function, and write what it returns unless that is there already."""
+    """Call the user's function, and write its result unless it is prepared."""
     from train.data import own_dataset  # imports NumPy
 
     say(f"calling {name}")
@@ -104,11 +104,11 @@ def _prepare_own(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
     partial = data_dir / f".{store.slug(name)}.partial"
     with store.disk_errors(data_dir), store.lock(data_dir, say), store.scratch_folder(partial) as scratch:
         if not fresh:
-            # Damaged arrays are no reason to stop here: what they should be is at hand.
+            # Damaged arrays are written again.
             with contextlib.suppress(PrerequisiteError, RunFailed):
-                found = arrays.find(data_dir, name, dataset.version)
+                array_set = arrays.find(data_dir, name, dataset.version)
                 store.write_pointer(arrays.pointer_of(data_dir, name), dataset.version, scratch)
-                return found
+                return array_set
         store.check_space(data_dir, dataset.size_bytes)
         return arrays.write(
             scratch,
@@ -149,7 +149,7 @@ def _prepare(
 def _decode_first(
     name: str, dataset: Dataset, fetchers: Mapping[str, Fetch], scratch: Path, folder: Path
 ) -> tuple[str, tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]]:
-    """Return the first source that works, and what `dataset` decodes to with it."""
+    """Return the first source that works, and the decoded dataset."""
     attempts: dict[str, Fetch | None] = {"TFDS dataset in place": None, **fetchers}
     failures = []
     for source, fetch in attempts.items():
@@ -167,16 +167,15 @@ def _decode_first(
 
 
 def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
-    """Fetch the files that `dataset` is built from, check them, build it."""
     files = dataset.source_files()
     sources = scratch / "sources"
-    shutil.rmtree(sources, ignore_errors=True)  # what a source before this one left behind
+    shutil.rmtree(sources, ignore_errors=True)  # files of an earlier source
     sources.mkdir()
     fetch(name, files, sources, say)
     wrong = [file.name for file in files if sha256(sources / file.name) != file.sha256]
     if wrong:
         raise PrerequisiteError(f"{', '.join(wrong)} not with the recorded sha256")
-    say(f"{len(files)} files have the recorded sha256; building {name} from them (20 s where TFDS does it)")
+    say(f"{len(files)} files have the recorded sha256; building {name} from them (20 s with TFDS)")
     dataset.build(sources, scratch)
 
 
@@ -187,7 +186,7 @@ def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:
         return text.TextDataset
     if name in table.TABLES:
         return table.TableDataset
-    with quiet.imports():  # TensorFlow, only once there is something to prepare
+    with quiet.imports():  # imports TensorFlow
         from train.data.prepare.tfds_dataset import TfdsDataset, TfdsReviews, TfdsText
 
     if name in text.TFDS_TEXTS:

@@ -1,10 +1,10 @@
-"""Data from Debian's packages: for machines that reach a Debian mirror and little else.
+"""Data from Debian's packages, for machines that reach a Debian mirror and little else.
 
-`dataset-fashion-mnist` holds the original four files, but was built with new gzip headers (no name, another time), so
-their sha256 is not the one that TFDS records. With the original headers back, they are the original files, bit for bit.
-`dict-jargon` holds the text of the Jargon File, which is in the public domain, compressed. `python3-sklearn` holds the
-small table of breast cancers among its example data; of the package no more than that is used.
-apt-get runs with its own lists and cache: it needs no root, no lists from before, and changes nothing on the machine.
+`dataset-fashion-mnist` has the original four files, but with other gzip headers (no name, another time), so that their
+sha256 differs from the one that TFDS records. Restoring the headers restores the original files, bit for bit.
+`dict-jargon` has the compressed text of the Jargon File, which is in the public domain. `python3-sklearn` has the small
+table of breast cancers in its example data, which is the only part of it that is used.
+apt-get runs with separate lists and a separate cache: it needs no root and changes nothing on the machine.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PACKAGES = {
 COMMAND_TIMEOUT_S = 180.0
 
 _MTIMES = {"train": 1504176606, "t10k": 1504176627}
-"""When Zalando compressed the files, by the first word of their names; seconds since 1970."""
+"""Time at which Zalando compressed the files, in seconds since 1970, by the first part of their names."""
 
 # The flags of a gzip member, RFC 1952, section 2.3.1.
 _FHCRC, _FEXTRA, _FNAME, _FCOMMENT = 2, 4, 8, 16
 
 
 def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable[[str], None]) -> None:
-    """Put `files`, as they originally were, into `folder`, out of Debian's package for `dataset`.
+    """Extract the original `files` from Debian's package for `dataset` into `folder`.
 
     Raises:
-        PrerequisiteError: Debian has no such package, this is no Debian, or its mirror cannot be reached.
+        PrerequisiteError: Debian has no such package, this is not Debian, or its mirror cannot be reached.
     """
     if dataset not in PACKAGES:
         raise PrerequisiteError(f"Debian has no package of {dataset}")
@@ -51,7 +51,7 @@ def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable
     for name in ("lists/partial", "cache/archives/partial", "unpacked"):
         (scratch / name).mkdir(parents=True)
     say(f"fetching Debian's package lists and {package}")
-    # An unreachable repository of somebody else's fails the update, but not the download: that one decides.
+    # The update also fails for another unreachable repository, so only the download counts.
     update = _run([*_apt_get(scratch), "update"], scratch)
     download = _run([*_apt_get(scratch), "download", package], scratch)
     if download.returncode != 0:
@@ -60,30 +60,30 @@ def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable
     unpack = _run(["dpkg-deb", "-x", str(archive), "unpacked"], scratch)
     if unpack.returncode != 0:
         raise PrerequisiteError(f"{archive.name}: {_first_error(unpack.stdout)}")
-    found = {path.name: path for path in (scratch / "unpacked").rglob("*") if path.is_file()}
+    unpacked = {path.name: path for path in (scratch / "unpacked").rglob("*") if path.is_file()}
     for file in files:
-        packed = f"{file.name}.dz" if f"{file.name}.dz" in found else file.name
-        if packed not in found:
+        packed = f"{file.name}.dz" if f"{file.name}.dz" in unpacked else file.name
+        if packed not in unpacked:
             raise PrerequisiteError(f"{archive.name} holds no {packed}")
-        content = found[packed].read_bytes()
+        content = unpacked[packed].read_bytes()
         (folder / file.name).write_bytes(content if packed.endswith(".csv") else _original(file.name, content))
     shutil.rmtree(scratch)
 
 
 def _original(name: str, content: bytes) -> bytes:
-    """Return a file as it originally was: with its own gzip header, or not compressed."""
+    """Restore the original file: with its gzip header, or not compressed."""
     if name.endswith(".gz"):
         return with_header(content, name.removesuffix(".gz"), _MTIMES[name.partition("-")[0]])
     return gzip.decompress(content)  # dictzip's files are gzip files
 
 
 def with_header(content: bytes, name: str, mtime: int) -> bytes:
-    """Return a gzip file with its header's name and time replaced and the compressed data as it is.
+    """Replace the name and the time in the header of a gzip file.
 
     Args:
-        content: the whole file, of one gzip member.
+        content: the file, with one gzip member.
         name: the name of the uncompressed file, for the field FNAME.
-        mtime: when that was last changed, in seconds since 1970, for the field MTIME.
+        mtime: the time of its last change, in seconds since 1970, for the field MTIME.
 
     Raises:
         ValueError: `content` is not gzip.
@@ -100,7 +100,7 @@ def with_header(content: bytes, name: str, mtime: int) -> bytes:
             start = content.index(0, start) + 1
     if flags & _FHCRC:
         start += 2
-    # Bytes 8 and 9 say how hard the compressor tried and on which system; they stay.
+    # Bytes 8 and 9, the compression level and the system, are unchanged.
     header = content[:3] + struct.pack("<BI", _FNAME, mtime) + content[8:10]
     return header + name.encode("latin-1") + b"\0" + content[start:]
 
@@ -109,7 +109,7 @@ def _apt_get(scratch: Path) -> list[str]:
     options = {
         "Dir::State::Lists": scratch / "lists",
         "Dir::Cache": scratch / "cache",
-        "APT::Sandbox::User": "root",  # as root, apt would drop to a user who may not enter these folders
+        "APT::Sandbox::User": "root",  # otherwise apt as root would switch to a user without access to these folders
         "Acquire::Languages": "none",
         "Acquire::Retries": "1",
         "Acquire::http::Timeout": "10",
@@ -119,7 +119,7 @@ def _apt_get(scratch: Path) -> list[str]:
 
 
 def _run(command: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `command`, whatever its exit code, with its two outputs as one."""
+    """Run a command with any exit code, with its two outputs merged."""
     try:
         done = subprocess.run(
             command,
@@ -141,7 +141,7 @@ def _run(command: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def _first_error(*outputs: str) -> str:
-    """Return the line that says most: what could not be fetched (a warning to apt), else the first error."""
+    """Return the most informative line: a file that could not be fetched (a warning of apt), or the first error."""
     lines = [line.strip() for output in outputs for line in output.splitlines()]
     for mark in ("W: Failed", "E: ", "dpkg-deb: error"):
         for line in lines:

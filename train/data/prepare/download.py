@@ -1,7 +1,7 @@
-"""Download the files a TFDS dataset is built from, from the addresses that TFDS records, in bounded time.
+"""Downloads the files of a TFDS dataset from the addresses that TFDS records, in bounded time.
 
-TFDS's own downloader retries for minutes where there is no internet. What is downloaded here goes to the real TFDS
-builder as if a person had put it there (`manual_dir`).
+TFDS's downloader retries for minutes without internet. Here TFDS gets the files like manually downloaded ones
+(`manual_dir`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that TFDS builds a dataset from."""
+    """A file from which TFDS builds a dataset."""
 
     name: str
     url: str
-    """Empty where it can be had from a package alone."""
+    """Empty if only a package has the file."""
     size_bytes: int
     sha256: str
 
 
 def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable[[str], None]) -> None:
-    """Download `files` into `folder`, once the first address has answered within `PROBE_TIMEOUT_S`.
+    """Download `files` into `folder`, if the first address answers within `PROBE_TIMEOUT_S`.
 
     Raises:
-        PrerequisiteError: no address is known, no answer, a broken connection, or not done within `DOWNLOAD_TIMEOUT_S`.
+        PrerequisiteError: there is no address, no answer or a broken connection, or it takes longer than
+            `DOWNLOAD_TIMEOUT_S`.
     """
     if not files[0].url:
         raise PrerequisiteError(f"no address of {files[0].name} is known")
@@ -65,7 +66,7 @@ def probe(url: str) -> None:
         except (OSError, http.client.HTTPException) as error:
             outcome.append(_reason(error))
 
-    thread = threading.Thread(target=attempt, daemon=True)  # no timeout bounds the resolving of a name
+    thread = threading.Thread(target=attempt, daemon=True)  # name resolution has no timeout
     thread.start()
     thread.join(PROBE_TIMEOUT_S)
     failure = outcome[0] if outcome else f"no answer within {PROBE_TIMEOUT_S:g} s"
@@ -85,12 +86,12 @@ def _download(source: SourceFile, path: Path, deadline: float) -> None:
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
             raise PrerequisiteError(f"{host}: {source.name}: {_reason(error)}") from None
         size_bytes = file.tell()
-    if size_bytes != source.size_bytes:  # a connection that ends early is no error to read1
+    if size_bytes != source.size_bytes:  # read1 does not report that a connection ended early
         raise PrerequisiteError(f"{host}: {source.name}: got {size_bytes} bytes of {source.size_bytes}")
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong in a few words: `URLError` and `OSError` wrap it differently."""
+    """Return a short reason; `URLError` and `OSError` wrap it differently."""
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code} {error.reason}"
     cause = error.reason if isinstance(error, urllib.error.URLError) else error

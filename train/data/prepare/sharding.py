@@ -1,7 +1,7 @@
-"""Write the TFRecord shards of a dataset: one of those that are prepared as arrays, or any other of TFDS.
+"""Writes the TFRecord shards of a dataset that is prepared as arrays, or of any other one of TFDS.
 
-fashion_mnist, mnist and datasets of the user's own come from their arrays, so shards hold the same examples in the same
-order. Everything else comes from TFDS, which downloads it. For the form of the shards see `train.data.shards`.
+fashion_mnist, mnist and users' datasets come from their arrays, so that shards have the same examples in the same
+order. All others come from TFDS, which downloads them. For the form of the shards see `train.data.shards`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from train.data.own_dataset import array_of
 from train.data.prepare import store
 from train.data.prepare.arrays import prepare, say
 
-MAX_SHARDS = 512  # all are open at once while they are written; Linux lets a process open 1024 files
+MAX_SHARDS = 512  # all are open while they are written, and Linux allows a process 1024 open files
 DEFAULT_SHARDS = 8
 MAX_SIZE = 4096
 
 Example = tuple[Any, ...]
-"""Features, label and perhaps weight."""
+"""Features, label and an optional weight."""
 
 
 class Source(Protocol):
-    """Where examples come from."""
+    """A source of examples."""
 
     version: str
     classes: tuple[str, ...]
 
     def open(self) -> Mapping[str, int]:
-        """Make the examples readable, which may mean a download, and return how many "train" and "test" have."""
+        """Open the examples, after a download if necessary, and return the numbers of "train" and "test"."""
 
     def examples(self, split: str) -> Iterator[Example]:
         """Yield the examples of a split, in the same order every time."""
@@ -56,22 +56,22 @@ def shard(
     fresh: bool = False,
     open_source: Callable[[str, Path, int | None], Source] | None = None,
 ) -> shards.ShardSet:
-    """Return the shards of the dataset `name` in `data_dir`, writing them unless they are there as requested.
+    """Return the shards of a dataset in `data_dir`; write them unless they exist as requested.
 
-    They appear under their name in one rename, and replace those that were there before.
+    One rename replaces earlier shards.
 
     Args:
-        name: of a TFDS dataset, or `package.module:function`.
-        data_dir: where shards, arrays and TFDS's own files are put.
-        num_shards: of each split, 1 to `MAX_SHARDS`; a split of fewer examples has a shard for each. None: as many
-            as there are already, otherwise `DEFAULT_SHARDS`.
-        size: images are resized to this height and width, in pixels; none: they stay as they are.
-        fresh: write again what is there already.
-        open_source: instead of arrays and TFDS, for tests.
+        name: a TFDS dataset, or `package.module:function`.
+        data_dir: the folder of shards, arrays and TFDS's files.
+        num_shards: number of shards of each split, 1 to `MAX_SHARDS`; a split with fewer examples has a shard for each.
+            None for the existing number, or `DEFAULT_SHARDS`.
+        size: height and width to which images are resized, in pixels; None to keep them.
+        fresh: whether to write existing shards again.
+        open_source: replaces arrays and TFDS in tests.
 
     Raises:
-        UsageError: there is no such dataset, its examples cannot be trained on (which is said), or an option is wrong.
-        PrerequisiteError: it cannot be got.
+        UsageError: the dataset is unknown, its examples are not suitable for training, or an option is wrong.
+        PrerequisiteError: the dataset is not available.
         RunFailed: the disk is full.
     """
     for option, value, most in (("--shards", num_shards, MAX_SHARDS), ("--size", size, MAX_SIZE)):
@@ -79,17 +79,17 @@ def shard(
             raise UsageError(f"{option} {value}: expected a whole number from 1 to {most}")
     if not fresh and num_shards is None:
         with contextlib.suppress(PrerequisiteError, RunFailed):
-            there = shards.find(data_dir, name).asked
-            num_shards, size = there["num_shards"], there["size"] if size is None else size
+            existing = shards.find(data_dir, name).asked
+            num_shards, size = existing["num_shards"], existing["size"] if size is None else size
     num_shards = num_shards or DEFAULT_SHARDS
     asked = {"num_shards": num_shards, "size": size}
     source = (open_source or _open_source)(name, data_dir, size)
     with store.disk_errors(data_dir), store.lock(data_dir, say):
         if not fresh:
-            with contextlib.suppress(PrerequisiteError, RunFailed):  # what is damaged is written again
-                found = shards.find(data_dir, name)
-                if (found.version, found.asked) == (source.version, asked):
-                    return found
+            with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged shards are written again
+                existing_set = shards.find(data_dir, name)
+                if (existing_set.version, existing_set.asked) == (source.version, asked):
+                    return existing_set
         counts = source.open()
         say(f"sharding {name} {source.version}: {counts['train']} examples to train, {counts['test']} to test")
         with store.scratch_folder(data_dir / f".{store.slug(name)}.partial") as scratch:
@@ -112,13 +112,13 @@ def _open_source(name: str, data_dir: Path, size: int | None) -> Source:
 
 
 class _Arrays:
-    """Examples out of prepared arrays."""
+    """Examples of prepared arrays."""
 
     def __init__(self, array_set: arrays.ArraySet) -> None:
         if named := [part for part in ("features", "labels") if isinstance(getattr(array_set.train, part), Mapping)]:
             raise UsageError(
                 f"dataset {array_set.name}: {' and '.join(named)} are dictionaries, and shards hold one array of each; "
-                "use a function of (split, shard) with --source function, or leave --source out"
+                "use a function of (split, shard) with --source function, or omit --source"
             )
         self.version, self.classes = array_set.version, array_set.classes
         self._splits = {"train": array_set.train, "test": array_set.test}
@@ -136,7 +136,7 @@ class _Arrays:
 
 @dataclass
 class _Layout:
-    """What every example must be: what the first one is."""
+    """The form of the first example, which all examples must have."""
 
     size: int | None
     parts: tuple[np.ndarray, ...] = field(default=())
@@ -145,17 +145,17 @@ class _Layout:
     """The largest label so far."""
 
     def check(self, what: str, example: Example) -> tuple[np.ndarray, ...]:
-        """Return an example's parts with the types that are stored, its image resized."""
+        """Convert an example's parts to the stored types, and resize its image."""
         values = [resized(what, example[0], self.size), *example[1:]]
         parts = tuple(
             array_of(f"{what}: {part}", part, np.asarray(value)[None])[0]
             for part, value in zip(arrays.DTYPES, values, strict=False)
         )
         self.parts = self.parts or parts
-        for part, first, one in zip(arrays.DTYPES, self.parts, parts, strict=False):
-            if (first.shape, first.dtype) != (one.shape, one.dtype):
-                given = " and ".join(f"{list(array.shape)} {array.dtype.name}" for array in (first, one))
-                raise UsageError(f"{what}: {part} of the first example and of this one are {given}; expected the same")
+        for part, first, current in zip(arrays.DTYPES, self.parts, parts, strict=False):
+            if (first.shape, first.dtype) != (current.shape, current.dtype):
+                both = " and ".join(f"{list(array.shape)} {array.dtype.name}" for array in (first, current))
+                raise UsageError(f"{what}: {part} of the first example and of this one are {both}; expected the same")
         label = parts[1]
         if label.ndim > 1 or (label.dtype == np.int64 and label.min() < 0):
             raise UsageError(f"{what}: label {label.tolist()}; expected a number or a list of them, classes from 0")
@@ -164,7 +164,6 @@ class _Layout:
         return parts
 
     def to_json(self, num_classes: int) -> dict[str, Any]:
-        """Return what the index says of it."""
         features, label = self.parts[:2]
         quantities = label.dtype == np.float32
         return {
@@ -176,12 +175,12 @@ class _Layout:
 
 
 def resized(what: str, image: Any, size: int | None) -> np.ndarray:
-    """Return an image `[H, W, C] uint8` of `size` times `size` pixels, or as it is where no size is requested."""
+    """Resize an image `[H, W, C] uint8` to `size` times `size` pixels, if a size is requested."""
     image = np.asarray(image)
     if size is None or image.shape[:2] == (size, size):
         return image
     if image.ndim != 3 or image.dtype != np.uint8:
-        raise UsageError(f"--size {size}: {what} is no image but {list(image.shape)} {image.dtype}; leave --size out")
+        raise UsageError(f"--size {size}: {what} is {list(image.shape)} {image.dtype}, not an image; omit --size")
     scaled = tf.image.resize(image, [size, size], antialias=True)
     return tf.cast(tf.clip_by_value(tf.round(scaled), 0, 255), tf.uint8).numpy()
 
@@ -189,7 +188,7 @@ def resized(what: str, image: Any, size: int | None) -> np.ndarray:
 def _write(
     folder: Path, source: Source, counts: Mapping[str, int], num_shards: int, size: int | None
 ) -> dict[str, Any]:
-    """Write the shards of both splits and return what the index says of them."""
+    """Write the shards of both splits and return their entries of the index."""
     layout, splits = _Layout(size), {}
     for split, count in counts.items():
         if count == 0:
@@ -211,7 +210,7 @@ def _write(
 
 
 def _write_split(what: str, examples: Iterator[Example], paths: list[Path], layout: _Layout) -> list[int]:
-    """Deal the examples out to the files in turn, and return how many each has."""
+    """Distribute the examples over the files in turn, and return the number in each."""
     written = [0] * len(paths)
     try:
         with contextlib.ExitStack() as stack:

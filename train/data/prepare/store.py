@@ -1,6 +1,6 @@
-"""The files of a data folder: they appear whole or not at all, are checked, and one process at a time writes them.
+"""The files of a data folder, which are written atomically, checked, and written by one process at a time.
 
-Standard library only: finding and verifying what is prepared needs neither NumPy nor TensorFlow.
+Standard library only: finding and verifying prepared data needs neither NumPy nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from cluster.system.files import sha256
 from cluster.system.json_files import DISK_FULL
 
 BLOCK_BYTES = 4 << 20
-"""Prepared files are checked by blocks of this size, see `train/data/blocks.py`; a file's last one may be smaller."""
+"""Size of the blocks by which files are checked, see `train/data/blocks.py`; a file's last one may be smaller."""
 
 
 def slug(name: str) -> str:
-    """Return the name of a dataset as a part of a file name."""
+    """Return the name of a dataset for file names."""
     return name.replace(":", "-").replace("/", "-")
 
 
 def check_sizes(expected: Mapping[Path, tuple[int, str]], again: str) -> None:
-    """Compare the sizes of files with those expected, in bytes, each with words on why.
+    """Compare the sizes of files with the expected ones, in bytes, each with a reason.
 
     Raises:
-        RunFailed: naming the first file that differs, and `again`, what to do.
+        RunFailed: a size differs; the message ends with `again`, the command that fixes it.
     """
     for path, (size_bytes, why) in expected.items():
         size = path.stat().st_size if path.is_file() else 0
@@ -41,23 +41,23 @@ def check_sizes(expected: Mapping[Path, tuple[int, str]], again: str) -> None:
 
 
 def block_hashes(entry: Mapping[str, Any], size_bytes: int) -> tuple[int, ...]:
-    """Return the hash of each block of a file of so many bytes from its entry in an index.
+    """Return the hashes of a file's blocks from its entry in an index.
 
     Raises:
-        KeyError: there are none.
-        ValueError: there are too many or too few.
+        KeyError: the entry has no hashes.
+        ValueError: their number is wrong.
     """
-    hashes = tuple(int(word, 16) for word in entry["blocks"].split())
+    hashes = tuple(int(digits, 16) for digits in entry["blocks"].split())
     if len(hashes) != -(-size_bytes // BLOCK_BYTES):
         raise ValueError(f"{len(hashes)} blocks of {entry['file']}")
     return hashes
 
 
 def verify(expected: Mapping[Path, str], again: str, say: Callable[[str], None]) -> None:
-    """Recompute the sha256 of files and say a line for each. A file that is gone is reported, and no fault.
+    """Recompute the sha256 of files and report a line for each. A missing file is reported without an error.
 
     Raises:
-        RunFailed: naming the files whose bytes differ, and `again`, what to do.
+        RunFailed: files differ; the message ends with `again`, the command that fixes them.
     """
     differing = []
     for path, digest in expected.items():
@@ -69,11 +69,11 @@ def verify(expected: Mapping[Path, str], again: str, say: Callable[[str], None])
             say(f"DIFFERENT {path}")
             differing.append(str(path))
     if differing:
-        raise RunFailed(f"{', '.join(differing)}: not the bytes that were prepared; {again}")
+        raise RunFailed(f"{', '.join(differing)}: changed since they were prepared; {again}")
 
 
 def replace_folder(partial: Path, folder: Path, scratch: Path) -> None:
-    """Put the complete folder `partial` in the place of `folder`, which may be there, by way of `scratch`."""
+    """Replace `folder`, which may exist, by the complete folder `partial`, using `scratch`."""
     folder.parent.mkdir(exist_ok=True)
     if folder.exists():
         os.replace(folder, scratch / "replaced")
@@ -82,7 +82,7 @@ def replace_folder(partial: Path, folder: Path, scratch: Path) -> None:
 
 @contextlib.contextmanager
 def index_errors(path: Path, missing: str, again: str) -> Iterator[None]:
-    """Report that an index is not there, which is `missing`, or cannot be read, with `again`, what to do."""
+    """Report a missing index by the message `missing`, and an unreadable one with the fix `again`."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -92,25 +92,25 @@ def index_errors(path: Path, missing: str, again: str) -> Iterator[None]:
 
 
 def read_pointer(path: Path, name: str, command: str) -> str:
-    """Return the version that a pointer file, `{"version": ...}`, names as the newest of the dataset `name`.
+    """Return the newest version of a dataset from its pointer file, `{"version": ...}`.
 
     Raises:
-        PrerequisiteError: there is none; `command` makes it.
-        RunFailed: it cannot be read.
+        PrerequisiteError: the file does not exist; `command` creates it.
+        RunFailed: the file cannot be read.
     """
     with index_errors(path, f"{name} is not prepared: there is no {path}; run `{command}`", f"run `{command}`"):
         return str(json.loads(path.read_text(encoding="utf-8"))["version"])
 
 
 def write_pointer(path: Path, version: str, scratch: Path) -> None:
-    """Make the pointer file name `version`, in one rename."""
+    """Write a version to a pointer file atomically."""
     (scratch / path.name).write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
     os.replace(scratch / path.name, path)
 
 
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that is gone afterwards, together with what a killed process left in it."""
+    """Yield an empty folder, and delete it afterwards; also delete the files of a killed process."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
@@ -122,7 +122,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def lock(data_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Let one process at a time prepare data in `data_dir`. The system frees the lock of a process that dies."""
+    """Lock `data_dir` for one process that prepares data. The system releases the lock of a process that dies."""
     data_dir.mkdir(parents=True, exist_ok=True)
     with (data_dir / ".prepare.lock").open("w") as file:
         try:
@@ -137,7 +137,7 @@ def check_space(data_dir: Path, needed_bytes: int) -> None:
     """Check the free space on the disk of `data_dir`.
 
     Raises:
-        OSError: less than `needed_bytes`; for `disk_errors`.
+        OSError: it is less than `needed_bytes`; for `disk_errors`.
     """
     free_bytes = shutil.disk_usage(data_dir).free
     if free_bytes < needed_bytes:
@@ -147,7 +147,7 @@ def check_space(data_dir: Path, needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def disk_errors(data_dir: Path) -> Iterator[None]:
-    """Report in one line that `data_dir` is full or cannot be written."""
+    """Report in one line that the disk of `data_dir` is full or cannot be written."""
     try:
         yield
     except OSError as error:

@@ -24,10 +24,10 @@ TABLES = {
         "breast_cancer.csv", "", 119_913, "fed3eb72d0575ef6192293f5093c6e801b1476b577d0386bf4455504522172ed"
     )
 }
-"""The file of each table that is known here: a line of the numbers of rows and columns and the names of the classes,
+"""The file of each known table: a line with the numbers of rows and columns and the names of the classes,
 then columns and the class of every example."""
 TEST_EVERY = 5
-"""Of the examples one is to test on: the first of so many."""
+"""One of this many examples, the first, is for testing."""
 
 
 class TableDataset:
@@ -58,7 +58,7 @@ class TableDataset:
 
 
 def split(path: Path) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Return the class names of a table, and its examples to train and to test on."""
+    """Return the class names of a table, and its examples for training and testing."""
     with path.open(encoding="utf-8", newline="") as file:
         (_, _, *classes), *rows = csv.reader(file)
     table = np.array(rows, np.float64)

@@ -1,4 +1,4 @@
-"""A text as examples of the next byte: windows of bytes, and for each byte the one that follows it.
+"""Texts as examples of the next byte: windows of bytes, and for each byte the following one.
 
 The Jargon File 4.4.7 (in the public domain): 1.4 MB of English, from Debian's package `dict-jargon`. A text of TFDS,
 such as `tiny_shakespeare`, comes through TFDS's own builder, see `tfds_dataset.TfdsText`.
@@ -23,17 +23,17 @@ TEXTS = {
         "jargon.dict", "", 1_418_350, "6c8118c277d0b00736d406d4941b77b69932d6ab125f7179ff88fe12939cc19e"
     )
 }
-"""The file of each text that is known here."""
+"""The file of each known text."""
 TFDS_TEXTS = ("tiny_shakespeare",)
 """Datasets of TFDS whose examples are texts."""
 TEST_SHARE = 0.1
-"""Of the windows, the last of the text."""
+"""Share of the windows for testing, at the end of the text."""
 BYTES = tuple(f"byte {value}" for value in range(256))
 """The names of the classes."""
 
 
 class TextDataset:
-    """One version of one text in one data folder; see `train.data.prepare.arrays.Dataset`."""
+    """One version of a text in a data folder; see `train.data.prepare.arrays.Dataset`."""
 
     def __init__(self, name: str, version: str, data_dir: Path) -> None:
         self._file = TEXTS[name]
@@ -63,14 +63,14 @@ class TextDataset:
 
 
 def split(text: bytes, window: int = WINDOW) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return windows to train on and, of the last part of the text, to test on; the rest after the last is left out."""
+    """Return windows to train on, and windows of the last part to test on; an incomplete window is left out."""
     features_NL, labels_NL = windows(text, window)
     train = len(features_NL) - max(1, round(TEST_SHARE * len(features_NL)))
     return {"train": (features_NL[:train], labels_NL[:train]), "test": (features_NL[train:], labels_NL[train:])}
 
 
 def windows(text: bytes, window: int = WINDOW) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of a text and those that follow each, uint8 and int64 `[N, L]`."""
+    """Return the bytes of a text and the following bytes, uint8 and int64 `[N, L]`."""
     values = np.frombuffer(text, np.uint8)
     count = (len(values) - 1) // window
     features_NL = values[: count * window].reshape(count, window)

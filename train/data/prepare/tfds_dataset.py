@@ -1,4 +1,4 @@
-"""A dataset as TensorFlow Datasets knows it: the files it is built from, building it, decoding it."""
+"""Datasets of TensorFlow Datasets: their files, building and decoding."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from cluster.system.errors import PrerequisiteError
 from train.data.prepare import text
 from train.data.prepare.download import SourceFile
 
-logging.set_verbosity(logging.ERROR)  # TFDS warns of every folder that is not there yet
+logging.set_verbosity(logging.ERROR)  # TFDS warns of every missing folder
 tfds.disable_progress_bar()
 
 WORDS, VOCABULARY = 200, 20_000
-"""Of a review: the first words, and how many numbers they have."""
+"""Number of words of a review, and number of word ids."""
 
 
 class TfdsDataset:
-    """One version of one TFDS dataset in one data folder. Never downloads: `build` is given the files."""
+    """One version of a TFDS dataset in a data folder. It never downloads: `build` takes the files."""
 
     def __init__(self, name: str, version: str, data_dir: Path) -> None:
         self._name = name
@@ -36,14 +36,14 @@ class TfdsDataset:
         self._folder = Path(self._builder(data_dir).data_path)
 
     def source_files(self) -> tuple[SourceFile, ...]:
-        """Return the files it is built from, with the addresses and checksums that TFDS records."""
+        """Return the original files, with the addresses and checksums that TFDS records."""
         infos = self._builder(self._data_dir).url_infos
         return tuple(SourceFile(info.filename, url, int(info.size), info.checksum) for url, info in infos.items())
 
     def build(self, sources: Path, scratch: Path) -> None:
-        """Build the TFDS dataset from the files in `sources`, in `scratch`, and move it to its place once complete."""
+        """Build the dataset from the files in `sources`, in `scratch`, and move it to its place when complete."""
         builder = self._builder(scratch / "tfds")
-        with contextlib.redirect_stdout(io.StringIO()):  # it would announce a download of unknown size
+        with contextlib.redirect_stdout(io.StringIO()):  # it announces a download of unknown size
             builder.download_and_prepare(
                 download_dir=scratch / "downloads",
                 download_config=tfds.download.DownloadConfig(manual_dir=sources, try_download_gcs=False),
@@ -55,7 +55,7 @@ class TfdsDataset:
     def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
         """Return the class names and, for "train" and "test", images `[N, H, W, C] uint8` and labels `[N] int64`.
 
-        The order is that of the TFDS files, the same on every machine.
+        The order is that of the TFDS files, which is the same on every machine.
         """
         builder = self._built()
         splits = {}
@@ -84,23 +84,23 @@ class TfdsDataset:
             raise PrerequisiteError(f"{self._folder} is damaged ({type(error).__name__})") from None
 
     def _builder(self, data_dir: Path) -> tfds.core.DatasetBuilder:
-        # By class: `tfds.builder` reads a dataset in place by its files alone and then knows no addresses.
+        # `tfds.builder` would read an existing dataset from its files and not know the addresses.
         return tfds.builder_cls(self._name)(version=self._version, data_dir=data_dir)
 
 
 class TfdsText(TfdsDataset):
-    """A dataset of TFDS whose examples are texts, as windows of bytes."""
+    """A dataset of texts, as windows of bytes."""
 
     def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
         """Return the names of the bytes and, for "train" and "test", bytes and those after: uint8 and int64 `[N,
         L]`."""
         builder = self._built()
         texts = {split: b"".join(self._read(builder, split)["text"].numpy()) for split in ("train", "test")}
-        return text.BYTES, {split: text.windows(each) for split, each in texts.items()}
+        return text.BYTES, {split: text.windows(content) for split, content in texts.items()}
 
 
 class TfdsReviews(TfdsDataset):
-    """IMDB's film reviews, as numbers of their words."""
+    """IMDB's film reviews, as ids of their words."""
 
     def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
         """Return the class names and, for "train" and "test", words `[N, WORDS] int32` and labels `[N] int64`."""
@@ -114,9 +114,9 @@ class TfdsReviews(TfdsDataset):
 
 
 def numbered(review: bytes) -> list[int]:
-    """Return the numbers of the first `WORDS` words of a review, then zeros.
+    """Return the ids of the first `WORDS` words of a review, padded with zeros.
 
-    A word's number is a hash of it, 1 to `VOCABULARY` - 1, so that no vocabulary has to be kept beside the model.
+    The id of a word is a hash of it, 1 to `VOCABULARY` - 1, so that the model does not need a vocabulary.
     """
     words = re.findall(rb"[a-z0-9']+", review.lower().replace(b"<br />", b" "))[:WORDS]
     return [1 + zlib.crc32(word) % (VOCABULARY - 1) for word in words] + [0] * (WORDS - len(words))

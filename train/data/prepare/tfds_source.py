@@ -1,4 +1,4 @@
-"""Any dataset of TFDS as a stream of examples to shard: downloaded and built by TFDS itself, read in its own order."""
+"""Any dataset of TFDS as a stream of examples to shard, which TFDS downloads and builds, in its order."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cluster.system.errors import PrerequisiteError, UsageError
 from train.data.prepare import download
 from train.data.prepare.arrays import say
 
-logging.set_verbosity(logging.ERROR)  # TFDS warns of every folder that is not there yet
+logging.set_verbosity(logging.ERROR)  # TFDS warns of every missing folder
 tfds.disable_progress_bar()
 
-_SHOWN = 300  # of TFDS's own words, which may be pages
+_SHOWN = 300  # characters of TFDS's messages, which may be pages
 
 
 class TfdsSource:
@@ -32,8 +32,8 @@ class TfdsSource:
         except tfds.core.DatasetNotFoundError:
             near = difflib.get_close_matches(name, tfds.list_builders(), n=1)
             advice = f"did you mean {near[0]!r}?" if near else "see https://www.tensorflow.org/datasets"
-            raise UsageError(f"TFDS knows no dataset {name!r}; {advice}") from None
-        except ValueError as error:  # a configuration or a version that there is not
+            raise UsageError(f"TFDS has no dataset {name!r}; {advice}") from None
+        except ValueError as error:  # an unknown configuration or version
             raise UsageError(f"TFDS cannot read the name {name!r}: {_short(error)}") from None
         self._name = name
         self.version = str(self._builder.version)
@@ -46,8 +46,8 @@ class TfdsSource:
                 raise UsageError(f"{name} has a {key} that is text or a structure, not numbers; choose another dataset")
         if None in features.shape and not (resized and isinstance(features, tfds.features.Image)):
             image = isinstance(features, tfds.features.Image)
-            do = "resize its images: --size PIXELS" if image else "choose another dataset"
-            raise UsageError(f"{name} has features {list(features.shape)} of no fixed size; {do}")
+            fix = "resize its images: --size PIXELS" if image else "choose another dataset"
+            raise UsageError(f"{name} has features {list(features.shape)} without a fixed size; {fix}")
         self.classes = tuple(labels.names) if isinstance(labels, tfds.features.ClassLabel) else ()
 
     def open(self) -> Mapping[str, int]:
@@ -64,12 +64,12 @@ class TfdsSource:
         say(f"TFDS downloads and builds {self._name} {self.version}")
         try:
             for url in list(getattr(self._builder, "url_infos", None) or {})[:1]:
-                download.probe(url)  # TFDS tries for minutes where there is no internet
+                download.probe(url)  # TFDS retries for minutes without internet
             with contextlib.redirect_stdout(io.StringIO()):
                 self._builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
         except OSError as error:
             if error.errno is not None and error.filename is not None:
-                raise  # of our disk
+                raise  # an error of this machine's disk
             raise self._unavailable(error) from None
         except Exception as error:
             raise self._unavailable(error) from None
@@ -85,7 +85,7 @@ def _short(error: Exception) -> str:
 
 
 def _splits(name: str, known: Mapping[str, Any]) -> dict[str, str]:
-    """Return which of the splits that there are is to train on and which to test on."""
+    """Return the names of the splits to train on and to test on."""
     test = next((split for split in ("test", "validation") if split in known), None)
     if "train" not in known or test is None:
         raise UsageError(
