@@ -24,7 +24,7 @@ def evaluate_checkpoints(context: TaskContext) -> None:
     run, heartbeat, stop = context.run, context.heartbeat, context.stop
     name = context.task.name
     to = sinks.build(context.config, run, name, sys.maxsize, chief=False)
-    metrics = Metrics(run, name, talks=True, resumed_at=sys.maxsize, sinks=to)
+    metrics = Metrics(run, name, prints=True, resumed_at=sys.maxsize, sinks=to)
     evaluate = context.new_evaluation()
     new = NewCheckpoints(run.checkpoints, {row["step"] for row in read_json_lines(run.metrics(context.task.name))})
     heartbeat.update(state="evaluating")

@@ -1,6 +1,6 @@
-"""Checkpoints of the model, the optimizer and the step, in the run folder that every task shares.
+"""Checkpoints of the model, the optimizer and the step, in the run folder that all tasks share.
 
-`train/saving/files.py` says what lies there. The newest one that is good for all tasks is restored.
+`train/saving/files.py` describes the files. A run resumes from the newest checkpoint that all tasks can read.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from train.saving.joint import Joint
 from train.saving.mirror import Copy, Mirror
 
 
-def diverged(what: str) -> RunFailed:
-    """Return the error of a training whose numbers are not finite any more, with what to do."""
+def diverged(problem: str) -> RunFailed:
+    """Return the error of a training with NaN or infinite numbers, with the fix."""
     return RunFailed(
-        f"{what}; lower --optimizer.learning-rate or look at the data, then start again (the checkpoints before it are "
+        f"{problem}; lower --optimizer.learning-rate or look at the data, then start again (earlier checkpoints are "
         "kept)"
     )
 
@@ -31,7 +31,7 @@ def diverged(what: str) -> RunFailed:
 class Checkpoint:
     """Saves and restores the training state.
 
-    The step is a variable of our own: Keras's `optimizer.iterations` loses updates under asynchronous training.
+    The step is a separate variable, because Keras's `optimizer.iterations` loses updates in asynchronous training.
     """
 
     def __init__(
@@ -50,23 +50,24 @@ class Checkpoint:
         best: tf.Module | None = None,
         joint: Joint | None = None,
     ) -> None:
-        """Prepare to save.
+        """Prepare the checkpoints.
 
         Args:
-            model: what is trained, built.
-            optimizer: what trains it, built.
+            model: the built model.
+            optimizer: its built optimizer.
             step: int64 scalar, the optimizer steps done.
-            folder: shared by all tasks.
-            keep: newest checkpoints that are kept.
-            writes: whether this task writes. The others only take part in reading what is spread over the tasks, which
-                can be a collective operation
+            folder: the folder of checkpoints, which all tasks share.
+            keep: number of newest checkpoints to keep.
+            writes: whether this task writes. The others only help to read distributed variables, which can be a
+                collective operation
                 (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
-            generation: of the run.
-            saved: called with each step whose checkpoint is finished, perhaps from another thread.
-            loss_scale: of a training in float16. One that has just become that has none in its checkpoints yet.
-            callbacks: what callbacks have counted. The same holds of it.
-            best: what evaluations have counted. The same holds of it.
-            joint: how tasks that each hold a part of the variables write them together.
+            generation: the generation of the run.
+            saved: called with the step of each finished checkpoint, possibly from another thread.
+            loss_scale: the loss scale of a training in float16. Like `callbacks` and `best`, it may be missing in older
+                checkpoints.
+            callbacks: the state of callbacks.
+            best: the state of early stopping.
+            joint: this task's part in checkpoints that several tasks write together.
         """
         self._parts = {"step": step, "model": model, "optimizer": optimizer}
         optional = {"loss_scale": loss_scale, "callbacks": callbacks, "best": best}
@@ -81,27 +82,28 @@ class Checkpoint:
         self._saved = saved
         self._joint = joint
         self.writing_s: float | None = None
-        """Seconds that writing the last finished one took, beside the training."""
+        """Seconds that writing the last checkpoint took, concurrently with the training."""
         self._copy: Copy | None = None
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def restore(self, everyones: Callable[[int], Sequence[int]] = lambda step: [step]) -> int:
-        """Restore the newest checkpoint that is good for all tasks, if there is one; return the step to go on from.
+    def restore(self, gather: Callable[[int], Sequence[int]] = lambda step: [step]) -> int:
+        """Restore the newest checkpoint that all tasks can read, if there is one; return the steps done.
 
-        Newer ones, which are damaged or which not all can read, are then set aside.
+        Newer checkpoints, which are damaged or unreadable for some task, are set aside.
 
         Args:
-            everyones: takes a step and returns those that all tasks gave: a collective operation.
+            gather: collects the numbers of all tasks: a collective operation.
         """
-        newest = agreed(self._folder, everyones, lambda words: print(words, flush=True) if self._writes else None)
+        newest = agreed(self._folder, gather, lambda message: print(message, flush=True) if self._writes else None)
         if newest is not None:
-            held = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
-            also = {name: part for name, part in self._optional.items() if name in held}
-            kept = tf.train.Checkpoint(**self._parts, **also)
+            saved_parts = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
+            optional = {name: part for name, part in self._optional.items() if name in saved_parts}
+            checkpoint = tf.train.Checkpoint(**self._parts, **optional)
             if self._joint:
-                kept = Mirror(kept, lambda variable: variable if variable.is_initialized() else None).checkpoint
-            kept.read(newest.prefix).assert_existing_objects_matched()
+                mirror = Mirror(checkpoint, lambda variable: variable if variable.is_initialized() else None)
+                checkpoint = mirror.checkpoint
+            checkpoint.read(newest.prefix).assert_existing_objects_matched()
         if self._writes:
             set_aside(self._folder, newest.step if newest else -1)
             for folder in (self._folder, self._folder / BEST):
@@ -109,26 +111,23 @@ class Checkpoint:
         return int(self._step.numpy())
 
     def prepare(self) -> Copy:
-        """Return what a save copies to, made by the first call.
+        """Return the copy of the variables that a save writes, which the first call creates.
 
-        Call outside of the strategy's scope: inside, as in the callbacks of `fit`, its variables would be the
-        strategy's, which tasks share, and which cannot hold text.
+        Call outside the strategy's scope: inside, as in the callbacks of `fit`, the variables would belong to the
+        strategy, which shares them between tasks and does not support text.
         """
         if self._copy is None:
-            named = [
-                (one if isinstance(one, tf.Variable) else one.value, name) for one, name in initial.names(self._model)
-            ]
-            self._copy = Copy(self._checkpoint, {id(one): initial.checkpoint_name(name) for one, name in named})
+            names = {
+                id(weight if isinstance(weight, tf.Variable) else weight.value): initial.checkpoint_name(name)
+                for weight, name in initial.names(self._model)
+            }
+            self._copy = Copy(self._checkpoint, names)
         return self._copy
 
     def save(self, step: int, *, best: bool = False) -> None:
         """Save the state after `step` optimizer steps. Every task calls this at the same step.
 
-        Training may go on at once: what is saved was copied, and is written by a thread.
-
-        Args:
-            step: the optimizer steps done.
-            best: whether this becomes the one best checkpoint, beside the newest ones.
+        Training can continue immediately, as a thread writes a copy. `best` saves the separate best checkpoint.
         """
         self.wait()
         self._step.assign(step)
@@ -138,17 +137,17 @@ class Checkpoint:
             self._writing.start()
 
     def release(self) -> None:
-        """Free the memory of what a save copies to, once nothing is being written any more."""
+        """Wait for the last save, and free the memory of the copy."""
         self.wait()
         self._copy = None
 
     @property
     def writing(self) -> bool:
-        """Whether one is being written now."""
+        """Whether a checkpoint is being written."""
         return self._writing is not None and self._writing.is_alive()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more."""
+        """Wait until the last save is finished."""
         if self._writing:
             self._writing.join()
             self._writing = None

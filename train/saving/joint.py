@@ -1,10 +1,10 @@
-"""Checkpoints that several tasks write together, each the variables that it alone holds.
+"""Checkpoints that several tasks write together, each with the variables that only it has.
 
-    checkpoints/.ckpt-<generation>-joint-<save>/2.index  2.data-00000-of-00001   what task 2 has written
-    checkpoints/.ckpt-<generation>-joint-<save>/2.json                           that it is done; written last
+    checkpoints/.ckpt-<generation>-joint-<save>/2.index  2.data-00000-of-00001   files of task 2
+    checkpoints/.ckpt-<generation>-joint-<save>/2.json                           marks them as complete; written last
 
-The first task waits for the others and joins all files, which TensorFlow does without copying them. The result does not
-differ from a checkpoint that one task wrote: any number of tasks can restore it.
+The first task waits for the others and merges all files, which TensorFlow does without copying them. The result is the
+same as a checkpoint of one task: any number of tasks can restore it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from train.saving.files import Writer
 from train.saving.mirror import Copy, Mirror
 
 LIMIT_S = 600.0
-"""Longest wait for the others: one that failed to write ends, and the agents end the others."""
+"""Longest wait for the others. A task that fails to write ends, and the agents end the others."""
 PAUSE_S = 0.01
 
 
@@ -34,9 +34,9 @@ class Joint:
     """This task's part in the checkpoints that several tasks write together.
 
     Attributes:
-        number: of this task; 0 joins the files, and writes what all tasks hold.
-        count: of tasks that write.
-        owns: whether a variable is one that this task alone holds.
+        number: number of this task; 0 merges the files and writes the variables that all tasks have.
+        count: number of tasks that write.
+        owns: whether only this task has a variable.
     """
 
     number: int
@@ -47,19 +47,19 @@ class Joint:
 
     @property
     def writes(self) -> bool:
-        """Whether this task writes: of equal tasks one does."""
+        """Whether this task writes; of equal tasks only one does."""
         return self.number < self.count
 
     def save(self, copy: Copy, folder: Path, generation: int, problem: str) -> Writer | None:
-        """Write this task's files; on the first task return what joins all, once it is called to write.
+        """Write this task's files; on the first task return the writer that merges all.
 
         All tasks call it for the same checkpoints in the same order.
 
         Args:
-            copy: of the variables.
-            folder: of the checkpoints.
-            generation: of the run.
-            problem: why this task's variables must not be saved; empty where they may.
+            copy: the copy of the variables.
+            folder: the folder of checkpoints.
+            generation: the generation of the run.
+            problem: the reason why this task's variables must not be saved, or empty.
         """
         self._saves += 1
         parts = folder / f".ckpt-{generation}-joint-{self._saves}"
@@ -72,14 +72,14 @@ class Joint:
         return None
 
     def _write(self, copy: Copy, parts: Path) -> None:
-        own = [copied for original, copied in copy.pairs if self.owns(original)]
+        owned = [copied for original, copied in copy.pairs if self.owns(original)]
         if not self._keys:
             self._keys = keys(copy.checkpoint, str(parts / f"keys-{self.number}"))
         tf.raw_ops.SaveV2(
             prefix=str(parts / str(self.number)),
-            tensor_names=[self._keys[id(variable)] for variable in own],
-            shape_and_slices=[""] * len(own),
-            tensors=[variable.read_value() for variable in own],
+            tensor_names=[self._keys[id(variable)] for variable in owned],
+            shape_and_slices=[""] * len(owned),
+            tensors=[variable.read_value() for variable in owned],
         )
 
 
@@ -90,7 +90,7 @@ class _Joining:
     count: int
 
     def write(self, prefix: str) -> None:
-        """Write the first task's files, and join those of the others to them once they are there."""
+        """Write the first task's files, wait for those of the others, and merge all."""
         self.parts.mkdir(parents=True, exist_ok=True)
         self.checkpoint.write(str(self.parts / "0"))
         deadline = time.monotonic() + LIMIT_S
@@ -111,11 +111,11 @@ class _Joining:
 
 
 def keys(checkpoint: tf.train.Checkpoint, scratch: str) -> dict[int, str]:
-    """Return by what name TensorFlow saves each variable of a checkpoint's tree of plain modules, by its `id`.
+    """Return the names under which TensorFlow saves the variables of a checkpoint of plain modules, by `id`.
 
     Args:
-        checkpoint: whose tree it is.
-        scratch: prefix of files that are written to learn the names: the tree with no values.
+        checkpoint: the checkpoint.
+        scratch: prefix of temporary files, to which the tree is written without values to find the names.
     """
     variables: dict[int, tf.Variable] = {}
 
@@ -128,14 +128,14 @@ def keys(checkpoint: tf.train.Checkpoint, scratch: str) -> dict[int, str]:
     mirror.write(scratch)
     graph = tf.train.load_checkpoint(scratch).get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
     nodes = TrackableObjectGraph.FromString(graph).nodes
-    view, found, todo, seen = tf.train.TrackableView(mirror), {}, [(0, mirror)], {0}
+    view, names, todo, seen = tf.train.TrackableView(mirror), {}, [(0, mirror)], {0}
     while todo:
-        number, thing = todo.pop()
-        if id(thing) in variables:
-            found[id(variables[id(thing)])] = nodes[number].attributes[0].checkpoint_key
-        children = view.children(thing)
+        number, trackable = todo.pop()
+        if id(trackable) in variables:
+            names[id(variables[id(trackable)])] = nodes[number].attributes[0].checkpoint_key
+        children = view.children(trackable)
         for child in nodes[number].children:
             if child.node_id not in seen and child.local_name in children:
                 seen.add(child.node_id)
                 todo.append((child.node_id, children[child.local_name]))
-    return found
+    return names

@@ -1,8 +1,8 @@
-"""When a checkpoint is due: every so many steps, every so many seconds, or as often as it pays.
+"""Decides when a checkpoint is due: after a number of steps or seconds, or at the optimal interval.
 
-`auto` is the last of these: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 1974, in
-the higher order of J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 2006,
-from what saves have cost this run and how far apart its failures were. This module does not import TensorFlow.
+`auto` is the optimal interval of J. W. Young, A first order approximation to the optimum checkpoint interval, CACM
+1974, in the higher order of J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
+FGCS 2006, for the cost of saves in this run and the time between its failures. This module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ AUTO = "auto"
 LEAST_SECONDS = 0.1
 
 CALM_MTBF_S = 3600.0
-"""Time between failures that is expected of a run that had none yet."""
+"""Expected time between failures of a run without failures."""
 EXPECTED_COST_S = 0.05
-"""What a save is expected to cost before there was one."""
+"""Expected cost of the first save."""
 MOST_S = 600.0
-"""Longest `auto` interval, unless saves cost so much that even this would be too often: to lose more hurts."""
+"""Longest `auto` interval, unless saves are too expensive even for that."""
 MOST_SHARE = 0.1
 """Share of the time that saves may cost before the interval grows beyond `MOST_S`."""
 RECENT = 5
-"""Failures, and saves, that are looked back on: both change while a run goes on."""
+"""Number of recent failures and saves that count, because both change during a run."""
 
 
 def parse(every: int | str) -> tuple[int, float]:
-    """Return the steps and the seconds between two checkpoints, of which one is 0: both for `auto`.
+    """Return the steps and the seconds between two checkpoints; one of them is 0, both for `auto`.
 
     Raises:
-        ValueError: it is neither `auto` nor steps from 1 such as 200, nor seconds from 0.1 such as 30s.
+        ValueError: the value is not `auto`, steps from 1 such as 200, or seconds from 0.1 such as 30s.
     """
     if every == AUTO:
         return 0, 0.0
@@ -50,11 +50,11 @@ def parse(every: int | str) -> tuple[int, float]:
 
 
 def best_interval_s(cost_s: float, writing_s: float, mtbf_s: float) -> float:
-    """Return the seconds of training between two saves with which least time is lost.
+    """Return the seconds of training between two saves that minimize the lost time.
 
     Args:
-        cost_s: what a save costs the training.
-        writing_s: what it takes to write one beside the training: they cannot follow each other any faster.
+        cost_s: training time that a save costs.
+        writing_s: time to write a save concurrently with the training, which is the least interval.
         mtbf_s: mean time between failures.
     """
     best = mtbf_s
@@ -66,20 +66,20 @@ def best_interval_s(cost_s: float, writing_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True)
 class Past:
-    """What a run's previous generations say about its failures and saves."""
+    """Failures and saves of a run's previous generations."""
 
     uptimes_s: tuple[float, ...] = ()
-    """How long each generation trained that a failure ended, oldest first."""
+    """Training time of each generation that a failure ended, oldest first."""
     failed: bool = False
-    """Whether a failure began this generation."""
+    """Whether this generation follows a failure."""
     stuck: bool = False
-    """Whether moreover the previous one finished no checkpoint: this one goes on from where that did."""
+    """Whether the previous generation, which failed, finished no checkpoint."""
     cost_s: float | None = None
     writing_s: float | None = None
 
     @classmethod
     def read(cls, run: RunFolder, generation: int, first: int) -> Past:
-        """Return what a run folder says of the generations before this one, which goes on from step `first`."""
+        """Read the generations before this one, which starts at step `first`, from a run folder."""
         failed = {begun["generation"] for begun in run.generations() if "task" in begun}
         earlier = [ledger for ledger in run.ledgers() if ledger["generation"] < generation]
         earlier.sort(key=lambda ledger: ledger["generation"])
@@ -100,16 +100,16 @@ class Past:
 
 
 def following_steps(steps: int, steps_per_loop: int, *, brief: bool) -> int:
-    """Return how many steps the inner call does that follows one of `steps`, where no periodic work comes between.
+    """Return the number of steps of the inner call after one of `steps`, without periodic work between them.
 
-    Calls grow from one step, the first of which compiles, to `steps_per_loop`: so a stop or a checkpoint is never far
-    away at the start, and what a short call costs beside its steps does not keep calls short.
+    Calls grow from one step, the first of which compiles, to `steps_per_loop`, so that a stop or a checkpoint is never
+    far away at the start.
     """
     return max(1, steps // 2) if brief else min(2 * steps, steps_per_loop)
 
 
 class SaveTimer:
-    """Decides when the next checkpoint is due, by the chief's clock alone, since those of the tasks differ."""
+    """Decides when the next checkpoint is due, only by the chief's clock, because clocks differ."""
 
     def __init__(
         self,
@@ -119,11 +119,11 @@ class SaveTimer:
         writing: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wait for the first step.
+        """Set the interval.
 
         Args:
             every: steps, seconds such as `30s`, or `auto`.
-            past: of the run; None for a task that does not decide: nothing is ever due.
+            past: previous generations; None for a task that does not decide.
             writing: returns whether the last checkpoint is still being written.
             clock: returns the time in seconds.
         """
@@ -140,7 +140,7 @@ class SaveTimer:
         self._catches_up = self._past.failed if every == AUTO else self._past.stuck
 
     def due(self, steps: int) -> bool:
-        """Return whether a checkpoint is due after so many further steps, rather than after as many again."""
+        """Whether a checkpoint is due after `steps` further steps, rather than after twice as many."""
         if self._catches_up:
             return True
         if not self._decides or self._began_s is None:
@@ -151,7 +151,7 @@ class SaveTimer:
         return elapsed_s + 1.5 * call_s >= self._interval_s
 
     def brief(self, steps: int) -> bool:
-        """Return whether the next checkpoint is due before so many steps are done, so that calls are to be shorter."""
+        """Whether the next checkpoint is due within `steps` steps, so that calls should be shorter."""
         if not self._decides:
             return False
         if self._step_s is None:
@@ -160,41 +160,35 @@ class SaveTimer:
 
     @property
     def waits(self) -> bool:
-        """Whether training is to wait until the next checkpoint is on the disk.
+        """Whether training must wait until the next checkpoint is on the disk.
 
-        The previous generation was killed before it finished one: so could this one be, and the next one, for ever.
+        The previous generation was killed before it finished one, which could otherwise repeat indefinitely.
         """
         return self._catches_up and self._past.stuck
 
     @property
     def saves(self) -> dict[str, float | None]:
-        """Return the interval and what it follows from, as the run folder has it; the interval is None by steps."""
+        """The interval and its parameters, for the run folder; the interval is None if it is in steps."""
         interval_s = round(self._interval_s, 3) if self._decides else None
         writing_s = self._writing_s or self._past.writing_s
         return {"every_s": interval_s, "cost_s": round(self._cost_s, 4), "writing_s": writing_s}
 
     def stepped(self, steps: int, seconds: float, *, compiled: bool) -> None:
-        """Record steps that were just done, and how long they took.
-
-        Args:
-            steps: how many.
-            seconds: of all of them.
-            compiled: whether that holds the tracing and compiling of the step.
-        """
+        """Record the newest steps, their total seconds, and whether these include tracing and compiling."""
         if self._began_s is None:
             self._began_s = self._counted_from_s = self._clock()
         if not compiled:
             self._step_s = seconds / steps
 
     def saved(self, cost_s: float = 0.0, writing_s: float | None = None) -> None:
-        """Restart the interval: a checkpoint was saved, for whatever reason.
+        """Restart the interval after a checkpoint.
 
         Args:
-            cost_s: how long training waited for it.
-            writing_s: how long writing the last finished one took beside the training.
+            cost_s: seconds that training waited for it.
+            writing_s: seconds to write the last finished one concurrently with the training.
         """
         if self._costs_s is None:
-            self._costs_s = deque(maxlen=RECENT)  # the first save of a generation also makes the copy that is written
+            self._costs_s = deque(maxlen=RECENT)  # the first save of a generation also creates the copy
         else:
             self._costs_s.append(cost_s)
         self._writing_s = self._writing_s if writing_s is None else writing_s
@@ -213,7 +207,7 @@ class SaveTimer:
 
     @property
     def _mtbf_s(self) -> float:
-        """Mean time between the last failures and now: it grows as long as there is none."""
+        """Mean time between the recent failures and now, which grows until the next failure."""
         uptime_s = 0.0 if self._began_s is None else self._clock() - self._began_s
         recent = self._past.uptimes_s[-RECENT:]
         return (sum(recent) + uptime_s) / len(recent) if recent else max(CALM_MTBF_S, uptime_s)

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, as a model is evaluated and exported with."""
+"""The weights of a checkpoint for evaluation and export."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ def read(config: TrainConfig, model: keras.Model, prefix: str) -> None:
     """Load the weights of a checkpoint into a model, or their averages if the run evaluates by these.
 
     Args:
-        config: of the run.
-        model: of the run, with plain variables.
-        prefix: of the checkpoint's files.
+        config: the configuration of the run.
+        model: the model of the run, with plain variables.
+        prefix: prefix of the checkpoint's files.
 
     Raises:
-        tf.errors.OpError, OSError: they cannot be read.
+        tf.errors.OpError, OSError: the files cannot be read.
     """
     read_trained(model, prefix)
     use_averages(config, model, prefix)
 
 
 def read_trained(model: keras.Model, prefix: str) -> None:
-    """Give a model the weights of a checkpoint as they were trained; for the rest see `read`."""
+    """Load the trained weights of a checkpoint into a model; see `read`."""
     tf.train.Checkpoint(model=model).read(prefix).assert_existing_objects_matched().expect_partial()
 
 
 def use_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
-    """Give a model the averages of its weights, if the run evaluates by these; for the rest see `read`."""
+    """Load the averages of the weights into a model, if the run evaluates by these; see `read`."""
     if not config.optimizer.ema_evaluate:
         return
     if not (config.optimizer.ema or config.optimizer.own):

@@ -1,4 +1,4 @@
-"""What this machine computes with, as far as it can change a bit: versions, processor, threads, variables."""
+"""The environment of this task, as far as it can change bits: versions, processor, threads, variables."""
 
 from __future__ import annotations
 
@@ -19,47 +19,46 @@ from train.data.sources import Source
 
 PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "numpy", "nvidia-nccl-cu12")
 PREFIXES = ("TF_", "KERAS_", "XLA_", "OMP_", "MKL_", "KMP_", "NCCL_", "CUDA_", "GRPC_", "DNNL_", "ONEDNN_")
-APART = ("TF_CONFIG",)
-"""Recorded elsewhere."""
+RECORDED_ELSEWHERE = ("TF_CONFIG",)
 INSTRUCTIONS = ("sse4_2", "avx", "fma", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
-"""Those by which TensorFlow and its libraries choose their kernels, and with them the order of sums."""
+"""Instruction sets by which TensorFlow and its libraries choose kernels, and so the order of sums."""
 
 
 def record(run: RunFolder, dataset: str, source: Source) -> None:
-    """Write `environment.json`, and add to the run's manifest what only a task knows: the data and this.
+    """Write `environment.json`, and add the data and the environment to the run's manifest.
 
     Raises:
-        RunFailed: the data is not what was prepared.
+        RunFailed: the data has changed since it was prepared.
     """
-    found, manifest = describe(), read_json(run.manifest, {})
-    write_json(run.environment, found)
+    environment, manifest = describe(), read_json(run.manifest, {})
+    write_json(run.environment, environment)
     data = manifest.get("data", {})
     if (data.get("name"), data.get("version")) != (dataset, source.version):  # otherwise this is a later generation
         files = {"files": _used(source), "made_from": dict(source.made_from)}
         data = {"name": dataset, "version": source.version, **files}
-    write_json(run.manifest, manifest | {"data": data, "environment": found})
+    write_json(run.manifest, manifest | {"data": data, "environment": environment})
 
 
 def _used(source: Source) -> dict[str, str]:
-    """Return the sha256 of the files that are read.
+    """Return the sha256 of the files of the data.
 
-    Of arrays it is computed now. Of shards, which can be too large for that, it is the one that was written with the
-    hashes of the blocks, which are checked whenever a shard is read.
+    It is computed now for arrays. Shards can be too large for that: theirs was recorded with the hashes of the blocks,
+    which are checked whenever a shard is read.
     """
     used = {}
     for path, prepared in source.files.items():
         used[path.name] = prepared if source.arrays is None else sha256(path)
         if used[path.name] != prepared:
-            raise RunFailed(f"{path} is not what was prepared; {source.again}, then start again")
+            raise RunFailed(f"{path} has changed since it was prepared; {source.again}, then start again")
     return used
 
 
 def describe() -> dict[str, Any]:
-    """Return what may differ on another machine. No path, user name or secret."""
+    """Describe the environment, without paths, user names or secrets."""
     build = tf.sysconfig.get_build_info()
     return {
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: installed for name in PACKAGES if (installed := _version(name))},
         "cuda": build.get("cuda_version"),
         "cudnn": build.get("cudnn_version"),
         "system": f"{platform.system()} {platform.machine()}",
@@ -75,9 +74,9 @@ def describe() -> dict[str, Any]:
 
 
 def variables(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment variables that can change what is computed; a value that holds a path as its sha256."""
-    found = {name: value for name, value in sorted(environment.items()) if name.startswith(PREFIXES)}
-    return {name: _without_path(value) for name, value in found.items() if name not in APART}
+    """Return the environment variables that can change results; values with a path as their sha256."""
+    relevant = {name: value for name, value in sorted(environment.items()) if name.startswith(PREFIXES)}
+    return {name: _without_path(value) for name, value in relevant.items() if name not in RECORDED_ELSEWHERE}
 
 
 def _without_path(value: str) -> str:

@@ -1,4 +1,4 @@
-"""What one generation of the chief spends its time on, kept in the run folder: also of one that is killed."""
+"""The ledger of the chief's time in one generation, which the run folder keeps even if the chief is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Ledger:
     """Adds up the seconds of one generation, and writes them every second."""
 
     def __init__(self, run: RunFolder, generation: int, first: int) -> None:
-        """Begin a generation that goes on from step `first`."""
         self._path = run.ledger(generation)
         self._seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
         self._record: dict[str, Any] = {"generation": generation, "began": time.time(), "first_step_at": None}
@@ -27,13 +26,13 @@ class Ledger:
         self._write()
 
     def first_step(self, step: int) -> None:
-        """Record that the first step is done, which holds the tracing and compiling."""
+        """Record the end of the first step, which includes tracing and compiling."""
         self._record["first_step_at"] = time.time()
         self._step = step
         self._write()
 
     def steps(self, count: int, seconds: float, input_s: float) -> None:
-        """Record further steps, and how much of their time was waiting for input."""
+        """Record further steps, their seconds, and the seconds of waiting for input."""
         self._step += count
         self._timed_steps += count
         self._seconds["input"] += input_s
@@ -42,12 +41,12 @@ class Ledger:
             self._write()
 
     def saves(self, saves: dict[str, float | None]) -> None:
-        """Record how far apart checkpoints are saved, and what that follows from."""
+        """Record the interval of checkpoints and its parameters."""
         self._record["saves"] = saves
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """Count the time meanwhile as `save` or `evaluate`."""
+        """Count the time inside as `save` or `evaluate`."""
         began = time.perf_counter()
         yield
         self._seconds[part] += time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Where the numbers go: a JSON Lines file, TensorBoard and the console, behind one writer."""
+"""The writer of metrics to a JSON Lines file, TensorBoard, the console and sinks."""
 
 from __future__ import annotations
 
@@ -18,39 +18,32 @@ from cluster.system.messages import plain
 from train import presets
 from train.config import TrainConfig
 from train.telemetry import pictures
-from train.telemetry.sinks import Sink
+from train.telemetry.sinks import Sink, flat
 from train.telemetry.timing import StepTiming
 
 MAX_CURVES = 20
 
 
 def varied(config: TrainConfig) -> dict[str, str | int | float | bool]:
-    """Return the settings that differ from the preset's, those of a part as `part.setting`.
+    """Return the settings that differ from the preset's, with names such as `part.setting`.
 
-    A preset of the user's own is compared with the defaults: its function may be gone, or take long.
+    A user's preset is compared with the defaults, because its function may be missing or slow.
     """
     preset = presets.find(config.preset) if config.preset in presets.names() else TrainConfig
-    usual = _flat(preset().pin(config.threads).to_json())
+    defaults = flat(preset().pin(config.threads).to_json())
     return {
         name: value
-        for name, value in _flat(config.to_json()).items()
-        if value != usual.get(name) and name not in NOT_VARIED and isinstance(value, str | int | float | bool)
+        for name, value in flat(config.to_json()).items()
+        if value != defaults.get(name) and name not in NOT_VARIED and isinstance(value, str | int | float | bool)
     }
 
 
 NOT_VARIED = {"preset", "threads"}
-"""What is recorded besides, and what the machine decides."""
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
+"""Settings that are recorded separately, or that the machine determines."""
 
 
 def grouped(name: str) -> str:
-    """Return the tag of a number: in the group `eval`, `perf` or `train`."""
+    """Return the TensorBoard tag of a metric, in the group `eval`, `perf` or `train`."""
     if name.startswith("eval_"):
         return name.replace("_", "/", 1)
     return f"{'perf' if name.endswith('_per_s') else 'train'}/{name}"
@@ -60,21 +53,21 @@ class Metrics:
     """Writes one task's metrics."""
 
     def __init__(
-        self, run: RunFolder, task: str, *, talks: bool, resumed_at: int = 0, sinks: Sequence[Sink] = ()
+        self, run: RunFolder, task: str, *, prints: bool, resumed_at: int = 0, sinks: Sequence[Sink] = ()
     ) -> None:
         """Open the task's files.
 
         Args:
             run: the run folder.
             task: the task's name.
-            talks: whether the rows also go to the console; one task of a cluster does.
-            resumed_at: the step that training goes on from. Rows after it are steps that were lost: they go.
-            sinks: where rows go as well.
+            prints: whether to print the rows, as one task of a cluster does.
+            resumed_at: the first step of this generation; later rows belong to lost steps and are deleted.
+            sinks: further receivers of the rows.
         """
         self._sinks = sinks
         self._run_name = run.name
         self._rows = run.metrics(task)
-        self._talks = talks
+        self._prints = prints
         self._board = tf.summary.create_file_writer(str(run.tensorboard(task)))
         kept = [row for row in run.rows(task) if row["step"] <= resumed_at]
         scratch = self._rows.with_suffix(".scratch")
@@ -90,12 +83,12 @@ class Metrics:
                 tf.summary.scalar(grouped(name), value)
         for sink in self._sinks:
             sink.log(step, {"epoch": round(epoch, 4), **values})
-        if self._talks:
+        if self._prints:
             shown = "  ".join(f"{name} {value:,.{0 if name.endswith('_s') else 4}f}" for name, value in numbers.items())
             print(f"step {step}/{total}  epoch {epoch:.2f}  {shown}", flush=True)
 
     def timing(self, step: int, timing: StepTiming) -> None:
-        """Show what the task's steps have taken so far in the Histograms tab, and what part was what."""
+        """Show the times of the task's steps in the Histograms tab, and the shares of input and computation."""
         with self._board.as_default(step):
             for name, ms_S in timing.histograms().items():
                 tf.summary.histogram(f"perf/{name}", ms_S)
@@ -106,7 +99,7 @@ class Metrics:
     def events(self, step: int, events: Sequence[Mapping[str, Any]]) -> None:
         """Show events of the run, such as restarts and checkpoints, as a table in the Text tab."""
         names = ("step", "generation", "event", "task")
-        cells = [[*(each[name] for name in names), each["detail"].get("cause", "")] for each in events]
+        cells = [[*(event[name] for name in names), event["detail"].get("cause", "")] for event in events]
         shown = [[plain(str(cell)).replace("|", "\\|") for cell in row] for row in cells]
         table = [f"| {' | '.join(row)} |" for row in ([*names, "cause"], ["---"] * 5, *shown)]
         with self._board.as_default(step):
@@ -118,16 +111,16 @@ class Metrics:
             tf.summary.graph(function.graph)
 
     def hparams(self, config: TrainConfig, results: dict[str, float]) -> None:
-        """Record what was varied beside the run's results, for TensorBoard's HParams tab."""
+        """Record the varied settings and the run's results for TensorBoard's HParams tab."""
         with self._board.as_default(0):
-            # By default a hash of the values names the trial, which a rerun shares.
+            # By default the name of a trial is a hash of the values, which a rerun shares.
             hparams.hparams({"preset": config.preset, **varied(config)}, trial_id=self._run_name)
             for name, value in results.items():
                 tf.summary.scalar(f"hparam/{name}", value)
 
-    def predictions(self, step: int, images_BHWC: np.ndarray, said_B: list[str], truth_B: list[str]) -> None:
-        """Show images with what the model said of them, and the truth where it was wrong, in the Images tab."""
-        drawn = [pictures.captioned(*shown) for shown in zip(images_BHWC, said_B, truth_B, strict=True)]
+    def predictions(self, step: int, images_BHWC: np.ndarray, predicted_B: list[str], truth_B: list[str]) -> None:
+        """Show images with their predicted classes, and the true ones if these differ, in the Images tab."""
+        drawn = [pictures.captioned(*shown) for shown in zip(images_BHWC, predicted_B, truth_B, strict=True)]
         with self._board.as_default(step):
             tf.summary.image("predictions", np.stack(drawn), max_outputs=len(drawn))
 
@@ -135,10 +128,10 @@ class Metrics:
         """Show precision and recall of each class against all others in the PR Curves tab.
 
         Args:
-            step: after which the model was asked.
-            classes: K names; one curve over all of them where there are more than `MAX_CURVES`.
+            step: optimizer steps done.
+            classes: K names; with more than `MAX_CURVES` there is one curve for all classes.
             truth_N: `[N] int`, the class of each example.
-            shares_NK: `[N, K] float32`, the probability that the model gives to each class.
+            shares_NK: `[N, K] float32`, the predicted probability of each class.
         """
         is_class_NK = truth_N[:, np.newaxis] == np.arange(len(classes))
         curves = {name: (is_class_NK[:, at], shares_NK[:, at]) for at, name in enumerate(classes)}
@@ -155,11 +148,10 @@ class Metrics:
             tf.summary.image(name, image_HWC[np.newaxis])
 
     def flush(self) -> None:
-        """Flush pending writes."""
         self._board.flush()
 
     def close(self) -> None:
-        """Flush pending writes; there are no more rows."""
+        """Flush pending writes and close the sinks."""
         self.flush()
         for sink in self._sinks:
             sink.close()

@@ -8,37 +8,37 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 CELL, LETTER, LINE = 26, 6, 12
-"""Pixels: of a cell of the confusion matrix, and of a letter of Pillow's own font and its line. Ten classes are then as
-wide as TensorBoard shows pictures, and are not scaled."""
+"""Sizes in pixels: a cell of the confusion matrix, a letter and a line of Pillow's font. With ten classes TensorBoard
+does not scale the picture."""
 MARGIN = 4
 MAX_NAME = 20
-LEGEND = ("rows: true", "columns: said")
+LEGEND = ("rows: true", "columns: predicted")
 WHITE, BLUE, RED = np.array([255, 255, 255]), np.array([38, 111, 191]), np.array([214, 81, 58])
 
 
-def captioned(image_HWC: np.ndarray, said: str, truth: str) -> np.ndarray:
-    """Return the image enlarged, `[144, 112, 3] uint8`, with a caption: green where right, red where wrong."""
+def captioned(image_HWC: np.ndarray, predicted: str, truth: str) -> np.ndarray:
+    """Enlarge an image to `[144, 112, 3] uint8` and add a caption, green if correct and red if wrong."""
     pixels = image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC
     picture = Image.new("RGB", (112, 144), "black")
     picture.paste(Image.fromarray(pixels).convert("RGB").resize((112, 112), Image.Resampling.NEAREST))
     draw = ImageDraw.Draw(picture)
-    draw.text((2, 112), said, fill="lightgreen" if said == truth else "salmon")
-    if said != truth:
+    draw.text((2, 112), predicted, fill="lightgreen" if predicted == truth else "salmon")
+    if predicted != truth:
         draw.text((2, 127), f"is {truth}", fill="white")
     return np.asarray(picture)
 
 
-def confusion(classes: Sequence[str], truth_N: np.ndarray, said_N: np.ndarray) -> np.ndarray:
-    """Return a confusion matrix, `[H, W, 3] uint8`: a row for each true class, a column for each predicted one.
+def confusion(classes: Sequence[str], truth_N: np.ndarray, predicted_N: np.ndarray) -> np.ndarray:
+    """Draw a confusion matrix, `[H, W, 3] uint8`, with a row for each true class, a column for each predicted one.
 
     Args:
         classes: K names.
         truth_N: `[N] int`, the class of each example.
-        said_N: `[N] int`, the class that the model predicts.
+        predicted_N: `[N] int`, the predicted class of each example.
     """
     names = [name[:MAX_NAME] for name in classes]
     count_KK = np.zeros((len(names), len(names)), int)
-    np.add.at(count_KK, (truth_N, said_N), 1)
+    np.add.at(count_KK, (truth_N, predicted_N), 1)
     share_KK = count_KK / np.maximum(count_KK.sum(axis=1, keepdims=True), 1)
     edge = max(map(len, [*names, *LEGEND])) * LETTER + 2 * MARGIN
     size = edge + CELL * len(names) + MARGIN

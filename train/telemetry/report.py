@@ -1,4 +1,4 @@
-"""What a task reports of its training: heartbeat, events, metrics and, at the end, the result."""
+"""The reports of a task about its training: heartbeat, events, metrics and, at the end, the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from train.telemetry.timing import StepTiming, Times
 
 SHOWN_PREDICTIONS = 16
 CURVE_EXAMPLES, CURVE_BATCH = 1000, 250
-"""Test images that PR curves and the confusion matrix are made of: a second of a small model's time at the end."""
+"""Test images for PR curves and the confusion matrix, which take a small model a second at the end."""
 SHOWN_EVENTS = frozenset(
     {
         "fault",
@@ -47,7 +47,7 @@ SHOWN_EVENTS = frozenset(
     }
 )
 MAX_EVENTS = 100
-"""Of the newest events that are shown at once."""
+"""Most events that are shown at once."""
 
 
 class Report:
@@ -60,13 +60,13 @@ class Report:
         policy: GradientPolicy,
         outputs: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
-        """Report a training that goes on from step `first`.
+        """Report a training from step `first`.
 
         Args:
-            context: of this task.
+            context: the context of this task.
             first: steps done before.
-            policy: what is done with gradients.
-            outputs: what the model says of some examples, called by every task; None: this task's model says it.
+            policy: the gradient policy.
+            outputs: returns the model's outputs for examples, called by all tasks; None to use this task's model.
         """
         self._outputs = outputs or (lambda features: context.model(features, training=False))
         self._loss_scale, self._optimizer = policy.loss_scale, policy.optimizer
@@ -80,21 +80,21 @@ class Report:
         self._timed_steps = 0
         self.results: dict[str, float] = {}
         self.evaluated_at = -1
-        """After how many steps the model gave these results."""
+        """Steps done at the evaluation of `results`."""
         self._shown: tuple[np.ndarray, np.ndarray] | None = None
         self._events_shown = 0
         run, name = context.run, context.task.name
         if context.chief:
-            (run.control / "result.json").unlink(missing_ok=True)  # a previous generation may have died after it
+            (run.control / "result.json").unlink(missing_ok=True)  # a previous generation may have written it
             run.event(name, "restored" if first else "initialized", step=first)
             self._heartbeat.update(steps_total=context.total_steps)
-        to = sinks.build(self._config, run, name, first, chief=context.chief)
-        self.metrics = Metrics(run, name, talks=context.chief, resumed_at=first, sinks=to)
+        receivers = sinks.build(self._config, run, name, first, chief=context.chief)
+        self.metrics = Metrics(run, name, prints=context.chief, resumed_at=first, sinks=receivers)
         self._show_events(first)
         self._heartbeat.update(state="compiling", step=first)
 
     def done(self, step: int) -> None:
-        """Record that so many steps are done: at once, since the next one may end this process."""
+        """Record the steps done immediately, because the next one may end this process."""
         self._done.done(step)
 
     def steps(
@@ -110,22 +110,23 @@ class Report:
 
         Args:
             first: steps done before them.
-            values: `[S] float32` each: the loss and whatever else was computed in each of them, by name.
-            seconds: what they took.
-            compiled: whether that holds the tracing and compiling of the step.
-            times: what each of them took, or a sample of them.
+            values: `[S] float32` each: the loss and further values of the steps, by name.
+            seconds: duration of all steps.
+            compiled: whether it includes tracing and compiling.
+            times: times of the steps, or of a sample of them.
         """
         losses = values["loss"]
         step = first + len(losses)
         self.done(step)
         rate = None
         if compiled:
-            self._heartbeat.update(state="training", step=step)  # written at once: a failure now is not one of before
+            # Written immediately, so that a failure now counts for this generation.
+            self._heartbeat.update(state="training", step=step)
             if self._ledger:
                 self._ledger.first_step(step)
                 self._event("first step", step)
         else:
-            if self._ledger and not self._timed_steps:  # not before: after a failure a checkpoint comes first
+            if self._ledger and not self._timed_steps:  # not earlier, because after a failure a checkpoint has priority
                 self.metrics.graph(self._serving_graph())
             self._train_seconds += seconds
             self._timed_steps += len(losses)
@@ -136,11 +137,11 @@ class Report:
         scale = {} if self._loss_scale is None else self._loss_scale.metrics()
         for at in range(first + 1, step + 1):
             if at % self._config.log_every == 0 or at == total:
-                of_step = {name: float(values_S[at - first - 1]) for name, values_S in values.items()}
-                self.metrics.log(at, self._epoch(at), total, {**of_step, "examples_per_s": rate, **scale})
+                step_values = {name: float(values_S[at - first - 1]) for name, values_S in values.items()}
+                self.metrics.log(at, self._epoch(at), total, {**step_values, "examples_per_s": rate, **scale})
 
     def save(self, step: int, checkpoint: Checkpoint, timer: SaveTimer) -> None:
-        """Save a checkpoint, and report what the training waited for it: the checkpoint itself reports its end."""
+        """Save a checkpoint, and report how long the training waited for it; the checkpoint reports its end."""
         with self._spending("save"):
             began = time.perf_counter()
             self._heartbeat.update(state="saving")
@@ -154,20 +155,18 @@ class Report:
                 self._ledger.saves(timer.saves)
 
     def save_best(self, step: int, checkpoint: Checkpoint) -> None:
-        """Save the checkpoint of the best evaluation so far, and report it."""
+        """Save and report the checkpoint of the best evaluation so far."""
         with self._spending("save"):
             checkpoint.save(step, best=True)
         if self._context.chief:
             self._event("best checkpoint", step)
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
-        """Evaluate the model, and report the results."""
         with self._spending("evaluate"), self._averaged():
             self._heartbeat.update(state="evaluating")
             self._evaluated(step, evaluation())
 
     def _evaluated(self, step: int, results: dict[str, float]) -> None:
-        """Report the results."""
         self.results, self.evaluated_at = results, step
         if self._context.chief:
             self.metrics.log(step, self._epoch(step), self._context.total_steps, dict(results))
@@ -177,15 +176,15 @@ class Report:
         self._heartbeat.update(state="training")
 
     def end(self, step: int, *, stopped: bool) -> None:
-        """Export where the training came to its end, and write the result. Then leave the cluster, the chief last."""
+        """Export the model unless the training was stopped, and write the result. The chief leaves the cluster last."""
         context, result = self._context, self._context.run.control / "result.json"
         divided = context.division is not None and not context.division.whole
-        # On every task: moving averages can be a mean over all of them, which takes all of them to read.
+        # On every task, because reading moving averages that are a mean over all tasks takes all of them.
         with contextlib.nullcontext() if divided else self._averaged():
             weights = [] if stopped or divided else context.model.get_weights()
         if context.chief:
             model, trained = None, context.model
-            if divided:  # no task has the whole model; the checkpoint of this step has
+            if divided:  # only the checkpoint of this step has the whole model
                 model = trained = to_restore(context.new_model)
                 saved_weights.read_trained(model, Saved(context.run.checkpoints, step).prefix)
             digest = outer.weights_sha256(trained)
@@ -199,10 +198,10 @@ class Report:
         self.metrics.close()
         self._heartbeat.update(state="stopped" if stopped else "done", step=step)
         while not context.chief and not result.exists() and not context.run.outcome:
-            time.sleep(0.02)  # the chief's coordination service counts a task that left early as lost
+            time.sleep(0.02)  # the chief's coordination service regards a task that leaves early as lost
 
     def _export(self, model: keras.Model, weights: list[np.ndarray], step: int) -> None:
-        """Export a model with these weights, or none: then with those that a pipeline's checkpoint gave it."""
+        """Export a model with these weights; without weights, a pipeline's checkpoint has set those of the model."""
         config, run = self._config, self._context.run
         if weights:
             model.set_weights(weights)
@@ -216,13 +215,12 @@ class Report:
         self._show_quality(step, model)
 
     def _report_timing(self, count: int, seconds: float, times: Times | None) -> None:
-        """Report how long the steps took this task, without the first one."""
         if times is not None:
             self._timing.add(times)
             if time.monotonic() - self._timing_shown_at > HEARTBEAT_S / 2:
                 self._update_timing()
         if self._ledger:
-            # Where steps are measured from outside, `seconds` hold what was done between them, such as saving.
+            # With Keras's loop, `seconds` include work between the steps, such as saving.
             spent_s = seconds if times is None or times.inputs is not None else float(times.steps.sum())
             self._ledger.steps(count, spent_s, spent_s * times.input_share if times else 0.0)
 
@@ -232,7 +230,6 @@ class Report:
         self._timing_shown_at = time.monotonic()
 
     def _averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Use the averages of the weights, if the configuration evaluates by these; every task calls it."""
         return optimizers.averaged(self._config, self._context.model, self._optimizer)
 
     def _spending(self, part: str) -> contextlib.AbstractContextManager[None]:
@@ -262,7 +259,7 @@ class Report:
         )
 
     def _image_classes(self) -> tuple[str, ...]:
-        """Return the names of the classes where examples are images in memory; none otherwise."""
+        """Return the names of the classes if examples are images in memory; otherwise none."""
         source = self._context.source
         shape = source.feature_shape
         if source.arrays is None or isinstance(shape, Mapping) or isinstance(source.classes, Mapping):
@@ -274,7 +271,7 @@ class Report:
         return source.classes
 
     def _show_events(self, step: int) -> None:
-        """Show what happened to the run since this was last shown: all of it in a new generation."""
+        """Show the run's new events; in a new generation all events."""
         if not self._context.chief:
             return
         events = [event for event in self._context.run.events() if event["event"] in SHOWN_EVENTS]
@@ -283,7 +280,7 @@ class Report:
         self._events_shown = len(events)
 
     def _show_quality(self, step: int, model: keras.Model) -> None:
-        """Show PR curves and confusion of the exported model on test images, where there are images and classes."""
+        """Show PR curves and the confusion matrix of the exported model, if examples are images with classes."""
         source, classes = self._context.source, self._image_classes()
         if source.arrays is None or not classes:
             return
@@ -296,11 +293,11 @@ class Report:
         shares_NK = np.concatenate(parts)
         self.metrics.pr_curves(step, classes, truth_N, shares_NK)
         if len(classes) <= MAX_CURVES:
-            said_N = shares_NK.argmax(axis=1)
-            self.metrics.picture(step, "confusion_matrix", pictures.confusion(classes, truth_N, said_N))
+            predicted_N = shares_NK.argmax(axis=1)
+            self.metrics.picture(step, "confusion_matrix", pictures.confusion(classes, truth_N, predicted_N))
 
     def _show_predictions(self, step: int) -> None:
-        """Show some test images with what the model says of them, where there are images and classes."""
+        """Show some test images with their predicted classes, if examples are images with classes."""
         source, names = self._context.source, self._image_classes()
         if source.arrays is None or not names:
             return
@@ -312,6 +309,6 @@ class Report:
             )
         images_BHWC, truth_B = self._shown
         # On every task, see `end`.
-        said_B = np.argmax(full_precision(self._outputs(images_BHWC.astype(np.float32))), -1)
+        predicted_B = np.argmax(full_precision(self._outputs(images_BHWC.astype(np.float32))), -1)
         if self._context.chief:
-            self.metrics.predictions(step, images_BHWC, [names[k] for k in said_B], [names[k] for k in truth_B])
+            self.metrics.predictions(step, images_BHWC, [names[k] for k in predicted_B], [names[k] for k in truth_B])

@@ -1,8 +1,8 @@
-"""Where metrics go beside the run folder's own files and TensorBoard: `--log-to csv,mlflow,wandb`.
+"""Further receivers of metrics: `--log-to csv,mlflow,wandb`.
 
-Each uses its own library, which a run gets by `--requirements`; csv needs none. Tasks reach no network by default, so
-MLflow and Weights & Biases write to the run folder unless their variables name a server (`--env`, `--network host`).
-A server must answer when the training begins. From then on rows are sent beside the training, which goes on without it.
+Each has a library, which a run installs by `--requirements`, except csv. Tasks have no network by default, so MLflow
+and Weights & Biases write to the run folder unless their variables name a server (`--env`, `--network host`). A server
+must answer when the training begins. Afterwards a thread sends the rows, and the training continues without the server.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from train.config import TrainConfig
 Row = dict[str, float | None]
 
 WAITING = 10_000
-"""Rows that are kept for a server that is slow or away."""
+"""Rows that are kept for a slow or unreachable server."""
 BEGIN_S = 60.0
-"""Longest wait for a server's first answer: their libraries try again for minutes."""
+"""Longest wait for a server's first answer; the libraries retry for minutes."""
 AGAIN_S = 1.0
-"""The same where a training goes on, which a library that is missing ends."""
+"""Longest wait in a resumed training, which only a missing library ends."""
 CLOSE_S = 20.0
-"""Longest wait for a server to take what is left when the training ends; less than a task gets to stop."""
+"""Longest wait at the end for a server to receive all rows; shorter than the time a task has to stop."""
 
 
 class Sink(Protocol):
-    """Takes the rows of one task."""
+    """Receiver of the rows of one task."""
 
     def log(self, step: int, values: Row) -> None:
-        """Take the values after a step."""
+        """Receive the values after a step."""
 
     def close(self) -> None:
-        """Flush what is pending: the training ends."""
+        """Flush pending rows at the end of the training."""
 
 
 class Csv:
     """`metrics/<task>.csv`: a row for each logged step, a column for each value."""
 
     def __init__(self, path: Path, resumed_at: int) -> None:
-        """Continue a file; rows after step `resumed_at` are steps that were lost: they go."""
+        """Continue a file; rows after step `resumed_at` belong to lost steps and are deleted."""
         self._path, self._columns = path, ["step"]
         rows: list[dict[str, str]] = []
         if path.exists():
@@ -64,7 +64,7 @@ class Csv:
         self._write(rows)
 
     def log(self, step: int, values: Row) -> None:
-        """Append a row; columns that are new are added to all."""
+        """Append a row; new columns are added to all rows."""
         row: dict[str, Any] = {"step": step, **values}
         if new := [name for name in row if name not in self._columns]:
             with self._path.open(newline="") as file:
@@ -75,7 +75,7 @@ class Csv:
             csv.DictWriter(file, self._columns).writerow(row)
 
     def close(self) -> None:
-        """Do nothing: every row is written at once."""
+        """Do nothing, because every row is written immediately."""
 
     def _write(self, rows: Sequence[dict[str, Any]]) -> None:
         scratch = self._path.with_suffix(".csv-scratch")
@@ -87,10 +87,10 @@ class Csv:
 
 
 class MLflow:
-    """An MLflow run of this run's name; a resumed one goes on with it."""
+    """An MLflow run with this run's name, which a resumed run continues."""
 
     def __init__(self, run: RunFolder, config: TrainConfig) -> None:
-        """Begin it, in an SQLite file of the run folder unless MLFLOW_TRACKING_URI names a server."""
+        """Start the MLflow run, in an SQLite file of the run folder unless MLFLOW_TRACKING_URI names a server."""
         self._mlflow = _library("mlflow")
         if not (server := os.environ.get("MLFLOW_TRACKING_URI")):
             (run.path / "mlflow").mkdir(exist_ok=True)
@@ -100,22 +100,20 @@ class MLflow:
         begun = self._mlflow.start_run(run_id=known, run_name=None if known else run.name)
         if not known:
             record.write_text(begun.info.run_id)
-            self._mlflow.log_params(_flat(config.to_json()))
+            self._mlflow.log_params(flat(config.to_json()))
 
     def log(self, step: int, values: Row) -> None:
-        """Log a row."""
         self._mlflow.log_metrics(_numbers(values), step=step)
 
     def close(self) -> None:
-        """End the run."""
         self._mlflow.end_run()
 
 
 class Wandb:
-    """A run of Weights & Biases of this run's name; a resumed one goes on with it."""
+    """A run of Weights & Biases with this run's name, which a resumed run continues."""
 
     def __init__(self, run: RunFolder, config: TrainConfig) -> None:
-        """Begin it, offline in the run folder unless WANDB_API_KEY is set."""
+        """Start the run, offline in the run folder unless WANDB_API_KEY is set."""
         offline = "WANDB_API_KEY" not in os.environ
         self._run = _library("wandb").init(
             project=os.environ.get("WANDB_PROJECT", "tf-cluster"),
@@ -124,28 +122,26 @@ class Wandb:
             resume="allow",
             mode=os.environ.get("WANDB_MODE", "offline" if offline else "online"),
             dir=str(run.path),
-            config=_flat(config.to_json()),
+            config=flat(config.to_json()),
         )
 
     def log(self, step: int, values: Row) -> None:
-        """Log a row."""
         self._run.log(_numbers(values), step=step)
 
     def close(self) -> None:
-        """End the run."""
         self._run.finish()
 
 
 class Background:
-    """Another sink in a thread of its own: a server that is slow or gone neither holds up nor ends the training."""
+    """Runs another sink in a thread, so that a slow or unreachable server neither delays nor ends the training."""
 
     def __init__(self, name: str, begin: Callable[[], Sink], *, required: bool = True) -> None:
-        """Begin it there.
+        """Start the sink in the thread.
 
         Args:
-            name: in `--log-to`.
-            begin: returns the sink; called again for each row until it has.
-            required: whether it has to begin at once; a training that goes on is not ended by a server that is away.
+            name: its name in `--log-to`.
+            begin: creates the sink; called again for each row until it succeeds.
+            required: whether it must start now; an unreachable server does not end a resumed training.
         """
         self._name, self._lost, self._error = name, 0, ""
         self._rows: queue.Queue[tuple[int, Row] | None] = queue.Queue(WAITING)
@@ -165,14 +161,14 @@ class Background:
             self._warn(described(error))
 
     def log(self, step: int, values: Row) -> None:
-        """Have the values sent after those before; at once."""
+        """Queue the values for sending, without waiting."""
         try:
             self._rows.put_nowait((step, values))
         except queue.Full:
             self._lose("it does not keep up")
 
     def close(self) -> None:
-        """Wait until everything is sent, for `CLOSE_S` at most, and report what was not."""
+        """Wait until all rows are sent, for at most `CLOSE_S`, and report those that are not."""
         deadline = time.monotonic() + CLOSE_S
         with contextlib.suppress(queue.Full):
             self._rows.put(None, timeout=CLOSE_S)
@@ -193,7 +189,7 @@ class Background:
             try:
                 sink = sink or begin()
                 sink.log(*row)
-            except Exception as error:  # of any class: it is theirs
+            except Exception as error:  # the library may raise any class
                 self._lose(described(error))
         try:
             if sink:
@@ -208,17 +204,17 @@ class Background:
     def _warn(self, why: str) -> None:
         if not self._error:
             self._error = why
-            self._print(f"{why}; the training goes on, and its metrics are in the run folder")
+            self._print(f"{why}; the training continues, and its metrics are in the run folder")
 
-    def _print(self, what: str) -> None:
-        print(f"--log-to {self._name}: {what}", file=sys.stderr, flush=True)
+    def _print(self, message: str) -> None:
+        print(f"--log-to {self._name}: {message}", file=sys.stderr, flush=True)
 
 
 SERVICES: dict[str, Callable[[RunFolder, TrainConfig], Sink]] = {"mlflow": MLflow, "wandb": Wandb}
 
 
 def build(config: TrainConfig, run: RunFolder, task: str, resumed_at: int, *, chief: bool) -> list[Sink]:
-    """Return the sinks that a configuration names: csv for every task, the others for the chief.
+    """Build the sinks that a configuration names: csv for every task, the others for the chief.
 
     Raises:
         PrerequisiteError: a sink's library is missing, or its server does not answer when the training begins.
@@ -237,7 +233,7 @@ def _begin(name: str, run: RunFolder, config: TrainConfig, *, required: bool) ->
         return Background(name, lambda: SERVICES[name](run, config), required=required)
     except ClusterError:
         raise
-    except Exception as error:  # of any class: it is theirs
+    except Exception as error:  # the library may raise any class
         raise PrerequisiteError(
             f"--log-to {name}: {described(error)}; tasks reach a server with --network egress in containers, --network "
             "host as local processes"
@@ -257,8 +253,9 @@ def _numbers(values: Row) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings to names such as `part.setting`."""
+    result: dict[str, Any] = {}
     for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return result

@@ -1,4 +1,4 @@
-"""How fast the steps of one generation of a task are: a few numbers, bounded however many steps there are.
+"""Statistics of the step times of one generation of a task, in bounded memory.
 
 Shapes: S steps; columns: whole step, input, busy.
 """
@@ -13,31 +13,31 @@ import numpy as np
 from cluster.contract.run.records import Pace
 
 RECENT = 200
-"""Steps that the heartbeat reports."""
+"""Number of newest steps in the heartbeat."""
 KEPT = 4096
-"""Most steps that are kept: then every second one goes, and of the later ones as many."""
+"""Most steps that are kept; beyond that, every second one is dropped."""
 PERCENTILES = (10, 50, 90, 99)
 
 
 @dataclass(frozen=True)
 class Times:
-    """What some optimizer steps of one task took, or a sample of them, in seconds. None: unknown there."""
+    """Times of optimizer steps of one task, or of a sample of them, in seconds; None for unknown parts."""
 
     steps: np.ndarray
-    """`[S] float64`: whole steps, waiting for other tasks included."""
+    """`[S] float64`: whole steps, including waiting for other tasks."""
     inputs: np.ndarray | None = None
     """`[S] float64`: waiting for the batch."""
     busy: np.ndarray | None = None
-    """`[S] float64`: until the batch was there and the task's own gradients were computed."""
+    """`[S] float64`: until the batch had arrived and the task's gradients were computed."""
 
     @property
     def input_share(self) -> float:
-        """Which part of the time the batches were waited for; 0 where that is unknown."""
+        """Share of the time spent waiting for batches; 0 if unknown."""
         return 0.0 if self.inputs is None or not self.steps.any() else float(self.inputs.sum() / self.steps.sum())
 
 
 class StepTiming:
-    """Collects what the steps of one generation take."""
+    """Collects the step times of one generation."""
 
     def __init__(self) -> None:
         self._recent_S3 = np.zeros((0, 3))
@@ -46,10 +46,10 @@ class StepTiming:
         self._ahead = 0
         self._max_s = 0.0
         self.steps = 0
-        """How many were measured."""
+        """Number of measured steps."""
 
     def add(self, times: Times) -> None:
-        """Take some steps into account."""
+        """Add the times of steps."""
         unknown_S = np.full(len(times.steps), np.nan)
         parts = (times.steps, *(unknown_S if part is None else part for part in (times.inputs, times.busy)))
         rows_S3 = np.stack(parts, 1)
@@ -63,33 +63,33 @@ class StepTiming:
             self._kept_S3, self._stride = self._kept_S3[::2], 2 * self._stride
 
     def recent(self) -> dict[str, Any]:
-        """Return what the heartbeat says of the newest steps; nothing before there are any."""
+        """Return the statistics of the newest steps for the heartbeat; empty without steps."""
         if not self.steps:
             return {}
         ms_S = self._recent_S3[:, 0] * 1000
-        found = {"mean": ms_S.mean(), "median": np.median(ms_S), "p90": np.percentile(ms_S, 90), "max": ms_S.max()}
-        return {"step_ms": _rounded(found), **_shares(self._recent_S3)}
+        statistics = {"mean": ms_S.mean(), "median": np.median(ms_S), "p90": np.percentile(ms_S, 90), "max": ms_S.max()}
+        return {"step_ms": _rounded(statistics), **_shares(self._recent_S3)}
 
     def generation(self) -> Pace:
         """Return the pace of all steps of this generation."""
         if not self.steps:
             return Pace()
         ms_S = self._kept_S3[:, 0] * 1000
-        found = {
+        statistics = {
             "mean": ms_S.mean(),
             **{f"p{p}": np.percentile(ms_S, p) for p in PERCENTILES},
             "max": self._max_s * 1000,
         }
-        return Pace(steps=self.steps, step_ms=_rounded(found), **_shares(self._kept_S3))
+        return Pace(steps=self.steps, step_ms=_rounded(statistics), **_shares(self._kept_S3))
 
     def histograms(self) -> dict[str, np.ndarray]:
-        """Return the milliseconds of the steps, and of their parts where these are known: `[S]` each."""
+        """Return the milliseconds of the steps and of their known parts, `[S]` each."""
         parts = dict(zip(("step_ms", "input_ms", "busy_ms"), self._kept_S3.T * 1000, strict=True))
         return {name: ms_S for name, ms_S in parts.items() if len(ms_S) and not np.isnan(ms_S).any()}
 
 
 def _shares(rows_S3: np.ndarray) -> dict[str, Any]:
-    """Return which share of the time went into the input, and into the task's own work with it."""
+    """Return the shares of the time for the input, and for the input and the task's computation."""
     step_s, input_s, busy_s = rows_S3.sum(0)
     shares = {"input_share": input_s / step_s, "busy_share": busy_s / step_s} if step_s else {}
     return {
@@ -103,20 +103,20 @@ def _rounded(values: dict[str, Any]) -> dict[str, float | None]:
 
 
 def from_marks(marks: list[tuple[str, float]]) -> Times:
-    """Return the times of the steps that were marked whole, by the marks in their order.
+    """Return the times of completely marked steps from the ordered marks.
 
-    A batch that is requested after the gradients is the next step's; to wait for it is work of this task, too.
+    A batch that is requested after the gradients belongs to the next step; waiting for it counts as this task's work.
     """
     rows, begun, requested, waited, computed = [], 0.0, 0.0, 0.0, None
-    for what, moment in marks:
-        if what == "begin":
+    for event, moment in marks:
+        if event == "begin":
             if computed is not None:
                 rows.append((moment - begun, waited, computed - begun))
             begun = requested = moment
             waited, computed = 0.0, None
-        elif what == "asks":
+        elif event == "asks":
             requested = moment
-        elif what == "batch":
+        elif event == "batch":
             waited += moment - requested
             computed = None if computed is None else computed + moment - requested
         else:

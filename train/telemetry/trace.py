@@ -1,6 +1,6 @@
-"""The TensorFlow profiler's trace of some steps of one task, while the run trains: as `invoke profile` requests it.
+"""Traces of some steps of one task by TensorFlow's profiler during the training, as `invoke profile` requests.
 
-Only the task's own calls are wrapped: how many steps a call does stays as it is, so that no other task notices.
+Only this task's calls are wrapped, and their numbers of steps do not change, so that other tasks are not affected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from train.loops.steps import LoopResult
 
 
 class Tracer:
-    """Answers requests for a trace between two calls of the training."""
+    """Handles requests for a trace between two calls of the training."""
 
     def __init__(self, run: RunFolder, task: str) -> None:
         self._run = run
@@ -26,7 +26,7 @@ class Tracer:
         self._call: Any = None
 
     def around(self, inner: Inner) -> Inner:
-        """Return the inner loop with a look for requests before every call but the first, which compiles."""
+        """Wrap the inner loop to handle requests before every call except the first, which compiles."""
         compiled = False
 
         def traced(first: int, count: int, stop: bool) -> LoopResult:
@@ -40,7 +40,7 @@ class Tracer:
         return traced
 
     def before(self, step: int, *, compiles: bool) -> None:
-        """Begin a trace if one is requested, before a call that goes on from `step`."""
+        """Begin a trace if one is requested, before a call from step `step`."""
         if self._request is None and not compiles and self._run.trace_request.exists():
             self._begin(step)
         if self._request is not None:
@@ -48,7 +48,7 @@ class Tracer:
             self._call.__enter__()
 
     def after(self, step: int) -> None:
-        """End the trace after a call, at `step`, once it holds the steps requested."""
+        """End the trace after a call, at `step`, if it contains the requested steps."""
         if self._request is None:
             return
         self._call.__exit__(None, None, None)
@@ -67,7 +67,7 @@ class Tracer:
             return
         try:
             tf.profiler.experimental.start(str(self._run.tensorboard(self._task)))
-        except tf.errors.OpError as error:  # a callback of the user's own traces already
+        except tf.errors.OpError as error:  # a user's callback is already tracing
             self._answer(request, error=error.message)
         else:
             self._request, self._first = request, step

@@ -22,7 +22,7 @@ PRECISION, RECALL = pr_metadata.PRECISION_INDEX, pr_metadata.RECALL_INDEX
 
 
 def written(run: RunFolder, write: Callable[[Metrics], None]) -> EventAccumulator:
-    metrics = Metrics(run, "chief", talks=False)
+    metrics = Metrics(run, "chief", prints=False)
     write(metrics)
     metrics.close()
     return EventAccumulator(str(run.tensorboard("chief"))).Reload()

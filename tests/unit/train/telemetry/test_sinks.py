@@ -24,7 +24,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_csv_has_a_row_a_step_and_a_column_a_value(make_run):
     run = make_run()
     (sink,) = sinks.build(TrainConfig(log_to="csv"), run, "worker-0", 0, chief=False)
-    metrics = Metrics(run, "worker-0", talks=False, sinks=[sink])
+    metrics = Metrics(run, "worker-0", prints=False, sinks=[sink])
     metrics.log(1, 0.5, 2, {"loss": 2.5, "examples_per_s": None})
     metrics.log(2, 1.0, 2, {"eval_loss": 1.5})
     metrics.close()
