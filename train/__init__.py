@@ -1,1 +1,1 @@
-"""What runs in a task: one training program for every role and strategy."""
+"""The training program of a task, for every role and strategy."""

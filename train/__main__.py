@@ -1,11 +1,11 @@
 """The training program of one task.
 
-    python -m train --run-dir runs/RUN                               train, as cluster.json and config.json there say
-    python -m train --print-config [--preset P] [-- --epochs 1 ...]  check a configuration and print it as JSON
+    python -m train --run-dir runs/RUN                               train according to cluster.json and config.json
+    there python -m train --print-config [--preset P] [-- --epochs 1 ...]  check a configuration and print it as JSON
 
-The story: wait at the gate until the cluster is complete; parameter servers and their workers then serve, the
-evaluator evaluates, and everybody else builds the same strategy, model and data, restores the newest checkpoint, and
-trains from that step on. `train/program.py` is that story; this file starts it before TensorFlow is imported.
+A task waits at the gate until the cluster is complete. Then parameter servers and their workers serve, the evaluator
+evaluates, and all others build the same strategy, model and data, restore the newest checkpoint and train from that
+step. `train/program.py` has these parts; this file starts before TensorFlow is imported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # it imports TensorFlow
     from train.program import Program
 
 EXIT_BUG = 70
-"""An error that we do not know (EX_SOFTWARE of sysexits.h): the agent tries again."""
+"""An unknown error (EX_SOFTWARE of sysexits.h), after which the agent tries again."""
 
 
 def main(arguments: list[str]) -> int:
@@ -46,17 +46,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--run-dir", type=Path, help="run folder to train in")
     parser.add_argument("--print-config", action="store_true", help="only check the configuration and print it")
     parser.add_argument("--preset", default="fashion_mnist", help="complete configuration to start from (%(default)s)")
-    parser.add_argument("--data-dir", type=Path, default="data", help="where it looks for prepared data (%(default)s)")
+    parser.add_argument("--data-dir", type=Path, default="data", help="folder of prepared data (%(default)s)")
     parser.add_argument("--base", type=Path, help="config.json to start from instead of a preset")
-    parser.add_argument("--cores", type=int, default=0, help="of each task; 0: those of this machine (%(default)s)")
+    parser.add_argument("--cores", type=int, default=0, help="cores of each task; 0: of this machine (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="-- OVERRIDE", help="such as --epochs 1, see --help after --")
     options = parser.parse_args(arguments)
     try:
         if options.print_config:
             if user_code.RESULT_FILE in os.environ:
                 return user_code.reply(lambda: _resolved(options))
-            found = _resolved(options)
-            print(found if isinstance(found, str) else json.dumps(found))
+            resolved = _resolved(options)
+            print(resolved if isinstance(resolved, str) else json.dumps(resolved))
             return 0
         if not options.run_dir or not (options.run_dir / "cluster.json").exists():
             parser.error("--run-dir must name a run folder; `invoke up` makes one and starts every task of it")
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
-    """Return the requested configuration, checked, or the help of its options where that was requested."""
+    """Return the checked configuration, or the help of its options if that was requested."""
     base = TrainConfig.from_json(read_json(options.base)) if options.base else None
     try:
         resolved = overrides.resolve(options.preset, options.overrides, base, options.cores)
@@ -81,8 +81,8 @@ def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
 
 
 def train(run: RunFolder) -> int:
-    """Run this task's part of the run; return the exit code, from which the agent knows what to do next."""
-    preload.load(run)  # TensorFlow is imported here, unless this process is a copy of one that has done it
+    """Run this task's part of the run; return the exit code, which tells the agent what to do next."""
+    preload.load(run)  # imports TensorFlow, unless this process was forked from one that has
     from train import program
 
     prepared = None
@@ -92,8 +92,8 @@ def train(run: RunFolder) -> int:
         if "STANDBY_PROCESS" in os.environ:
             program.rehearse(run)
         wait_at_gate()
-    faulthandler.enable()  # a crash in native code shows the stack that led to it
-    faulthandler.register(signal.SIGUSR1)  # the agent asks for every thread's stack when the gang hangs
+    faulthandler.enable()  # shows the stack of a crash in native code
+    faulthandler.register(signal.SIGUSR1)  # the agent requests the stacks of all threads when the gang hangs
     cluster = membership.cluster(run, int(os.environ.get("GENERATION", "0")))
     task = cluster.task(os.environ.get("TASK", "chief"))
     debugger.wait_for_client(run, task.name)
@@ -101,9 +101,9 @@ def train(run: RunFolder) -> int:
         (prepared or program.Program(run, task)).main()
     except ClusterError:
         raise
-    except SystemExit as error:  # the agent would take its exit code for ours
+    except SystemExit as error:  # otherwise the agent would interpret its exit code
         traceback.print_exc()
-        raise RunFailed(f"code of your own ended the training: {described(error)}") from error
+        raise RunFailed(f"your code ended the training: {described(error)}") from error
     except Exception as error:
         if task in cluster.members and program.is_peer_lost(error):
             print(f"error: lost contact with the cluster: {str(error).splitlines()[0][:300]}", file=sys.stderr)
@@ -118,12 +118,12 @@ def train(run: RunFolder) -> int:
 def _stand_by(run: RunFolder) -> Program:
     """Form the cluster of the standby processes, prepare to train with it, and wait at the gate.
 
-    What is printed meanwhile, such as that this cluster has ended, is no concern of who reads the log.
+    Messages during that time, such as the end of this cluster, are irrelevant for the log.
     """
     from train.program import Program
 
     os.environ["TF_CONFIG"] = os.environ[standby_cluster.VARIABLE]
-    if not os.environ["TF_CONFIG"]:  # of one task
+    if not os.environ["TF_CONFIG"]:  # a cluster of one task
         del os.environ["TF_CONFIG"]
     with quiet.silence():
         program = Program(run, run.load_cluster().task(os.environ.get("TASK", "chief")))
@@ -134,13 +134,13 @@ def _stand_by(run: RunFolder) -> Program:
 
 
 def wait_at_gate() -> None:
-    """Wait until the agent reports that the cluster is complete, and which generation this is; no agent, no wait."""
+    """Wait until the agent reports that the cluster is complete, and its generation. Without an agent, do not wait."""
     if "GATE_FD" in os.environ:
         with os.fdopen(int(os.environ["GATE_FD"]), "rb") as gate:
             if not (line := gate.readline()):
-                sys.exit(EXIT_PEER_LOST)  # the agent is gone, or ends this generation
+                sys.exit(EXIT_PEER_LOST)  # the agent has ended, or ends this generation
             os.environ.update(json.loads(line))
-            if not os.environ.get("TF_CONFIG"):  # of a chief that goes on alone
+            if not os.environ.get("TF_CONFIG"):  # for a chief that continues alone
                 os.environ.pop("TF_CONFIG", None)
 
 
@@ -148,5 +148,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # TensorFlow's teardown of a cluster whose other tasks end at the same moment can hang or abort: leave at once.
+    # Skip TensorFlow's teardown, which can hang or abort when other tasks end at the same time.
     os._exit(code)

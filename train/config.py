@@ -1,4 +1,4 @@
-"""The training configuration: frozen dataclasses, and the checks of their values."""
+"""The training configuration: frozen dataclasses and checks of their values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOURCES = ("memory", "stream", "function")
 DATASETS = ("fashion_mnist", "mnist", "jargon_file", "tiny_shakespeare", "breast_cancer", "imdb_reviews")
 MODELS = ("two_conv_cnn", "resnet20", "resnet50", "transformer_lm")
 REPEATABLE = ("two_conv_cnn",)
-"""Those whose bits were seen to repeat with oneDNN's kernels. A ResNet's 1x1 convolutions with stride 2 do not."""
+"""Models whose bits repeat with oneDNN's kernels. Those of a ResNet's 1x1 convolutions with stride 2 do not."""
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
 CALLBACKS = ("tutorial",)
 OPTIONAL = ("callbacks", "metrics")
@@ -43,7 +43,7 @@ REFERENCES = {
     "metrics": (),
     "optimizer.name": OPTIMIZERS,
 }
-"""What is built in for each field that may also name something of the user's own, `package.module:name`."""
+"""Built-in names of each field that may also name a user's `package.module:name`."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Transformer:
     """The size of the model `transformer_lm`."""
 
     layers: int = 4
-    """Each an attention and a feed-forward block; at least 1."""
+    """Layers, each with an attention and a feed-forward block; at least 1."""
 
     width: int = 128
-    """Of what flows between layers; a multiple of `heads`."""
+    """Width of the values between layers; a multiple of `heads`."""
 
     heads: int = 4
-    """Of each attention; at least 1."""
+    """Heads of each attention; at least 1."""
 
     context: int = 128
     """Tokens of an example; a divisor of the 1024 bytes of a window of the text."""
@@ -71,33 +71,33 @@ class Pipeline:
     """`gpipe`, `1f1b` or `pipedream`."""
 
     remat: bool = False
-    """Whether a stage keeps what enters it alone, and computes the rest again for the backward."""
+    """Whether a stage keeps only its inputs and computes the rest again for the backward."""
 
     cut: str = ""
     """The first layer of each stage but the first, separated by commas; empty: the cut whose slowest stage is fastest,
     see `partition_by`."""
 
     partition_by: str = "flops"
-    """What the cut evens out: `flops`, the floating-point operations, or `measured`, the time that each block takes on
-    the machine that starts the run."""
+    """Criterion of the cut: `flops`, the floating-point operations, or `measured`, the time of each block on the
+    machine that starts the run."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides what is computed, but not where."""
+    """Everything that determines what is computed, but not where."""
 
     preset: str = "fashion_mnist"
-    """Name of the preset that this configuration started from."""
+    """Name of the preset of this configuration."""
 
     loop: str = "custom"
     """`custom`: our own loop, many steps in one `tf.function`. `fit`: Keras's `Model.fit`."""
 
     source: str = "memory"
-    """`memory`: arrays, read at the start. `stream`: TFRecord shards written by `invoke data.shard`. `function`: what
-    `dataset`, a function of (split, shard), returns in each task, see docs/guides/data.md."""
+    """`memory`: arrays, read at the start. `stream`: TFRecord shards written by `invoke data.shard`. `function`:
+    the result of `dataset`, a function of (split, shard), in each task, see docs/guides/data.md."""
 
     num_outputs: int | str = ""
-    """Classes of whole-number labels where `source` is `function`: `10`, or of several heads `digit=10,parity=2`."""
+    """Classes of whole-number labels if `source` is `function`: `10`, or for several heads `digit=10,parity=2`."""
 
     dataset: str = "fashion_mnist"
     """`fashion_mnist`, `mnist`, or `package.module:function` that returns NumPy arrays (docs/guides/your-model.md).
@@ -108,22 +108,21 @@ class TrainConfig:
 
     loss: str = "sparse_categorical_crossentropy"
     """`sparse_categorical_crossentropy` (of logits), `mean_squared_error`, or `package.module:function`: (labels,
-    outputs) -> `[B] float32`, the loss of every example. Of a model with several outputs one for each head,
-    `head=loss,head=loss`, or one function of the dictionaries; see docs/guides/your-model.md."""
+    outputs) -> `[B] float32`, the loss of every example. For a model with several outputs one for each
+    head, `head=loss,head=loss`, or one function of the dictionaries; see docs/guides/your-model.md."""
 
     loss_weights: str = ""
-    """What the losses of a model with several outputs are multiplied by before they are added up, `head=0.5,head=2`;
-    1 for those that are not named."""
+    """Factors of the losses of a model with several outputs, `head=0.5,head=2`; the default is 1."""
 
     init_from: str = ""
-    """Where the first weights come from: a run or a file, set by `up --init-from`; empty: they are random."""
+    """Source of the initial weights: a run or a file, set by `up --init-from`; empty: they are random."""
 
     freeze: str = ""
-    """Layers that are not trained: names, or beginnings of names that end in `*`, separated by commas."""
+    """Layers that are not trained: names or patterns such as `block_*`, separated by commas."""
 
     metrics: str = ""
-    """What evaluations report besides loss and score: `package.module:function`, which returns a dictionary of
-    functions (labels, outputs) -> `[B] float32`."""
+    """Further metrics of evaluations: `package.module:function`, which returns a dictionary of functions (labels,
+    outputs) -> `[B] float32`."""
 
     callbacks: str = ""
     """None; `tutorial`: checkpoint, TensorBoard and learning rate by epoch, early stopping; or
@@ -142,47 +141,47 @@ class TrainConfig:
     """Seed of the weights and of the order of the data, 0 to 2**31 - 1."""
 
     precision: str = "fp32"
-    """What layers compute in: `fp32`, `bf16` or `fp16`. Weights, losses, sums of gradients and exported models stay in
+    """Precision of layers: `fp32`, `bf16` or `fp16`. Weights, losses, sums of gradients and exported models stay in
     float32. With `fp16` losses are scaled, see docs/internals/performance.md."""
 
     deterministic: bool = True
     """Whether TensorFlow's operations must give the same bits every time, see docs/guides/reproducibility.md."""
 
     threads: int = 0
-    """Threads that one operation may use in each task. 0: as many as the machine has cores. Sums are split up among
-    them, so the bits depend on it: with `deterministic` the number is written down when a run begins, and stays."""
+    """Threads of an operation in each task; 0: the number of the machine's cores. Sums are divided among them, so the
+    bits depend on it: with `deterministic` the number is recorded when a run begins, and does not change."""
 
     onednn: str = "auto"
     """`on` or `off`: whether the CPU computes with oneDNN's kernels, which for convolutions can be twice as fast.
-    `auto`: `on` for the two-conv CNN, whose bits were seen to repeat; with `deterministic` `off` for others, and
-    otherwise as TensorFlow chooses by the processor. Recorded when a run begins (docs/guides/reproducibility.md)."""
+    `auto`: `on` for the two-conv CNN, whose bits repeat; with `deterministic` `off` for others, and otherwise
+    TensorFlow's choice for the processor. Recorded when a run begins (docs/guides/reproducibility.md)."""
 
     bitwise_elastic: int = 0
-    """Virtual shards into which the global batch is cut, so that any number of replicas up to this gives the same bits,
-    also when it changes on the way; the global batch must be divisible by it. 0: none, a shard a replica."""
+    """Virtual shards of the global batch, so that any number of replicas up to this gives the same bits, also when it
+    changes during the run; the global batch must be divisible by it. 0: none, one shard per replica."""
 
     micro_batches: int = 1
-    """Equal parts of each replica's batch, or virtual shard's, that are computed one after the other: their gradients
-    are added up before the update, so that memory holds the activations of one. See docs/guides/accumulation.md."""
+    """Equal parts of the batch of each replica or virtual shard, which are computed sequentially. Their gradients are
+    added up before the update, so that memory holds the activations of one. See docs/guides/accumulation.md."""
 
     steps_per_loop: int = 25
-    """Most optimizer steps that run inside one `tf.function` call; a stop is noticed between two calls. At least 1."""
+    """Most optimizer steps in one `tf.function` call; a stop takes effect between two calls. At least 1."""
 
     log_every: int = 10
     """Optimizer steps between two rows in metrics/ and two points in TensorBoard; at least 1."""
 
     log_to: str = ""
-    """Where metrics go beside the run folder and TensorBoard: `csv`, `mlflow`, `wandb`, separated by commas."""
+    """Further receivers of metrics: `csv`, `mlflow`, `wandb`, separated by commas."""
 
     checkpoint_every: int | str = timer.AUTO
-    """Between two checkpoints: optimizer steps such as `200`, seconds such as `30s`, at least 0.1, or `auto`: what
-    loses least time, by what a save costs and how often the run fails. After a failure `auto` saves the first new step
-    at once, as any interval does where all new steps were lost. Seconds are the chief's, and all tasks save after the
-    same step; in `fit` with callbacks under parameter servers at the end of an epoch. One checkpoint is always written
-    at the end."""
+    """Interval of checkpoints: optimizer steps such as `200`, seconds such as `30s`, at least 0.1, or `auto`, which
+    minimizes the lost time by the cost of a save and the frequency of failures. After a failure `auto` saves the first
+    new step at once, as any interval does if all new steps were lost. Seconds are the chief's, and all tasks save after
+    the same step; in `fit` with callbacks under parameter servers at the end of an epoch. One checkpoint is always
+    written at the end."""
 
     keep_checkpoints: int = 3
-    """Newest checkpoints that are kept; at least 1."""
+    """Number of newest checkpoints to keep; at least 1."""
 
     evaluate_every: int = 0
     """Optimizer steps between two evaluations; 0: at the end of every epoch."""
@@ -191,7 +190,7 @@ class TrainConfig:
     """The optimizer."""
 
     best: Best = field(default_factory=Best)
-    """Which checkpoint is kept as the best, and early stopping."""
+    """The best checkpoint and early stopping."""
 
     transformer: Transformer = field(default_factory=Transformer)
     """The size of `transformer_lm`."""
@@ -202,7 +201,7 @@ class TrainConfig:
     def check(self) -> TrainConfig:
         """Return this configuration if every value is in its range."""
         check_types(self)
-        whole = {
+        ranges = {
             "global_batch": (1, 2**31 - 1),
             "seed": (0, 2**31 - 1),
             "threads": (0, 1024),
@@ -213,7 +212,7 @@ class TrainConfig:
             "keep_checkpoints": (1, 1000),
             "evaluate_every": (0, 10**9),
         }
-        for name, (low, high) in whole.items():
+        for name, (low, high) in ranges.items():
             check_range(name, getattr(self, name), low, high)
         if self.max_steps is not None:
             check_range("max_steps", self.max_steps, 1, 10**12)
@@ -228,8 +227,8 @@ class TrainConfig:
         self.best.check(self.loop)
         if self.callbacks == "tutorial" and not self.rate_is_set:
             raise UsageError(
-                f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the step size: "
-                "leave one of them out"
+                f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the "
+                "learning rate: omit one of them"
             )
         check_choice("precision", self.precision, strategies.PRECISIONS)
         check_choice("loop", self.loop, LOOPS)
@@ -249,7 +248,7 @@ class TrainConfig:
             )
         if self.num_outputs and self.source != "function":
             raise UsageError(
-                f"--num-outputs {self.num_outputs} with --source {self.source}, whose data says it: leave it out"
+                f"--num-outputs {self.num_outputs} with --source {self.source}, whose data determines it: omit it"
             )
 
     def _check_transformer(self) -> None:
@@ -283,10 +282,10 @@ class TrainConfig:
         compatibility.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
 
     def pin(self, cores: int = 0) -> TrainConfig:
-        """Return this configuration with what depends on the machine written down, where bits depend on it.
+        """Return this configuration with the machine's settings that affect bits.
 
         Args:
-            cores: that each task can use; 0: those of this machine.
+            cores: cores of each task; 0 for those of this machine.
         """
         threads, onednn = self.threads, self.onednn
         if self.deterministic:
@@ -296,31 +295,31 @@ class TrainConfig:
         return dataclasses.replace(self, threads=threads, onednn=onednn)
 
     def check_references(self) -> TrainConfig:
-        """Return this configuration if everything that it names is there: on the host, before anything is started."""
+        """Return this configuration if all of its references exist, on the host before the run starts."""
         for field_name, reference in self.references():
             if field_name == "dataset" and self.source == "stream":
-                continue  # any TFDS dataset: the data step knows them
+                continue  # any TFDS dataset, which sharding checks
             if reference or field_name not in OPTIONAL:
                 references.check(option(field_name), reference, REFERENCES[field_name])
         return self
 
     def references(self) -> list[tuple[str, str]]:
-        """Return each field that may name something of the user's own, and what it names: the loss of each head."""
+        """Return each field that may have a user's reference with its references, such as the loss of each head."""
         named = [(name, operator.attrgetter(name)(self)) for name in REFERENCES if name != "loss"]
         return named + [("loss", loss) for loss in heads.losses(self.loss).values()]
 
     def code_dirs(self) -> list[Path]:
-        """Return the folders from which the user's own modules come."""
+        """Return the folders of the user's modules."""
         named = [self.preset, *(reference for _, reference in self.references())]
         return list(dict.fromkeys(folder for name in named if (folder := references.code_dir(name))))
 
     def needs_tf_keras(self, strategy: str) -> bool:
-        """Whether this must run on tf_keras under a strategy, a key of `cluster.strategies.STRATEGIES`."""
+        """Whether this needs tf_keras under a strategy, a key of `strategies.STRATEGIES`."""
         return self.loop == "fit" and strategies.get(strategy).legacy_fit
 
     @property
     def learning_rate(self) -> float:
-        """The step size at this global batch, after the warm-up."""
+        """The learning rate for this global batch, after the warm-up."""
         settings = self.optimizer
         return compatibility.scale_rate(
             settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch
@@ -328,12 +327,12 @@ class TrainConfig:
 
     @property
     def sinks(self) -> list[str]:
-        """What `log_to` names."""
+        """The receivers of `log_to`."""
         return [name.strip() for name in self.log_to.split(",") if name.strip()]
 
     @property
     def rate_is_set(self) -> bool:
-        """Whether callbacks may set the step size, which takes one that is a number: no schedule and no warm-up."""
+        """Whether callbacks may set the learning rate, which must then be a number without schedule and warm-up."""
         return bool(self.callbacks) and self.optimizer.schedule == "constant"
 
     @property
@@ -347,7 +346,7 @@ class TrainConfig:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def epoch(self, step: int, num_examples: int) -> float:
-        """Return how many passes over the data are done after `step` optimizer steps."""
+        """Return the number of passes over the data after `step` optimizer steps."""
         return step * self.global_batch / num_examples
 
     def to_json(self) -> dict[str, Any]:
@@ -356,7 +355,7 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
-        """Return the configuration that `to_json` described."""
+        """Return the configuration from the result of `to_json`."""
         value = {**value, "optimizer": Optimizer(**value["optimizer"])}
         parts = {"best": Best, "transformer": Transformer, "pipeline": Pipeline}
         value |= {name: part(**value[name]) for name, part in parts.items()}

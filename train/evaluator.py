@@ -1,4 +1,4 @@
-"""The evaluator task: evaluates every new checkpoint beside the training, on a device of its own."""
+"""The evaluator task, which evaluates new checkpoints during the training on a separate device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ POLL_S = 0.5
 
 
 def evaluate_checkpoints(context: TaskContext) -> None:
-    """Evaluate each checkpoint as it appears, until a stop; then the newest one if it was not yet."""
+    """Evaluate new checkpoints until a stop, and then the newest one if necessary."""
     run, heartbeat, stop = context.run, context.heartbeat, context.stop
     name = context.task.name
-    to = sinks.build(context.config, run, name, sys.maxsize, chief=False)
-    metrics = Metrics(run, name, prints=True, resumed_at=sys.maxsize, sinks=to)
+    receivers = sinks.build(context.config, run, name, sys.maxsize, chief=False)
+    metrics = Metrics(run, name, prints=True, resumed_at=sys.maxsize, sinks=receivers)
     evaluate = context.new_evaluation()
     new = NewCheckpoints(run.checkpoints, {row["step"] for row in read_json_lines(run.metrics(context.task.name))})
     heartbeat.update(state="evaluating")
@@ -32,7 +32,7 @@ def evaluate_checkpoints(context: TaskContext) -> None:
         last = stop.is_set()
         saved = new.newest()
         if saved and not restore(context.config, context.model, saved):
-            new.pass_over(saved, "TensorFlow cannot read it")
+            new.skip(saved, "TensorFlow cannot read it")
         elif saved:
             results = evaluate()
             epoch = context.config.epoch(saved.step, context.source.train_examples)
@@ -48,21 +48,16 @@ def evaluate_checkpoints(context: TaskContext) -> None:
 
 
 class NewCheckpoints:
-    """Finds the checkpoints that are still to be evaluated."""
+    """Finds checkpoints that have not been evaluated."""
 
     def __init__(self, folder: Path, done: set[int]) -> None:
-        """Begin where a previous generation ended.
-
-        Args:
-            folder: of the checkpoints.
-            done: steps whose checkpoints were evaluated.
-        """
+        """Continue after a previous generation, which has evaluated the checkpoints of the steps `done`."""
         self.done = done
         self._folder = folder
         self._bad: set[tuple[int, int]] = set()
 
     def newest(self) -> Saved | None:
-        """Return the newest good checkpoint, unless it was evaluated: older ones do not matter any more."""
+        """Return the newest intact checkpoint, unless it was evaluated; older ones no longer matter."""
         for saved in finished(self._folder):
             if saved.step in self.done:
                 return None
@@ -70,18 +65,18 @@ class NewCheckpoints:
                 continue
             if (damage := saved.damage()) is None:
                 return saved
-            self.pass_over(saved, damage)
+            self.skip(saved, damage)
         return None
 
-    def pass_over(self, saved: Saved, why: str) -> None:
-        """Leave out a checkpoint that cannot be read: one that a newer one has just pushed out is not worth a word."""
+    def skip(self, saved: Saved, why: str) -> None:
+        """Skip an unreadable checkpoint; warn of it unless a newer one has just replaced it."""
         if written := _written(saved):
-            self._bad.add(written)  # so that it is read whole once, not twice a second
+            self._bad.add(written)  # so that it is read once, not twice a second
             print(f"warning: checkpoint of step {saved.step} is damaged ({why}) and not evaluated", flush=True)
 
 
 def _written(saved: Saved) -> tuple[int, int] | None:
-    """Return what distinguishes a checkpoint from another one of the same step; None where it is gone."""
+    """Return a key that distinguishes checkpoints of the same step; None if it is deleted."""
     try:
         return saved.step, saved.record.stat().st_mtime_ns
     except FileNotFoundError:
@@ -89,7 +84,7 @@ def _written(saved: Saved) -> tuple[int, int] | None:
 
 
 def restore(config: TrainConfig, model: keras.Model, saved: Saved) -> bool:
-    """Restore a model's weights; return whether they could be read: the checkpoint may just have been pushed out."""
+    """Restore a model's weights; return False if they cannot be read, as a newer checkpoint may have replaced them."""
     try:
         weights.read(config, model, saved.prefix)
     except (tf.errors.OpError, OSError):

@@ -1,9 +1,9 @@
-"""What a report says of trained weights: the classes that an export confuses, and how far two runs' weights are apart.
+"""Inspections of trained weights: the classes that an export confuses, and the distance of two runs' weights.
 
 python -m train.inspection classify --run-dir runs/RUN [--data-dir data]
 python -m train.inspection distance --run-dir runs/ONE --run-dir runs/OTHER
 
-Prints JSON. `cluster/host/reports/inspection.py` runs it and checks what it prints.
+Prints JSON. `cluster/host/reports/inspection.py` runs it and checks the output.
 
 Shapes: N examples, K classes.
 """
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
     runs = [RunFolder(path) for path in options.run_dir]
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # whatever a model prints
+        with contextlib.redirect_stdout(sys.stderr):  # the model may print
             value = classify(runs[0], options.data_dir) if options.command == "classify" else distance(*runs[:2])
     except ClusterError as error:
         print(f"error: {plain(str(error))}", file=sys.stderr)
@@ -57,10 +57,10 @@ def main(arguments: list[str]) -> int:
 
 
 def classify(run: RunFolder, data_dir: Path) -> dict[str, Any]:
-    """Return what a run's export makes of the test split: a row of counts for each true class, and its worst mistakes.
+    """Classify the test split by a run's export; return a row of counts for each true class, and the worst mistakes.
 
     Raises:
-        PrerequisiteError: there is no export, or its data is not that of a classification in memory.
+        PrerequisiteError: there is no export, or its data is not a classification in memory.
     """
     if not (run.export / "saved_model.pb").exists():
         raise PrerequisiteError(f"run {run.name} has no export")
@@ -84,11 +84,11 @@ def classify(run: RunFolder, data_dir: Path) -> dict[str, Any]:
             for part in (features_N[at : at + BATCH] for at in range(0, len(features_N), BATCH))
         ]
     )
-    said_N = shares_NK.argmax(axis=1)
+    predicted_N = shares_NK.argmax(axis=1)
     counts_KK = np.zeros((source.num_outputs, source.num_outputs), int)
-    np.add.at(counts_KK, (labels_N, said_N), 1)
-    wrong = np.flatnonzero(said_N != labels_N)
-    worst = wrong[np.argsort(-shares_NK[wrong, said_N[wrong]], kind="stable")][:SHOWN_EXAMPLES]
+    np.add.at(counts_KK, (labels_N, predicted_N), 1)
+    wrong = np.flatnonzero(predicted_N != labels_N)
+    worst = wrong[np.argsort(-shares_NK[wrong, predicted_N[wrong]], kind="stable")][:SHOWN_EXAMPLES]
     classes = read_json(run.export / exporting.CLASSES, []) or [str(k) for k in range(source.num_outputs)]
     return {
         "classes": classes,
@@ -96,8 +96,8 @@ def classify(run: RunFolder, data_dir: Path) -> dict[str, Any]:
         "wrong": [
             {
                 "truth": classes[labels_N[at]],
-                "said": classes[said_N[at]],
-                "share": round(float(shares_NK[at, said_N[at]]), 4),
+                "said": classes[predicted_N[at]],
+                "share": round(float(shares_NK[at, predicted_N[at]]), 4),
                 "png": _png(features_N[at]),
             }
             for at in worst
@@ -106,7 +106,7 @@ def classify(run: RunFolder, data_dir: Path) -> dict[str, Any]:
 
 
 def _png(pixels_HWC: np.ndarray) -> str | None:
-    """Return an image as a PNG in base64; None where the example is none."""
+    """Return an image as a PNG in base64; None if the example is not an image."""
     from PIL import Image
 
     if pixels_HWC.dtype != np.uint8 or pixels_HWC.ndim != 3 or pixels_HWC.shape[-1] not in (1, 3):
@@ -117,10 +117,10 @@ def _png(pixels_HWC: np.ndarray) -> str | None:
 
 
 def distance(one: RunFolder, other: RunFolder) -> dict[str, Any]:
-    """Return how far the final weights of two runs are apart: of their exports, or else of their newest checkpoints.
+    """Return the distance of the final weights of two runs, from their exports or their newest checkpoints.
 
     Raises:
-        PrerequisiteError: not both have either.
+        PrerequisiteError: the runs do not both have an export or a checkpoint.
     """
     with quiet.imports():
         import tensorflow as tf
@@ -138,11 +138,11 @@ def distance(one: RunFolder, other: RunFolder) -> dict[str, Any]:
     for kind, find in (("export", exported), ("checkpoint", checkpoint)):
         if all(prefixes := [find(run) for run in (one, other)]):
             return {"of": kind} | _apart(*(_weights(tf.train.load_checkpoint(prefix)) for prefix in prefixes))
-    raise PrerequisiteError(f"runs {one.name} and {other.name} have no export and no good checkpoint both")
+    raise PrerequisiteError(f"runs {one.name} and {other.name} do not both have an export or a good checkpoint")
 
 
 def _weights(reader: Any) -> dict[str, np.ndarray]:
-    """Return the model's weights of a checkpoint or an export by their names there, without the optimizer's state."""
+    """Return the model's weights of a checkpoint or an export by name, without the optimizer's state."""
     names = [name for name in reader.get_variable_to_shape_map() if not NOT_WEIGHTS.search(name)]
     chosen = [name for name in names if EXPORTED.match(name)] or names
     values = {name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE"): np.asarray(reader.get_tensor(name)) for name in chosen}
@@ -150,7 +150,7 @@ def _weights(reader: Any) -> dict[str, np.ndarray]:
 
 
 def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict[str, Any]:
-    shapes, other_shapes = ({name: value.shape for name, value in each.items()} for each in (one, other))
+    shapes, other_shapes = ({name: value.shape for name, value in weights.items()} for weights in (one, other))
     if shapes != other_shapes or not shapes:
         return {"comparable": False}
     differences = {name: one[name].astype(np.float64) - other[name] for name in one}

@@ -1,4 +1,4 @@
-"""What a run's exported model says of an image, or of one example of any features."""
+"""Predictions of a run's exported model for an image, or for one example of any features."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ SHOWN_CLASSES = 3
 
 
 def predict(run: RunFolder, image: Path | None, features: Path | None = None) -> list[str]:
-    """Return what the exported model says, as lines of text: the likeliest classes first, or the values.
+    """Return the predictions of the exported model as lines: the likeliest classes first, or the values.
 
     Args:
-        run: whose export is used.
-        image: image file.
-        features: instead, JSON file of one example: the nested lists of its features, or of several inputs a dictionary
-            of them by name.
+        run: the run.
+        image: image file, or None.
+        features: JSON file of one example: nested lists, or a dictionary of them for several inputs.
 
     Raises:
         PrerequisiteError: the run has no export yet.
-        UsageError: the file is no image, or no such example, or the model takes something else.
+        UsageError: the file is not an image or an example that the model takes.
     """
     if not (run.export / "saved_model.pb").exists():
         raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `invoke export {run.name}`")
@@ -39,10 +38,10 @@ def predict(run: RunFolder, image: Path | None, features: Path | None = None) ->
     serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
     inputs = serve.structured_input_signature[1]
     if features:
-        given = _read_features(features, inputs)
+        example = _read_features(features, inputs)
     elif image:
-        given = _read_image(run, image, inputs)
-    outputs = serve(**given)
+        example = _read_image(run, image, inputs)
+    outputs = serve(**example)
     names = read_json(run.export / exporting.CLASSES, [])
     if not isinstance(names, dict):
         return _in_words(next(iter(outputs.values()))[0], names)
@@ -50,7 +49,7 @@ def predict(run: RunFolder, image: Path | None, features: Path | None = None) ->
 
 
 def _in_words(outputs: Any, names: Sequence[str] | None) -> list[str]:
-    """Return the likeliest classes, or the values of an output that does not classify, whose `names` are None."""
+    """Return the likeliest classes, or the values if `names` is None."""
     import numpy as np
     import tensorflow as tf
 
@@ -60,7 +59,7 @@ def _in_words(outputs: Any, names: Sequence[str] | None) -> list[str]:
 
     if names is None or not outputs.shape.rank or outputs.shape[-1] < max(len(names), 2):
         return row_by_row(outputs.numpy())
-    if outputs.shape.rank > 2:  # an image, or the like: the class of each position
+    if outputs.shape.rank > 2:  # an image or similar: the class of each position
         return row_by_row(tf.argmax(outputs, -1).numpy())
     if outputs.shape.rank == 2:  # a sequence: its last position
         outputs = outputs[-1]
@@ -70,7 +69,7 @@ def _in_words(outputs: Any, names: Sequence[str] | None) -> list[str]:
 
 
 def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return one example as the model takes it, a tensor for each of its inputs."""
+    """Read one example, a tensor for each input of the model."""
     import numpy as np
     import tensorflow as tf
 
@@ -81,8 +80,8 @@ def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict) and len(inputs) == 1:
         value = {next(iter(inputs)): value}
     if not isinstance(value, dict) or set(value) != set(inputs):
-        given = f"the features {', '.join(value)}" if isinstance(value, dict) else "one value"
-        raise UsageError(f"--features {path}: {given}; expected a dictionary of {', '.join(inputs)}")
+        actual = f"the features {', '.join(value)}" if isinstance(value, dict) else "one value"
+        raise UsageError(f"--features {path}: {actual}; expected a dictionary of {', '.join(inputs)}")
 
     def tensor(name: str) -> tf.Tensor:
         spec = inputs[name]
@@ -102,7 +101,7 @@ def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return an image as the model takes it, `[1, H, W, C] float32` of 0 to 255."""
+    """Read an image in the size of the model's input, `[1, H, W, C] float32` of 0 to 255."""
     import numpy as np
     import tensorflow as tf
     from PIL import Image, UnidentifiedImageError
@@ -110,8 +109,8 @@ def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str,
     shapes = {name: spec.shape.as_list() for name, spec in inputs.items()}
     (name, shape), *others = shapes.items()
     if others or len(shape) != 4 or shape[-1] not in (1, 3):
-        given = named.each(str, shapes if others else shape)
-        raise UsageError(f"the model of {run.name} takes {given}, not images; give it an example by --features")
+        expected = named.each(str, shapes if others else shape)
+        raise UsageError(f"the model of {run.name} takes {expected}, not images; pass an example by --features")
     _, height, width, channels = shape
     try:
         with Image.open(path) as image:

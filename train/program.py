@@ -1,4 +1,4 @@
-"""What a task does between its gate and its end. Importing this module imports TensorFlow."""
+"""The program of a task from its gate to its end. Importing this module imports TensorFlow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Program:
         self._prepared: tuple[TaskContext, custom.Training] | None = None
 
     def stand_by(self) -> None:
-        """Form a cluster with the other standby processes and prepare to train, but for the newest checkpoint."""
+        """Form a cluster with the other standby processes and prepare everything except the newest checkpoint."""
         context = self._task_context()
         training = custom.Training(context)
         training.rehearse()
@@ -60,7 +60,7 @@ class Program:
         standby_cluster.report(self.run, self.task.name, self.heartbeat.current.generation, number)
 
     def begin(self) -> None:
-        """Belong to the generation that the environment now names."""
+        """Join the generation that the environment now names."""
         self.heartbeat.update(generation=int(os.environ["GENERATION"]), restarts=int(os.environ["RESTARTS"]))
 
     def main(self) -> None:
@@ -71,16 +71,16 @@ class Program:
             self.heartbeat.update(state="training")
             self.heartbeat.start()
             if self.task.role in (Role.WORKER, Role.DATA_WORKER) and self.config.source == "function":
-                self._source()  # opened here, where the graphs of others read it
+                self._source()  # opens the source for graphs of other tasks
             if self.task.role.is_data_service:
                 self._prepare_data()
             strategy.serve(self.task, self.config.threads)
         self.heartbeat.start()
         context, training = self._prepared or (self._task_context(), None)
-        # Again: a TensorFlow server takes SIGTERM for its own notice of preemption, which nothing here reads.
+        # Set the handler again, because TensorFlow's server replaces it to detect preemption.
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.run.stop_requested:
-            self.stop.set()  # it came while that handler was in place
+            self.stop.set()  # it arrived during the other handler
         if self.task.role == Role.CHIEF:
             if self.config.init_from and not self.heartbeat.current.generation:
                 print(self._began, flush=True)
@@ -96,11 +96,11 @@ class Program:
         self.heartbeat.stop()
 
     def _task_context(self) -> TaskContext:
-        """Form the cluster, then build what this task trains. The strategy comes first: collectives must."""
+        """Form the cluster, then build everything else, because collectives require the strategy first."""
         config = self.config
         gang = self._strategy()
-        # A stage's variables are no other task's concern: they are plain ones.
-        chosen = tf.distribute.get_strategy() if self.spec.kind.staged else gang
+        # Only one task uses a stage's variables, so they are plain ones.
+        scope_strategy = tf.distribute.get_strategy() if self.spec.kind.staged else gang
         keras.utils.set_random_seed(config.seed)
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
@@ -113,9 +113,9 @@ class Program:
             return models.of(config, source.feature_shape, source.num_outputs)
 
         division = None
-        if self.spec.kind.staged and self.task.role != Role.EVALUATOR:  # that has a whole model
+        if self.spec.kind.staged and self.task.role != Role.EVALUATOR:  # which has the whole model
             division = Division(self.spec, self.task, config, self.run)
-        with chosen.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
+        with scope_strategy.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
             model = division.build(new_model, source.feature_shape) if division else new_model()
         self._began = initial.begin(model, self.run.init) if config.init_from else ""
         shapes = (
@@ -131,7 +131,7 @@ class Program:
             config=config,
             source=source,
             objective=objective,
-            strategy=chosen,
+            strategy=scope_strategy,
             model=model,
             new_model=new_model,
             heartbeat=self.heartbeat,
@@ -150,7 +150,7 @@ class Program:
         )
 
     def _prepare_data(self) -> None:
-        """Serve the tasks that train with batches until this process is ended."""
+        """Serve batches to the other tasks until this process ends."""
         generation, (dispatcher,) = self.heartbeat.current.generation, self.spec.of(Role.DATA_DISPATCHER)
 
         def newest_step() -> int:
@@ -170,7 +170,7 @@ class Program:
 
 
 def rehearse(run: RunFolder) -> None:
-    """Prepare for a generation that begins some time later, or never, but for its cluster."""
+    """Prepare for a later generation, except its cluster."""
     config = TrainConfig.from_json(read_json(run.config))
     if rehearsal.can_rehearse(config):
         configure_threads(config)  # the first device fixes the threads of a process
@@ -183,22 +183,22 @@ def configure_threads(config: TrainConfig) -> None:
 
 
 def is_peer_lost(error: Exception) -> bool:
-    """Whether the error says that another task of the cluster is gone, rather than that something is wrong here."""
+    """Whether an error means that another task of the cluster is lost, rather than a problem in this task."""
     errors = tf.errors
     lost = (errors.UnavailableError, errors.AbortedError, errors.CancelledError, errors.DeadlineExceededError)
     return isinstance(error, lost)
 
 
 def explain(error: Exception) -> ClusterError | None:
-    """Return the error in one line where trying again cannot help, otherwise None."""
+    """Translate an error for which another attempt cannot help to one line; None for other errors."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return RunFailed(f"the disk is full ({system_error(error)}); free space, then `invoke up --resume` this run")
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left" in str(error):
         return RunFailed("the disk is full; free space, then `invoke up --resume` this run")
     if isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError)):
-        what = str(error).splitlines()[0][:200] if str(error) else "an array cannot be allocated"
+        reason = str(error).splitlines()[0][:200] if str(error) else "an array cannot be allocated"
         return RunFailed(
-            f"out of memory ({what}); use a smaller batch, more --micro-batches, or --strategy pipeline with more "
+            f"out of memory ({reason}); use a smaller batch, more --micro-batches, or --strategy pipeline with more "
             "--stages"
         )
     if isinstance(error, tf.errors.OpError):

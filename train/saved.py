@@ -1,4 +1,4 @@
-"""What a run left behind, used in one process without any strategy, whatever strategy it was trained under.
+"""Uses the checkpoints and exports of a run in one process without a strategy.
 
 python -m train.saved evaluate --run-dir runs/RUN [--data-dir data]
 python -m train.saved export   --run-dir runs/RUN [--data-dir data]
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 RESTORE_TRIES = 5
 
 TO_STDERR = {1: 2}
-"""What a user's model prints goes there: programs read stdout."""
+"""Redirects output of a user's model, because programs read stdout."""
 
 
 def main(arguments: list[str]) -> int:
@@ -52,13 +52,13 @@ def main(arguments: list[str]) -> int:
         if name == "evaluate":
             command.add_argument("--json", action="store_true", help="print as JSON")
         if name == "predict":
-            given = command.add_mutually_exclusive_group(required=True)
-            given.add_argument("--image", type=Path, help="image file to classify")
-            given.add_argument("--features", type=Path, help="JSON file of one example")
+            example = command.add_mutually_exclusive_group(required=True)
+            example.add_argument("--image", type=Path, help="image file to classify")
+            example.add_argument("--features", type=Path, help="JSON file of one example")
         if name == "timeline":
             command.add_argument("--output", type=Path, required=True, help="PNG file to write")
     options = parser.parse_args(arguments)
-    # No GPU taken from whoever trains on it.
+    # Leave the GPUs to training processes.
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
     try:
         run = RunFolder(options.run_dir)
@@ -73,11 +73,11 @@ def main(arguments: list[str]) -> int:
             with quiet.redirected(TO_STDERR):
                 results = evaluate(run, options.data_dir, best=options.best)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if name.startswith("eval_"))
-            words = f"step {results['step']}: {shown} over {results['examples']} examples"
+            line = f"step {results['step']}: {shown} over {results['examples']} examples"
             if options.json:
                 print(json.dumps(results, indent=2))
             else:
-                print_lines(words)
+                print_lines(line)
         else:
             with quiet.redirected(TO_STDERR):
                 step = export(run, options.data_dir, best=options.best)
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
 
 
 def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str, Any]:
-    """Return the step of a run's newest checkpoint and the model's results on the whole test split.
+    """Evaluate a run's newest checkpoint on the whole test split; return its step and the results.
 
     Raises:
         PrerequisiteError: there is no good checkpoint, or the data is not prepared.
@@ -139,12 +139,12 @@ def export(run: RunFolder, data_dir: Path, *, best: bool = False) -> int:
 def _restore(
     run: RunFolder, data_dir: Path, *, as_trained: bool = False, best: bool = False
 ) -> tuple[Source, TrainConfig, keras.Model, int]:
-    """Return a run's data, its configuration, and its model with the newest, or `best`, checkpoint's weights and step.
+    """Return a run's data, configuration and model with the newest (or `best`) checkpoint, and its step.
 
-    The model computes in float32, or `as_trained`: in the precision of the run.
+    The model computes in float32, or with `as_trained` in the precision of the run.
     """
     config, cluster = TrainConfig.from_json(read_json(run.config)), run.load_cluster()
-    variables.set_defaults(config.onednn)  # with what it was trained: oneDNN has other bits, in bfloat16 many
+    variables.set_defaults(config.onednn)  # as in the training: oneDNN changes bits, in bfloat16 considerably
     if config.needs_tf_keras(cluster.strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported
     with quiet.imports():
@@ -163,8 +163,8 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, *, 
 
     from train.saving import files, weights
 
-    def warn(words: str) -> None:
-        print(words, file=sys.stderr)  # standard output may be JSON
+    def warn(message: str) -> None:
+        print(message, file=sys.stderr)  # standard output may be JSON
 
     folder = run.checkpoints / files.BEST if best else run.checkpoints
     for _ in range(RESTORE_TRIES):
@@ -174,7 +174,7 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, *, 
         try:
             weights.read(config, model, newest.prefix)
         except (tf.errors.NotFoundError, FileNotFoundError):
-            time.sleep(0.1)  # a newer one has just pushed it out
+            time.sleep(0.1)  # a newer one has just replaced it
         else:
             return newest.step
     raise PrerequisiteError(f"run {run.name} has no good checkpoint in {folder}; see its log")
@@ -184,4 +184,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # at the interpreter's end, TensorFlow would wait for ever for a batch that Python was to read
+    os._exit(code)  # otherwise TensorFlow waits indefinitely at the interpreter's end for a batch from Python

@@ -1,7 +1,7 @@
-"""The built-in presets: complete configurations, a module each, whose name is the preset's.
+"""The built-in presets: complete configurations, each a module with the preset's name.
 
-A module has a function `preset` that returns a `TrainConfig`, and whatever of its own that names. It may import nothing
-that takes time, such as TensorFlow, at its top: every command that reads a configuration imports it.
+A module has a function `preset` that returns a `TrainConfig`, and the parts that it names. It must not import slow
+modules such as TensorFlow at the top, because every command that reads a configuration imports it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def names() -> list[str]:
-    """Return the names of the presets, without importing any."""
+    """Return the names of the presets without importing them."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def find(name: str) -> Any:
-    """Return the function of the preset called `name`, one of `names`."""
+    """Return the function of the preset `name`."""
     return importlib.import_module(f"{__name__}.{name}").preset

@@ -1,4 +1,4 @@
-"""A table: whether a tumour is malignant, by 30 measurements of its cells. Accuracy 0.93 after 40 epochs."""
+"""A table: whether a tumour is malignant, from 30 measurements of its cells. Accuracy 0.93 after 40 epochs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from train.config import Optimizer, TrainConfig
 
 
 def model(feature_shape: tuple[int, ...], num_outputs: int) -> Any:
-    """Return a network from measurements `[B, 30] float32`, as they are in the table, to logits `[B, 2] float32`."""
+    """Return a network from unscaled measurements `[B, 30] float32` to logits `[B, 2] float32`."""
     from tensorflow import keras
 
     layers = keras.layers
     return keras.Sequential(
         [
             keras.Input(feature_shape, name="measurements"),
-            layers.BatchNormalization(),  # their sizes are very different
+            layers.BatchNormalization(),  # their scales are very different
             layers.Dense(32, activation="relu"),
             layers.Dropout(0.2),
             layers.Dense(num_outputs, name="logits"),

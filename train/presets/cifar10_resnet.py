@@ -1,4 +1,4 @@
-"""CIFAR-10 with ResNet-20 by TFDS's shards, in the batch and the decays of He et al. 2015. Not verified on it."""
+"""CIFAR-10 with ResNet-20 from TFDS, with the batch size and decay of He et al. 2015. Not verified on real data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Film reviews, good or bad, with a Transformer's encoder. Wired to TFDS's `imdb_reviews`, not verified on it.
+"""Sentiment of film reviews with a Transformer's encoder, on TFDS's `imdb_reviews`. Not verified on real data.
 
 Source of the model: A. Nandan, Text classification with Transformer,
 https://keras.io/examples/nlp/text_classification_with_transformer/
@@ -11,12 +11,12 @@ from typing import Any
 from train.config import Optimizer, TrainConfig
 
 VOCABULARY = 20_000
-"""As many numbers as words have, see `train/data/prepare/tfds_dataset.py`."""
+"""Number of word ids, see `train/data/prepare/tfds_dataset.py`."""
 WIDTH, HEADS, HIDDEN, DROPOUT = 32, 2, 32, 0.1
 
 
 def model(feature_shape: tuple[int, ...], num_outputs: int) -> Any:
-    """Return a network from the numbers of words `[B, T] int32`, 0 for none, to logits `[B, 2] float32`."""
+    """Return a network from word ids `[B, T] int32`, 0 for padding, to logits `[B, 2] float32`."""
     import tensorflow as tf
     from tensorflow import keras
 

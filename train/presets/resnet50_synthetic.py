@@ -1,4 +1,4 @@
-"""ResNet-50 v1.5 on made-up images, to see how many of them a machine trains on in a second."""
+"""ResNet-50 v1.5 on synthetic images, to measure a machine's throughput."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def preset() -> TrainConfig:
         epochs=10**6,
         max_steps=500,
         steps_per_loop=10,
-        checkpoint_every=10**9,  # what is measured is training alone
+        checkpoint_every=10**9,  # measures only training
         evaluate_every=10**9,
         optimizer=Optimizer(name="sgd", learning_rate=0.1, scaling="linear", base_batch=256),
     )

@@ -1,4 +1,4 @@
-"""What a configuration is made of: checked fields, names of parts, overrides; `train/config.py` puts it together.
+"""The parts of a configuration, which `train/config.py` combines: checked fields, references, overrides.
 
 Nothing here imports TensorFlow.
 """

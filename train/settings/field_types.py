@@ -1,4 +1,4 @@
-"""Checks of a configuration's fields: their types, because Python does not check what a preset sets, and ranges."""
+"""Checks of a configuration's fields: their types, which Python does not check, and their ranges."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ EXPECTED = {
 
 
 def check_types(config: Any, where: str = "", prefix: str = "") -> None:
-    """Check that every field of a dataclass has a value of its type; a whole number is a number, too.
+    """Check that every field of a dataclass has a value of its type, where a float may be a whole number.
 
     Args:
-        config: the dataclass; dataclasses in it are checked as well.
-        where: what the message says before the field.
-        prefix: of the fields' names.
+        config: the dataclass; nested dataclasses are checked as well.
+        where: the beginning of messages.
+        prefix: prefix of the fields' names.
 
     Raises:
-        UsageError: one has another; the message names the field, its value and what was expected.
+        UsageError: a value has another type; the message names the field, its value and the expected type.
     """
     for name, hint in get_type_hints(type(config)).items():
         value, field = getattr(config, name), prefix + name
@@ -38,13 +38,13 @@ def check_types(config: Any, where: str = "", prefix: str = "") -> None:
             check_types(value, where, f"{field}.")
             continue
         kinds = get_args(hint) or (hint,)
-        # By their very type: True is an int to Python, and NumPy's numbers cannot be written as JSON.
+        # The exact type: True is an int in Python, and NumPy's numbers cannot be written as JSON.
         if type(value) not in kinds and not (float in kinds and type(value) is int):
             raise UsageError(f"{where}{field}={shown(value)}: expected {' or '.join(EXPECTED[kind] for kind in kinds)}")
 
 
 def shown(value: Any) -> str:
-    """Return a value and its type as messages show them, whatever its class does."""
+    """Return a value and its type for messages, for any class."""
     try:
         text = repr(value)
     except Exception:
@@ -61,7 +61,7 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
     """Check that a field's whole number is in its range.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it is out of range.
     """
     if not low <= value <= high:
         raise UsageError(f"{option(name)} {value}: expected a whole number from {low} to {high}")
@@ -71,7 +71,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Check that a field's text is one of its choices.
 
     Raises:
-        UsageError: it is not; the message offers the nearest.
+        UsageError: it is not; the message offers the nearest choice.
     """
     if value not in choices:
         raise UsageError(f"{option(name)} {value!r}{nearest(value, choices)}")
@@ -87,10 +87,10 @@ def check_number(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Check that a field's number is finite and within bounds; `expected` says in words which these are.
+    """Check that a field's number is finite and within bounds, which `expected` describes.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it is out of bounds.
     """
     if not (math.isfinite(value) and above < value < below and least <= value <= most):
         raise UsageError(f"{option(name)} {value:g}: expected {expected}")

@@ -1,4 +1,4 @@
-"""The losses of a model with several outputs, and their weights, as the command line writes them.
+"""The losses of a model with several outputs, and their weights, in the syntax of the command line.
 
     --loss kind=sparse_categorical_crossentropy,price=mean_squared_error --loss-weights price=0.1
 
@@ -15,7 +15,7 @@ from cluster.system.errors import UsageError, nearest
 
 
 def losses(text: str) -> dict[str, str]:
-    """Return the loss of each head that `--loss` names; that of a model with one output, or of all heads, under "".
+    """Return the loss of each head that `--loss` names; the loss of all heads or of a single output has the key "".
 
     Raises:
         UsageError: a part is not `head=loss`.
@@ -24,7 +24,7 @@ def losses(text: str) -> dict[str, str]:
 
 
 def weights(text: str) -> dict[str, float]:
-    """Return what `--loss-weights` multiplies the losses of some heads by.
+    """Return the factors of the heads' losses that `--loss-weights` names.
 
     Raises:
         UsageError: a part is not a head and a number from 0.
@@ -36,7 +36,7 @@ def check_known(option: str, named: Iterable[str], heads: Iterable[str]) -> None
     """Check that the data has labels for every head that an option names.
 
     Raises:
-        UsageError: it has not; the message offers the nearest.
+        UsageError: it does not; the message offers the nearest name.
     """
     known = list(heads)
     for name in named:
@@ -45,16 +45,16 @@ def check_known(option: str, named: Iterable[str], heads: Iterable[str]) -> None
 
 
 def _by_head(option: str, text: str, convert: Callable[[str], Any], expected: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    by_head: dict[str, Any] = {}
     for part in text.split(","):
         head, equals, value = (piece.strip() for piece in part.partition("="))
         try:
-            if not (head and equals and value) or head in found:
+            if not (head and equals and value) or head in by_head:
                 raise ValueError
-            found[head] = convert(value)
+            by_head[head] = convert(value)
         except ValueError:
             raise UsageError(f"{option} {part.strip()!r}: expected {expected}, each head once, with commas") from None
-    return found
+    return by_head
 
 
 def _weight(text: str) -> float:

@@ -1,4 +1,4 @@
-"""The settings of the optimizer and of its step size, apart from what they become in `train/model/optimizers.py`."""
+"""The settings of the optimizer and its learning rate; `train/model/optimizers.py` builds it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class Optimizer:
     """How gradients become updates."""
 
     name: str = "adam"
-    """`adam`, `adamw`, `lamb`, `lion`, `sgd`, or `package.module:function`: (step size) -> Keras optimizer."""
+    """`adam`, `adamw`, `lamb`, `lion`, `sgd`, or `package.module:function`: (learning rate) -> Keras optimizer."""
 
     learning_rate: float = 2e-3
-    """Step size, above 0."""
+    """Learning rate, above 0."""
 
     warmup_steps: int = 100
-    """Steps over which the step size grows from near 0: 0 or more. The first steps of Adam are large otherwise, and
-    magnify how sums were rounded: runs on 1 and on 3 tasks would drift apart at once. With callbacks and the schedule
-    `constant` there is no warm-up: they may set the step size themselves."""
+    """Steps over which the learning rate grows from near 0: 0 or more. Without them, the large first steps of Adam
+    magnify rounding differences of sums, so that runs on 1 and on 3 tasks diverge at once. There is no warm-up with
+    callbacks and the schedule `constant`, because callbacks may set the learning rate."""
 
     schedule: str = "constant"
-    """Of the step size after the warm-up: `constant`; `cosine`, `linear` or `polynomial`: down to `end_share` of it
-    over `decay_steps`; `piecewise`: by `boundaries`."""
+    """Schedule of the learning rate after the warm-up: `constant`; `cosine`, `linear` or `polynomial`: decays to
+    `end_share` over `decay_steps`; `piecewise`: changes at `boundaries`."""
 
     decay_steps: int = 0
-    """Steps after the warm-up in which the step size falls; 0: all that the training has left."""
+    """Steps after the warm-up in which the learning rate decays; 0: all remaining steps of the training."""
 
     end_share: float = 0.0
-    """Share of the step size that `cosine`, `linear` and `polynomial` end at, 0 to 1."""
+    """Final share of the learning rate for `cosine`, `linear` and `polynomial`, 0 to 1."""
 
     power: float = 2.0
     """Exponent of `polynomial`, above 0."""
 
     boundaries: str = ""
-    """For `piecewise`: steps and the share of the step size from there on, such as `2000:0.1,4000:0.01`."""
+    """For `piecewise`: steps, and the share of the learning rate from each, such as `2000:0.1,4000:0.01`."""
 
     momentum: float = 0.9
     """For `sgd`: share of the last update that is kept, 0 to 1."""
@@ -52,12 +52,12 @@ class Optimizer:
     """For `sgd`: whether momentum is Nesterov's."""
 
     weight_decay: float | None = None
-    """Share of each weight, times the step size, that every step takes off, apart from its gradient: 0 or more. None:
-    Keras's default, which is 0.004 for `adamw` and no decay for the others."""
+    """Share of each weight, times the learning rate, that every step subtracts in addition to the gradient: 0 or more.
+    None: Keras's default, which is 0.004 for `adamw` and no decay for the others."""
 
     no_decay: str = ""
     """Weights without decay: regular expressions, separated by commas, searched for in their paths, such as
-    `bias,norm`. Empty: as in Keras all weights decay."""
+    `bias,norm`. Empty: all weights decay, as in Keras."""
 
     ema: float = 0.0
     """Share that an exponential moving average of the weights keeps in every step, 0 to below 1, such as 0.999; 0: no
@@ -67,20 +67,19 @@ class Optimizer:
     """Whether evaluations and exports use the averages instead of the weights."""
 
     scaling: str = "none"
-    """How `learning_rate`, which is meant for `base_batch` examples, follows the global batch: `none`: not at all;
-    `linear`: by their ratio (Goyal et al. 2017, arXiv:1706.02677); `sqrt`: by its root (Krizhevsky 2014,
-    arXiv:1404.5997)."""
+    """Scaling of `learning_rate` from `base_batch` to the global batch: `none`; `linear`: by their ratio (Goyal et al.
+    2017, arXiv:1706.02677); `sqrt`: by its square root (Krizhevsky 2014, arXiv:1404.5997)."""
 
     base_batch: int = 256
-    """The global batch that `learning_rate` was found for, where `scaling` is not `none`; at least 1."""
+    """Global batch for which `learning_rate` is meant, if `scaling` is not `none`; at least 1."""
 
     clip_norm: float = 0.0
-    """Largest norm of the gradient of the whole global batch, over all weights together: a longer one is shortened to
-    it after the sum over replicas. 0: no bound."""
+    """Largest norm of the gradient of the global batch, over all weights, to which it is clipped after the sum over
+    replicas. 0: no bound."""
 
     @property
     def own(self) -> bool:
-        """Whether a function of the user's own makes it."""
+        """Whether a user's function builds it."""
         return ":" in self.name
 
     @property
@@ -90,13 +89,13 @@ class Optimizer:
 
     @property
     def shares(self) -> Sequence[tuple[int, float]]:
-        """The steps of `boundaries`, and the share of the step size from each on."""
+        """The steps of `boundaries`, and the share of the learning rate from each."""
         pairs = [part.split(":") for part in self.boundaries.split(",")] if self.boundaries else []
-        found = [(int(step), float(share)) for step, share in pairs]
-        steps = [step for step, _ in found]
-        if steps != sorted({*steps}) or not all(step > 0 and 0 <= share < math.inf for step, share in found):
+        shares = [(int(step), float(share)) for step, share in pairs]
+        steps = [step for step, _ in shares]
+        if steps != sorted({*steps}) or not all(step > 0 and 0 <= share < math.inf for step, share in shares):
             raise ValueError
-        return found
+        return shares
 
     def check(self) -> None:
         """Check that every value is in its range."""
@@ -117,17 +116,17 @@ class Optimizer:
         self._check_own()
 
     def _check_boundaries(self) -> None:
-        given = f"--optimizer.boundaries {self.boundaries!r}"
+        setting = f"--optimizer.boundaries {self.boundaries!r}"
         try:
             shares = self.shares
         except ValueError:
             raise UsageError(
-                f"{given}: expected rising steps and the share of the step size from there on, such as "
+                f"{setting}: expected rising steps and the share of the learning rate from each, such as "
                 "2000:0.1,4000:0.01"
             ) from None
         if bool(shares) != (self.schedule == "piecewise"):
             raise UsageError(
-                f"{given} with --optimizer.schedule {self.schedule}: boundaries are for piecewise, and it needs some, "
+                f"{setting} with --optimizer.schedule {self.schedule}: boundaries are for piecewise, which needs them, "
                 "such as 2000:0.1,4000:0.01"
             )
 
@@ -138,4 +137,4 @@ class Optimizer:
             if value and self.own:
                 raise UsageError(f"{option} {value} with --optimizer.name {self.name}: set it in that function")
         if self.nesterov and self.name != "sgd":
-            raise UsageError(f"--optimizer.nesterov with --optimizer.name {self.name}: it is for sgd; leave it out")
+            raise UsageError(f"--optimizer.nesterov with --optimizer.name {self.name}: it is for sgd; omit it")

@@ -1,4 +1,4 @@
-"""From a preset and the overrides on a command line to a configuration."""
+"""Builds a configuration from a preset and the overrides on a command line."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ from train.settings.field_types import check_types, option, shown
 
 
 class Help(Exception):
-    """The help of the training options was requested; this is its text."""
+    """The requested help of the training options, as text."""
 
 
 def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = None, cores: int = 0) -> TrainConfig:
-    """Return the preset's configuration, or `base`, with dotted overrides applied.
+    """Apply overrides to a preset's configuration, or to `base`.
 
     Args:
         preset: one of `presets.names()`, or `package.module:function` that returns a `TrainConfig`.
-        overrides: such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`.
-        base: the configuration of a run that is resumed, instead of the preset.
-        cores: that each task can use, where it runs on another machine; 0: those of this machine.
+        overrides: options such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`.
+        base: the configuration of a resumed run, instead of the preset.
+        cores: cores of each task on another machine; 0 for those of this machine.
 
     Raises:
-        UsageError: the preset or an option is unknown (the nearest name is offered), or a value is out of range.
+        UsageError: the preset or an option is unknown (the message offers the nearest name), or a value is out of
+        range.
     """
     if base is None:
         built_in = presets.names()
         references.check("--preset", preset, built_in)
         function = presets.find(preset) if preset in built_in else references.load("--preset", preset)
-        made = references.call("--preset", preset, function)
-        if not isinstance(made, TrainConfig):
-            raise UsageError(f"--preset {preset!r} returned {shown(made)}; expected a train.config.TrainConfig")
-        check_types(made, f"--preset {preset!r}: ")
-        base = dataclasses.replace(made, preset=preset)
+        config = references.call("--preset", preset, function)
+        if not isinstance(config, TrainConfig):
+            raise UsageError(f"--preset {preset!r} returned {shown(config)}; expected a train.config.TrainConfig")
+        check_types(config, f"--preset {preset!r}: ")
+        base = dataclasses.replace(config, preset=preset)
     known = [option(name) for name in _field_names(TrainConfig) if name != "preset"]
-    for word in overrides:
-        name = word.split("=", 1)[0].replace("_", "-")
-        if word.startswith("--") and name not in known and not _negates(name, known):
-            raise UsageError(f"override {word!r} is not an option of the training config{nearest(name, known)}")
+    for argument in overrides:
+        name = argument.split("=", 1)[0].replace("_", "-")
+        if argument.startswith("--") and name not in known and not _negates(name, known):
+            raise UsageError(f"override {argument!r} is not an option of the training config{nearest(name, known)}")
     return _parse(base, overrides).check().check_references().pin(cores)
 
 
 def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     if not overrides:
-        return base  # a fifth of a second sooner
+        return base  # saves the import of tyro, a fifth of a second
     import tyro  # type-checked command line from the dataclasses; imported here because tasks need it only once
 
     output = io.StringIO()
@@ -59,7 +60,7 @@ def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             return tyro.cli(
                 TrainConfig,
-                prog="invoke up --",  # by default the program's path, which tyro reads as a shell would
+                prog="invoke up --",  # the default is the program's path, which tyro parses like a shell
                 args=list(overrides),
                 default=base,
                 config=(tyro.conf.SuppressFixed,),
@@ -67,10 +68,10 @@ def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     except SystemExit as error:
         if not error.code:
             raise Help(output.getvalue()) from None
-        # A title, what is wrong, and advice, with a rule between each.
+        # A title, the problem and advice, separated by rules.
         parts = [re.sub(r"[^\x21-\x7e]+", " ", part).strip() for part in re.split(r"[-\u2500]{4,}", output.getvalue())]
-        words = next(filter(None, parts[1:]), parts[0])
-        raise UsageError(f"override {' '.join(overrides)!r}: {words}; see `python -m train --help`") from None
+        problem = next(filter(None, parts[1:]), parts[0])
+        raise UsageError(f"override {' '.join(overrides)!r}: {problem}; see `python -m train --help`") from None
 
 
 def _field_names(config: Any, prefix: str = "") -> list[str]:

@@ -1,6 +1,6 @@
-"""What a configuration names: a part that is built in, by its name, or one of the user's own as `package.module:name`.
+"""References of a configuration: the name of a built-in part, or the user's `package.module:name`.
 
-Checking reads the user's source without running it, so that a typo is found before anything is started.
+Checking reads the user's source without running it, so that a typo is found before a run starts.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_THEIRS = frozenset(
     {"AbortedError", "CancelledError", "DeadlineExceededError", "ResourceExhaustedError", "UnavailableError"}
 )
-"""TensorFlow's errors that another attempt, or a larger machine, may not meet: a variable that a user's function makes
-is sent to every task, and one of these may die meanwhile."""
+"""TensorFlow's errors that another attempt or a larger machine may avoid: a variable of a user's function is sent to
+all tasks, one of which may die at that moment."""
 
 
 def check(option: str, reference: str, built_in: Collection[str]) -> None:
-    """Check that a reference names something.
+    """Check that a reference exists.
 
     Args:
-        option: what the user typed it behind, such as `--model`.
+        option: the option, such as `--model`.
         reference: a name, or `package.module:name`.
-        built_in: the names that need no module.
+        built_in: names of built-in parts.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it does not exist.
     """
     if reference in built_in:
         return
@@ -49,7 +49,7 @@ def check(option: str, reference: str, built_in: Collection[str]) -> None:
 
 
 def load(option: str, reference: str) -> Any:
-    """Return what `package.module:name` names.
+    """Import the object `package.module:name`.
 
     Raises:
         UsageError: there is no such module or name, or importing it fails.
@@ -57,15 +57,15 @@ def load(option: str, reference: str) -> Any:
     module, _, name = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise UsageError(f"{option} {reference!r}: {described(error)}") from error
 
 
 def call(option: str, reference: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a user's function returns.
+    """Call a user's function.
 
     Raises:
-        UsageError: it raised something, or ends the program: trying again would only repeat that.
+        UsageError: it fails or ends the program, which another attempt would repeat.
     """
     try:
         return function(*arguments)
@@ -78,12 +78,12 @@ def call(option: str, reference: str, function: Callable[..., Any], *arguments: 
 
 
 def code_dir(reference: str) -> Path | None:
-    """Return the folder that must be on a task's path for this reference; None for what each task has anyway."""
+    """Return the folder that a reference needs on a task's path; None if every task has it."""
     if ":" not in reference:
         return None
     spec = importlib.util.find_spec(reference.partition(":")[0].partition(".")[0])
     if spec is None or not (spec.has_location or spec.submodule_search_locations):
-        return None  # there is none, or it is a part of Python itself
+        return None  # missing, or a part of Python
     path = Path(next(iter(spec.submodule_search_locations or [])) if not spec.origin else spec.origin).resolve()
     if path.name == "__init__.py":
         path = path.parent
@@ -93,26 +93,26 @@ def code_dir(reference: str) -> Path | None:
 
 
 def _source(option: str, reference: str) -> Path | None:
-    """Return the file of a reference's module; None for one that is not written in Python."""
+    """Return the file of a reference's module; None if it is not written in Python."""
     module = reference.partition(":")[0]
     try:
-        found = _find(module)
+        spec = _find(module)
     except (ImportError, ValueError) as error:
         raise UsageError(f"{option} {reference!r}: {error}; put its folder on PYTHONPATH") from None
-    if found is None:
+    if spec is None:
         raise UsageError(f"{option} {reference!r}: there is no module {module!r} on {_searched()}")
-    return Path(found.origin) if found.origin and found.origin.endswith(".py") else None
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """Return where a module is; unlike `importlib.util.find_spec`, without importing the packages that it is in."""
+    """Find a module; unlike `importlib.util.find_spec`, without importing its parent packages."""
     top, *inner = module.split(".")
-    found = importlib.util.find_spec(top)
+    spec = importlib.util.find_spec(top)
     for number, _ in enumerate(inner, start=2):
-        if found is None or found.submodule_search_locations is None:
+        if spec is None or spec.submodule_search_locations is None:
             return None
-        found = PathFinder.find_spec(".".join([top, *inner][:number]), found.submodule_search_locations)
-    return found
+        spec = PathFinder.find_spec(".".join([top, *inner][:number]), spec.submodule_search_locations)
+    return spec
 
 
 def _searched() -> str:
@@ -121,18 +121,18 @@ def _searched() -> str:
 
 
 def _names(source: Path) -> set[str] | None:
-    """Return what a module defines at its top level; None where that takes running it."""
+    """Return the names that a module defines at its top level; None if only running it shows them."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as error:
-        raise UsageError(f"{source}: {error}; mend it and try again") from None
+        raise UsageError(f"{source}: {error}; fix it and try again") from None
     names: set[str] = set()
     inside: list[ast.AST] = [tree]
     while inside:
         for node in ast.iter_child_nodes(inside.pop()):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
-                continue  # what is defined in it is its own
+                continue  # names inside are not top-level
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -12,28 +12,28 @@ MODES = ("auto", "min", "max")
 
 @dataclass(frozen=True)
 class Best:
-    """Which checkpoint is kept beside the newest ones, and when training ends early; in the loop `custom`."""
+    """The best checkpoint, which is kept besides the newest ones, and early stopping; in the loop `custom`."""
 
     metric: str = ""
-    """Of the evaluations, such as `eval_loss` or `eval_accuracy`: the checkpoint where it is best is kept in
-    `checkpoints/best/`. Empty: none is."""
+    """Metric of the evaluations, such as `eval_loss` or `eval_accuracy`, whose best checkpoint is kept in
+    `checkpoints/best/`. Empty: none is kept."""
 
     mode: str = "auto"
-    """Whether the least (`min`) or the largest (`max`) value is the best; `auto`: the largest of an accuracy, such as
-    `eval_accuracy`, the least of all others."""
+    """Whether the smallest (`min`) or the largest (`max`) value is the best; `auto`: the largest for an accuracy, such
+    as `eval_accuracy`, the smallest for all others."""
 
     min_delta: float = 0.0
-    """By how much a value must be better to count as such: 0 or more."""
+    """Least improvement of a better value: 0 or more."""
 
     patience: int = 0
-    """Evaluations in a row without a better value after which training ends; 0: it does not."""
+    """Consecutive evaluations without a better value after which training ends; 0: no early stopping."""
 
     export: bool = False
     """Whether the model is exported from the best checkpoint at the end instead of from the last one."""
 
     @property
     def sign(self) -> int:
-        """1 where larger values are better, -1 where smaller ones are."""
+        """1 if larger values are better, -1 if smaller ones are."""
         return 1 if self.mode == "max" or (self.mode == "auto" and self.metric.endswith("_accuracy")) else -1
 
     def check(self, loop: str) -> None:
@@ -46,8 +46,8 @@ class Best:
                 f"--best.metric {self.metric!r}: expected one of the evaluations, such as eval_loss or eval_accuracy"
             )
         if not self.metric and (self.patience or self.export):
-            given = f"patience {self.patience}" if self.patience else "export"
-            raise UsageError(f"--best.{given} without --best.metric: say which metric, such as eval_loss")
+            setting = f"patience {self.patience}" if self.patience else "export"
+            raise UsageError(f"--best.{setting} without --best.metric: add a metric, such as eval_loss")
         if self.metric and loop == "fit":
             raise UsageError(
                 f"--best.metric {self.metric} with --loop fit: use Keras's callbacks EarlyStopping and ModelCheckpoint"

@@ -1,1 +1,1 @@
-"""What is imported and rehearsed before a run begins."""
+"""Imports, checks and rehearsals before a run begins."""

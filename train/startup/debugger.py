@@ -11,7 +11,7 @@ from importlib import import_module
 from cluster.contract.run.folder import RunFolder
 
 PORT_TIMEOUT_S = 30.0
-"""Longest wait for the port of the previous attempt, which its debug adapter frees a moment after that ended."""
+"""Longest wait for the port, which the debug adapter of a previous attempt releases shortly after its end."""
 POLL_S = 0.1
 
 
@@ -22,7 +22,7 @@ def wait_for_client(run: RunFolder, task: str) -> None:
     if folder := os.environ.get("DEBUGPY_PACKAGES"):
         sys.path.append(folder)
     host, _, port = address.rpartition(":")
-    debugpy = import_module("debugpy")  # nobody else needs it to be installed
+    debugpy = import_module("debugpy")  # only installed for debugging
     _await_port(host, int(port))
     debugpy.listen((host, int(port)))
     run.event(task, "waits for a debugger", cause=f"127.0.0.1:{port}")

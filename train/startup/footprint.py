@@ -1,8 +1,8 @@
-"""What a run's model holds in memory: parameters, optimizer state and activations, without training anything.
+"""Memory of a run's model: parameters, optimizer state and activations, without training.
 
     python -m train.startup.footprint --config JSON --strategy NAME --data-dir DIR
 
-It takes TensorFlow's import; `cluster/host/launch/footprint.py` runs it and keeps the answer.
+It imports TensorFlow; `cluster/host/launch/footprint.py` runs it and stores the result.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cluster.contract.compatibility import precision_of
 from train.config import TrainConfig
 from train.model import variables
 
-NO_OUTPUT_OF_ITS_OWN = ("InputLayer", "Flatten", "Reshape", "Dropout")
-"""Layers that pass on what they get, in the same memory or in none while nothing trains."""
+WITHOUT_ACTIVATION = ("InputLayer", "Flatten", "Reshape", "Dropout")
+"""Layers whose outputs share the memory of their inputs, or take none without training."""
 
 
 def main(arguments: list[str]) -> int:
@@ -40,9 +40,9 @@ def measure(config: TrainConfig, strategy: str, data_dir: Path) -> dict[str, Any
     """Return the model's sizes.
 
     Returns:
-        `parameters`; `weights_bytes`; `gradients_bytes`, of the trainable ones; `optimizer_bytes`, its state;
-        `activation_bytes` of one example: the outputs of all layers, which the backward needs; None for a model whose
-        layers do not say theirs.
+        `parameters`; `weights_bytes`; `gradients_bytes` of the trainable weights; `optimizer_bytes` of its state;
+        `activation_bytes` of one example: the outputs of all layers, which the backward needs, or None if they are
+        unknown.
 
     Raises:
         UsageError: the model or its data is wrong.
@@ -58,7 +58,7 @@ def measure(config: TrainConfig, strategy: str, data_dir: Path) -> dict[str, Any
         optimizer.build(model.trainable_variables)
     state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
     return {
-        "parameters": sum(math.prod(each.shape) for each in model.weights),
+        "parameters": sum(math.prod(weight.shape) for weight in model.weights),
         "weights_bytes": _bytes(model.weights),
         "gradients_bytes": _bytes(model.trainable_variables),
         "optimizer_bytes": _bytes(state),
@@ -66,10 +66,10 @@ def measure(config: TrainConfig, strategy: str, data_dir: Path) -> dict[str, Any
     }
 
 
-def _bytes(held: Any) -> int:
+def _bytes(variables: Any) -> int:
     import tensorflow as tf
 
-    return sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in held)
+    return sum(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables)
 
 
 def _activation_bytes(model: Any) -> int | None:
@@ -78,11 +78,11 @@ def _activation_bytes(model: Any) -> int | None:
 
     total = 0
     for layer in model.layers:
-        if type(layer).__name__ in NO_OUTPUT_OF_ITS_OWN:
+        if type(layer).__name__ in WITHOUT_ACTIVATION:
             continue
         try:
             outputs = tf.nest.flatten(layer.output)
-            sizes = [math.prod(int(size) for size in each.shape[1:]) for each in outputs]
+            sizes = [math.prod(int(size) for size in output.shape[1:]) for output in outputs]
         except (AttributeError, TypeError, ValueError, RuntimeError):
             return None
         total += sum(size * tf.as_dtype(layer.compute_dtype).size for size in sizes)

@@ -1,9 +1,9 @@
-"""Builds a run's model and loss once, on the machine that starts it: a wrong shape is found before anything is started.
+"""Builds a run's model and loss on the machine that starts it, so that a wrong shape is found before the run starts.
 
     python -m train.startup.preflight --config JSON --strategy NAME --data-dir DIR
 
-Only where not all of it is built in: it takes TensorFlow's import. The answer goes to the file that `answers.py`
-names.
+Only for configurations with a user's parts, because it imports TensorFlow. The result goes to the file that
+`cluster/contract/user_code.py` names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from train.data.sources import Source
 
 EXAMPLES = 2
-"""In the batch that shapes are tried with."""
+"""Size of the batch for checks of shapes."""
 
 
 def main(arguments: list[str]) -> int:
@@ -42,10 +42,10 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--config", type=json.loads, required=True, help="the run's configuration as JSON")
     parser.add_argument("--strategy", required=True, help="a key of cluster.strategies.STRATEGIES")
-    parser.add_argument("--replicas", type=int, default=1, help="that train it (default: %(default)s)")
-    parser.add_argument("--stages", type=int, default=0, help="into which the model is cut (default: not cut)")
-    parser.add_argument("--pipelines", type=int, default=1, help="of so many stages (default: %(default)s)")
-    parser.add_argument("--memory-bytes", type=int, help="what each stage may hold (default: any amount)")
+    parser.add_argument("--replicas", type=int, default=1, help="number of replicas (default: %(default)s)")
+    parser.add_argument("--stages", type=int, default=0, help="number of stages (default: not cut)")
+    parser.add_argument("--pipelines", type=int, default=1, help="number of pipelines (default: %(default)s)")
+    parser.add_argument("--memory-bytes", type=int, help="memory of each stage (default: no limit)")
     parser.add_argument("--record", type=Path, help="the stages of an earlier generation of the run")
     parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
     options = parser.parse_args(arguments)
@@ -58,10 +58,10 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Check that the model takes the data's features, and the loss the data's labels and the model's outputs.
 
     Returns:
-        The stages that the model is cut into, see `train.pipeline.cut.describe`; empty if it is not cut.
+        The stages of the model, see `train.pipeline.cut.describe`; empty if it is not cut.
 
     Raises:
-        UsageError: it does not, or it is no model or loss, or it cannot be cut so.
+        UsageError: a part is wrong, or the model cannot be cut like that.
     """
     import tensorflow as tf
 
@@ -87,16 +87,19 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     objectives.check_outputs(config, source.num_outputs, shapes)
     objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text, shapes=lambda: shapes)
     if options.stages and objectives.DATA_LOSS in objective.score_name:  # not even the last stage knows the shapes
-        raise UsageError(f"--strategy pipeline: no score compares what --model {config.model!r} gives with the labels")
-    found = [masks.of(output) for output in tf.nest.flatten(outputs)]
-    if config.needs_tf_keras(options.strategy) and any(mask is not None for mask in found):
+        raise UsageError(
+            f"--strategy pipeline: no score compares the outputs of --model {config.model!r} with the labels"
+        )
+    output_masks = [masks.of(output) for output in tf.nest.flatten(outputs)]
+    if config.needs_tf_keras(options.strategy) and any(mask is not None for mask in output_masks):
         raise UsageError(
             f"--loop fit under parameter servers with a mask of --model {config.model!r}; use --loop custom"
         )
-    given = _label_spec(source), tf.nest.map_structure(_spec, outputs), [_spec(mask, tf.bool) for mask in found]
-    _check_function(f"--loss {config.loss!r}", *given, objective.loss)
+    mask_specs = [_spec(mask, tf.bool) for mask in output_masks]
+    specs = _label_spec(source), tf.nest.map_structure(_spec, outputs), mask_specs
+    _check_function(f"--loss {config.loss!r}", *specs, objective.loss)
     for name, metric in objective.metrics.items():
-        _check_function(f"--metrics {config.metrics!r}: {name}", *given, metric)
+        _check_function(f"--metrics {config.metrics!r}: {name}", *specs, metric)
     if (best := config.best.metric) and best not in objective.evaluated:
         raise UsageError(f"--best.metric {best!r}{nearest(best, objective.evaluated)}")
     return stages
@@ -105,7 +108,7 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
 def _stages(
     new_model: Callable[[], keras.Model], config: TrainConfig, options: argparse.Namespace, feature_shape: Named
 ) -> tuple[keras.Model, dict[str, Any]]:
-    """Return the model without values, and its stages, which compute as those of the tasks do."""
+    """Build the model without values, and describe its stages, under the conditions of the tasks."""
     import tensorflow as tf
 
     from train import patches
@@ -132,7 +135,7 @@ def _stages(
 
 
 def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> None:
-    """Check that a model takes whole numbers in types that can hold them."""
+    """Check that the types of a model's inputs can represent the data's whole numbers."""
     import numpy as np
     import tensorflow as tf
 
@@ -144,7 +147,7 @@ def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> No
     types = inputs.dtypes(model, files)
     for which, (file, dtype) in named.in_words(named.each(lambda *both: both, files, types)).items():
         if not file.dtype.startswith("int") or (dtype == "float32" and getattr(model, "inputs", None)):
-            continue  # Keras, too, rounds for an input that takes floats
+            continue  # Keras also rounds for a float input
         most = 2**24 if dtype == "float32" else tf.as_dtype(dtype).max
         least = -most if dtype == "float32" else tf.as_dtype(dtype).min
         values = np.memmap(file.path, file.dtype, "r")
@@ -156,7 +159,7 @@ def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> No
 
 
 def _check_state(model: keras.Model, feature_shape: Named, parts: int) -> None:
-    """Check that what layers assign in a step of several parts can be divided."""
+    """Check that layers' state can be combined in a step of several parts."""
     import tensorflow as tf
 
     from train.model import inputs
@@ -177,43 +180,47 @@ def _check_state(model: keras.Model, feature_shape: Named, parts: int) -> None:
 
 
 def _spec(tensor: Any, dtype: Any = "float32") -> Any:
-    """Return what is known of a symbolic tensor, for a batch of `EXAMPLES`; None of None."""
+    """Return the spec of a symbolic tensor for a batch of `EXAMPLES`; None for None."""
     import tensorflow as tf
 
     return None if tensor is None else tf.TensorSpec([EXAMPLES, *tensor.shape[1:]], dtype)
 
 
-def _check_function(where: str, labels: Named, outputs: Named, found: list[Any], function: Callable[..., Any]) -> None:
-    """Check that a loss or a metric takes labels and outputs, with their masks, and gives a value for each example."""
+def _check_function(
+    where: str, labels: Named, outputs: Named, output_masks: list[Any], function: Callable[..., Any]
+) -> None:
+    """Check that a loss or a metric takes labels and outputs with masks, and returns a value for each example."""
     import tensorflow as tf
 
-    def masked(labels: Named, outputs: Named, found: list[Any]) -> Any:
-        for output, mask in zip(tf.nest.flatten(outputs), found, strict=True):
+    def masked(labels: Named, outputs: Named, output_masks: list[Any]) -> Any:
+        for output, mask in zip(tf.nest.flatten(outputs), output_masks, strict=True):
             if mask is not None:
                 output._keras_mask = mask
         return function(labels, outputs)
 
     try:
-        losses = tf.function(masked, autograph=False).get_concrete_function(labels, outputs, found).structured_outputs
+        concrete = tf.function(masked, autograph=False).get_concrete_function(labels, outputs, output_masks)
+        losses = concrete.structured_outputs
     except ClusterError:
         raise
     except (Exception, SystemExit) as error:
-        given = f"labels {_described(labels)} and outputs {_described(outputs, dtype=False)}"
-        raise UsageError(f"{where} fails on {given}: {described(error)[-300:]}") from None
+        arguments = f"labels {_described(labels)} and outputs {_described(outputs, dtype=False)}"
+        raise UsageError(f"{where} fails on {arguments}: {described(error)[-300:]}") from None
     shape = getattr(losses, "shape", None)
     if shape is None or not shape.is_compatible_with([EXAMPLES]):
-        given = type(losses).__name__ if shape is None else f"shape {shape}"
-        raise UsageError(f"{where} gives {given} for {EXAMPLES} examples; expected ({EXAMPLES},), one of each")
+        returned = type(losses).__name__ if shape is None else f"shape {shape}"
+        raise UsageError(
+            f"{where} returns {returned} for {EXAMPLES} examples; expected ({EXAMPLES},), a value for each"
+        )
 
 
 def _described(specs: Named, *, dtype: bool = True) -> str:
-    """Return types and shapes in words."""
-    words = [
+    descriptions = [
         f"{which.strip()} {spec.dtype.name if dtype else ''} [{', '.join(['B', *map(str, spec.shape[1:])])}]"
-        for which, one in named.in_words(specs).items()
-        for spec in (one if isinstance(one, list | tuple) else [one])
+        for which, item in named.in_words(specs).items()
+        for spec in (item if isinstance(item, list | tuple) else [item])
     ]
-    return " ".join(", ".join(words).split())
+    return " ".join(", ".join(descriptions).split())
 
 
 def _label_spec(source: Source) -> Named:

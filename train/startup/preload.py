@@ -1,4 +1,4 @@
-"""What a task's program imports, which is most of what its start takes."""
+"""Imports of a task's program, which take most of its start."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from train.patches.quick_imports import quick_imports
 
 
 def load(run: RunFolder) -> None:
-    """Import all that the tasks of a run need, as the run's configuration requires.
+    """Import everything that the tasks of a run need according to its configuration.
 
-    No device is used: whoever called this can still be copied, and each copy form a cluster.
+    No device is used, so that the process can still be forked, and each copy can form a cluster.
     """
-    trained = TrainConfig.from_json(read_json(run.config))
-    variables.set_defaults(trained.onednn)
-    if trained.needs_tf_keras(run.load_cluster().strategy):
-        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported: tf.keras is tf_keras then
+    config = TrainConfig.from_json(read_json(run.config))
+    variables.set_defaults(config.onednn)
+    if config.needs_tf_keras(run.load_cluster().strategy):
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported; tf.keras is then tf_keras
     with quick_imports():
         from train import program  # noqa: F401

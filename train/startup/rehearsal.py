@@ -1,7 +1,7 @@
-"""What a standby process does while it waits: one step of a small training, thrown away.
+"""Rehearsal of a waiting standby process: one step of a small training, whose results are discarded.
 
-The first trace of a training step takes more than twice as long as the next one in the same process: modules that
-TensorFlow and Keras import late, and autograph's conversion of our functions, which it keeps.
+The first trace of a training step takes more than twice as long as the next one in the same process, because TensorFlow
+and Keras import modules late and autograph caches converted functions.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ CLASSES = 10
 
 
 def can_rehearse(config: TrainConfig) -> bool:
-    """Whether a training with this configuration gains from it: by the custom loop, where no GPU is.
+    """Whether a rehearsal helps a training: with the custom loop and without a GPU.
 
-    A GPU and its memory belong to the program that trains.
+    A GPU and its memory belong to the training process.
     """
     return config.loop == "custom" and not tf.config.list_physical_devices("GPU")
 
 
 def rehearse() -> None:
-    """Train one step of a built-in model on made-up data, then forget all of it: devices, names and seeds.
+    """Train one step of a built-in model on synthetic data, then reset devices, names and seeds.
 
-    Nothing of the run is touched, and none of the user's own modules is imported: a tensor that one of those kept would
-    not outlive this.
+    The run is not touched and the user's modules are not imported, because a tensor that one of them kept would become
+    invalid.
     """
     patches.apply()
     strategy = tf.distribute.MirroredStrategy(["/CPU:0"])
@@ -50,7 +50,7 @@ def rehearse() -> None:
     steps.gathering(strategy)(0)
     steps.SynchronousSteps(strategy, train_step, _feed(), 1)(0, 1, False)
     keras.backend.clear_session()
-    context._reset_context()  # a cluster can only be formed before any device was used
+    context._reset_context()  # a cluster can only be formed before any device is used
 
 
 def _feed() -> Feed:
@@ -58,7 +58,7 @@ def _feed() -> Feed:
         tf.zeros([EXAMPLES, *IMAGE], tf.uint8), tf.range(EXAMPLES, dtype=tf.int64) % CLASSES, weights=None
     )
 
-    def batch(_given: object, step: tf.Tensor, replica: tf.Tensor) -> Batch:
+    def batch(_next: object, step: tf.Tensor, replica: tf.Tensor) -> Batch:
         return memory.train_batch(examples, step, replica, BatchSlice(EXAMPLES, seed=0))
 
     return Feed(lambda: (), batch)

@@ -162,6 +162,6 @@ def test_verify_names_the_file_of_which_one_byte_differs(tmp_path):
     content[7] ^= 1
     path.write_bytes(content)
     lines: list[str] = []
-    with pytest.raises(RunFailed, match=rf"^{path}: not the bytes that were prepared"):
+    with pytest.raises(RunFailed, match=rf"^{path}: changed since they were prepared"):
         arrays.verify(arrays.find(tmp_path, "mnist"), lines.append)
     assert [f"DIFFERENT {path}"] == [line for line in lines if "DIFFERENT" in line]

@@ -118,9 +118,9 @@ def test_the_version_follows_the_contents(returns):
         (None, 'returns NoneType; expected a dictionary of "train", "test" and perhaps "classes"'),
         ({"train": (IMAGES, LABELS)}, "returns the keys train; expected"),
         ({**GOOD, "valid": GOOD["test"]}, "returns the keys train, test, valid; expected"),
-        ({**GOOD, "test": IMAGES}, "test is no (features, labels) nor (features, labels, weights)"),
-        ({**GOOD, "test": (IMAGES, None)}, "test labels are no array, but NoneType; expected a NumPy array"),
-        ({**GOOD, "train": (IMAGES, LABELS[:2])}, "train has 3 and 2 examples; expected as many of each"),
+        ({**GOOD, "test": IMAGES}, "test is neither (features, labels) nor (features, labels, weights)"),
+        ({**GOOD, "test": (IMAGES, None)}, "test labels are NoneType, not an array; expected a NumPy array"),
+        ({**GOOD, "train": (IMAGES, LABELS[:2])}, "train has 3 and 2 examples; expected the same number"),
         ({**GOOD, "train": (IMAGES[:0], LABELS[:0])}, "features have the shape [0, 4, 4, 1]; expected at least one"),
         ({**GOOD, "train": (IMAGES, LABELS.reshape(3, 1)[:, :0])}, "labels have the shape [3, 0]; expected at least"),
         ({**GOOD, "train": (IMAGES, [0.5, np.nan, 1])}, "train labels have nan at example 1; expected finite"),
@@ -145,8 +145,8 @@ def test_the_version_follows_the_contents(returns):
         (ValueError("no\nsuch file"), "fails: ValueError: no such file ("),
         (ValueError("a\x1b[2Jb"), "fails: ValueError: a\\x1b[2Jb ("),
         (SystemExit(0), "fails: it ends the program with sys.exit(0) ("),
-        ({**GOOD, "classes": 3}, "returns what no arrays can be made of: TypeError: 'int' object is not iterable"),
-        ({**GOOD, "train": ([[1], [2, 3]], LABELS)}, "returns what no arrays can be made of: ValueError: "),
+        ({**GOOD, "classes": 3}, "returns a value that cannot be converted to arrays: TypeError: 'int' object is not iterable"),
+        ({**GOOD, "train": ([[1], [2, 3]], LABELS)}, "returns a value that cannot be converted to arrays: ValueError: "),
     ],
 )
 def test_what_cannot_be_trained_on_is_reported_in_one_line(returns, value, message):

@@ -119,7 +119,7 @@ def test_verify_names_the_shard_of_which_one_byte_differs(tmp_path):
     content[30] ^= 1
     path.write_bytes(content)
     lines: list[str] = []
-    with pytest.raises(RunFailed, match=rf"^{path}: not the bytes that were prepared; run `invoke data\.shard"):
+    with pytest.raises(RunFailed, match=rf"^{path}: changed since they were prepared; run `invoke data\.shard"):
         shards.verify(found, lines.append)
     assert (["ok"] * 6, f"DIFFERENT {path}") == ([line.split()[0] for line in lines[:-1]], lines[-1])
 

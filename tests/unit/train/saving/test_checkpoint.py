@@ -98,8 +98,8 @@ def change(path: Path) -> None:
     ("damage", "name", "message"),
     [
         (cut, "ckpt-3.data-00000-of-00001", "ckpt-3.data-00000-of-00001 has "),
-        (change, "ckpt-3.data-00000-of-00001", "does not have the contents that were saved"),
-        (change, "ckpt-3.index", "ckpt-3.index does not have the contents that were saved"),
+        (change, "ckpt-3.data-00000-of-00001", "has changed since it was saved"),
+        (change, "ckpt-3.index", "ckpt-3.index has changed since it was saved"),
         (Path.unlink, "ckpt-3.index", "ckpt-3.index is missing"),
         (lambda path: path.write_text("{}"), "ckpt-3.json", "ckpt-3.json cannot be read"),
     ],
