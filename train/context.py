@@ -158,7 +158,6 @@ class TaskContext:
         """Restore the checkpoint that all tasks agree on, if there is one; return the number of its steps.
 
         Args:
-            saves: the checkpoint.
             gather: the function of `gathering`, if the caller has it.
         """
         saves.generation = self.generation

@@ -20,7 +20,6 @@ def predict(run: RunFolder, image: Path | None, features: Path | None = None) ->
     """Return the predictions of the exported model as lines: the likeliest classes first, or the values.
 
     Args:
-        run: the run.
         image: image file, or None.
         features: JSON file of one example: nested lists, or a dictionary of them for several inputs.
 

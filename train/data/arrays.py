@@ -141,11 +141,11 @@ class ArraySet:
         return dataclasses.replace(self, train=train, test=test)
 
 
-def stored_dtype(what: str, part: str, dtype: np.dtype[Any]) -> str:
+def stored_dtype(subject: str, part: str, dtype: np.dtype[Any]) -> str:
     """Return the type in which an array of a part of a split, a key of `DTYPES`, is stored.
 
     Raises:
-        UsageError: the type is not supported; `what` names the array.
+        UsageError: the type is not supported; `subject` names the array.
     """
     if part == "labels" and dtype.kind in "iub":
         return "int64"
@@ -154,7 +154,7 @@ def stored_dtype(what: str, part: str, dtype: np.dtype[Any]) -> str:
         text = dtype.kind in "OSUT"
         hint = "; turn text into whole numbers, see examples/text" if text else ""
         actual = "text or objects" if text else dtype.name
-        raise UsageError(f"{what} are {actual}; expected {' or '.join(DTYPES[part])}{hint}")
+        raise UsageError(f"{subject} are {actual}; expected {' or '.join(DTYPES[part])}{hint}")
     return name
 
 
@@ -205,7 +205,6 @@ def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
     """Find the prepared arrays of a dataset, and compare every file's size with its shape.
 
     Args:
-        data_dir: the folder of prepared data.
         name: a TFDS dataset, or `package.module:function`.
         version: the version; empty for the newest.
 
@@ -241,12 +240,8 @@ def write(
 
     Args:
         scratch: a temporary folder on the disk of `data_dir`.
-        data_dir: the folder of prepared data.
-        name: the dataset.
-        version: its version.
         classes: as in `ArraySet`.
         splits: features, labels and optional weights for "train" and "test"; see `Split`.
-        source: a description of the source.
         source_files: the original files, below `data_dir`, and their sha256.
     """
     partial, folder = scratch / "arrays", folder_of(data_dir, name, version)

@@ -104,10 +104,7 @@ def by_step(
     """Return a dataset with one batch for each replica, step by step.
 
     Args:
-        batch: function of step and replica.
         num_batches: length of the dataset, or `tf.data.INFINITE_CARDINALITY`.
-        replicas: the replicas of the pipeline.
-        first_step: the first step.
     """
     endless = num_batches == tf.data.INFINITE_CARDINALITY
     positions = tf.data.Dataset.counter() if endless else tf.data.Dataset.range(num_batches)
@@ -124,3 +121,14 @@ def without_sharding(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return dataset.with_options(options)
+
+
+def random_number(limit: int) -> tf.Tensor:
+    """Return a random int64 scalar below `limit`, which is different in each run of the graph and in each process."""
+    return tf.raw_ops.RandomUniformInt(
+        shape=tf.constant([], tf.int32),
+        minval=tf.constant(0, tf.int64),
+        maxval=tf.constant(limit, tf.int64),
+        seed=0,
+        seed2=0,
+    )

@@ -71,7 +71,6 @@ def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, 
         step: optimizer updates before this one, integer scalar, from 0.
         replica: number of the replica, integer scalar, from 0.
         batch_slice: the sizes of batches and the seed of the shuffle.
-        num_examples: number of examples of an epoch.
 
     Raises:
         UsageError: the replica batch is larger than an epoch, or TensorFlow cannot permute this many examples.

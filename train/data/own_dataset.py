@@ -127,42 +127,41 @@ def _function(name: str) -> Callable[[], Any]:
     return function
 
 
-def _split(what: str, returned: Any) -> tuple[Named, ...]:
+def _split(subject: str, returned: Any) -> tuple[Named, ...]:
     """Return features, labels and optional weights, after checking their types and shapes."""
     if not isinstance(returned, Sequence) or len(returned) not in (2, 3):
-        raise UsageError(f"{what} is neither (features, labels) nor (features, labels, weights)")
-    split = tuple(_part(what, part, value) for part, value in zip(arrays.DTYPES, returned, strict=False))
+        raise UsageError(f"{subject} is neither (features, labels) nor (features, labels, weights)")
+    split = tuple(_part(subject, part, value) for part, value in zip(arrays.DTYPES, returned, strict=False))
     features, labels, *weights = split
     lengths = [len(array) for part in split for array in named.leaves(part)]
     if len(set(lengths)) > 1:
-        raise UsageError(f"{what} has {' and '.join(map(str, lengths))} examples; expected the same number")
+        raise UsageError(f"{subject} has {' and '.join(map(str, lengths))} examples; expected the same number")
     for which, array in named.in_words(features).items():
         if 0 in array.shape:
             shape = list(array.shape)
-            raise UsageError(f"{what} features{which} have the shape {shape}; expected at least one example")
+            raise UsageError(f"{subject} features{which} have the shape {shape}; expected at least one example")
     for which, array in named.in_words(labels).items():
         if 0 in array.shape:
-            raise UsageError(f"{what} labels{which} have the shape {list(array.shape)}; expected at least one value")
+            raise UsageError(f"{subject} labels{which} have the shape {list(array.shape)}; expected at least one value")
     if weights and weights[0].ndim != 1:
-        raise UsageError(f"{what} weights have the shape {list(weights[0].shape)}; expected [N]")
+        raise UsageError(f"{subject} weights have the shape {list(weights[0].shape)}; expected [N]")
     return split
 
 
-def _part(what: str, part: str, value: Any) -> Named:
+def _part(subject: str, part: str, value: Any) -> Named:
     if not isinstance(value, Mapping) or part == "weights":
-        return array_of(f"{what} {part}", part, value)
+        return array_of(f"{subject} {part}", part, value)
     wrong = [name for name in value if not (isinstance(name, str) and name.isidentifier())]
     if wrong or not value:
         actual = f"the name {wrong[0]!r}" if wrong else "no name"
-        raise UsageError(f"{what} {part} have {actual}; expected names of letters, digits and _, such as 'image'")
-    return {name: array_of(f"{what} {part} {name!r}", part, item) for name, item in value.items()}
+        raise UsageError(f"{subject} {part} have {actual}; expected names of letters, digits and _, such as 'image'")
+    return {name: array_of(f"{subject} {part} {name!r}", part, item) for name, item in value.items()}
 
 
-def array_of(what: str, part: str, value: Any) -> np.ndarray:
+def array_of(subject: str, part: str, value: Any) -> np.ndarray:
     """Convert a value to an array of a type that is suitable for training.
 
     Args:
-        what: the name of the part in errors.
         part: a key of `arrays.DTYPES`.
         value: an array or a value that NumPy can convert to one.
 
@@ -171,17 +170,17 @@ def array_of(what: str, part: str, value: Any) -> np.ndarray:
     """
     array = np.asarray(value)
     if array.ndim == 0:
-        raise UsageError(f"{what} are {type(value).__name__}, not an array; expected a NumPy array")
+        raise UsageError(f"{subject} are {type(value).__name__}, not an array; expected a NumPy array")
     if array.dtype == np.uint64 and part != "weights":
         if array.max(initial=0) > np.iinfo(np.int64).max:
-            raise UsageError(f"{what} go up to {array.max()}; expected whole numbers below 2**63")
+            raise UsageError(f"{subject} go up to {array.max()}; expected whole numbers below 2**63")
         array = array.astype(np.int64)
-    stored = arrays.stored_dtype(what, part, array.dtype)
+    stored = arrays.stored_dtype(subject, part, array.dtype)
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(array, stored)
     if part != "features" and array.dtype.kind == "f" and not (finite := np.isfinite(array)).all():
         bad = np.argwhere(~finite)[0]
-        raise UsageError(f"{what} have {array[tuple(bad)]} at example {bad[0]}; expected finite numbers")
+        raise UsageError(f"{subject} have {array[tuple(bad)]} at example {bad[0]}; expected finite numbers")
     return array
 
 
@@ -208,15 +207,15 @@ def _pairs(one: Named, other: Named) -> list[tuple[np.ndarray, np.ndarray]]:
     return named.leaves(named.each(lambda *both: both, one, other))
 
 
-def _check_labels(what: str, which: str, classes: tuple[str, ...], train: np.ndarray, test: np.ndarray) -> None:
+def _check_labels(subject: str, which: str, classes: tuple[str, ...], train: np.ndarray, test: np.ndarray) -> None:
     if train.dtype == np.float32:
         if classes:
-            raise UsageError(f"{what} classes{which} are named, but the labels are floats; expected whole numbers")
+            raise UsageError(f"{subject} classes{which} are named, but the labels are floats; expected whole numbers")
         return
     low, high = min(int(train.min()), int(test.min())), max(int(train.max()), int(test.max()))
     if low < 0 or (classes and high >= len(classes)):
         most = f"0 to {len(classes) - 1}, a number for each class" if classes else "0 and more"
-        raise UsageError(f"{what} labels{which} go from {low} to {high}; expected {most}")
+        raise UsageError(f"{subject} labels{which} go from {low} to {high}; expected {most}")
 
 
 def _version(classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> str:

@@ -14,7 +14,6 @@ def ready(data_dir: Path, name: str, source: str) -> str:
     """Describe a prepared dataset, after comparing the files' sizes; empty if it must be prepared.
 
     Args:
-        data_dir: the folder of prepared data.
         name: the dataset; a user's dataset is never ready, because its code may have changed.
         source: `memory` or `stream`.
     """

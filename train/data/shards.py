@@ -108,8 +108,6 @@ def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
     """Find the shards of a dataset, and compare every file's size with the index.
 
     Args:
-        data_dir: the folder of prepared data.
-        name: the dataset.
         version: the version; empty for the newest.
 
     Raises:

@@ -169,8 +169,6 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, serv
     """Return the source that a configuration names.
 
     Args:
-        config: the configuration of the run.
-        data_dir: the folder of prepared data.
         run: the run folder. It records the data of the first generation, which all later ones use even if newer data
             has been prepared with the same name.
         service: the service of data workers, if there are any.
@@ -245,11 +243,6 @@ def train_feed(
     """Return the training batches of a synchronous strategy's replicas from step `first_step`.
 
     Args:
-        strategy: the strategy.
-        source: the data.
-        first_step: steps done before.
-        global_batch: examples of a step.
-        seed: seed of the order.
         cut: virtual shards of every global batch; None for one per replica.
         micro_batches: number of micro-batches of each shard. `Feed.batch` takes the number of one of all, in order.
     """

@@ -30,7 +30,6 @@ def exact_sum(parts: Sequence[tf.Tensor], shards: int) -> list[tf.Tensor]:
 
     Args:
         parts: each tensor of this replica's shards, `[n, ...] float32`.
-        shards: number of shards of all replicas.
 
     Returns:
         The sums, `[...] float64`; NaN in rows with a number that is not finite.

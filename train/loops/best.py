@@ -36,7 +36,6 @@ class Best:
         Args:
             settings: the metric, its direction and the patience.
             total_steps: steps of the whole training; a training that ended early continues if there are more now.
-            state: the restored variable.
         """
         self._settings, self._total, self._state = settings, total_steps, state
         encoded = state.encoded.numpy()

@@ -122,7 +122,6 @@ class Hooks:
         """Begin training after `first` steps, or resume it with the state that callbacks had then.
 
         Args:
-            first: steps done before.
             newest: evaluates if that is due and returns the newest results on the test split; every task calls it.
         """
         restored, epoch = self._progress, self._context.epoch_of(first)

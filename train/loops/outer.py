@@ -89,13 +89,8 @@ def run(
     the same calls.
 
     Args:
-        inner: does steps.
-        first: steps done before.
-        total: steps of the whole training.
-        steps_per_loop: most steps in one inner call.
         every: periodic work. None is done after the last step, where the caller does its final work.
         report: called after every inner call.
-        stop: whether this task must stop.
         save: saves a checkpoint after the periodic work of a step, if a task requests one before training ends.
         single: steps after each of which the inner loop is called for a single step.
 

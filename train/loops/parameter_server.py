@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from train.data import memory
-from train.data.batches import Batch, BatchSlice
+from train.data.batches import Batch, BatchSlice, random_number
 from train.data.sources import Source
 from train.loops.steps import LoopResult, OwnSignals
 from train.loops.train_step import Computed, TrainStep, part_of, repeat
@@ -44,12 +44,6 @@ class AsynchronousSteps:
         """Prepare the steps.
 
         Args:
-            strategy: the strategy of the chief.
-            train_step: the step of one worker.
-            source: the training data.
-            seed: the seed of the data's order.
-            steps_per_loop: most steps of one call.
-            workers: number of workers.
             signals: the chief's requests after the steps; it decides alone.
             worked: called once all slices are done, with the index of a worker and the last step of each of its slices.
         """
@@ -156,11 +150,4 @@ def shuffled_batches(source: Source, global_batch: int, seed: int) -> tf.data.Da
     """
     if source.own_order:
         return source.own_order(global_batch, seed)
-    place = tf.raw_ops.RandomUniformInt(
-        shape=tf.constant([], tf.int32),
-        minval=tf.constant(0, tf.int64),
-        maxval=tf.constant(2**31, tf.int64),
-        seed=0,
-        seed2=0,
-    )
-    return source.train_dataset(BatchSlice(global_batch, seed, place))
+    return source.train_dataset(BatchSlice(global_batch, seed, random_number(2**31)))

@@ -60,7 +60,6 @@ def encode(value: Any, *, in_place: bool = False) -> bytes:
     """Encode a value as bytes, which are the same for equal values.
 
     Args:
-        value: the value to encode.
         in_place: whether `decode` will receive an equal object to update.
 
     Raises:

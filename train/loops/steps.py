@@ -206,10 +206,7 @@ def evaluation(
 
     Args:
         strategy: its replicas share the work, and all tasks call the function; None: this task does all the work.
-        model: the model to evaluate.
-        objective: the reported functions.
         feed: the split's batches; padding has weight 0.
-        num_examples: number of examples in the split.
         batch: examples per replica and step.
     """
     replicas = strategy.num_replicas_in_sync if strategy else 1

@@ -262,7 +262,6 @@ def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any, 
     Args:
         count: int64 scalar.
         body: called with the number of calls before it.
-        state: the first state.
         parallel: most independent calls that run at a time.
     """
 

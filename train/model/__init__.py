@@ -1,1 +1,1 @@
-"""Models, losses, optimizers, and what Keras needs under tf.distribute."""
+"""Models, losses, optimizers and gradients."""

@@ -26,7 +26,6 @@ def export(model: keras.Model, directory: Path, feature_shape: Named, classes: N
 
     Args:
         model: built outside the strategy, so that the export does not depend on the cluster.
-        directory: the folder to replace.
         feature_shape: one example's shape, or a dictionary of them.
         classes: the names of the classes; None for outputs that are values.
     """

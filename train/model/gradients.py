@@ -93,7 +93,6 @@ class GradientPolicy:
 
         Args:
             total: gradients of the scaled loss, added up over all replicas.
-            variables: their variables.
         """
         pairs = [pair for pair in zip(total, variables, strict=True) if pair[0] is not None]
         gradients, known = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
@@ -120,8 +119,6 @@ class GradientPolicy:
         """Clip gradients and apply them.
 
         Args:
-            gradients: gradients of the unscaled loss.
-            variables: their variables.
             finite: whether to apply them; None for yes.
             norm: the norm of the whole model's gradients, if these belong to a part of it.
         """

@@ -27,7 +27,6 @@ def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.M
 
     Args:
         image_shape: (height, width, channels).
-        num_classes: number of classes.
 
     Returns:
         A model from pixels `[B, H, W, C]` of 0 to 255, any numeric dtype, to logits `[B, num_classes] float32`.
@@ -107,7 +106,6 @@ def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -
     """Return the model called `name`: a key of `MODELS`, or `package.module:function`.
 
     Args:
-        name: the model of the configuration.
         feature_shape: one example's shape; for several inputs a dictionary of shapes.
         num_outputs: number of classes or of values to predict; for several outputs a dictionary.
         options: options of a built-in model.

@@ -107,8 +107,6 @@ def of(
     """Build the objective that a configuration describes, with the user's metrics; see `build`.
 
     Args:
-        config: the configuration.
-        classifies: whether the labels are classes.
         predicts_text: see `Objective`.
         shapes: called for a user's loss, whose outputs may have any shape.
 

@@ -55,7 +55,6 @@ def build(config: TrainConfig, total_steps: int = 1) -> keras.optimizers.Optimiz
     """Build the optimizer; call it inside the strategy's scope.
 
     Args:
-        config: the configuration.
         total_steps: steps of the training, over which the learning rate decays by default.
 
     Raises:
@@ -91,8 +90,6 @@ def build_for(
     """Build the optimizer and its variables; call it inside the strategy's scope.
 
     Args:
-        config: the configuration.
-        model: the model to train.
         total_steps: as for `build`.
         make: creates the variables of the optimizer for the model; None creates all of them.
     """

@@ -23,7 +23,6 @@ def resnet50(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model
 
     Args:
         image_shape: (height, width, channels).
-        num_classes: number of classes.
 
     Returns:
         A model from pixels `[B, H, W, C]` of 0 to 255 to logits `[B, K] float32`.
@@ -48,7 +47,6 @@ def resnet20(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model
 
     Args:
         image_shape: (height, width, channels).
-        num_classes: number of classes.
 
     Returns:
         A model from pixels `[B, H, W, C]` of 0 to 255 to logits `[B, K] float32`.

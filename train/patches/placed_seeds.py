@@ -74,7 +74,6 @@ def draw_seed(place: Place, generator: object, generator_seed: tf.Tensor) -> tf.
     """Return a seed `[2] uint32` for the next draw of a generator in a place.
 
     Args:
-        place: the place in the training.
         generator: the generator that draws, of either Keras.
         generator_seed: int64 scalar.
     """

@@ -104,7 +104,6 @@ def estimate(blocks: Sequence[ModelBlock], micro_batch: int, slots: int) -> list
     """Estimate the costs of blocks from their FLOPs and the sizes of their tensors.
 
     Args:
-        blocks: the blocks.
         micro_batch: examples per micro-batch.
         slots: tensors per weight besides its gradient, such as the optimizer's variables.
     """
@@ -115,7 +114,6 @@ def crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | Non
     """Return a layer before which several tensors cross, and the layers that output them.
 
     Args:
-        model: the model.
         layer: the layer to check; empty: the nearest one to the middle of the model.
 
     Returns:

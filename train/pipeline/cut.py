@@ -52,9 +52,6 @@ def find(
     """Return the best cut of a model, or the one that its configuration names.
 
     Args:
-        model: the whole model.
-        config: the configuration of the run.
-        stages: number of stages.
         memory_bytes: memory of each stage; None for no limit.
         seconds: time of each block; empty to estimate it by FLOPs.
         layers: the first layer of each stage but the first; None for those of the configuration.
@@ -112,9 +109,6 @@ def describe(
     """Describe the stages for a plan, with the record by which the tasks cut the model.
 
     Args:
-        model: the whole model.
-        config: the configuration of the run.
-        stages: number of stages.
         pipelines: number of pipelines that share each global batch.
         memory_bytes: memory of each stage; None for no limit.
         record: the record of an earlier generation, whose measured times remain valid; None if there is none.

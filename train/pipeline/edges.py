@@ -86,10 +86,6 @@ def broadcast(
 
     Args:
         tensor: the owner's tensor; None on the others.
-        spec: the spec of the tensor.
-        owner: the stage that has it.
-        stages: number of stages of the pipeline.
-        pipeline: number of the pipeline.
         kind: `NORM` or `FLAG`, which may be transferred at the same time.
     """
     keys = _keys(stages, NORM_KEYS + MOST_STAGES * pipeline + owner, kind)
@@ -114,10 +110,7 @@ def sum_over_stages(tensor: tf.Tensor, variable: int, users: int, pipeline: int)
     """Add up a tensor over the stages of a pipeline that share a variable; each of them calls it.
 
     Args:
-        tensor: this stage's tensor.
         variable: number of the variable among the shared ones.
-        users: number of stages that use it.
-        pipeline: number of the pipeline.
     """
     return _sum(tensor, _keys(users, SHARED_KEYS + MOST_SHARED * pipeline + variable, 0))
 

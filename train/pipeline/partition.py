@@ -79,7 +79,6 @@ def partition(blocks: Sequence[Block], plan: Plan, cut: Sequence[str] = ()) -> l
 
     Args:
         blocks: the model's blocks, in order.
-        plan: how the stages run.
         cut: the first layer of each stage but the first; empty: the cut whose slowest stage is fastest, and among
             equal ones the cut with the smallest earlier stages.
 

@@ -55,8 +55,6 @@ def build(schedule: str, stages: int, micro_batches: int) -> list[list[Instructi
 
     Args:
         schedule: one of `SCHEDULES`.
-        stages: S, at least 1.
-        micro_batches: M, at least 1.
 
     Raises:
         UsageError: there is no such schedule.

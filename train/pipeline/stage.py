@@ -60,14 +60,9 @@ class Stage:
         """Prepare the stage.
 
         Args:
-            part: this stage's part of the model.
             number: number of this stage, from 0.
-            stages: number of stages of the pipeline.
             micro_batch: examples per micro-batch.
-            edges: connections to its neighbours.
             features: for the first stage: step, micro-batch -> inputs of the model.
-            loss: for the last stage.
-            update: applies gradients.
             scale: factor of the loss for the backward.
             shares: number of micro-batches of a step that add losses of layers, such as regularization.
             replica: number of the pipeline; each draws different random numbers.

@@ -81,7 +81,6 @@ def draw(spans: Sequence[Span], title: str, stages_each: int = 0) -> np.ndarray:
 
     Args:
         spans: computations of the step; stages of several pipelines have consecutive numbers.
-        title: title of the picture.
         stages_each: stages per pipeline; 0 if there is only one.
     """
     stages = 1 + max(span.stage for span in spans)

@@ -61,12 +61,9 @@ class Checkpoint:
             writes: whether this task writes. The others only help to read distributed variables, which can be a
                 collective operation
                 (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
-            generation: the generation of the run.
             saved: called with the step of each finished checkpoint, possibly from another thread.
             loss_scale: the loss scale of a training in float16. Like `callbacks` and `best`, it may be missing in older
                 checkpoints.
-            callbacks: the state of callbacks.
-            best: the state of early stopping.
             joint: this task's part in checkpoints that several tasks write together.
         """
         self._parts = {"step": step, "model": model, "optimizer": optimizer}

@@ -118,7 +118,6 @@ def newest_good(folder: Path, warn: Callable[[str], None] = print, up_to: int | 
     """Return the newest intact checkpoint; None if there is none.
 
     Args:
-        folder: the folder of checkpoints.
         warn: called with one line for each newer one that is skipped.
         up_to: the newest step to consider; None for any.
     """
@@ -136,7 +135,6 @@ def agreed(folder: Path, gather: Callable[[int], Sequence[int]], warn: Callable[
     """Return the newest checkpoint that is intact for every task; None if no task has one. All tasks call it.
 
     Args:
-        folder: the folder of checkpoints.
         gather: collects the numbers of all tasks: a collective operation.
         warn: called with one line for each newer one that is damaged.
 
@@ -162,8 +160,6 @@ def write(checkpoint: Writer, saved: Saved, generation: int = 0) -> None:
     All files are on the disk, not only in its cache, when this returns.
 
     Args:
-        checkpoint: writes TensorFlow's files.
-        saved: the checkpoint to write.
         generation: the generation of the run, by which `clean` recognizes leftovers.
     """
     prefix = _free_prefix(saved)
@@ -196,10 +192,6 @@ def prune(newest: Saved, keep: int) -> None:
     """Delete all but the checkpoint just written and the newest earlier ones whose files have the right size.
 
     Newer checkpoints belong to another copy of this task, which a scheduler has started elsewhere, and remain.
-
-    Args:
-        newest: the checkpoint just written.
-        keep: number of checkpoints to keep.
     """
     kept = 1
     for saved in finished(newest.folder):
@@ -222,7 +214,6 @@ def clean(folder: Path, generation: int) -> None:
     """Delete leftovers of killed saves: temporary folders, and files without a record. Only for the writer.
 
     Args:
-        folder: the folder of checkpoints.
         generation: the generation of the run; files of later ones remain.
     """
     for path in folder.glob(".ckpt-*"):

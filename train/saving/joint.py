@@ -56,9 +56,6 @@ class Joint:
         All tasks call it for the same checkpoints in the same order.
 
         Args:
-            copy: the copy of the variables.
-            folder: the folder of checkpoints.
-            generation: the generation of the run.
             problem: the reason why this task's variables must not be saved, or empty.
         """
         self._saves += 1
@@ -114,7 +111,6 @@ def keys(checkpoint: tf.train.Checkpoint, scratch: str) -> dict[int, str]:
     """Return the names under which TensorFlow saves the variables of a checkpoint of plain modules, by `id`.
 
     Args:
-        checkpoint: the checkpoint.
         scratch: prefix of temporary files, to which the tree is written without values to find the names.
     """
     variables: dict[int, tf.Variable] = {}

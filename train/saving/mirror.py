@@ -60,7 +60,6 @@ class Copy(Mirror):
         """Copy the variables; those without a value, which another task has, stay without one.
 
         Args:
-            checkpoint: the checkpoint to copy.
             names: names of variables, by `id`, which are saved with their values.
         """
         known = names or {}

@@ -55,7 +55,6 @@ def best_interval_s(cost_s: float, writing_s: float, mtbf_s: float) -> float:
     Args:
         cost_s: training time that a save costs.
         writing_s: time to write a save concurrently with the training, which is the least interval.
-        mtbf_s: mean time between failures.
     """
     best = mtbf_s
     if 0 < cost_s < 2 * mtbf_s:

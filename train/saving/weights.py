@@ -13,9 +13,7 @@ def read(config: TrainConfig, model: keras.Model, prefix: str) -> None:
     """Load the weights of a checkpoint into a model, or their averages if the run evaluates by these.
 
     Args:
-        config: the configuration of the run.
         model: the model of the run, with plain variables.
-        prefix: prefix of the checkpoint's files.
 
     Raises:
         tf.errors.OpError, OSError: the files cannot be read.

@@ -24,7 +24,6 @@ def check_types(config: Any, where: str = "", prefix: str = "") -> None:
 
     Args:
         config: the dataclass; nested dataclasses are checked as well.
-        where: the beginning of messages.
         prefix: prefix of the fields' names.
 
     Raises:

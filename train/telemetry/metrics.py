@@ -58,11 +58,8 @@ class Metrics:
         """Open the task's files.
 
         Args:
-            run: the run folder.
-            task: the task's name.
             prints: whether to print the rows, as one task of a cluster does.
             resumed_at: the first step of this generation; later rows belong to lost steps and are deleted.
-            sinks: further receivers of the rows.
         """
         self._sinks = sinks
         self._run_name = run.name
@@ -128,7 +125,6 @@ class Metrics:
         """Show precision and recall of each class against all others in the PR Curves tab.
 
         Args:
-            step: optimizer steps done.
             classes: K names; with more than `MAX_CURVES` there is one curve for all classes.
             truth_N: `[N] int`, the class of each example.
             shares_NK: `[N, K] float32`, the predicted probability of each class.

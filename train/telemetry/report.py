@@ -63,9 +63,6 @@ class Report:
         """Report a training from step `first`.
 
         Args:
-            context: the context of this task.
-            first: steps done before.
-            policy: the gradient policy.
             outputs: returns the model's outputs for examples, called by all tasks; None to use this task's model.
         """
         self._outputs = outputs or (lambda features: context.model(features, training=False))
@@ -109,9 +106,7 @@ class Report:
         """Report the steps after `first`.
 
         Args:
-            first: steps done before them.
             values: `[S] float32` each: the loss and further values of the steps, by name.
-            seconds: duration of all steps.
             compiled: whether it includes tracing and compiling.
             times: times of the steps, or of a sample of them.
         """

@@ -86,7 +86,7 @@ def call(name: str, split: str, shard: Shard) -> Any:
     raise UsageError(_wrong(name, split, returned))
 
 
-def parts_of(what: str, example: Any) -> tuple[Any, ...]:
+def parts_of(subject: str, example: Any) -> tuple[Any, ...]:
     """Return the features, labels and optional weight of an example or of its specification.
 
     Raises:
@@ -94,11 +94,11 @@ def parts_of(what: str, example: Any) -> tuple[Any, ...]:
     """
     if not isinstance(example, tuple | list) or len(example) not in (2, 3):
         actual = f"{len(example)} parts" if isinstance(example, tuple | list) else type(example).__name__
-        raise UsageError(f"{what} is {actual}; expected (features, labels) or (features, labels, weight)")
+        raise UsageError(f"{subject} is {actual}; expected (features, labels) or (features, labels, weight)")
     return tuple(example)
 
 
-def describe(what: str, example: tuple[Any, ...]) -> dict[str, Any]:
+def describe(subject: str, example: tuple[Any, ...]) -> dict[str, Any]:
     """Describe an example for `Record.example`, from NumPy arrays or a dataset's element specification.
 
     Raises:
@@ -109,36 +109,36 @@ def describe(what: str, example: tuple[Any, ...]) -> dict[str, Any]:
         shape = value.shape
         if isinstance(shape, tf.TensorShape):
             if not shape.is_fully_defined():
-                raise UsageError(f"{what}: {part} of the shape {shape}; expected known sizes: use tf.ensure_shape")
+                raise UsageError(f"{subject}: {part} of the shape {shape}; expected known sizes: use tf.ensure_shape")
             shape = shape.as_list()
         dtype = value.dtype.as_numpy_dtype if isinstance(value, tf.TensorSpec) else value.dtype
-        return {"shape": list(shape), "dtype": arrays.stored_dtype(f"{what}: {part}", part, np.dtype(dtype))}
+        return {"shape": list(shape), "dtype": arrays.stored_dtype(f"{subject}: {part}", part, np.dtype(dtype))}
 
     described_parts = {}
     for part, values in zip(PARTS, example, strict=False):
         for value in values.values() if isinstance(values, Mapping) else [values]:
             if not isinstance(value, tf.TensorSpec | np.ndarray):
                 raise UsageError(
-                    f"{what}: {part} are {type(values).__name__}; expected an array or a dictionary of arrays"
+                    f"{subject}: {part} are {type(values).__name__}; expected an array or a dictionary of arrays"
                 )
         described_parts[part] = named.each(lambda value, part=part: leaf(part, value), values)
     if "weights" in described_parts and described_parts["weights"].get("shape") != []:
-        raise UsageError(f"{what}: weights are {described_parts['weights']}; expected one number")
+        raise UsageError(f"{subject}: weights are {described_parts['weights']}; expected one number")
     return described_parts
 
 
-def as_arrays(what: str, example: Any) -> tuple[Any, ...]:
+def as_arrays(subject: str, example: Any) -> tuple[Any, ...]:
     """Convert an example of a random-access source to NumPy arrays.
 
     Raises:
         UsageError: it is not an example.
     """
     try:
-        return tuple(named.each(np.asarray, part) for part in parts_of(what, example))
+        return tuple(named.each(np.asarray, part) for part in parts_of(subject, example))
     except ClusterError:
         raise
     except Exception as error:  # the example may be of any class
-        raise UsageError(f"{what} cannot be converted to arrays: {described(error)}") from None
+        raise UsageError(f"{subject} cannot be converted to arrays: {described(error)}") from None
 
 
 def _wrong(name: str, split: str, returned: Any) -> str:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from cluster.system.errors import ClusterError, RunFailed, UsageError
 from train import named
-from train.data.batches import Batch, BatchSlice, Replicas, eval_batches, without_sharding
+from train.data.batches import Batch, BatchSlice, Replicas, eval_batches, random_number, without_sharding
 from train.data.function import calling
 from train.data.function.calling import Shard
 from train.data.function.record import PARTS, Record, leaves
@@ -37,13 +37,13 @@ def examples(record: Record, split: str, shard: Shard) -> tf.data.Dataset:
         UsageError: they differ from those where the function was examined.
     """
     dataset = calling.call(record.name, split, shard)
-    what = f"--dataset {record.name!r}: {split} example"
+    subject = f"--dataset {record.name!r}: {split} example"
     if not isinstance(dataset, tf.data.Dataset):
         raise UsageError(f"--dataset {record.name!r} returned a tf.data.Dataset before; here {type(dataset).__name__}")
-    description = calling.describe(what, calling.parts_of(what, dataset.element_spec))
+    description = calling.describe(subject, calling.parts_of(subject, dataset.element_spec))
     if description != record.example:
         raise UsageError(
-            f"{what} is {description} in this task, {record.example} where it was examined; let all tasks see the same data"
+            f"{subject} is {description} in this task, {record.example} where it was examined; let all tasks see the same data"
         )
 
     @tf.autograph.experimental.do_not_convert
@@ -75,13 +75,8 @@ def shard_batches(
     """Return the infinite batches `[B, ...]` of one replica's shard.
 
     Args:
-        record: the record of the dataset function.
-        data_dir: the folder of prepared data.
-        batch_slice: the batches of the input pipeline.
-        replica: number of the replica.
         worker: number of the data worker, which prepares the steps s with s modulo `workers` = `worker` from a separate
             shard.
-        workers: number of data workers.
     """
     num_examples, global_batch = record.counts["train"], batch_slice.global_batch
     replica_batch, first_step = batch_slice.replica_batch, tf.cast(batch_slice.first_step, tf.int64)
@@ -117,14 +112,7 @@ def own_order(record: Record, data_dir: Path, global_batch: int, seed: int) -> t
 
     All workers run the same graph and do not know their index.
     """
-    epoch = tf.raw_ops.RandomUniformInt(
-        shape=tf.constant([], tf.int32),
-        minval=tf.constant(0, tf.int64),
-        maxval=tf.constant(2**20, tf.int64),
-        seed=0,
-        seed2=0,
-    )
-    steps = record.counts["train"] * epoch // global_batch
+    steps = record.counts["train"] * random_number(2**20) // global_batch
     return shard_batches(record, data_dir, BatchSlice(global_batch, seed, steps), 0).prefetch(tf.data.AUTOTUNE)
 
 

@@ -25,9 +25,7 @@ def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, 
 
     Args:
         name: `package.module:function`.
-        data_dir: the folder of prepared data.
         num_outputs: classes of whole-number labels, such as `10`, or `digit=10,parity=2`.
-        seed: seed of the run.
         fresh: whether to count the examples of datasets without a known length again.
 
     Raises:
@@ -70,17 +68,17 @@ def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, 
 
 def _first_example(name: str, split: str, source: Any) -> dict[str, Any]:
     random_access.length_of(name, split, source)
-    what = f"--dataset {name!r}: {split} example 0"
+    subject = f"--dataset {name!r}: {split} example 0"
     try:
         first = source[0]
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{what}: {described(error)}") from None
-    return calling.describe(what, calling.as_arrays(what, first))
+        raise UsageError(f"{subject}: {described(error)}") from None
+    return calling.describe(subject, calling.as_arrays(subject, first))
 
 
 def _element(name: str, split: str, dataset: tf.data.Dataset) -> dict[str, Any]:
-    what = f"--dataset {name!r}: {split} example"
-    return calling.describe(what, calling.parts_of(what, dataset.element_spec))
+    subject = f"--dataset {name!r}: {split} example"
+    return calling.describe(subject, calling.parts_of(subject, dataset.element_spec))
 
 
 def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:

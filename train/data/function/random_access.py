@@ -64,11 +64,11 @@ class Reader:
             ) from error
 
     def _flat(self, index: int, example: Any) -> list[np.ndarray]:
-        what = f"dataset {self._record.name}: {self._split} example {index}"
+        subject = f"dataset {self._record.name}: {self._split} example {index}"
         try:
-            parts = calling.as_arrays(what, example)
-            if (actual := calling.describe(what, parts)) != self._record.example:
-                raise RunFailed(f"{what} is {_shown(actual)}; expected {_shown(self._record.example)}")
+            parts = calling.as_arrays(subject, example)
+            if (actual := calling.describe(subject, parts)) != self._record.example:
+                raise RunFailed(f"{subject} is {_shown(actual)}; expected {_shown(self._record.example)}")
         except UsageError as error:
             raise RunFailed(str(error)) from error
         flat = []

@@ -82,7 +82,6 @@ def find(data_dir: Path, name: str, version: str = "") -> Record:
     """Find the record of a dataset function.
 
     Args:
-        data_dir: the folder of prepared data.
         name: `package.module:function`.
         version: the version; empty for the newest.
 

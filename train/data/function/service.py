@@ -194,9 +194,6 @@ def worker(index: int, address: str, dispatcher: str, newest_step: Callable[[], 
     """Start a data worker in this process and return it.
 
     Args:
-        index: index of the data worker.
-        address: address at which it listens.
-        dispatcher: address of the dispatcher.
         newest_step: returns the steps that the run has done in this generation; 0 if unknown.
     """
 

@@ -66,7 +66,6 @@ def shard(
         num_shards: number of shards of each split, 1 to `MAX_SHARDS`; a split with fewer examples has a shard for each.
             None for the existing number, or `DEFAULT_SHARDS`.
         size: height and width to which images are resized, in pixels; None to keep them.
-        fresh: whether to write existing shards again.
         open_source: replaces arrays and TFDS in tests.
 
     Raises:
@@ -144,21 +143,21 @@ class _Layout:
     most: int = 0
     """The largest label so far."""
 
-    def check(self, what: str, example: Example) -> tuple[np.ndarray, ...]:
+    def check(self, subject: str, example: Example) -> tuple[np.ndarray, ...]:
         """Convert an example's parts to the stored types, and resize its image."""
-        values = [resized(what, example[0], self.size), *example[1:]]
+        values = [resized(subject, example[0], self.size), *example[1:]]
         parts = tuple(
-            array_of(f"{what}: {part}", part, np.asarray(value)[None])[0]
+            array_of(f"{subject}: {part}", part, np.asarray(value)[None])[0]
             for part, value in zip(arrays.DTYPES, values, strict=False)
         )
         self.parts = self.parts or parts
         for part, first, current in zip(arrays.DTYPES, self.parts, parts, strict=False):
             if (first.shape, first.dtype) != (current.shape, current.dtype):
                 both = " and ".join(f"{list(array.shape)} {array.dtype.name}" for array in (first, current))
-                raise UsageError(f"{what}: {part} of the first example and of this one are {both}; expected the same")
+                raise UsageError(f"{subject}: {part} of the first example and of this one are {both}; expected the same")
         label = parts[1]
         if label.ndim > 1 or (label.dtype == np.int64 and label.min() < 0):
-            raise UsageError(f"{what}: label {label.tolist()}; expected a number or a list of them, classes from 0")
+            raise UsageError(f"{subject}: label {label.tolist()}; expected a number or a list of them, classes from 0")
         if label.dtype == np.int64:
             self.most = max(self.most, int(label.max()))
         return parts
@@ -174,13 +173,13 @@ class _Layout:
         }
 
 
-def resized(what: str, image: Any, size: int | None) -> np.ndarray:
+def resized(subject: str, image: Any, size: int | None) -> np.ndarray:
     """Resize an image `[H, W, C] uint8` to `size` times `size` pixels, if a size is requested."""
     image = np.asarray(image)
     if size is None or image.shape[:2] == (size, size):
         return image
     if image.ndim != 3 or image.dtype != np.uint8:
-        raise UsageError(f"--size {size}: {what} is {list(image.shape)} {image.dtype}, not an image; omit --size")
+        raise UsageError(f"--size {size}: {subject} is {list(image.shape)} {image.dtype}, not an image; omit --size")
     scaled = tf.image.resize(image, [size, size], antialias=True)
     return tf.cast(tf.clip_by_value(tf.round(scaled), 0, 255), tf.uint8).numpy()
 
@@ -209,7 +208,7 @@ def _write(
     return {**layout.to_json(len(source.classes)), "splits": splits}
 
 
-def _write_split(what: str, examples: Iterator[Example], paths: list[Path], layout: _Layout) -> list[int]:
+def _write_split(subject: str, examples: Iterator[Example], paths: list[Path], layout: _Layout) -> list[int]:
     """Distribute the examples over the files in turn, and return the number in each."""
     written = [0] * len(paths)
     try:
@@ -217,7 +216,7 @@ def _write_split(what: str, examples: Iterator[Example], paths: list[Path], layo
             writers = [stack.enter_context(tf.io.TFRecordWriter(str(path))) for path in paths]
             for number, example in enumerate(examples):
                 at = number % len(paths)
-                writers[at].write(_record(layout.check(f"{what} {number}", example)))
+                writers[at].write(_record(layout.check(f"{subject} {number}", example)))
                 written[at] += 1
     except tf.errors.ResourceExhaustedError:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
