@@ -109,11 +109,11 @@ class Pipeline:
         def measure() -> dict[str, float]:
             return steps.results(self._total(evaluate_all()).numpy(), context.objective)
 
-        def penalty() -> float:
-            stages = sum(regularization(self._division.models[number]) for number in self._stages)
-            return float(self._total(tf.constant(stages, tf.float32))) / pipelines
+        return context.with_baseline(regularized(measure, self._penalty))
 
-        return context.with_baseline(regularized(measure, penalty))
+    def _penalty(self) -> float:
+        stages = sum(regularization(self._division.models[number]) for number in self._stages)
+        return float(self._total(tf.constant(stages, tf.float32))) / self._division.pipelines
 
     def outputs(self, features: np.ndarray) -> Any:
         """Return the model's outputs for some examples; all tasks call it."""
