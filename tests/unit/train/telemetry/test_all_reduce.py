@@ -34,7 +34,7 @@ def test_an_all_reduce_must_be_measured_on_every_device(devices):
 
 def test_one_device_must_be_refused():
     done = program("--devices", "1")
-    assert (EXIT_USAGE, "error: --devices 1: expected 2 or more: one has nobody to sum with\n") == (
+    assert (EXIT_USAGE, "error: --devices 1: expected 2 or more\n") == (
         done.returncode,
         done.stderr,
     )
