@@ -11,6 +11,7 @@ from cluster.host.cli.options import takes_request
 from cluster.host.launch import kubernetes
 from cluster.system.errors import UsageError
 from cluster.system.messages import short_path
+from cluster.system.terminal import error_text
 
 
 @takes_request(
@@ -29,7 +30,7 @@ def render(
 ):  # fmt: skip
     """Write a run as manifests for Kubernetes; overrides follow --, such as: invoke k8s.render -- --epochs 1."""
     rendered = kubernetes.render(request, kubernetes.Place(kind, image, tensorboard_image, claim, storage, cpus))
-    print(kubernetes.WARNING, file=sys.stderr)
+    print(error_text(kubernetes.WARNING), file=sys.stderr)
     if output:
         print("\n".join(_write(rendered, Path(output))))
     else:
