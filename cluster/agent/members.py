@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection
 
 from cluster.agent import elastic, ports, rendezvous
 from cluster.agent.elastic import Elasticity, Returns
+from cluster.agent.gang.board import Board
 from cluster.agent.policy import Recovery
 from cluster.contract import tf_config
 from cluster.contract.recovery import attempts
 from cluster.contract.recovery.attempts import EXTERNAL
 from cluster.contract.recovery.ends import End
 from cluster.contract.run import joining, membership
-from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role, Task
@@ -28,14 +28,14 @@ TRIES = 3
 LOOK_S = 0.5
 PROBE_S = 0.5
 """How long a task that has returned gets to answer the chief."""
-DECISION_S = 10.0
+DECISION_S = 5.0
 """How much longer than the chief's agent may take to decide the others wait for it."""
 
 
 class Members:
     """The tasks of the run as one agent sees them."""
 
-    def __init__(self, run: RunFolder, everyone: ClusterSpec, task: Task) -> None:
+    def __init__(self, run: Board, everyone: ClusterSpec, task: Task) -> None:
         self._run, self._everyone, self._task = run, everyone, task
         self._elasticity = Elasticity.of(run)
         self._decides = self._elasticity is not None and task.role == Role.CHIEF
@@ -61,9 +61,11 @@ class Members:
     def patience_s(self, timeout_s: float, missing: Collection[str]) -> float:
         """Return how long to wait at the rendezvous for the missing tasks.
 
-        Where the chief's agent decides whether the run needs them, the others wait for its decision.
+        Where the chief's agent decides whether the run needs them, the others wait for its decision. The chief is
+        missing only if its hub is silent, too: it passes the rendezvous later than those that it waits for.
         """
-        if self._elasticity is None or self._decides or Role.CHIEF.value in missing:
+        chief_is_gone = Role.CHIEF.value in missing and not self._run.gathers
+        if self._elasticity is None or self._decides or chief_is_gone:
             return timeout_s
         return 2 * timeout_s + DECISION_S  # the chief may have come as late as it could
 

@@ -40,8 +40,6 @@ AT_ONCE = 16
 """In a larger gang each looks and greets less often, so that all together do so as often."""
 ANSWER_S = 0.1
 """How soon the listener ends once the rendezvous is over."""
-SETTLE_S = 5.0
-"""How long those that remain get after others have come, whatever time is left: the last to come has to meet them."""
 PASSED_S = 0.5
 """How often to ask who has passed."""
 
@@ -82,10 +80,6 @@ class Attendance:
     heard_s: float = 0.0
     """The time of the hub's last message, in seconds from the beginning."""
     over: threading.Event = field(default_factory=threading.Event)
-    _awaited: frozenset[str] = frozenset()
-    """The tasks that were absent last."""
-    _changed_s: float = 0.0
-    """When that changed last, in seconds from the beginning."""
 
     @classmethod
     def of(cls, token: str, others: Collection[str]) -> Attendance:
@@ -99,13 +93,6 @@ class Attendance:
         While some do not answer, a task that answers is not absent: it may not greet others before it has met those.
         """
         return frozenset(self.missing) or frozenset(self.unconfirmed)
-
-    def overdue(self, waited_s: float, patience: Callable[[Collection[str]], float]) -> frozenset[str]:
-        """Return the absent tasks if this task has waited long enough for them, otherwise none."""
-        if (absent := self.absent) != self._awaited:
-            self._awaited, self._changed_s = absent, waited_s
-        limit_s = patience(absent)
-        return absent if waited_s > max(limit_s, self._changed_s + min(limit_s, SETTLE_S)) else frozenset()
 
     def met(self, names: Collection[str]) -> None:
         """Note that these need not be met any more."""
@@ -181,7 +168,6 @@ def wait(
     hub = hub or Hub()
     poll_s = POLL_S * max(1.0, len(others) / AT_ONCE)
     greeters = Greeters(task, {other.name: other for other in others}, rendezvous, 5 * poll_s)
-    limit = patience or (lambda _: timeout_s)
     try:
         while rendezvous.absent:
             greeters.greet(rendezvous.gather(hub, first, time.monotonic() - began, timeout_s))
@@ -190,8 +176,10 @@ def wait(
                 rendezvous.met(passed())
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
-            if absent := rendezvous.overdue(time.monotonic() - began, limit):
-                raise Incomplete(_describe_missing(rendezvous, absent, limit(absent), explain), absent)
+            absent = rendezvous.absent  # the last of them may have answered meanwhile
+            limit_s = patience(absent) if patience else timeout_s
+            if absent and time.monotonic() - began > limit_s:
+                raise Incomplete(_describe_missing(rendezvous, absent, limit_s, explain), absent)
             time.sleep(poll_s)
         hub.come()  # the last may have been met by greetings, and others still wait to hear of this task from the hub
     finally:

@@ -103,11 +103,12 @@ def hold_rendezvous(
                     mine.missing.pop(name)
                     theirs.unconfirmed.discard(task.name)
             mine.met(passed())
-            if not mine.absent:
+            missing = mine.absent
+            if not missing:
                 return
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
-            if missing := mine.overdue(world.now - began, patience):
+            if world.now > began + patience(missing):
                 raise Incomplete(f"missing {sorted(missing)}", missing)
             world.sleep(POLL_S)
     finally:

@@ -98,7 +98,7 @@ def without(make_run) -> RunFolder:
     run = make_run(workers=2)
     record(run, min_workers=1, grow=True)
     chief = run.load_cluster().task("chief")
-    members, recovery = Members(run, run.load_cluster(), chief), Recovery(run, run.load_cluster(), chief)
+    members, recovery = Members(Board(run.path), run.load_cluster(), chief), Recovery(run, run.load_cluster(), chief)
     assert members.go_on_without(recovery, 0, {"worker-1"}, timeout_s=60)
     assert (1, {"worker-1"}) == (run.generation, membership.left_out(run))
     return run
@@ -109,7 +109,9 @@ def test_only_the_chief_leaves_a_task_out(make_run):
     record(run, min_workers=0)
     cluster = run.load_cluster()
     worker = cluster.task("worker-0")
-    assert not Members(run, cluster, worker).go_on_without(Recovery(run, cluster, worker), 0, {"worker-1"}, 60)
+    assert not Members(Board(run.path), cluster, worker).go_on_without(
+        Recovery(run, cluster, worker), 0, {"worker-1"}, 60
+    )
     assert 0 == run.generation
 
 
@@ -123,7 +125,7 @@ def test_a_job_is_queued_again_for_a_lost_task_unless_its_cluster_is_never_compl
     run = make_run(workers=2)
     for each in complete:
         run.event("chief", "cluster complete", generation=each)
-    members = Members(run, run.load_cluster(), run.load_cluster().task("worker-0"))
+    members = Members(Board(run.path), run.load_cluster(), run.load_cluster().task("worker-0"))
     assert not members.are_queued_again(generation)  # by an engine that has no queue
     monkeypatch.setenv("LOST_THEN", AfterStop.REQUEUE)
     assert again == members.are_queued_again(generation)
@@ -131,9 +133,11 @@ def test_a_job_is_queued_again_for_a_lost_task_unless_its_cluster_is_never_compl
 
 def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without):
     cluster, chief = without.load_cluster(), without.load_cluster().task("chief")
-    assert not Members(without, cluster, chief).go_on_without(Recovery(without, cluster, chief), 1, {"worker-0"}, 60)
+    assert not Members(Board(without.path), cluster, chief).go_on_without(
+        Recovery(without, cluster, chief), 1, {"worker-0"}, 60
+    )
     record(without, min_workers=0)
-    members = Members(without, cluster, chief)
+    members = Members(Board(without.path), cluster, chief)
     assert members.go_on_without(Recovery(without, cluster, chief), 1, {"worker-0"}, 60)
     assert {"worker-0", "worker-1"} == membership.left_out(without)
     alone = members.cluster(2)
@@ -175,7 +179,7 @@ def returned(without) -> Iterator[RunFolder]:
     cluster = without.load_cluster()
     worker = cluster.task("worker-1")
     arguments = (1, over.is_set, worker)
-    thread = threading.Thread(target=Members(without, cluster, worker).await_turn, args=arguments)
+    thread = threading.Thread(target=Members(Board(without.path), cluster, worker).await_turn, args=arguments)
     thread.start()
     wait_for(lambda: (beat := without.heartbeat("worker-1")) and beat.state == "waiting", "worker-1 to wait")
     yield without
@@ -187,7 +191,10 @@ def look(run: RunFolder, saved: int) -> None:
     """Let the chief's agent look once, after a checkpoint."""
     (run.checkpoints / f"ckpt-{saved}.json").touch()
     cluster = run.load_cluster()
-    members, recovery = Members(run, cluster, cluster.task("chief")), Recovery(run, cluster, cluster.task("chief"))
+    members, recovery = (
+        Members(Board(run.path), cluster, cluster.task("chief")),
+        Recovery(run, cluster, cluster.task("chief")),
+    )
     members.take_in_returned(recovery, run.generation)
 
 
@@ -245,7 +252,7 @@ def test_a_frozen_task_that_returns_acts_on_nothing(without):
 def test_only_the_others_wait_for_the_chief_s_decision(without):
     cluster = without.load_cluster()
     waits = [
-        Members(without, cluster, cluster.task(name)).patience_s(60, [missing])
+        Members(Board(without.path), cluster, cluster.task(name)).patience_s(60, [missing])
         for name, missing in (("chief", "worker-1"), ("worker-0", "worker-1"), ("worker-0", "chief"))
     ]
     assert 60 == waits[0] == waits[2]  # without the chief nobody decides

@@ -130,6 +130,13 @@ def test_tasks_that_meet_at_the_last_moment_continue(simulated):
     assert outcomes.keys() == {"succeeded"}
 
 
+def test_the_chief_decides_about_a_worker_that_left_during_the_rendezvous(simulated):
+    """The others have met the worker, and wait for the chief alone, which waits for that worker."""
+    away = [(1.9, "lose task", "worker-0", 200.0)]
+    drawn = Drawn({"workers": 2}, scripted=False, steps=12, save_every=4, linked=True, min_workers=1, faults=away)
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 300)}
+
+
 def test_an_evaluator_that_is_left_alone_ends_the_run_and_names_a_task(simulated):
     frozen = [(8.0, "freeze task", name, FOREVER_S) for name in ("chief", "worker-0")]
     drawn = Drawn({"workers": 1, "evaluator": True}, scripted=False, steps=15, save_every=5, faults=frozen)
