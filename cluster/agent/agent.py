@@ -211,7 +211,8 @@ class Agent(Decisions):
     def _pause(self, heartbeat: HeartbeatWriter, generation: int) -> bool:
         """Wait before a program that failed by itself starts again; return whether to start it."""
         if generation != self._last_generation:
-            self._pause_s = float(self.run.begun(generation).get("pause_s", 0.0))
+            begun = self.run.begun(generation)
+            self._pause_s = begun.pause_s if begun else 0.0
         seconds, self._pause_s, self._last_generation = self._pause_s, 0.0, generation
         if not seconds:
             return True

@@ -22,7 +22,6 @@ from cluster.contract.results import summary
 from cluster.contract.run import membership
 from cluster.contract.run.folder import TASK_LOST
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.membership import LEFT_OUT
 from cluster.contract.run.records import AfterStop, OutcomeState, TaskState
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_PEER_LOST, EXIT_TIMEOUT, ClusterError
@@ -179,8 +178,8 @@ class Decisions:
             return
         stopped = self._state == "stopped"
         if stopped and self.run.stop_withdrawn(generation):
-            left_out = sorted(membership.left_out(self.run, generation))
-            self.run.begin_generation(generation + 1, resumed=True, **({LEFT_OUT: left_out} if left_out else {}))
+            left_out = membership.left_out(self.run, generation)
+            self.run.begin_generation(generation + 1, resumed=True, left_out=left_out)
         else:
             self.run.end("stopped" if stopped else "succeeded", task=self.task.name)
 

@@ -85,7 +85,7 @@ class Members:
             return False
         cause = elastic.cause(self._everyone, left_out, missing, timeout_s)
         begun = self._run.begun(generation)
-        at = begun.get("failed_at", begun.get("time", time.time()))
+        at = begun.failure_time if begun else time.time()
         recovery.change_members(generation, left_out, End(min(missing), EXTERNAL, cause, None, at), "left out")
         return True
 

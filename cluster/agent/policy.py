@@ -5,15 +5,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Collection
-from dataclasses import asdict
 from typing import Any
 
 from cluster.contract.recovery import attempts, ends, standby_cluster, step_record
-from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, Attempt
+from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.recovery.ends import End
-from cluster.contract.recovery.step_record import SINGLE_STEPS_FROM
+from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.membership import LEFT_OUT, left_out
+from cluster.contract.run.records import Attempt
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.errors import EXIT_FAILED
 from cluster.system.messages import counted
@@ -61,18 +60,22 @@ class Recovery:
             return  # another agent has acted on this failure
         run, end = self._run, ends.root_cause(self._run, generation, own)
         saved = max(run.saved_steps, default=-1)
-        tried = [*attempts.of_gang(run, generation), Attempt.of(asdict(end) | {"saved": saved})]
+        tried = [*attempts.of_gang(run, generation), _attempt(end, saved)]
         if count := attempts.too_many(tried, *attempts.limits(run)):
             self._fail(end, count)
             return
         step = max(run.newest_step, step_record.newest(run, generation))
-        record = {"task": end.task, "cause": end.cause, "error": end.error, "step": step, "failed_at": end.at}
-        record |= {**_of_attempt(end), "saved": saved, "pause_s": attempts.pause_s(tried)}
-        record |= self._carried_over(generation, end)
         # A task that is reported by another is silent: its standby process is ready, but nobody would open its gate.
-        if own.task == self._task.name and standby_cluster.complete(run, self._spec, generation):
-            record[standby_cluster.PORTS_KEY] = 1 - standby_cluster.ports(run, generation)
-        if run.begin_generation(generation + 1, **record):
+        complete = own.task == self._task.name and standby_cluster.complete(run, self._spec, generation)
+        began = run.begin_generation(
+            generation + 1,
+            **self._failure(generation, end, step, saved),
+            error=end.error,
+            pause_s=attempts.pause_s(tried),
+            left_out=membership.left_out(run, generation),
+            standby_ports=1 - standby_cluster.ports(run, generation) if complete else None,
+        )
+        if began:
             run.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
 
     def change_members(self, generation: int, left_out: Collection[str], end: End, event: str) -> None:
@@ -86,10 +89,9 @@ class Recovery:
         """
         run = self._run
         step = max(run.newest_step, step_record.newest(run, generation), 0)
-        record = {"task": end.task, "cause": end.cause, "step": step, "failed_at": end.at, **_of_attempt(end)}
-        record |= {"saved": max(run.saved_steps, default=-1), **self._carried_over(generation, end)}
+        record = self._failure(generation, end, step, max(run.saved_steps, default=-1))
         record["kind"] = attempts.PLANNED
-        if run.begin_generation(generation + 1, **record | {LEFT_OUT: sorted(left_out)}):
+        if run.begin_generation(generation + 1, **record, left_out=frozenset(left_out)):
             run.event(end.task, event, step=step, cause=end.cause)
 
     def restart_alone(self, end: End) -> float:
@@ -97,24 +99,35 @@ class Recovery:
 
         An evaluator never fails the run.
         """
-        tried = [*attempts.of_task(self._run, self._task.name), Attempt.of(asdict(end))]
+        tried = [*attempts.of_task(self._run, self._task.name), _attempt(end)]
         count = attempts.too_many(tried, *attempts.limits(self._run))
         if count and self._task.role != Role.EVALUATOR:
             self._fail(end, count)
             return 0.0
         pause_s = attempts.pause_s(tried)
-        detail = {"cause": end.cause, "error": end.error, "failed_at": end.at, "pause_s": pause_s, **_of_attempt(end)}
+        detail = {
+            "cause": end.cause,
+            "error": end.error,
+            "failed_at": end.at,
+            "pause_s": pause_s,
+            **_attempt(end).to_json(),
+        }
         self._run.event(self._task.name, "restarted", step=self._run.newest_step, **detail)
         return pause_s
 
-    def _carried_over(self, generation: int, end: End) -> dict[str, Any]:
-        """Return the parts of this generation's record that the next one keeps: the tasks left out, single steps."""
-        kept: dict[str, Any] = {}
-        if names := left_out(self._run, generation):
-            kept[LEFT_OUT] = sorted(names)
-        if (single := self._single_steps_from(generation, end)) is not None:
-            kept[SINGLE_STEPS_FROM] = single
-        return kept
+    def _failure(self, generation: int, end: End, step: int, saved: int) -> dict[str, Any]:
+        """Return the fields of the next generation about the end of this one."""
+        return {
+            "task": end.task,
+            "cause": end.cause,
+            "step": step,
+            "failed_at": end.at,
+            "kind": end.kind,
+            "last_step": end.last_step,
+            "saved": saved,
+            "runtime_s": round(end.runtime_s, 3),
+            "single_steps_from": self._single_steps_from(generation, end),
+        }
 
     def _single_steps_from(self, generation: int, end: End) -> int | None:
         """Return the step from which the next generation runs single steps.
@@ -123,8 +136,8 @@ class Recovery:
         """
         if end.kind in (PROGRAM_FAILURE, LOST_CONTACT) and end.last_step >= 0:
             return end.last_step
-        before: int | None = self._run.begun(generation).get(SINGLE_STEPS_FROM)
-        return before
+        begun = self._run.begun(generation)
+        return begun.single_steps_from if begun else None
 
     def _fail(self, end: End, count: int) -> None:
         """End the run because it has failed too often."""
@@ -137,6 +150,5 @@ class Recovery:
         self._run.end("failed", task=end.task, exit_code=EXIT_FAILED, step=step, error=error)
 
 
-def _of_attempt(end: End) -> dict[str, Any]:
-    """Return the part of the record that `attempts.Attempt.of` reads."""
-    return {"kind": end.kind, "last_step": end.last_step, "runtime_s": round(end.runtime_s, 3)}
+def _attempt(end: End, saved: int = -1) -> Attempt:
+    return Attempt(end.kind, end.last_step, saved, round(end.runtime_s, 3))

@@ -28,12 +28,14 @@ from cluster.contract.run.fields import (
     one_of,
     optional,
     seconds,
+    step,
     text,
     unexpected,
 )
 
 Count = Annotated[int, count]
 ExitCode = Annotated[int, code]
+Step = Annotated[int, step]
 Number = Annotated[float, number]
 Seconds = Annotated[float, seconds]
 Measured = Annotated[float | None, measured]

@@ -115,7 +115,7 @@ def test_a_frozen_standby_process_must_be_replaced_in_its_generation(clusters):
     processes.kill(Frozen("program", "chief").find(run), signal.SIGKILL)
     step = step_of(run)
     wait_for(lambda: run.generation == 1 and step_of(run) > step, "new steps", BOUND_S)
-    assert standby_cluster.PORTS_KEY in run.begun(1)
+    assert standby_cluster.begins_generation(run, 1)
     clusters.invoke("stop", "standby", timeout_s=BOUND_S)
 
 
@@ -147,7 +147,7 @@ def _await_standby(run: RunFolder) -> None:
 
 
 def _left_out(run: RunFolder) -> list[str]:
-    return list(run.begun(run.generation).get("left_out", ()))
+    return sorted(run.begun(run.generation).left_out)
 
 
 def _await_new_steps(run: RunFolder, together: tuple[Frozen, ...]) -> None:

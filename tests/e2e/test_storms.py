@@ -77,7 +77,7 @@ def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(c
             SLOW_MACHINE_S,
         )
         print(chaos.inflict(run, Fault("kill", victim)).description)
-    assert [None, 1, 0] == [record.get(standby_cluster.PORTS_KEY) for record in run.generations()]
+    assert [None, 1, 0] == [record.standby_ports for record in run.generations()]
     check_stopped(clusters, run, *words)
 
 

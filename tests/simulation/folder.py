@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from cluster.contract.recovery.ends import End
 from cluster.contract.recovery.step_record import Progress
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, Outcome, StopRequest, TaskState
+from cluster.contract.run.records import FINAL_STATES, Generation, Heartbeat, Outcome, StopRequest, TaskState
 from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now, SimTask, World
 
@@ -130,7 +130,7 @@ class SimFolder(RunFolder):
 
     @property
     def generation(self) -> int:
-        return max([each["generation"] for each in self.generations()], default=0)
+        return max([each.generation for each in self.generations()], default=0)
 
     @property
     def newest_generation(self) -> int:
@@ -141,18 +141,19 @@ class SimFolder(RunFolder):
     def _numbers(self) -> list[int]:
         return [int(name[12:]) for name in self.records if name[:3] == "gen" and self.records[name] is not DAMAGED]
 
-    def generations(self) -> list[dict[str, Any]]:
+    def generations(self) -> list[Generation]:
         self.world.operation("read")
         numbers = {*self.cache.listed("generations", self._numbers), *self._begun}
         return [record for number in sorted(numbers) if (record := self.begun(number))]
 
-    def begun(self, number: int) -> dict[str, Any]:
+    def begun(self, number: int) -> Generation | None:
         if number not in self._begun and (record := self._record(f"generations/{number}")):
-            self._begun[number] = record
-        return self._begun.get(number, {})
+            self._begun[number] = Generation.from_json(record)
+        return self._begun.get(number)
 
     def begin_generation(self, number: int, **why: Any) -> bool:
-        return self._create(f"generations/{number}", {"generation": number, "time": self.world.time(), **why})
+        record = Generation(generation=number, time=self.world.time(), **why)
+        return self._create(f"generations/{number}", record.to_json())
 
     @property
     def outcome(self) -> Outcome | None:

@@ -14,7 +14,7 @@ from typing import Any
 from cluster.agent.gang.board import Board
 from cluster.agent.gang.roster import HEARD_S, News, Roster
 from cluster.contract.run.copies import Superseded
-from cluster.contract.run.records import Outcome
+from cluster.contract.run.records import Generation, Outcome
 from cluster.contract.spec import ClusterSpec, Role, Task
 from tests.simulation.folder import SimFolder
 from tests.simulation.world import SimTask
@@ -163,10 +163,15 @@ class SimLink(End):
         """Whether the hub was heard a moment ago."""
         return self.world.now - self.heard < HEARD_S
 
-    def tell(self, number: int, begun: dict[str, Any] | None, outcome: Outcome | None) -> None:
+    def tell(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
         """Tell the hub of a generation and of the outcome."""
         here = number == self.message["number"] and self.message.get("here", False)
-        self.message = {"number": number, "begun": begun, "outcome": outcome and outcome.to_json(), "here": here}
+        self.message = {
+            "number": number,
+            "begun": begun and begun.to_json(),
+            "outcome": outcome and outcome.to_json(),
+            "here": here,
+        }
 
     def come(self, number: int) -> None:
         """Say that this task is at the rendezvous."""

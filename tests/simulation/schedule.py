@@ -29,7 +29,6 @@ from cluster.agent.schedulers.lifecycle import COPY_S
 from cluster.agent.watchdog import FROZEN_S, SILENT_S
 from cluster.contract import spec
 from cluster.contract.recovery import standby_cluster
-from cluster.contract.run.membership import LEFT_OUT
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_TIMEOUT
 from tests.simulation import machine
@@ -262,7 +261,7 @@ class Schedule:
         """Check that a run which misses tasks does not end while as many as it needs are there, and have been."""
         since = self.world.now - self.seen_s
         needed = 1 + self.drawn.min_workers if self.drawn.min_workers is not None else len(self.world.spec.members)
-        left_out = self.folder.records[f"generations/{self.folder.newest_generation}"].get(LEFT_OUT, ())
+        left_out = self.folder.records[f"generations/{self.folder.newest_generation}"].get("left_out", ())
         members = [self.world.tasks[member.name] for member in self.world.spec.members if member.name not in left_out]
         there = [each.name for each in members if each.alive and max(each.started_at, each.frozen_until) <= since]
         if len(there) >= needed and "chief" in there:
@@ -311,9 +310,9 @@ class Schedule:
     def _check_formed(self, generation: int) -> None:
         """Check that a generation that begins with standby processes gets one from every agent, or is over soon."""
         record = self.folder.records[f"generations/{generation}"]
-        if standby_cluster.PORTS_KEY not in record:
+        if "standby_ports" not in record:
             return
-        members = [task for name, task in self.world.tasks.items() if name not in record.get(LEFT_OUT, ())]
+        members = [task for name, task in self.world.tasks.items() if name not in record.get("left_out", ())]
         tasks = [task for task in members if standby_cluster.trains(task.task) and task.alive]
         threads = [task.thread for task in tasks]
 

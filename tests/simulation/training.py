@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.recovery.step_record import Progress
-from cluster.contract.run.membership import LEFT_OUT
 from cluster.contract.run.records import Heartbeat, TaskState
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_PEER_LOST
@@ -251,7 +250,7 @@ class Training:
     def _members_of(self, generation: int) -> set[str]:
         """Return the tasks that form the cluster of a generation."""
         record = self.world.folder.records[f"generations/{generation}"]
-        return set(self.members) - set(record.get(LEFT_OUT, ()))
+        return set(self.members) - set(record.get("left_out", ()))
 
     def _leaders(self, session: list[SimProgram]) -> list[SimProgram]:
         """Return those whose programs end by themselves."""

@@ -79,7 +79,7 @@ class Past:
     @classmethod
     def read(cls, run: RunFolder, generation: int, first: int) -> Past:
         """Read the generations before this one, which starts at step `first`, from a run folder."""
-        failed = {begun["generation"] for begun in run.generations() if "task" in begun}
+        failed = {begun.generation for begun in run.generations() if begun.task}
         earlier = [ledger for ledger in run.ledgers() if ledger["generation"] < generation]
         earlier.sort(key=lambda ledger: ledger["generation"])
         numbers = [ledger["generation"] for ledger in earlier] + [generation]

@@ -15,7 +15,7 @@ from cluster.contract.run import joining
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.joining import Invitation
-from cluster.contract.run.records import Heartbeat, Outcome
+from cluster.contract.run.records import Generation, Heartbeat, Outcome
 
 LOOK_S = 0.5
 """How often the task's own heartbeat is read; a new one is sent at once."""
@@ -50,12 +50,12 @@ class Link:
         """Whether the hub has sent a message recently."""
         return time.monotonic() - self._heard < HEARD_S
 
-    def tell(self, number: int, begun: dict[str, Any] | None, outcome: Outcome | None) -> None:
+    def tell(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
         """Send a generation and the outcome to the hub."""
         before, ended = self._message, outcome and outcome.to_json()
         if (before["number"], before.get("outcome")) != (number, ended):
             here = number == before["number"] and before.get("here", False)
-            self._say({"number": number, "begun": begun, "outcome": ended, "here": here})
+            self._say({"number": number, "begun": begun and begun.to_json(), "outcome": ended, "here": here})
 
     def come(self, number: int) -> None:
         """Report that this task is at the rendezvous of a generation, and that the connections that it needs work."""

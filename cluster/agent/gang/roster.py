@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from cluster.contract.run import membership, records
+from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Heartbeat, Outcome, StopRequest
+from cluster.contract.run.records import Generation, Heartbeat, Outcome, StopRequest
 from cluster.contract.schema import Count, Record
 
 HEARD_S = 3.0
@@ -35,7 +35,7 @@ class Message(Record):
     """
 
     number: Count
-    begun: dict[str, Any] | None = None
+    begun: Generation | None = None
     outcome: Outcome | None = None
     beat: Heartbeat | None = None
     here: bool = False
@@ -55,7 +55,7 @@ class News(Record):
     """
 
     number: Count = -1
-    begun: dict[str, Any] | None = None
+    begun: Generation | None = None
     outcome: Outcome | None = None
     stop: StopRequest | None = None
     unlinked: frozenset[str] | None = MANY
@@ -69,7 +69,8 @@ class News(Record):
             ValueError: it is not valid.
         """
         news = cls.from_json(digest)
-        return replace(news, begun=records.generation(news.number)(news.begun)) if news.begun else news
+        _check_number(news.number, news.begun)
+        return news
 
 
 class Roster:
@@ -103,7 +104,8 @@ class Roster:
         """
         said = Message.from_json(words)
         if said.begun is not None and said.number > self._number:
-            self._run.learn(records.generation(said.number)(said.begun))
+            _check_number(said.number, said.begun)
+            self._run.learn(said.begun)
             self._look_at_generation()
         self._heard[name] = self._clock()
         if said.number != self._number:
@@ -150,6 +152,11 @@ class Roster:
             absent=_few(self._members - self._here),
         )
         return news.to_json()
+
+
+def _check_number(number: int, begun: Generation | None) -> None:
+    if begun is not None and begun.generation != number:
+        raise ValueError(f"generation: expected {number}")
 
 
 def urgent(digest: dict[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,12 @@ then at 20, and gets no further.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from cluster.contract import settings
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Attempt, Generation
 
 PROGRAM_FAILURE, EXTERNAL, LOST_CONTACT, PLANNED = "program failure", "external", "lost contact", "planned"
 
@@ -32,25 +32,6 @@ MAX_LOST_CONTACTS = 10
 STEADY_S = 600.0
 """A script reports no steps: an attempt that ran this long made progress."""
 LONGEST_PAUSE_S = 30.0
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """How one attempt ended."""
-
-    kind: str
-    last_step: int = -1
-    """The steps that the task at fault had done; -1: none."""
-    saved: int = -1
-    """The step of the newest checkpoint at that time."""
-    runtime_s: float = 0.0
-    """How long a script ran; 0 for programs that report steps."""
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Attempt:
-        """Return the attempt that a record describes; missing keys have their defaults."""
-        known = ("kind", "last_step", "saved", "runtime_s")
-        return cls(**{"kind": EXTERNAL} | {name: record[name] for name in known if name in record})
 
 
 def without_progress(attempts: Sequence[Attempt], kinds: Collection[str] = (PROGRAM_FAILURE,)) -> int:
@@ -89,16 +70,15 @@ def pause_s(attempts: Sequence[Attempt]) -> float:
     return float(min(LONGEST_PAUSE_S, settings.seconds("RESTART_PAUSE_S") * 2 ** min(count - 1, 30)))
 
 
-def of_gang(run: RunFolder, generation: int) -> list[Attempt]:
+def of_gang(run: RunFolder, generation: int) -> list[Generation]:
     """Return the attempts before this generation, since `up` or `scale` began the first of them."""
     since = first_generation(run)
-    records = [record for record in run.generations() if since < record["generation"] <= generation]
-    return [Attempt.of(record) for record in records if "task" in record]
+    return [record for record in run.generations() if record.task and since < record.generation <= generation]
 
 
 def of_task(run: RunFolder, task: str) -> list[Attempt]:
     """Return the attempts of a task that restarts alone, since `up` or `scale`."""
-    return [Attempt.of(event["detail"]) for event in restarted_alone(run, task)]
+    return [Attempt.from_json(event["detail"]) for event in restarted_alone(run, task)]
 
 
 def restarted_alone(run: RunFolder, task: str) -> list[dict[str, Any]]:
@@ -115,7 +95,7 @@ def restarts(run: RunFolder, task: str) -> int:
 
 def first_generation(run: RunFolder) -> int:
     """Return the newest generation that `up` or `scale` began, rather than a failure."""
-    return max((g["generation"] for g in run.generations() if "task" not in g), default=0)
+    return max((record.generation for record in run.generations() if not record.task), default=0)
 
 
 def limits(run: RunFolder) -> tuple[int, int]:

@@ -6,11 +6,12 @@ import contextlib
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.schema import Record, Seconds, Step
 from cluster.system.json_files import create_json
 from cluster.system.messages import shortened
 
@@ -44,7 +45,7 @@ _STATED = "error: "
 
 
 @dataclass(frozen=True)
-class End:
+class End(Record):
     """The end of one task's program, or its agent's decision to end one that did nothing."""
 
     task: str
@@ -53,10 +54,10 @@ class End:
     """What ended it, in words."""
     error: str | None
     """What the program itself reported."""
-    at: float
+    at: Seconds
     """Seconds since the epoch."""
-    last_step: int = -1
-    runtime_s: float = 0.0
+    last_step: Step = -1
+    runtime_s: Seconds = 0.0
     may_follow: bool = False
     """Whether it may be a consequence of another task's end."""
     host: str = ""
@@ -76,7 +77,7 @@ def kind_of(code: int, *, out_of_memory: bool) -> str:
 def record(run: RunFolder, generation: int, end: End) -> None:
     """Report an end in this generation to the other agents."""
     with contextlib.suppress(OSError):  # a full disk
-        create_json(run.control / "ends" / f"{generation}-{end.task}.json", asdict(end))
+        create_json(run.control / "ends" / f"{generation}-{end.task}.json", end.to_json())
 
 
 def ended_tasks(run: RunFolder, generation: int) -> frozenset[str]:
@@ -101,7 +102,7 @@ def recorded(run: RunFolder, generation: int) -> list[End]:
     It is the order of the files' times, which the file system's clock gave them: the agents' clocks may differ.
     """
     paths = sorted((run.control / "ends").glob(f"{generation}-*.json"), key=lambda p: (p.lstat().st_mtime_ns, p))
-    return [End(**end) for path in paths if (end := records.read(path, records.end, None))]
+    return [end for path in paths if (end := records.read(path, End.from_json, None))]
 
 
 def error_in(lines: Sequence[str], code: int) -> str | None:

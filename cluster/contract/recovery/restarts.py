@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Generation
 from cluster.contract.spec import ClusterSpec, Role
 
 
@@ -31,7 +32,7 @@ def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)
         roles: tasks of these roles are included when they restart alone; restarts of the gang always are.
     """
     events = [event for event in run.events() if event["time"] >= started]
-    restarts = [(g["time"], _gang_cost(run, g, events)) for g in run.generations() if g.get("cause")]
+    restarts = [(g.time, _gang_cost(run, g, events)) for g in run.generations() if g.task and g.cause]
     names = {task.name for task in run.load_cluster().tasks if task.role in roles}
     restarts += [
         (event["time"], _lone_cost(run, event, events, events[at + 1 :]))
@@ -43,23 +44,23 @@ def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)
 
 def failures(run: RunFolder, started: float) -> dict[int, float]:
     """Return the time of each failure since `started`, by the generation that it began."""
-    times = {generation["generation"]: generation["time"] for generation in run.generations()}
+    times = {generation.generation: generation.time for generation in run.generations()}
     gang = costs(run, started, roles=())
     return {cost["generation"]: times[cost["generation"]] - cost["detected_s"] for cost in gang}
 
 
-def _gang_cost(run: RunFolder, generation: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
-    number = generation["generation"]
-    later = [e for e in events if e["generation"] == number and e["time"] >= generation["time"]]
-    failed_at = _injected(events, number - 1, generation["time"]) or generation["failed_at"]
+def _gang_cost(run: RunFolder, generation: Generation, events: list[dict[str, Any]]) -> dict[str, Any]:
+    number = generation.generation
+    later = [e for e in events if e["generation"] == number and e["time"] >= generation.time]
+    failed_at = _injected(events, number - 1, generation.time) or generation.failure_time
     resumed_at = training_began(run.load_cluster(), later)
     restored = next((e["step"] for e in later if e["event"] in ("restored", "initialized")), None)
     return {
         "generation": number,
-        "task": generation["task"],
-        "cause": generation["cause"],
-        "detected_s": round(generation["time"] - failed_at, 3),
-        "steps_lost": None if restored is None else max(0, generation["step"] - restored),
+        "task": generation.task,
+        "cause": generation.cause,
+        "detected_s": round(generation.time - failed_at, 3),
+        "steps_lost": None if restored is None else max(0, generation.step - restored),
         **_resumption(run, failed_at, resumed_at),
     }
 

@@ -25,8 +25,6 @@ from cluster.contract.spec import ClusterSpec, Task
 from cluster.system.json_files import create_json, write_json
 from cluster.system.ports import PORTS
 
-PORTS_KEY = "standby_ports"
-"""The key, in the record of a generation that begins with standby processes, of the ports of their cluster: 0 or 1."""
 VARIABLE = "STANDBY_CLUSTER"
 """The environment variable of a standby process with the TF_CONFIG of this cluster."""
 NUMBER = "STANDBY_CLUSTER_NUMBER"
@@ -54,7 +52,8 @@ def trains(task: Task) -> bool:
 
 def ports(run: RunFolder, generation: int) -> int:
     """Return the set of ports, 0 or 1, of a generation's cluster."""
-    return int(run.begun(generation).get(PORTS_KEY, 0))
+    record = run.begun(generation)
+    return record.standby_ports or 0 if record else 0
 
 
 def of(run: RunFolder, spec: ClusterSpec, generation: int) -> ClusterSpec:
@@ -103,7 +102,13 @@ def complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
 
 def begins(run: RunFolder, task: Task, generation: int) -> bool:
     """Whether a task's program in a generation is to be a standby process that is ready."""
-    return trains(task) and PORTS_KEY in run.begun(generation)
+    return trains(task) and begins_generation(run, generation)
+
+
+def begins_generation(run: RunFolder, generation: int) -> bool:
+    """Whether a generation begins with standby processes."""
+    record = run.begun(generation)
+    return record is not None and record.standby_ports is not None
 
 
 def _path(run: RunFolder, task: str) -> Path:

@@ -21,9 +21,6 @@ from cluster.system.files import make_folder, open_file
 _READS = 5
 """How often to retry reading a line that may be changing."""
 
-SINGLE_STEPS_FROM = "single_steps_from"
-"""The key, in the record of a generation, of the step from which it runs single steps."""
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -99,7 +96,9 @@ def single_steps(
         steps_per_loop: most steps in one call.
         everyones: collective operation that returns the numbers of all tasks for the number of this one.
     """
-    first = max(everyones(run.begun(generation).get(SINGLE_STEPS_FROM, -1)))
+    record = run.begun(generation)
+    first = -1 if record is None or record.single_steps_from is None else record.single_steps_from
+    first = max(everyones(first))
     return range(0) if first < 0 else range(first, first + steps_per_loop)
 
 

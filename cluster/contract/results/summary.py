@@ -64,7 +64,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
 
 def _started(run: RunFolder) -> float:
     """Return the time of the run's start, or if that is unknown, of its newest generation."""
-    begun = [generation["time"] for generation in run.generations()]
+    begun = [generation.time for generation in run.generations()]
     return float(run.started.get("time", begun[-1] if begun else time.time()))
 
 

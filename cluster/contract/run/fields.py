@@ -31,6 +31,13 @@ def count(value: Any) -> int:
     return value
 
 
+def step(value: Any) -> int:
+    """The number of finished steps; -1 for none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= MAX_COUNT:
+        raise unexpected("a number of steps", value)
+    return value
+
+
 def code(value: Any) -> int:
     """An exit code."""
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) > 2**31:

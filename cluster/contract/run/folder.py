@@ -21,7 +21,7 @@ from typing import Any
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.fields import count, record
 from cluster.contract.run.layout import Layout
-from cluster.contract.run.records import AfterStop, Heartbeat, Outcome, OutcomeState, StopRequest
+from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Outcome, OutcomeState, StopRequest
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import guard, make_folder, open_file, remove, rename
@@ -47,7 +47,7 @@ class RunFolder(Layout):
     """One run."""
 
     _events: Journal = field(init=False, compare=False, repr=False)
-    _begun: dict[int, dict[str, Any]] = field(init=False, compare=False, repr=False, default_factory=dict)
+    _begun: dict[int, Generation] = field(init=False, compare=False, repr=False, default_factory=dict)
     """The generations that were read or learned: their records never change."""
 
     def __post_init__(self) -> None:
@@ -214,11 +214,11 @@ class RunFolder(Layout):
         """The current generation, counted from 0."""
         return next((number for number, _ in self._generations(newest_first=True)), 0)
 
-    def generations(self) -> list[dict[str, Any]]:
+    def generations(self) -> list[Generation]:
         """Return the records of all generations, oldest first."""
         return [record for _, record in self._generations()]
 
-    def _generations(self, *, newest_first: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _generations(self, *, newest_first: bool = False) -> Iterator[tuple[int, Generation]]:
         """Yield the number and record of each generation. A file without a valid record does not count."""
         folder = self.control / "generations"
         names = (name.removesuffix(".json") for name in _names_in(folder) if name.endswith(".json"))
@@ -227,22 +227,23 @@ class RunFolder(Layout):
             if record := self.begun(number):
                 yield number, record
 
-    def begun(self, number: int) -> dict[str, Any]:
-        """Return the record of a generation; empty without one."""
+    def begun(self, number: int) -> Generation | None:
+        """Return the record of a generation; None without one."""
         if number not in self._begun:
             path = self.control / "generations" / f"{number}.json"
             if record := records.read(path, records.generation(number), None, limit=records.TASK_BYTES):
                 self._begun[number] = record
-        return self._begun.get(number, {})
+        return self._begun.get(number)
 
-    def learn(self, record: dict[str, Any]) -> None:
+    def learn(self, record: Generation) -> None:
         """Take in the record of a generation that another task has read or created: a folder may show it late."""
-        self._begun.setdefault(record["generation"], record)
+        self._begun.setdefault(record.generation, record)
 
     def begin_generation(self, number: int, **why: Any) -> bool:
         """Begin generation `number` unless another task has; return whether this call did."""
         path = self.control / "generations" / f"{number}.json"
-        return create_json(path, {"generation": number, "time": time.time(), **why}, records.generation(number))
+        record = Generation(generation=number, time=time.time(), **why)
+        return create_json(path, record.to_json(), records.generation(number))
 
     # The end
 

@@ -15,14 +15,12 @@ from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 
-LEFT_OUT = "left_out"
-"""The key, in the record of a generation, of the tasks that it leaves out."""
-
 
 def left_out(run: RunFolder, generation: int | None = None) -> frozenset[str]:
     """Return the tasks that a generation leaves out, by default the current one."""
     number = run.generation if generation is None else generation
-    return frozenset(run.begun(number).get(LEFT_OUT, ()))
+    record = run.begun(number)
+    return record.left_out if record else frozenset()
 
 
 def cluster(run: RunFolder, generation: int | None = None) -> ClusterSpec:
@@ -58,11 +56,11 @@ def changes(run: RunFolder) -> list[dict[str, Any]]:
     """Return each change of the tasks: the generation, its first step, the tasks that it lost, regained and lacks."""
     found, before = [], frozenset[str]()
     for record in run.generations():
-        now = frozenset(record.get(LEFT_OUT, ()))
+        now = record.left_out
         if now != before:
-            parts = {"lost": now - before, "regained": before - now, LEFT_OUT: now}
+            parts = {"lost": now - before, "regained": before - now, "left_out": now}
             found.append(
-                {"generation": record["generation"], "step": max(0, int(record.get("saved", 0)))}
+                {"generation": record.generation, "step": max(0, record.saved)}
                 | {name: sorted(tasks) for name, tasks in parts.items()}
             )
         before = now

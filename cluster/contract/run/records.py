@@ -11,12 +11,10 @@ from typing import Any, TypeVar, overload
 from cluster.contract.run.fields import (
     ABSENT,
     Check,
-    ObjectCheck,
     code,
     count,
     every,
     exactly,
-    flag,
     listing,
     mapping,
     measured,
@@ -25,9 +23,10 @@ from cluster.contract.run.fields import (
     optional,
     record,
     seconds,
+    step,
     text,
 )
-from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Record, Seconds
+from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Record, Seconds, Step
 from cluster.system.json_files import RECORD_BYTES, DamagedError, read_json, warn_once
 
 TASK_BYTES = 2**20
@@ -189,8 +188,8 @@ class StopRequest(Record):
 
 _attempt: dict[str, tuple[Check, Any]] = {
     "kind": (text, ABSENT),
-    "last_step": (number, ABSENT),
-    "saved": (number, ABSENT),
+    "last_step": (step, ABSENT),
+    "saved": (step, ABSENT),
     "runtime_s": (seconds, ABSENT),
     "pause_s": (seconds, ABSENT),
     "single_steps_from": (count, ABSENT),
@@ -221,40 +220,60 @@ row = record(
 """A line of a task's metrics."""
 
 
-def generation(begun: int) -> ObjectCheck:
-    """Why generation `begun` was begun; if by a failure, with its details."""
+@dataclass(frozen=True)
+class Attempt(Record):
+    """How one attempt ended."""
 
-    def checked(value: Any) -> dict[str, Any]:
-        record = _generation(value)
-        if record["generation"] != begun:
-            raise ValueError(f"generation: expected {begun}")
-        return _failure({"failed_at": record["time"]} | record) if record.keys() & {"task", "cause"} else record
+    kind: str = field(default="external", metadata=SPARSE)
+    last_step: Step = field(default=-1, metadata=SPARSE)
+    """The steps that the task at fault had done; -1: none."""
+    saved: Step = field(default=-1, metadata=SPARSE)
+    """The step of the newest checkpoint at that time."""
+    runtime_s: Seconds = field(default=0.0, metadata=SPARSE)
+    """How long a script ran; 0 for programs that report steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(Attempt):
+    """A start of the cluster and the attempt before it: `control/generations/<generation>.json`.
+
+    Without a task, `up` or `scale` began it.
+    """
+
+    generation: Count
+    time: Seconds
+    resumed: bool = field(default=False, metadata=SPARSE)
+    task: str | None = field(default=None, metadata=SPARSE)
+    """The task whose failure or return began it."""
+    cause: str = field(default="", metadata=SPARSE)
+    error: str | None = field(default=None, metadata=SPARSE)
+    step: Count = field(default=0, metadata=SPARSE)
+    """The newest step of any task at that time."""
+    failed_at: Seconds | None = field(default=None, metadata=SPARSE)
+    pause_s: Seconds = field(default=0.0, metadata=SPARSE)
+    single_steps_from: Count | None = field(default=None, metadata=SPARSE)
+    """The step from which it runs single steps."""
+    left_out: frozenset[str] = field(default=frozenset(), metadata=SPARSE)
+    standby_ports: Count | None = field(default=None, metadata=SPARSE)
+    """The set of ports, 0 or 1, of the cluster of standby processes that it begins with."""
+
+    @property
+    def failure_time(self) -> float:
+        """The time of the failure, or of the start without one."""
+        return self.time if self.failed_at is None else self.failed_at
+
+
+def generation(number: int) -> Callable[[Any], Generation]:
+    """Return a check for the record of generation `number`."""
+
+    def checked(value: Any) -> Generation:
+        record = Generation.from_json(value)
+        if record.generation != number:
+            raise ValueError(f"generation: expected {number}")
+        return record
 
     return checked
 
-
-_generation = record(
-    {"generation": count, "time": seconds}, {"left_out": (listing(text), ABSENT), "standby_ports": (count, ABSENT)}
-)
-_failure = record(
-    {"task": text, "failed_at": seconds},
-    {"cause": (text, ""), "step": (count, 0), "error": (optional(text), None), **_attempt},
-)
-
-end = exactly(
-    {
-        "task": text,
-        "kind": text,
-        "cause": text,
-        "error": optional(text),
-        "at": seconds,
-        "last_step": number,
-        "runtime_s": seconds,
-        "may_follow": flag,
-        "host": text,
-    }
-)
-"""How one task's program ended, as its agent recorded it."""
 
 place = record({"node": text, "host": text, "port": count}, {"job": (text, "")})
 """Where a task of a job runs and listens, and the job's number."""

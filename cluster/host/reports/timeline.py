@@ -22,8 +22,8 @@ def draw(run: RunFolder) -> str:
     outcome = run.outcome
     if not generations:
         return ""
-    began = run.started.get("time", generations[0]["time"])
-    times = [*(each["time"] for each in generations), *(event["time"] for event in events)]
+    began = run.started.get("time", generations[0].time)
+    times = [*(each.time for each in generations), *(event["time"] for event in events)]
     ended = max([*times, outcome.time if outcome else 0.0])
     ticks = charts.ticks(0.0, max(ended - began, 1.0))
 
@@ -40,13 +40,13 @@ def draw(run: RunFolder) -> str:
     firsts = {event["generation"]: event["time"] for event in reversed(events) if event["event"] == "first step"}
     rows = {}
     for at, generation in enumerate(generations):
-        y = rows[generation["generation"]] = at * ROW + 4
-        until = generations[at + 1]["time"] if at + 1 < len(generations) else ended
-        first = firsts.get(generation["generation"], until)
-        why = generation.get("cause") or "the start"
-        title = escape(f"generation {generation['generation']}: {why}")
-        parts.append(f'<text class="soft" x="4" y="{y + 13}">gen {generation["generation"]}</text>')
-        for start, end, opacity in ((generation["time"], first, 0.35), (first, until, 1)):
+        y = rows[generation.generation] = at * ROW + 4
+        until = generations[at + 1].time if at + 1 < len(generations) else ended
+        first = firsts.get(generation.generation, until)
+        why = generation.cause or "the start"
+        title = escape(f"generation {generation.generation}: {why}")
+        parts.append(f'<text class="soft" x="4" y="{y + 13}">gen {generation.generation}</text>')
+        for start, end, opacity in ((generation.time, first, 0.35), (first, until, 1)):
             width = max(0.0, round(x_at(end) - x_at(start), 1))
             parts.append(
                 f'<rect x="{x_at(start)}" y="{y}" width="{width}" height="16" fill="var(--c0)" opacity="{opacity}">'

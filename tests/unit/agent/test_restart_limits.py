@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Generation
 from tests.support.gang import Gang
 from tests.support.waiting import wait_for
 
@@ -20,8 +21,8 @@ def restarts(summary: dict[str, Any]) -> list[tuple[int, str]]:
     return [(restart["generation"], restart["task"]) for restart in summary["restarts"]]
 
 
-def record(run: RunFolder, generation: int) -> dict[str, Any]:
-    """Return why a generation was begun."""
+def record(run: RunFolder, generation: int) -> Generation:
+    """Return the record of a generation."""
     return run.generations()[generation]
 
 
@@ -46,9 +47,7 @@ def test_kills_from_outside_at_one_step_do_not_end_the_run(start_gang):
     gang = start_gang(lines, workers=1, max_restarts=0)
     summary = gang.summary()
     assert ("succeeded", 2) == (summary["state"], len(summary["restarts"]))
-    assert {("external", 5, 0.0)} == {
-        (g["kind"], g["last_step"], g["pause_s"]) for g in gang.run.generations() if "task" in g
-    }
+    assert {("external", 5, 0.0)} == {(g.kind, g.last_step, g.pause_s) for g in gang.run.generations() if g.task}
 
 
 def test_kills_at_one_step_that_never_end_fail_the_run(start_gang):
@@ -94,7 +93,7 @@ die(11)
 """
     gang = start_gang(lines, workers=1)
     assert [(1, "chief")] == restarts(gang.summary())
-    assert "program failure" == record(gang.run, 1)["kind"]
+    assert "program failure" == record(gang.run, 1).kind
 
 
 # Pauses
@@ -197,4 +196,4 @@ sys.exit(75)
     for pid in reversed(frozen):  # the agent, once it goes on, ends the program
         os.kill(pid, signal.SIGCONT)
     assert ("succeeded", [(1, "worker-0")]) == (gang.summary()["state"], restarts(gang.summary()))
-    assert "external" == record(gang.run, 1)["kind"]
+    assert "external" == record(gang.run, 1).kind

@@ -12,7 +12,6 @@ from itertools import islice
 import pytest
 
 from cluster.agent import decisions
-from cluster.contract.recovery import standby_cluster
 from cluster.system.errors import EXIT_TIMEOUT
 from tests.simulation import machine, mutations
 from tests.simulation.drawn import FOREVER_S, Drawn
@@ -41,7 +40,7 @@ def run_all(seeds: Iterable[int]) -> Counter[str]:
             raise
         counts.update(["schedules", f"state {outcome['state']}", *schedule.drawn.kinds])
         counts["stale caches"] += bool(schedule.drawn.stale_s)
-        counts["with standby processes"] += sum(standby_cluster.PORTS_KEY in each for each in schedule.begun)
+        counts["with standby processes"] += sum("standby_ports" in each for each in schedule.begun)
     return counts
 
 
@@ -102,7 +101,7 @@ def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated)
     drawn = Drawn({"workers": 1}, scripted=False, steps=40, save_every=5, min_workers=0, standby_s=0.0, faults=lost)
     alone = list(islice(schedules(drawn=drawn), 20))
     assert {"succeeded"} == {schedule.run()["state"] for schedule in alone}
-    assert any(standby_cluster.PORTS_KEY in each for schedule in alone for each in schedule.begun)
+    assert any("standby_ports" in each for schedule in alone for each in schedule.begun)
 
 
 def test_standby_processes_form_their_cluster_again_once_one_has_ended(simulated):
@@ -110,7 +109,7 @@ def test_standby_processes_form_their_cluster_again_once_one_has_ended(simulated
     drawn = Drawn({"workers": 2}, scripted=False, steps=150, save_every=5, standby_s=0.0, faults=faults)
     for schedule in islice(schedules(drawn=drawn), 20):
         assert "succeeded" == schedule.run()["state"]
-        assert standby_cluster.PORTS_KEY in schedule.begun[-1]
+        assert "standby_ports" in schedule.begun[-1]
 
 
 def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated):

@@ -90,7 +90,7 @@ def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_port
         os.kill(gang.pid(victim), signal.SIGKILL)
         wait_for(lambda at=generation: gang.beat("chief").generation == at + 1, "the next generation")
     assert "succeeded" == gang.summary()["state"]
-    assert [None, 1, 0] == [record.get("standby_ports") for record in gang.run.generations()]
+    assert [None, 1, 0] == [record.standby_ports for record in gang.run.generations()]
     first, second = (read_text(gang.run.path / f"chief.{generation}.formed") for generation in (1, 2))
     assert tf_config.dumps(gang.run.load_cluster(), gang.run.load_cluster().task("chief")) == second
     ports = {

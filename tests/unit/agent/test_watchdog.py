@@ -30,7 +30,7 @@ def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang):
         gang.await_step(task, 5)
     os.kill(gang.pid("worker-0"), signal.SIGSTOP)
     summary = gang.summary()
-    assert "external" == gang.run.generations()[1]["kind"]  # it did not fail by itself
+    assert "external" == gang.run.generations()[1].kind  # it did not fail by itself
     (restart,) = summary["restarts"]
     assert ("succeeded", "worker-0") == (summary["state"], restart["task"])
     assert "for 8 s, stopped by a signal" in restart["cause"]

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract.recovery import attempts, ends, step_record
-from cluster.contract.recovery.attempts import Attempt
 from cluster.contract.results import summary
 from cluster.contract.run import launch_records, owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.records import Attempt
 from cluster.host.runtime import inherited
 from cluster.host.runtime.local import keeper
 from cluster.host.runtime.network import HOST, PRIVATE

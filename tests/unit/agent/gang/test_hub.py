@@ -16,6 +16,7 @@ from cluster.agent.gang.wire import Channel
 from cluster.contract.run import joining
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.records import Generation
 from tests.support.waiting import wait_for
 
 FAR_S = 1000.0
@@ -71,7 +72,7 @@ def test_what_the_chief_sees_all_learn(run, join):
     run.withdraw_stop()
     run.begin_generation(1, left_out=["worker-1"])
     wait_for(lambda: worker.generation == 1, "the generation")
-    assert ["worker-1"] == worker.begun(1)["left_out"]
+    assert {"worker-1"} == worker.begun(1).left_out
     run.end("succeeded", task="chief")
     assert "succeeded" == wait_for(lambda: worker.outcome, "the outcome").state
 
@@ -80,10 +81,10 @@ def test_what_the_chief_sees_all_learn(run, join):
 def test_what_an_agent_knows_all_learn_although_their_folders_do_not_show_it(run, join):
     join("chief")
     worker, other = linked(join("worker-0")), linked(join("worker-1"))
-    worker.learn({"generation": 1, "time": 1.0, "pause_s": 3.0})  # as if only its host's cache showed it
+    worker.learn(Generation(generation=1, time=1.0, pause_s=3.0))  # as if only its host's cache showed it
     assert 1 == worker.generation
     wait_for(lambda: other.generation == 1, "the generation")
-    assert 3.0 == other.begun(1)["pause_s"]
+    assert 3.0 == other.begun(1).pause_s
     assert 0 == run.generation
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.agent.schedulers import replacements
 from cluster.agent.schedulers.replacements import Replacements
-from cluster.contract.run import launch_records, membership, records
+from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
 
@@ -34,7 +34,7 @@ class Slurm:
 
     def look(self, *left_out: str) -> list[list[str]]:
         """Return the jobs that are queued at a look at a run that goes on without these tasks."""
-        self.run.begin_generation(self.run.generation + 1, **{membership.LEFT_OUT: list(left_out)})
+        self.run.begin_generation(self.run.generation + 1, left_out=list(left_out))
         self.commands.clear()
         self.replacements.look()
         return [words for words in self.commands if words[0] == "sbatch"]

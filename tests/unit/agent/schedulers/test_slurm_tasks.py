@@ -9,7 +9,6 @@ import pytest
 
 from cluster.agent.schedulers import lifecycle, replacements, slurm
 from cluster.contract import spec
-from cluster.contract.run import membership
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import TASK_LOST, RunFolder
 from cluster.contract.run.records import AfterStop
@@ -178,7 +177,7 @@ def test_one_task_queues_the_job_again_that_has_lost_another(run, by, requeued, 
 @pytest.mark.parametrize("left_out", [True, False])
 def test_the_end_of_a_replacements_time_stops_only_a_run_that_has_it(run, left_out, monkeypatch):
     monkeypatch.setenv(replacements.TASK, "worker-0")
-    run.begin_generation(1, **({membership.LEFT_OUT: ["worker-0"]} if left_out else {}))
+    run.begin_generation(1, left_out=["worker-0"] if left_out else [])
     assert 0 == slurm.main(["stop"])
     assert left_out != run.stop_requested
     run.end("stopped", task="chief")

@@ -112,14 +112,14 @@ def test_one_failure_begins_one_generation(run):
     begun: list[int] = []
     together(lambda at: run.begin_generation(1, task=f"worker-{at}") and begun.append(at))
     assert 1 == len(begun) == run.generation
-    assert f"worker-{begun[0]}" == run.generations()[-1]["task"]
+    assert f"worker-{begun[0]}" == run.generations()[-1].task
 
 
 def test_generations_count_as_numbers(run):
     for number in range(1, 12):
         run.begin_generation(number)
     assert 11 == run.generation
-    assert list(range(12)) == [generation["generation"] for generation in run.generations()]
+    assert list(range(12)) == [generation.generation for generation in run.generations()]
 
 
 def test_the_first_outcome_stays(run):
@@ -221,11 +221,11 @@ def test_a_generation_that_a_power_failure_left_empty_has_not_begun(run, left):
     (run.control / "generations" / "1.json").write_bytes(left)
     for name in ("x", "-1", "1e3", "²", "9" * 30):
         (run.control / "generations" / f"{name}.json").write_bytes(b"{}")
-    assert (0, [0]) == (run.generation, [each["generation"] for each in run.generations()])
+    assert (0, [0]) == (run.generation, [each.generation for each in run.generations()])
     begun: list[int] = []
     together(lambda at: run.begin_generation(1, task=f"worker-{at}") and begun.append(at))
     assert (1, 1) == (len(begun), run.generation)
-    assert f"worker-{begun[0]}" == run.generations()[-1]["task"]
+    assert f"worker-{begun[0]}" == run.generations()[-1].task
 
 
 @pytest.mark.parametrize("left", [b"", b"{}", b'{"state": "x", "time": 1}'])

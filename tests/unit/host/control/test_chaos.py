@@ -37,7 +37,7 @@ def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault
     assert [result.__dict__] == recorded(gang)
     (restart,) = stopped(gang)["restarts"]
     assert ("worker-0", 1, 3) == (restart["task"], restart["generation"], restart["steps_lost"])
-    begun = gang.run.generations()[1]["time"]
+    begun = gang.run.generations()[1].time
     assert round(begun - fault["time"], 3) == restart["detected_s"] == result.detected_s
     assert restart["resumed_s"] == result.resumed_s
 
