@@ -74,6 +74,7 @@ def main(
     rows: list[Row] = []
     began, runs = time.monotonic(), Path(tempfile.mkdtemp(prefix="tf-cluster-storms-"))
     campaign = _Campaign(runs)
+    kept = False
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for number, case in zip(itertools.count(), itertools.cycle(cases)):
@@ -84,11 +85,14 @@ def main(
             keep(rows[-1])
             log(f"{done + sum(rows[-1]['kinds'].values())}/{faults}  {_in_words(rows[-1])}")
             log("  waited for " + ", ".join(f"{what} {s:.0f} s" for what, s in campaign.waited_s.items()))
+    except RunFailed:  # its message names a log
+        kept = True
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
         process_table.kill_with_environment("RUNS_DIR", str(runs))
         campaign.end()  # containers have not got that variable of the command that started them
-        if any(row["lost"] or row["bits"] == record.CHANGED for row in rows):
+        if kept or failed(rows):
             log(f"the folders of the runs that were lost or changed: {runs}")
         else:
             shutil.rmtree(runs)
@@ -130,7 +134,7 @@ class _Campaign:
         while lost := self._follow(run, injection, began):
             if not _resumable(run, injection):
                 break
-            self._resume(run, delay_s)
+            self._resume(run, case, delay_s)
         self.waited_s |= injection.waited_s
         bits = record.NOT_COMPARED
         if expected and not lost:
@@ -190,9 +194,10 @@ class _Campaign:
             raise RunFailed(f"{name} does not start; see {log}")
         return run
 
-    def _resume(self, run: RunFolder, standby_delay_s: str) -> None:
-        """Go on with a run that a fault has ended, as that kind of fault is to."""
-        self._start(run.name, ("up", f"--resume={run.name}", "--tensorboard-port=0", "--detach"), standby_delay_s)
+    def _resume(self, run: RunFolder, case: Case, standby_delay_s: str) -> None:
+        """Resume a run that a fault has ended, as that kind of fault is to."""
+        options = f"--resume={run.name}", f"--runtime={case.runtime}", "--tensorboard-port=0", "--detach"
+        self._start(run.name, ("up", *options), standby_delay_s)
 
 
 def _kinds(run: RunFolder, case: Case, *, resumed: bool) -> set[str]:
