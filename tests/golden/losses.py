@@ -28,7 +28,7 @@ def train(clusters: Clusters, preset: str) -> RunFolder:
 
 
 def describe(run: RunFolder) -> dict[str, Any]:
-    """Return what is kept of a run, and what its bits depend on besides our code."""
+    """Return the recorded losses of a run, and its environment, on which the bits also depend."""
     environment = read_json(run.environment)
     kept = {name: environment[name] for name in ("cpu", "packages")}
     kept["threads"] = environment["threads"]["intra_op"]

@@ -92,7 +92,7 @@ def new_model(dropout: float, *, plain: bool = False) -> keras.Model:
 def train(
     folder: Path, strategy: tf.distribute.Strategy, dropout: float = 0.0, *, plain: bool = False, **values: Any
 ) -> dict[str, Any]:
-    """Train, or train on; return what it came to."""
+    """Start or resume a training; return its results."""
     run, spec = RunFolder(folder / "run"), build(workers=0)
     if not run.path.exists():
         run.create()
@@ -122,7 +122,7 @@ def train(
 
 
 def resumed(folder: Path, strategy: tf.distribute.Strategy) -> dict[str, Any]:
-    """Return what a training comes to undisturbed, and killed twice inside of epochs."""
+    """Return the results of a training without interruption, and of one that is killed twice within epochs."""
     whole = train(folder / "whole", strategy, 0.5)
     sys.modules["own_callbacks"].made = lambda run, task: [Kill()]  # type: ignore[attr-defined]
     for after in (2, 5):
@@ -137,7 +137,7 @@ def resumed(folder: Path, strategy: tf.distribute.Strategy) -> dict[str, Any]:
 
 
 def in_micro_batches(folder: Path, one: tf.distribute.Strategy, two: tf.distribute.Strategy) -> dict[str, Any]:
-    """Return what trainings come to whose batches are cut into three, and the class of error of two that cannot be."""
+    """Return the results of trainings in three micro-batches, and the error classes of two that are refused."""
     cut: dict[str, Any] = {"micro_batches": 3, "plain": True, "callbacks": ""}
     try:
         train(folder / "cut-normalized", two, micro_batches=3)

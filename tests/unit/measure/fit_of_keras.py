@@ -62,7 +62,7 @@ def data(*more: np.ndarray) -> tf.data.Dataset:
 
 
 def trained(scope: Callable[[], Any], *arguments: Any, compiled: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Return what a training comes to."""
+    """Return the results of a training."""
     with scope():
         model = new_model(**(compiled or {}))
     history = model.fit(*arguments, verbose=0, **options)
@@ -79,7 +79,7 @@ def error_without_layer(scope: Callable[[], Any]) -> str:
 
 
 def with_callbacks(scope: Callable[[], Any], folder: Path) -> dict[str, Any]:
-    """Return what a training with the usual callbacks comes to, and which files were written by this task."""
+    """Return the results of a training with the usual callbacks, and the files that this task wrote."""
     saved: list[str] = []
     for name in ("save", "save_weights"):
         original = getattr(keras.Model, name)

@@ -72,7 +72,7 @@ def results(losses: list[float], model: keras.Model) -> dict[str, Any]:
 
 
 def of_keras(kind: str, source: sources.Source) -> dict[str, Any]:
-    """Return what Keras alone comes to on one device."""
+    """Return Keras's results on one device."""
     model = new_model(kind)
     model.compile(keras.optimizers.SGD(RATE), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     examples = memory.load(source.arrays.train)
@@ -85,7 +85,7 @@ def of_keras(kind: str, source: sources.Source) -> dict[str, Any]:
 
 
 def of_ours(kind: str, where: str, source: sources.Source, **how: Any) -> dict[str, Any]:
-    """Return what our step comes to."""
+    """Return the results of our step."""
     found: Training = training(where, source, PLAIN, model_of=lambda: new_model(kind), **how)
     return results(found.trained()["losses"], found.train_step.model)
 

@@ -62,7 +62,7 @@ def weights_of(model: keras.Model) -> list[float]:
 
 
 def plainly(source: sources.Source) -> dict[str, Any]:
-    """Return what Keras computes by itself of the same batches."""
+    """Return Keras's results for the same batches."""
     model = new_model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(RATE), loss, metrics=["accuracy"])
@@ -81,7 +81,7 @@ def plainly(source: sources.Source) -> dict[str, Any]:
 def custom(
     source: sources.Source, strategy: tf.distribute.Strategy, micro_batches: int = 1, shards: int = 0
 ) -> dict[str, Any]:
-    """Return what the custom loop computes."""
+    """Return the results of the custom loop."""
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
@@ -108,7 +108,7 @@ def custom(
 
 
 def by_fit(folder: Path, strategy: tf.distribute.Strategy, micro_batches: int = 1) -> dict[str, Any]:
-    """Return what `--loop fit` computes."""
+    """Return the results of `--loop fit`."""
     config = TrainConfig(
         dataset="own:masked",
         loop="fit",

@@ -38,7 +38,7 @@ WIDE, ROWS = 512, 384
 
 
 def whole_model() -> keras.Model:
-    """Return a model with what is done anew for each micro-batch."""
+    """Return a model whose layers depend on the micro-batch."""
     keras.utils.set_random_seed(SEED)
     layers = keras.layers
     hidden = [layers.Dense(8, activation="tanh"), layers.BatchNormalization(momentum=0.5), layers.Dropout(0.5)]
@@ -46,7 +46,7 @@ def whole_model() -> keras.Model:
 
 
 def trained(where: str, source: sources.Source, micro_batches: int, *precision: str, **how: Any) -> dict[str, Any]:
-    """Train the small model, clipped and regularised; return what came out."""
+    """Train the small model with clipping and regularization; return the results."""
     return training(where, source, CLIPPED, *precision, micro_batches=micro_batches, **how).trained()
 
 

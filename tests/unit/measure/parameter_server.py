@@ -35,7 +35,7 @@ def cluster() -> tf.distribute.ParameterServerStrategy:
     ports = free_ports(3)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     spec = tf.train.ClusterSpec({"worker": addresses[:2], "ps": addresses[2:]})
-    # With as many threads as this machine has cores, the servers of one process can wait for each other for ever.
+    # With as many threads as this machine has cores, the servers of one process can wait for each other indefinitely.
     threads = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=8)
     for job, index in (("worker", 0), ("worker", 1), ("ps", 0)):
         servers.append(tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc", config=threads))
@@ -123,7 +123,7 @@ def data(folder: Path) -> sources.Source:
 
 
 def trained(source: sources.Source, times: int, micro_batches: int = 1) -> dict[str, Any]:
-    """Train for some steps, each slice of which is done so many times; return what it came to."""
+    """Train for some steps, repeating each slice; return the results."""
     keras.utils.set_random_seed(7)
     model = new_model()
     with strategy.scope():
@@ -163,7 +163,7 @@ def trained(source: sources.Source, times: int, micro_batches: int = 1) -> dict[
 
 
 def damaged(source: sources.Source) -> str:
-    """Return what is said of a bit that was flipped in what the workers read."""
+    """Return the error for a flipped bit in the workers' data."""
     path = source.arrays.train.features.path
     path.write_bytes(bytes([path.read_bytes()[0] ^ 16]) + path.read_bytes()[1:])
     try:

@@ -51,7 +51,7 @@ def clipped_by_hand(source: sources.Source) -> list[float]:
 
 
 def overflowing(where: str, source: sources.Source, *, elastic: bool = False) -> dict[str, Any]:
-    """Return what two steps of Adam do whose first one overflows float16."""
+    """Return the results of two steps of Adam, the first of which overflows float16."""
     done = training(where, source, Optimizer(warmup_steps=0, clip_norm=CLIPPED.clip_norm), "fp16", elastic=elastic)
     assert done.scale is not None
     done.scale.scale.assign(2.0**40)

@@ -128,7 +128,7 @@ def trained(name: str, source: sources.Source, l2: float) -> dict[str, Any]:
 
 
 def signalled(name: str, source: sources.Source) -> dict[str, list[list[Any]]]:
-    """Return what comes back when this task wants nothing, a checkpoint, an end, and both: from steps and from asking.
+    """Return the signals if this task requests nothing, a checkpoint, an end, and both: from steps and by agreement.
 
     Every replica of the task says what it wants, so that several of them come back added up.
     """
@@ -213,7 +213,7 @@ def evaluated(found: dict[str, sources.Source]) -> dict[str, Any]:
 
 
 def per_replica(strategy: tf.distribute.Strategy, function: Callable[..., tf.Tensor]) -> Callable[[int], list[Any]]:
-    """Return what does a step and returns what each replica returned; `function` gets the replica and the step."""
+    """Return a function that does a step and returns the replicas' results; `function` takes the replica and the step."""
 
     @tf.function
     def run(step: tf.Tensor) -> Any:

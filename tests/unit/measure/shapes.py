@@ -18,7 +18,7 @@ from train import strategy as strategies
 
 
 def without_a_tpu() -> dict[str, Any]:
-    """Return what building the strategy of a TPU that is not there ends with, and how long it takes."""
+    """Return the error of building the strategy of a missing TPU, and the time it takes."""
     began = time.monotonic()
     try:
         strategies.build(spec.build(workers=0, devices=8, strategy="tpu"), strategies.configure_devices(2))

@@ -38,7 +38,7 @@ class Training:
         return self.train_step.policy.loss_scale
 
     def trained(self) -> dict[str, Any]:
-        """Do all steps; return what came out."""
+        """Do all steps; return the results."""
         result, model = self.run(0, STEPS, False), self.train_step.model
         return {
             "losses": result.losses.tolist(),

@@ -109,7 +109,7 @@ def test_a_step_that_is_left_out_is_an_error():
 
 def test_a_data_worker_begins_at_the_newest_step(served):
     direct, through = served.source("own_served:data")
-    served.newest = FIRST - 1  # what the run has done is no later than what a task needs
+    served.newest = FIRST - 1  # the run's newest step is not later than a task's next one
     assert [*batches(direct, 5)] == [*batches(through, 5)]
 
 

@@ -171,7 +171,7 @@ def test_images_are_resized(tmp_path):
     assert (5, 5, 3) == found.train.feature_shape
     values = [set(one.features.feature["features"].bytes_list.value[0]) for one in records(found.train.files[0].path)]
     assert [{0}, {40}, {80}] == values
-    with pytest.raises(UsageError, match=r"--size 5: train example 0 is no image but \[4\] float64; leave --size out"):
+    with pytest.raises(UsageError, match=r"--size 5: train example 0 is \[4\] float64, not an image; omit --size"):
         shard(tmp_path, Source(np.ones([11, 4]), LABELS), size=5, fresh=True)
 
 

@@ -1,4 +1,4 @@
-"""The best evaluation and early stopping: what counts as better, when training ends, and that a resume goes on."""
+"""The best evaluation and early stopping: better values, the end of training, and resuming."""
 
 import math
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from train.settings.stopping import Best as Settings
 
 
 def followed(values: list[float], total: int = 100, state: BestState | None = None, **settings: Any) -> Best:
-    """Return what follows evaluations after every step."""
+    """Return a `Best` that follows evaluations after every step."""
     best = Best(Settings(**{"metric": "eval_loss"} | settings), total, state or BestState())
     for step, value in enumerate(values, start=1):
         best.follow(step, {"eval_loss": value, "eval_accuracy": value})

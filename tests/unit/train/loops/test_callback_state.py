@@ -17,7 +17,7 @@ from train.loops.plain_values import decode, encode
 
 
 def saved(callback: Any, made: dict[str, bytes]) -> Progress:
-    """Return what a checkpoint holds of a callback, after a round trip."""
+    """Return the state of a callback after a round trip through a checkpoint."""
     state = CallbackState()
     changed = {name: value for name, value in attributes(callback)[0].items() if made[name] != value}
     state.write(Progress(callbacks=[changed]))
@@ -130,7 +130,7 @@ class Everything(keras.callbacks.Callback):
         self.file: Any = None
 
     def change(self) -> tuple[Any, ...]:
-        """Change all of it; return what it is then."""
+        """Change all attributes and return them."""
         self._private += 1
         self.phase = Phase.HOT
         self.groups[self._private][0] += 2

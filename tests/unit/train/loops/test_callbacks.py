@@ -195,7 +195,7 @@ def train(own_parts, make_run, tmp_path) -> Train:
 
 
 def batches(*first_and_last: tuple[int, int]) -> list[tuple[str, int]]:
-    """Return what is reported of inner calls that do these steps of the epoch."""
+    """Return the reports of inner calls that do these steps of the epoch."""
     return [call for first, last in first_and_last for call in (("batch begins", first), ("batch ends", last))]
 
 

@@ -52,7 +52,7 @@ def metrics() -> dict[str, Any]:
 
 
 class OwnStep(keras.Model):
-    """Trains in a way of its own."""
+    """Overrides `train_step`."""
 
     def train_step(self, data: Any) -> Any:
         return super().train_step(data)

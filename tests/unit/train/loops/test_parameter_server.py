@@ -8,7 +8,7 @@ from tests.support.measured import measured
 
 
 def found(what: str) -> Any:
-    """Return what was measured on two workers and a parameter server."""
+    """Return the measurements of two workers and a parameter server."""
     return measured("parameter_server")[what]
 
 

@@ -61,7 +61,7 @@ def test_layers_compute_in_less_and_weights_stay_in_float32(kind, computes, far)
 
 
 def test_a_layer_that_computes_in_less_still_counts_in_float32():
-    """To it `value` is no variable, but a copy in float16."""
+    """Its `value` is a copy in float16, not a variable."""
     count = keras.Variable(1.0)
     with AutocastScope("float16"):
         variable_updates.assign_add(count, 4097.0)

@@ -12,7 +12,7 @@ WHERES = ("one", "mirrored-2", "mirrored-3", "central-2")
 
 
 def numbers(what: str) -> dict[str, Any]:
-    """Return what was measured with 2 and with 3 devices, put together."""
+    """Return the measurements with 2 and with 3 devices."""
     three, two = measured("replicas", "3")[what], measured("replicas", "2")[what]
     if what == "arithmetic":
         return {case: two[case] | three[case] for case in two}

@@ -25,7 +25,7 @@ def new_model(outputs: int = 2, *, seed: int = 0) -> keras.Model:
 
 
 def save(kind: str, model: keras.Model, folder: Path) -> Path:
-    """Save a model's weights, in a folder of their own."""
+    """Save a model's weights in a separate folder."""
     folder.mkdir()
     if kind == ".index":
         optimizer = optimizers.build_for(TrainConfig(), model)

@@ -24,7 +24,7 @@ def numbers(what: str) -> Any:
 
 @pytest.mark.parametrize(("kind", "where"), CASES)
 def test_losses_and_variables_must_be_those_of_plain_keras(kind, where):
-    """With `add_loss` beside BatchNormalization, means, counts of steps and examples, and a constraint."""
+    """With `add_loss` and BatchNormalization, means, counts of steps and examples, and a constraint."""
     expected, actual = numbers(kind)["keras"], numbers(kind)[where]
     np.testing.assert_allclose(actual["losses"], expected["losses"], rtol=1e-6)
     assert [*expected["variables"]] == [*actual["variables"]]

@@ -12,7 +12,7 @@ ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
     for name in (*variables.DEFAULTS, "KERAS_BACKEND", ONEDNN):
-        monkeypatch.setenv(name, "")  # so that what is set meanwhile is taken away after the test
+        monkeypatch.setenv(name, "")  # so that the test removes the variable afterwards
         monkeypatch.delenv(name)
 
 

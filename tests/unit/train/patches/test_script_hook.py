@@ -36,7 +36,7 @@ def keras(monkeypatch) -> ModuleType:
 
 
 def explained(call: str, keras: ModuleType, tmp_path: Path) -> str | None:
-    """Return what is said of the error of a script with this call."""
+    """Return the explanation of the error of a script with this call."""
     script = tmp_path / "train.py"
     script.write_text(f"import os\n{call}\n")
     try:

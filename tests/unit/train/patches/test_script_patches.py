@@ -40,7 +40,7 @@ def same(one: Any, other: Any, names: tuple[str, ...] = ("loss", "accuracy")) ->
 def test_every_script_patch_must_still_be_needed(found):
     """https://github.com/keras-team/keras/issues/20585
 
-    Once this fails, Keras has fixed it: drop what is no longer replaced from `train/patches/`.
+    Once this fails, Keras has fixed it: remove the patch from `train/patches/`.
     """
     for task in found[:2]:
         assert task["error"].startswith("ValueError"), task["error"]

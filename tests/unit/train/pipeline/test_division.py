@@ -55,7 +55,7 @@ class Holder:
         return {each.path: each.numpy().tobytes() for each in variables if each.value.is_initialized()}
 
     def change(self) -> None:
-        """Give every variable that it holds values of its own."""
+        """Assign different values to the variables of each task."""
         for each in (*self.model.trainable_variables, *self.optimizer._momentums):
             if each.value.is_initialized():
                 each.assign(np.random.default_rng(len(each.path)).normal(size=each.shape))

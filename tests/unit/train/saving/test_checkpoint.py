@@ -1,4 +1,4 @@
-"""Checkpoints: finished or not there at all, checked before they are used, written beside the training."""
+"""Checkpoints: written atomically and concurrently with the training, checked before use."""
 
 import threading
 from pathlib import Path

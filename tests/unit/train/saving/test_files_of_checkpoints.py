@@ -142,7 +142,7 @@ while True:
 
 def test_an_older_copy_of_the_writer_deletes_no_newer_checkpoint(tmp_path):
     save(tmp_path, 4, 5, 6)
-    write(State(3), Saved(tmp_path, 3))  # by one that stood still meanwhile
+    write(State(3), Saved(tmp_path, 3))  # by a writer that was suspended
     prune(Saved(tmp_path, 3), 1)
     assert [6, 5, 4, 3] == steps_of(tmp_path)
 
@@ -270,7 +270,7 @@ def test_what_a_restore_passed_over_is_set_aside_and_never_wins_again(tmp_path):
 
 
 def agree(*folders: Path) -> list[int | RunFailed | None]:
-    """Return what tasks agree on that see these folders; each of them runs as if the others were there."""
+    """Return the checkpoint on which tasks with these folders agree; each runs as if the others existed."""
     views = [[saved.step for saved in finished(folder) if saved.damage() is None] for folder in folders]
 
     def of(folder: Path) -> int | RunFailed | None:
@@ -320,7 +320,7 @@ def test_without_a_good_one_for_anybody_training_begins_anew(views):
 
 @pytest.mark.parametrize("seen", [(), (10,)])
 def test_a_task_that_can_read_none_of_the_others_ends_the_run(views, seen):
-    """To begin anew would throw away what the others have: its disk is another one, or broken."""
+    """Starting over would discard the others' checkpoints: this task's disk is another one, or broken."""
     for step in (10, 20, 30):
         Saved(views[2], step).remove()
     for step in seen:

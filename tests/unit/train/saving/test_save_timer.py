@@ -241,7 +241,7 @@ class Training:
     cost_s: float
     writing_s: float
     call_s: float = 0.0
-    """What a call takes beside its steps."""
+    """The overhead of a call."""
     calls: int = 0
     clock: Clock = field(default_factory=Clock)
     durable: int = 0

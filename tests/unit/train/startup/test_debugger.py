@@ -1,4 +1,4 @@
-"""A task that waits for a debugger goes on once one is attached; all others go on at once."""
+"""A task that waits for a debugger continues once one is attached; all others continue at once."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from pathlib import Path
 from cluster.contract.run.folder import RunFolder
 from train.startup import debugger
 debugger.wait_for_client(RunFolder(Path(sys.argv[1])), "worker-0")
-print("it goes on")
+print("it continues")
 """
 
 
@@ -40,7 +40,7 @@ def test_a_task_waits_until_a_debugger_is_attached(tmp_path):
             client.attach()
             assert process.poll() is None
             client.request("configurationDone")
-            assert "it goes on\n" == process.stdout.readline()
+            assert "it continues\n" == process.stdout.readline()
             client.close()
             assert 0 == process.wait(60)
         finally:

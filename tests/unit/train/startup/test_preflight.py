@@ -1,4 +1,4 @@
-"""Models and losses of one's own, tried on the machine that starts the run: what does not fit is reported before."""
+"""Users' models and losses, tried on the machine that starts the run, which reports errors before the start."""
 
 import subprocess
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The measured all-reduce, on logical CPUs. Runs TensorFlow, in processes of its own: it wants its devices first."""
+"""The measured all-reduce, on logical CPUs, in separate processes because TensorFlow configures devices only once."""
 
 import json
 import os
