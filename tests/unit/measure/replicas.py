@@ -213,7 +213,7 @@ def evaluated(found: dict[str, sources.Source]) -> dict[str, Any]:
 
 
 def per_replica(strategy: tf.distribute.Strategy, function: Callable[..., tf.Tensor]) -> Callable[[int], list[Any]]:
-    """Return a function that does a step and returns the replicas' results; `function` takes the replica and the step."""
+    """Return a function that does a step and returns all replicas' results; `function` takes replica and step."""
 
     @tf.function
     def run(step: tf.Tensor) -> Any:

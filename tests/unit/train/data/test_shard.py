@@ -276,7 +276,7 @@ def test_no_split_to_test_on_is_reported(tmp_path, monkeypatch):
 
 def test_images_of_many_sizes_need_a_size(tmp_path, monkeypatch):
     monkeypatch.setattr(TinyThings, "image_shape", (None, None, 1))
-    with pytest.raises(UsageError, match=r"features \[None, None, 1\] of no fixed size; resize its images: --size PIX"):
+    with pytest.raises(UsageError, match=r"features \[None, None, 1\] without a fixed size; resize its images: --size PIX"):
         tiny(tmp_path)
     assert (7, 7, 1) == tiny(tmp_path, size=7).train.feature_shape
 
@@ -310,8 +310,8 @@ def test_a_dataset_without_one_feature_and_one_label_is_reported(tmp_path, monke
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tiny_thing", "TFDS knows no dataset 'tiny_thing'; did you mean 'tiny_things'?"),
-        ("qqqqqqqqqq", "TFDS knows no dataset 'qqqqqqqqqq'; see https://www.tensorflow.org/datasets"),
+        ("tiny_thing", "TFDS has no dataset 'tiny_thing'; did you mean 'tiny_things'?"),
+        ("qqqqqqqqqq", "TFDS has no dataset 'qqqqqqqqqq'; see https://www.tensorflow.org/datasets"),
         ("tiny_things/large", "TFDS cannot read the name 'tiny_things/large': "),
     ],
 )
