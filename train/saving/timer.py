@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median_low
-from typing import Any
 
 from cluster.contract.run.folder import RunFolder
 
@@ -80,19 +79,19 @@ class Past:
     def read(cls, run: RunFolder, generation: int, first: int) -> Past:
         """Read the generations before this one, which starts at step `first`, from a run folder."""
         failed = {begun.generation for begun in run.generations() if begun.task}
-        earlier = [ledger for ledger in run.ledgers() if ledger["generation"] < generation]
-        earlier.sort(key=lambda ledger: ledger["generation"])
-        numbers = [ledger["generation"] for ledger in earlier] + [generation]
+        earlier = [ledger for ledger in run.ledgers() if ledger.generation < generation]
+        earlier.sort(key=lambda ledger: ledger.generation)
+        numbers = [ledger.generation for ledger in earlier] + [generation]
         ended = [
             ledger
             for ledger, following in zip(earlier, numbers[1:], strict=True)
-            if ledger["first_step_at"] and failed & set(range(ledger["generation"] + 1, following + 1))
+            if ledger.first_step_at and failed & set(range(ledger.generation + 1, following + 1))
         ]
-        saves: dict[str, Any] = next((ledger["saves"] for ledger in reversed(earlier) if ledger.get("saves")), {})
+        saves = next((ledger.saves for ledger in reversed(earlier) if ledger.saves), {})
         return cls(
-            uptimes_s=tuple(sum(ledger["seconds"].values()) for ledger in ended),
+            uptimes_s=tuple(sum(ledger.seconds.to_json().values()) for ledger in ended),
             failed=generation in failed,
-            stuck=generation in failed and bool(earlier) and earlier[-1]["first"] >= first,
+            stuck=generation in failed and bool(earlier) and earlier[-1].first >= first,
             cost_s=saves.get("cost_s"),
             writing_s=saves.get("writing_s"),
         )

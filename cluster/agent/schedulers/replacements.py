@@ -19,6 +19,7 @@ from pathlib import Path
 from cluster.agent import elastic
 from cluster.contract.run import launch_records, membership, records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Place
 from cluster.system import processes
 from cluster.system.errors import ClusterError
 from cluster.system.json_files import write_json
@@ -75,9 +76,9 @@ class Replacements:
         """Put the place of a task that has started into the cluster."""
         path = self._folder / "cluster.json"
         cluster = records.read(path, launch_records.cluster)
-        task, place = cluster.task(name), records.read(self._folder / f"{name}.json", records.place, None)
-        if place and (place["host"], place["port"]) != (task.host, task.port):
-            moved = replace(task, host=place["host"], port=place["port"])
+        task, place = cluster.task(name), records.read(self._folder / f"{name}.json", Place.from_json, None)
+        if place and (place.host, place.port) != (task.host, task.port):
+            moved = replace(task, host=place.host, port=place.port)
             tasks = tuple(moved if each.name == name else each for each in cluster.tasks)
             write_json(path, replace(cluster, tasks=tasks).to_json())
 

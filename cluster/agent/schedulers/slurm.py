@@ -37,7 +37,7 @@ from cluster.contract import settings, tf_config
 from cluster.contract.run import launch_records, membership, records
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import TASK_LOST, RunFolder
-from cluster.contract.run.records import AfterStop
+from cluster.contract.run.records import AfterStop, Place
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system import processes
 from cluster.system.errors import (
@@ -141,8 +141,8 @@ def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
         raise UsageError(f"the job has more tasks than the {len(tasks)} of {run.name}; start it with `invoke up`")
     node = os.environ["SLURMD_NODENAME"]
     host = node_address(node)
-    place = {"node": node, "host": host, "port": task_port(host, number), "job": os.environ["SLURM_JOB_ID"]}
-    write_json(places(run) / f"{names[number]}.json", place)
+    place = Place(node=node, host=host, port=task_port(host, number), job=os.environ["SLURM_JOB_ID"])
+    write_json(places(run) / f"{names[number]}.json", place.to_json())
     cluster = assemble(run) if number == 0 else await_cluster(run, names[number])
     return cluster, cluster.task(names[number])
 
@@ -204,10 +204,10 @@ def assemble(run: RunFolder) -> ClusterSpec:
     cluster, folder, tasks = run.load_cluster(), places(run), []
     deadline, is_elastic = _deadline(), "min_workers" in run.started
     for task in cluster.tasks:
-        place = _await(partial(records.read, folder / f"{task.name}.json", records.place, None), deadline)
+        place = _await(partial(records.read, folder / f"{task.name}.json", Place.from_json, None), deadline)
         if place is None and not (is_elastic and task.role == Role.WORKER):
             raise TimedOut(f"{task.name} did not start on its node, or {UNSEEN}")
-        tasks.append(replace(task, host=place["host"], port=place["port"]) if place else task)
+        tasks.append(replace(task, host=place.host, port=place.port) if place else task)
     cluster = replace(cluster, tasks=tuple(tasks))
     if run.heartbeats() and (run.outcome is None or run.has_stopped):  # of an earlier attempt
         go_on(run)
@@ -222,12 +222,12 @@ def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
         TimedOut: the chief has made none, or without this task.
     """
     folder = places(run)
-    own = records.read(folder / f"{name}.json", records.place)
+    own = records.read(folder / f"{name}.json", Place.from_json)
 
     def complete() -> ClusterSpec | None:
         cluster = records.read(folder / "cluster.json", launch_records.cluster, None)
         task = cluster.task(name) if cluster else None
-        return cluster if task and (task.host, task.port) == (own["host"], own["port"]) else None
+        return cluster if task and (task.host, task.port) == (own.host, own.port) else None
 
     # The chief of an elastic run waits as long for others before it makes one without them.
     if (cluster := _await(complete, _deadline() + LATER_S)) is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+
+from cluster.contract.run.records import Ledger
 
 PARTS = ("start", "compile", "input", "compute", "save", "evaluate", "lost", "restart", "other")
 
 
 def split(
-    started: float, ended: float, ledgers: Sequence[Mapping[str, Any]], failures: Mapping[int, float]
+    started: float, ended: float, ledgers: Sequence[Ledger], failures: Mapping[int, float]
 ) -> dict[str, float] | None:
     """Return the seconds of each part of `PARTS`; together they are the time from `started` to `ended`.
 
@@ -25,38 +26,38 @@ def split(
         `restart`: from a failure to the next new step; `lost`: steps that were repeated; `input` and `compute`: waiting
         for input in the other steps, and the rest of them; `other`: the rest, such as the end.
     """
-    ledgers = sorted((ledger for ledger in ledgers if ledger["began"] >= started), key=lambda each: each["generation"])
+    ledgers = sorted((ledger for ledger in ledgers if ledger.began >= started), key=lambda ledger: ledger.generation)
     if not ledgers:
         return None
     seconds = dict.fromkeys(PARTS, 0.0)
     accounted_until, down_since = started, None
-    for generation in sorted({ledger["generation"] for ledger in ledgers} | set(failures)):
-        ledger = next((ledger for ledger in ledgers if ledger["generation"] == generation), None)
+    for generation in sorted({ledger.generation for ledger in ledgers} | set(failures)):
+        ledger = next((ledger for ledger in ledgers if ledger.generation == generation), None)
         if down_since is None and generation in failures:
             down_since = failures[generation]
         if ledger is None:
             continue
-        first_step = ledger["first_step_at"]
+        first_step = ledger.first_step_at
         end = min([time for number, time in failures.items() if number > generation] + [ended])
         if down_since is not None:
             if first_step is not None:
                 seconds["restart"] += max(0.0, first_step - down_since)
                 down_since = None
         else:
-            seconds["start"] += max(0.0, ledger["began"] - accounted_until)
-            seconds["compile"] += max(0.0, (end if first_step is None else first_step) - ledger["began"])
-        next_first = next((later["first"] for later in ledgers if later["generation"] > generation), ledger["step"])
+            seconds["start"] += max(0.0, ledger.began - accounted_until)
+            seconds["compile"] += max(0.0, (end if first_step is None else first_step) - ledger.began)
+        next_first = next((later.first for later in ledgers if later.generation > generation), ledger.step)
         for part, part_s in _with_lost_steps(ledger, next_first).items():
             seconds[part] += part_s
-        accounted_until = ledger["updated_at"]
+        accounted_until = ledger.updated_at
     if down_since is not None:
         seconds["restart"] += max(0.0, ended - down_since)
     return _with_other(seconds, ended - started)
 
 
-def checkpoint_every_s(newest_first: Iterable[Mapping[str, Any]]) -> float | None:
+def checkpoint_every_s(newest_first: Iterable[Ledger]) -> float | None:
     """Return the planned seconds between checkpoints, from the newest ledger with a save; None if planned in steps."""
-    saves: Mapping[str, Any] = next((ledger["saves"] for ledger in newest_first if ledger.get("saves")), {})
+    saves = next((ledger.saves for ledger in newest_first if ledger.saves), {})
     return saves.get("every_s")
 
 
@@ -76,11 +77,11 @@ def _percent(part_s: float, wall_s: float) -> int:
     return round(100 * part_s / wall_s) if wall_s > 0 else 0
 
 
-def _with_lost_steps(ledger: Mapping[str, Any], next_first: int) -> dict[str, float]:
+def _with_lost_steps(ledger: Ledger, next_first: int) -> dict[str, float]:
     """Return the seconds of a ledger; steps after `next_first`, where the next generation continued, are `lost`."""
-    seconds = dict(ledger["seconds"])
-    repeated = min(ledger["timed_steps"], max(0, ledger["step"] - next_first))
-    lost = repeated / ledger["timed_steps"] if ledger["timed_steps"] else 0.0
+    seconds = ledger.seconds.to_json()
+    repeated = min(ledger.timed_steps, max(0, ledger.step - next_first))
+    lost = repeated / ledger.timed_steps if ledger.timed_steps else 0.0
     seconds["lost"] = lost * (seconds["input"] + seconds["compute"])
     seconds |= {part: (1 - lost) * seconds[part] for part in ("input", "compute")}
     return seconds

@@ -46,7 +46,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
         "goodput": _goodput(run, started, wall_s),
         "goodput_split": goodput.split(started, outcome.time, run.ledgers(), restarts.failures(run, started)),
         "checkpoint_every_s": goodput.checkpoint_every_s(
-            sorted(run.ledgers(), key=lambda ledger: ledger["generation"], reverse=True)
+            sorted(run.ledgers(), key=lambda ledger: ledger.generation, reverse=True)
         ),
         "pace": {"tasks": {name: pace.to_json() for name, pace in paces.items()}, **stragglers.findings(paces)},
         "tasks": {name: beats[name].exit_code if name in beats else None for name in names},

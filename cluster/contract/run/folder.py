@@ -21,7 +21,7 @@ from typing import Any
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.fields import count, record
 from cluster.contract.run.layout import Layout
-from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Outcome, OutcomeState, StopRequest
+from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Ledger, Outcome, OutcomeState, StopRequest
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import guard, make_folder, open_file, remove, rename
@@ -255,10 +255,10 @@ class RunFolder(Layout):
             return None
         return records.read(path, Outcome.from_json, None, limit=records.TASK_BYTES)
 
-    def ledgers(self) -> list[dict[str, Any]]:
+    def ledgers(self) -> list[Ledger]:
         """Return the chief's ledger of each generation that has one."""
         paths = sorted((self.control / "ledgers").glob("*.json"))
-        ledgers = (records.read(path, records.ledger, None, limit=records.TASK_BYTES) for path in paths)
+        ledgers = (records.read(path, Ledger.from_json, None, limit=records.TASK_BYTES) for path in paths)
         return [ledger for ledger in ledgers if ledger]
 
     def end(self, state: str, **why: Any) -> bool:

@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass
 
 from cluster.contract.run import records
-from cluster.contract.run.fields import count, record, text
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.schema import Count, Record
 from cluster.contract.spec import Task
 from cluster.system.json_files import create_json, write_json
 from cluster.system.ports import PORTS
@@ -17,22 +17,25 @@ TOKEN_BYTES = 32
 PRIVATE = 0o600
 BACKLOG = 1024
 
-_invitation = record({"host": text, "port": count})
-_token = record({"token": text})
 
-
-@dataclass(frozen=True)
-class Invitation:
-    """How to reach the hub."""
+@dataclass(frozen=True, kw_only=True)
+class Invitation(Record):
+    """The address of the hub: `control/gang.json`."""
 
     host: str
-    port: int
+    port: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token(Record):
+    """The secret of the run's agents: `control/token.json`."""
+
+    token: str
 
 
 def invitation(run: RunFolder) -> Invitation | None:
     """Return how to reach the hub; None without a valid record."""
-    found = records.read(run.gang, _invitation, None, limit=records.TASK_BYTES)
-    return Invitation(found["host"], found["port"]) if found else None
+    return records.read(run.gang, Invitation.from_json, None, limit=records.TASK_BYTES)
 
 
 def token(run: RunFolder) -> str:
@@ -41,10 +44,10 @@ def token(run: RunFolder) -> str:
     Raises:
         OSError: it cannot be written.
     """
-    if not (found := records.read(run.token, _token, None, limit=records.TASK_BYTES)):
-        create_json(run.token, {"token": secrets.token_hex(TOKEN_BYTES)}, _token, mode=PRIVATE)
-        found = records.read(run.token, _token)
-    return str(found["token"])
+    if not (known := records.read(run.token, Token.from_json, None, limit=records.TASK_BYTES)):
+        create_json(run.token, {"token": secrets.token_hex(TOKEN_BYTES)}, Token.from_json, mode=PRIVATE)
+        known = records.read(run.token, Token.from_json)
+    return known.token
 
 
 def generation_token(run: RunFolder, generation: int) -> str:

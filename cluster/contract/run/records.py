@@ -275,23 +275,42 @@ def generation(number: int) -> Callable[[Any], Generation]:
     return checked
 
 
-place = record({"node": text, "host": text, "port": count}, {"job": (text, "")})
-"""Where a task of a job runs and listens, and the job's number."""
+@dataclass(frozen=True, kw_only=True)
+class Place(Record):
+    """The node and address of a task of a job, and the job's number."""
 
-ledger = record(
-    {
-        "generation": count,
-        "began": seconds,
-        "first_step_at": optional(seconds),
-        "first": count,
-        "updated_at": seconds,
-        "step": count,
-        "timed_steps": count,
-        "seconds": exactly(dict.fromkeys(("input", "compute", "save", "evaluate"), seconds)),
-    },
-    {"saves": (mapping(measured), ABSENT)},
-)
-"""The chief's time in one generation, by activity."""
+    node: str
+    host: str
+    port: Count
+    job: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity(Record):
+    """The seconds of the chief's steps, for input and computing, and of what it did between them."""
+
+    input: Seconds
+    compute: Seconds
+    save: Seconds
+    evaluate: Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger(Record):
+    """The chief's time in one generation: `control/ledgers/<generation>.json`."""
+
+    generation: Count
+    began: Seconds
+    first_step_at: Seconds | None
+    first: Count
+    """The steps before this generation."""
+    updated_at: Seconds
+    step: Count
+    timed_steps: Count
+    seconds: Activity
+    saves: dict[str, Measured] = field(default_factory=dict)
+    """The interval between checkpoints, and the measurements that it follows from."""
+
 
 result = record(
     {},

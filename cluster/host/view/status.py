@@ -12,7 +12,7 @@ from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.liveness import final_state, look_once
 from cluster.contract.run.logs import last_line
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, Ledger, TaskState
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.view.columns import MIN_ROOM, chosen_columns, columns, plain_lines
 from cluster.host.view.sparkline import bar, sparkline
@@ -73,7 +73,8 @@ def _heard(beats: dict[str, Heartbeat]) -> bool:
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    ledgers = (records.read(run.ledger(number), records.ledger, {}) for number in range(run.generation, -1, -1))
+    read = (records.read(run.ledger(number), Ledger.from_json, None) for number in range(run.generation, -1, -1))
+    ledgers = (ledger for ledger in read if ledger)
     for saved in reversed(run.saved_steps):
         with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out
             age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime

@@ -6,10 +6,10 @@ import contextlib
 import signal
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Place
 from cluster.host.runtime.faults import FaultInjector
 from cluster.system import processes
 from cluster.system.errors import ClusterError
@@ -35,7 +35,7 @@ class SlurmFaults(FaultInjector):
         found = self.processes(task)
         words = [str(int(found[which]["pid"])) for which in whose]
         place = self._place(task)
-        job, node = place.get("job") or self._job(), place.get("node", "")
+        job, node = (place and place.job) or self._job(), place.node if place else ""
         step = ["srun", f"--jobid={job}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
         code, _, complained = processes.run([*step, "kill", f"-{number}", *words], SRUN_S)
         if code:
@@ -43,10 +43,10 @@ class SlurmFaults(FaultInjector):
                 f"srun on {node or 'a node'} of job {job or 'none'}: {' '.join(complained.split())[:200]}"
             )
 
-    def _place(self, task: str) -> dict[str, Any]:
+    def _place(self, task: str) -> Place | None:
         """Return where a task was last; a replacement of it is in a job of its own."""
         attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
-        return records.read(attempts[-1], records.place) if attempts else {}
+        return records.read(attempts[-1], Place.from_json) if attempts else None
 
     def pause(self, task: str) -> None:
         """Stop the agent first: otherwise it would end the frozen program."""
