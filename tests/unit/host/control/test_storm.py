@@ -214,7 +214,7 @@ def summary(state: str, weights: str | None) -> dict[str, Any]:
     ],
 )
 def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
-    make_run, monkeypatch, capsys, ended, weights, dealt, calm, code
+    make_run, monkeypatch, ended, weights, dealt, calm, code
 ):
     run = make_run("stormy", workers=1)
     beat(run, 100)
@@ -235,20 +235,6 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     monkeypatch.setattr(storm.watch, "follow", follow)
     assert code == storm.main(run, 2, 7, ["kill"], 12.0)
     assert [(run, 2, 7, ["kill"], 12.0)] == requested
-    lines = capsys.readouterr().out.splitlines()
-    inflicted = "1 fault" if dealt == 1 else "2 faults"
-    assert f"{inflicted} inflicted; waiting for the run's end" == lines[0]
-    assert any(ended in line for line in lines[1:])
-    few = "the run had no room for 2 faults: train for longer (-- --max-steps), or request fewer (--faults)"
-    assert (dealt < 2 and ended == "succeeded") == (few in lines)
-    if ended != "succeeded":
-        assert lines[-1].startswith(f"the run {ended} after 2 of 2 faults: chief: it died")
-    compared = [line for line in lines if line.startswith("weights ")]
-    if ended != "succeeded" or not calm:
-        assert [] == compared
-    else:
-        says = "the same bits as" if weights == calm else "NOT those of"
-        assert [f"weights      {says} the undisturbed run calm"] == compared
 
 
 def test_a_storm_that_is_refused_inflicts_nothing(run, inflicted):
