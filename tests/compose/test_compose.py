@@ -76,7 +76,6 @@ def read_config(command: str) -> dict[str, Any]:
 
 
 def seconds(duration: str) -> float:
-    """Return a Go duration such as `1m30s` in seconds."""
     units = {"h": 3600, "m": 60, "s": 1}
     return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([hms])", duration))
 
@@ -202,7 +201,6 @@ SCRIPT = Payload(Path("/theirs/train.py"), ("--epochs", "1"), (), None, Path("/p
 
 
 def brought(cluster: ClusterSpec, *, way_out: bool = True) -> dict[str, Any]:
-    """Return what the containers get for a script."""
     return {"mounts": SCRIPT.mounts(), "environment": task_environment(SCRIPT, cluster), "way_out": way_out}
 
 

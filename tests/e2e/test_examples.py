@@ -21,7 +21,6 @@ WITHOUT_TENSORBOARD = "--tensorboard-port=0"
 
 
 def commands(example: str) -> list[str]:
-    """Return the commands of an example's README."""
     return re.findall(r"^\$ (.*)$", (EXAMPLES / example / "README.md").read_text(), re.MULTILINE)
 
 

@@ -71,7 +71,6 @@ def own(clusters, tmp_path_factory) -> Clusters:
 
 
 def words(name: str, options: str, callbacks: str, training: str) -> list[str]:
-    """Return the command that trains."""
     up = f"up --name={name} --runtime=local --tensorboard-port=0 {options}"
     steps = f"--max-steps={STEPS} --epochs=100 --global-batch=24 --log-every=1 --steps-per-loop=5 --checkpoint-every=10"
     return f"{up} -- --callbacks=killed_parts:{callbacks} {steps} {training}".split()

@@ -81,7 +81,6 @@ class Pods:
         return docker("ps", "--all", "--format={{.Names}}", f"--filter=network={self.network}").split()
 
     def ended(self) -> dict[str, int]:
-        """Return the exit codes of the pods that have ended."""
         names = self.names()
         output = docker("inspect", "--format={{.State.Status}} {{.State.ExitCode}}", *names).splitlines()
         states = dict(zip(names, (line.split() for line in output), strict=True))

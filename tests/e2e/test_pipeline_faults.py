@@ -29,7 +29,6 @@ def check_against_one_device(clusters: Clusters, run: RunFolder) -> None:
 
 
 def programs(run: RunFolder) -> dict[str, int]:
-    """Return the program of each stage, by its task."""
     tasks = [task.name for task in run.load_cluster().members]
     return {task: read_json(run.programs(task))["program"]["pid"] for task in tasks if run.programs(task).exists()}
 

@@ -279,7 +279,6 @@ def test_a_job_at_its_time_limit_must_save_and_go_on(long_job, clusters):
 
 
 def steps_of(run: RunFolder, event: str) -> list[int]:
-    """Return the steps at which an event of the chief's happened."""
     return [each["step"] for each in run.events() if (each["task"], each["event"]) == ("chief", event)]
 
 

@@ -24,7 +24,6 @@ CUT_S = 20
 
 
 def at(host: str, *words: str) -> str:
-    """Return what the engine of a host answers."""
     command = ["docker", "--host", f"unix://{HOSTS / host / 'docker.sock'}", *words]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 

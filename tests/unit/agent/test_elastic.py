@@ -46,7 +46,6 @@ class World:
         self.returns = Returns({name.replace("_", "-"): n for name, n in times_left_out.items()}, lambda: self.now)
 
     def pass_time(self, seconds: float, *here: str, saved: int = -1) -> frozenset[str]:
-        """Return which tasks were due within so many seconds."""
         found = frozenset[str]()
         for _ in range(int(2 * seconds)):
             self.now += 0.5

@@ -32,7 +32,6 @@ class Arrival:
     ended: list[Exception | None]
 
     def end(self) -> Exception | None:
-        """Return the error that it left with, or None where it passed."""
         self.thread.join(10)
         return self.ended[0]
 
@@ -304,7 +303,6 @@ class Gathering:
         self.greetings: list[tuple[str, str]] = []
 
     def of(self, name: str) -> rendezvous.Hub:
-        """Return the hub as a task sees it."""
         if name in self.unheard:
             return rendezvous.Hub()
         return rendezvous.Hub(

@@ -22,7 +22,6 @@ def restarts(summary: dict[str, Any]) -> list[tuple[int, str]]:
 
 
 def record(run: RunFolder, generation: int) -> Generation:
-    """Return the record of a generation."""
     return run.generations()[generation]
 
 

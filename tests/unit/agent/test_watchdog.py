@@ -100,7 +100,6 @@ def watch(run: RunFolder, task: str = "chief") -> watchdog.Watchdog:
 
 
 def after(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Finding | None:
-    """Return what is found when nothing has changed for so long."""
     assert dog.examine() is None
     return elapse(dog, clock, seconds)
 

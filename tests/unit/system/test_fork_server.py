@@ -60,7 +60,6 @@ def supervisor_of(gang: Gang) -> int:
 
 
 def loaded_by(gang: Gang, generation: int = 0) -> dict[str, str]:
-    """Return for every task which process had imported what it needs."""
     return {path.name.split(".")[0]: path.read_text() for path in gang.run.path.glob(f"*.{generation}.loaded")}
 
 

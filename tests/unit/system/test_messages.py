@@ -45,7 +45,6 @@ def test_an_error_of_the_system_names_what_it_is_about(tmp_path):
 
 
 def exit_of(body: Callable[[Context], object]) -> tuple[int, str]:
-    """Return how a task ends whose body is this."""
     with pytest.raises(Exit) as ended:
         command_line.report_errors(body)(Context())
     return ended.value.code, str(ended.value.message)

@@ -63,7 +63,6 @@ def reached(gang: Gang) -> set[tuple[str, str]]:
 
 
 def network_of(pid: int) -> str:
-    """Return which network a process is in."""
     return str(Path(f"/proc/{pid}/ns/net").readlink())
 
 
@@ -80,7 +79,6 @@ def as_user(user: int, program: str, *words: str) -> subprocess.CompletedProcess
 
 
 def under_way(gang: Gang) -> Gang:
-    """Return the gang once its tasks have met and trained."""
     for task in gang.run.load_cluster().tasks:
         gang.await_step(task.name, 2)
     return gang

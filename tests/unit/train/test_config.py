@@ -18,7 +18,6 @@ from train.settings.overrides import resolve
 
 
 def refusal(*overrides: str, preset: str = "fashion_mnist") -> str:
-    """Return the error of a refused configuration."""
     with pytest.raises(UsageError) as refused:
         resolve(preset, overrides)
     assert 1 == len(str(refused.value).splitlines())

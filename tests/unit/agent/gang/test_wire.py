@@ -15,7 +15,6 @@ def taken(channel: Channel) -> bytes:
 
 
 def established() -> tuple[Channel, Channel]:
-    """Return a hub's and an agent's channel that know each other."""
     hub, agent = Channel(TOKEN), Channel(TOKEN, "worker-0")
     for sender, receiver in ((hub, agent), (agent, hub), (hub, agent)):
         assert [] == receiver.receive(taken(sender))
@@ -26,7 +25,6 @@ def established() -> tuple[Channel, Channel]:
 
 
 def frames(*messages: int) -> tuple[Channel, list[bytes]]:
-    """Return a hub and the frames of messages to it."""
     hub, agent = established()
     sent = []
     for message in messages:

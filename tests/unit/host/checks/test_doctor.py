@@ -35,7 +35,6 @@ def healthy(monkeypatch, tmp_path):
 
 
 def examine(port: int | None = None) -> dict[str, Finding]:
-    """Return the findings by their check's name."""
     return {found.check: found for found in doctor.examine(port or free_ports(1)[0])}
 
 

@@ -20,7 +20,6 @@ def text(cluster: object = TWO, role: object = "worker", index: object = 0) -> s
 
 
 def found(value: str, strategy: str = "") -> set[tuple[str, str]]:
-    """Return the state and the name of each finding."""
     return {(each.state, each.check) for each in explain.of_text(value, "", strategy).findings}
 
 

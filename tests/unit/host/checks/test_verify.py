@@ -63,7 +63,6 @@ def reported(
 
 
 def refused(code: int, says: str) -> str:
-    """Return the same for an `up` that refuses to start anything."""
     return json.dumps({"code": code, "says": says, "files": {}})
 
 
@@ -255,7 +254,6 @@ def test_interrupted_it_ends_what_it_started(folder, monkeypatch, number):
 
 
 def rows(**changes: Any) -> list[dict[str, Any]]:
-    """Return rows in which all is well but for the TPU."""
     reference = Ended(0, "", 1.0, "keras 3.15.1", LOSSES, {"eval_loss": 2.0, "eval_accuracy": 0.5}, "a")
     missing = Ended(3, NO_TPU)
     made = [verify.judge(case, missing if case.strategy == "tpu" else reference, reference) for case in CASES]

@@ -96,7 +96,6 @@ def check(text: str | list[str]) -> None:
 
 
 def screen(capsys, command: str, /, *arguments: str, **options: object) -> str:
-    """Return what a command shows on the terminal."""
     capsys.readouterr()
     ended = None
     try:

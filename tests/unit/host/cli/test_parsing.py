@@ -8,7 +8,6 @@ from cluster.host.launch import folders
 
 
 def ended(words: str) -> int | str | None:
-    """Return the exit code of `invoke` with these words."""
     with pytest.raises(SystemExit) as exit_:
         Program(namespace=tasks.ns).run(["invoke", *words.split()])
     return exit_.value.code

@@ -133,7 +133,6 @@ def test_a_run_that_is_not_in_progress_is_refused(run, ended):
 
 
 def ends(**options: Any) -> tuple[int, str]:
-    """Return the exit code and the message that the task ends with."""
     with pytest.raises(Exit) as ended:
         tasks.ns["chaos"](MockContext(), **options)
     return ended.value.code, ended.value.message or ""

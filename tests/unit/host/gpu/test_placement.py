@@ -17,14 +17,12 @@ OTHER_MIG = "MIG-d4c28c2e-7c26-847f-0316-909e3bbbe9ea"
 
 
 def placed(words: str, per_task: str = "", **topology: object) -> Placement:
-    """Return who gets what on the host that `nvidia-smi` reports."""
     requested = placement.parse(words, per_task)
     assert requested
     return placement.place(requested, devices.machine(requested.text, with_instances=True), spec.build(**topology))
 
 
 def groups(given: Placement) -> list[str]:
-    """Return each task's ids as `0,1`, chief first."""
     return [",".join(ids) for ids in given.ids.values()]
 
 

@@ -28,7 +28,6 @@ def lines(target: str) -> list[str]:
 
 
 def requirements(target: str) -> list[tuple[Requirement, str]]:
-    """Return what a target's .in file asks for, with the reasons."""
     entries = [line.partition("#") for line in (FOLDER / f"{target}.in").read_text().splitlines()]
     return [(Requirement(text), reason.strip()) for text, _, reason in entries if text.strip()]
 

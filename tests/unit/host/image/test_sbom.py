@@ -28,7 +28,6 @@ FILES = {
 
 
 def package(kind: str, name: str, *paths: str, layer: str = "") -> Json:
-    """Return a package as syft lists it, found in these files."""
     properties = {"syft:package:type": kind, "syft:package:foundBy": "a cataloger"}
     for number, path in enumerate(paths):
         properties |= {f"syft:location:{number}:layerID": layer, f"syft:location:{number}:path": path}

@@ -23,7 +23,6 @@ SIZES = {
 
 
 def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
-    """Return what of a plan decides."""
     config = {"model": "two_conv_cnn", "dataset": "mnist", "global_batch": 64} | {
         name: options.pop(name) for name in ("micro_batches", "bitwise_elastic", "model") if name in options
     }
@@ -39,7 +38,6 @@ def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
 
 
 def held(value: dict[str, Any]) -> dict[str, float]:
-    """Return what each task holds beside TensorFlow, in MiB."""
     return {name: (size - TASK_MEMORY_BYTES) / MIB for name, size in value["task_bytes"].items()}
 
 

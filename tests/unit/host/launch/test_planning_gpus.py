@@ -34,12 +34,10 @@ def show_plan(**options: Any) -> None:
 
 
 def ids_of(planned: Plan) -> list[list[int]]:
-    """Return each task's ids as programs get them."""
     return [task["gpus"] for task in planned.to_json()["tasks"]]
 
 
 def environments(planned: Plan) -> dict[str, dict[str, str]]:
-    """Return what each task of a plan finds in its environment."""
     parts = planned.compose.get("tasks") or planned.compose["services"]
     return {name: part["environment"] for name, part in parts.items()}
 
@@ -232,7 +230,6 @@ def test_runs_in_progress_keep_their_gpus(resolved, nvidia_smi, docker, monkeypa
 
 
 def engine_says(info: dict[str, Any]) -> str:
-    """Return the script of a `docker` that says this of itself."""
     return f"echo '{json.dumps(info)}'"
 
 

@@ -33,7 +33,6 @@ def trained(make_run) -> Callable[..., RunFolder]:
 
 
 def notes(run: RunFolder, preset: str = "", topology: dict[str, Any] | None = None, **config: Any) -> list[str]:
-    """Return the notes about a run that goes on with these changes."""
     changed = {**read_json(run.config), **config}
     cluster = spec.build(**topology) if topology else run.load_cluster()
     return check(run, preset, changed, cluster)

@@ -36,7 +36,6 @@ PATHS = st.text("abc /.é\"'#=\\", min_size=1).filter(lambda name: not name.star
 
 
 def values(name: str) -> st.SearchStrategy[Any]:
-    """Return the values that an option may have in a request."""
     option = OPTIONS[name]
     if option.is_path and option.kinds == (list,):
         return st.lists(PATHS.map(lambda path: f"A_KEY={path}"), min_size=1).map(tuple)
@@ -54,7 +53,6 @@ REQUESTS = st.fixed_dictionaries({}, optional={name: values(name) for name in OP
 
 
 def read(folder: Path, text: str) -> run_file.RunFile:
-    """Return what a file with this text says."""
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
     return run_file.read(str(path))

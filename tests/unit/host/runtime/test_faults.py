@@ -45,7 +45,6 @@ def victims(run) -> Iterator[dict[str, int]]:
 
 
 def states(pids: dict[str, int]) -> dict[str, str]:
-    """Return the kernel's letter for each process' state."""
     return {which: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for which, pid in pids.items()}
 
 
@@ -295,7 +294,6 @@ def test_a_disk_with_too_much_room_is_never_filled(unfillable, monkeypatch):
 
 
 def room(disk: Path) -> int:
-    """Return how many bytes are free."""
     return os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
 
 

@@ -27,7 +27,6 @@ def allowed(monkeypatch):
 
 
 def warnings(planned: Plan) -> list[str]:
-    """Return what `up` prints of the network."""
     return [note for note in planned.notes if note.startswith("warning: ")]
 
 

@@ -242,7 +242,6 @@ def test_what_a_swarm_cannot_give_is_refused(options, named, manager):
 
 
 def described(node: dict[str, Any], cpus: int, memory_bytes: int, gpus: int = 0) -> dict[str, Any]:
-    """Return a host that says what it has, and where it is."""
     kinds: list[dict[str, Any]] = [{"DiscreteResourceSpec": {"Kind": "SSD", "Value": 3}}]
     kinds += [{"NamedResourceSpec": {"Kind": nodes.GPU, "Value": f"GPU-{number}"}} for number in range(gpus)]
     resources = {"NanoCPUs": cpus * 10**9, "MemoryBytes": memory_bytes, "GenericResources": kinds}

@@ -15,7 +15,6 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\nroot cause: none \u202e\x9b2J"
 
 
 def lines_of(run: RunFolder) -> list[str]:
-    """Return everything that is shown of a run that failed."""
     value = read_status(run)
     return [*status_table(value), *ended_lines(run, "runs/demo"), *status_table(value | {"script": HOSTILE})]
 

@@ -36,7 +36,6 @@ class Numbers:
 
 
 def numbers(split: str, _shard: Shard) -> Any:
-    """Return a random-access source."""
     return Numbers(TRAIN if split == "train" else TEST)
 
 

@@ -145,8 +145,14 @@ def test_the_version_follows_the_contents(returns):
         (ValueError("no\nsuch file"), "fails: ValueError: no such file ("),
         (ValueError("a\x1b[2Jb"), "fails: ValueError: a\\x1b[2Jb ("),
         (SystemExit(0), "fails: it ends the program with sys.exit(0) ("),
-        ({**GOOD, "classes": 3}, "returns a value that cannot be converted to arrays: TypeError: 'int' object is not iterable"),
-        ({**GOOD, "train": ([[1], [2, 3]], LABELS)}, "returns a value that cannot be converted to arrays: ValueError: "),
+        (
+            {**GOOD, "classes": 3},
+            "returns a value that cannot be converted to arrays: TypeError: 'int' object is not iterable",
+        ),
+        (
+            {**GOOD, "train": ([[1], [2, 3]], LABELS)},
+            "returns a value that cannot be converted to arrays: ValueError: ",
+        ),
     ],
 )
 def test_what_cannot_be_trained_on_is_reported_in_one_line(returns, value, message):

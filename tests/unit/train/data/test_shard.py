@@ -276,7 +276,9 @@ def test_no_split_to_test_on_is_reported(tmp_path, monkeypatch):
 
 def test_images_of_many_sizes_need_a_size(tmp_path, monkeypatch):
     monkeypatch.setattr(TinyThings, "image_shape", (None, None, 1))
-    with pytest.raises(UsageError, match=r"features \[None, None, 1\] without a fixed size; resize its images: --size PIX"):
+    with pytest.raises(
+        UsageError, match=r"features \[None, None, 1\] without a fixed size; resize its images: --size PIX"
+    ):
         tiny(tmp_path)
     assert (7, 7, 1) == tiny(tmp_path, size=7).train.feature_shape
 

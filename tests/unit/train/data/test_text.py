@@ -65,7 +65,6 @@ def test_a_text_of_tfds_becomes_windows(monkeypatch, tmp_path):
 
 
 def np_texts(values):
-    """Return texts as TFDS reads them."""
     import tensorflow as tf
 
     return tf.constant(values)

@@ -14,7 +14,6 @@ NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subno
 
 
 def summed(*shards: list[float]) -> list[float]:
-    """Return the sum of some shards, on one replica."""
     return exact_sum([tf.constant(shards, tf.float32)], len(shards))[0].numpy().tolist()
 
 

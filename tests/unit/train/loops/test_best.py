@@ -18,7 +18,6 @@ from train.settings.stopping import Best as Settings
 
 
 def followed(values: list[float], total: int = 100, state: BestState | None = None, **settings: Any) -> Best:
-    """Return a `Best` that follows evaluations after every step."""
     best = Best(Settings(**{"metric": "eval_loss"} | settings), total, state or BestState())
     for step, value in enumerate(values, start=1):
         best.follow(step, {"eval_loss": value, "eval_accuracy": value})

@@ -571,7 +571,6 @@ def test_without_callbacks_there_are_none():
 
 
 def _as_far_as_build(reference: str) -> Any:
-    """Return as much of a context as `callbacks.build` needs."""
     return types.SimpleNamespace(
         config=TrainConfig(callbacks=reference),
         run=RunFolder(Path("run")),

@@ -75,7 +75,6 @@ def objective_of(source: sources.Source, **more: Any) -> objectives.Objective:
 
 
 def trained(source: sources.Source, objective: objectives.Objective, micro_batches: int = 1) -> tuple[Any, np.ndarray]:
-    """Return a model after 60 steps and the loss of each."""
     patches.apply()
     keras.utils.set_random_seed(1)
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")

@@ -44,7 +44,6 @@ Build = Callable[[Callable[..., Any]], keras.Model]
 
 
 def refusal(build: Build, function: Callable[..., Any]) -> str:
-    """Return the error of a model that is refused."""
     with pytest.raises(UsageError) as refused:
         build(function)
     assert 1 == len(str(refused.value).splitlines())
@@ -52,7 +51,6 @@ def refusal(build: Build, function: Callable[..., Any]) -> str:
 
 
 def flat(outputs: int) -> keras.Model:
-    """Return a model that has no variables before it is built."""
     return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(outputs)])
 
 

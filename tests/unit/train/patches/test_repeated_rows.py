@@ -12,7 +12,6 @@ SLICES = tf.IndexedSlices(tf.ones([4, 2]), tf.constant([1, 0, 1, 1]), tf.constan
 
 
 def step(gradient: tf.Tensor | tf.IndexedSlices) -> np.ndarray:
-    """Return how Adam's first step changes three rows."""
     weights = keras.Variable(np.zeros([3, 2], np.float32))
     optimizer = keras.optimizers.Adam(0.1)
     optimizer.build([weights])

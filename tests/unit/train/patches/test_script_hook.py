@@ -36,7 +36,6 @@ def keras(monkeypatch) -> ModuleType:
 
 
 def explained(call: str, keras: ModuleType, tmp_path: Path) -> str | None:
-    """Return the explanation of the error of a script with this call."""
     script = tmp_path / "train.py"
     script.write_text(f"import os\n{call}\n")
     try:

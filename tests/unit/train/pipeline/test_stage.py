@@ -94,7 +94,6 @@ def of_one_device(task, step=0):
 
 
 def of_stages(task, number, name, remat=False, step=0, cut=()):
-    """Return the same of `number` stages within this process."""
     chain = blocks.chain(task.model)
     found = partition(blocks.estimate(chain, MICRO, 2), Plan(number), cut)
     edges, gradients = LocalEdges(), {}

@@ -24,7 +24,6 @@ from train.saving.files import Saved, write
 
 
 def model_of(value: float) -> keras.Model:
-    """Return a model whose only weight is a number."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.set_weights([np.full([1, 1], value, np.float32)])
     return model

@@ -36,7 +36,6 @@ def write(tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
 
 
 def refusal(reference: str, of: Callable[[str], object] | None = None) -> str:
-    """Return the error of a reference that is refused."""
     with pytest.raises(UsageError) as refused:
         of(reference) if of else references.check("--model", reference, BUILT_IN)
     assert 1 == len(str(refused.value).splitlines())

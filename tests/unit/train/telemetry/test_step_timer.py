@@ -78,7 +78,6 @@ def train(
 
 
 def order(*noted: list[tuple[str, float]]) -> list[str]:
-    """Return the recorded marks in the order of their times."""
     return [what for what, _ in sorted((one for notes in noted for one in notes), key=lambda one: one[1])]
 
 

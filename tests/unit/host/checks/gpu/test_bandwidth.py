@@ -22,13 +22,11 @@ PAIR = Machine((), links={("0", "1"): "NV18", ("1", "0"): "NV18"})
 
 
 def measured(devices: int) -> str:
-    """Return what `train.bandwidth` prints on as many GPUs."""
     sizes = [{"mib": 64, "seconds": 0.001, "bus_gb_s": 101.26}, {"mib": 512, "seconds": 0.004, "bus_gb_s": 230.04}]
     return json.dumps({"devices": [f"GPU:{index}" for index in range(devices)], "sizes": sizes})
 
 
 def engine_that(run: str, *, runtimes: str = '{"nvidia": {}}', image: str = "exit 0") -> str:
-    """Return the script of a `docker` that hands over GPUs."""
     info = f'{{"Runtimes": {runtimes}, "DiscoveredDevices": [{{"ID": "nvidia.com/gpu=0"}}]}}'
     return (
         f"case \"$*\" in\n'info --format {{{{json .}}}}') echo '{info}';;\ninfo*) echo '\"27.5.1\"';;\n"

@@ -45,12 +45,10 @@ def toolkit_installed(tmp_path) -> Callable[[], None]:
 
 
 def examine() -> dict[str, Finding]:
-    """Return the findings by their check's name."""
     return {found.check: found for found in gpu_host.examine()}
 
 
 def recorded(host: str) -> gpu_host.Settings:
-    """Return what is recorded of a host."""
     return settings((NVIDIA / host / "settings.csv").read_text())
 
 
