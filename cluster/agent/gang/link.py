@@ -104,13 +104,7 @@ class Link:
         return any(each.fileno() in ready for each in sockets)
 
     def _hold(self, hub: Invitation) -> None:
-        """Exchange messages with the hub until the connection breaks.
-
-        Raises:
-            OSError: it broke.
-            Refused: this is not the run's hub.
-            ValueError: a message is not valid.
-        """
+        """Exchange messages with the hub until the connection breaks."""
         channel = Channel(joining.token(self._run), self._task)
         with socket.create_connection((hub.host, hub.port), CONNECT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -87,11 +87,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _task(run: RunFolder, command: list[str]) -> int:
-    """Be a task of the job: run the agent of one of the run's tasks until it has ended by itself.
-
-    Raises:
-        PrerequisiteError: this node lacks the run's folder, or what runs the agent, such as Apptainer.
-    """
+    """Be a task of the job: run the agent of one of the run's tasks until it has ended by itself."""
     node = os.environ["SLURMD_NODENAME"]
     if shutil.which(command[0]) is None:
         raise PrerequisiteError(f"{node}: there is no {command[0]} on its PATH")

@@ -21,7 +21,16 @@ from typing import Any
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.fields import count, record
 from cluster.contract.run.layout import Layout
-from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Ledger, Outcome, OutcomeState, StopRequest
+from cluster.contract.run.records import (
+    AfterStop,
+    Generation,
+    Heartbeat,
+    Ledger,
+    Outcome,
+    OutcomeState,
+    Result,
+    StopRequest,
+)
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import guard, make_folder, open_file, remove, rename
@@ -138,9 +147,9 @@ class RunFolder(Layout):
         return config if "script" in config else None
 
     @property
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Result:
         """The result that the chief's program reported at its end; empty before."""
-        return records.read(self.control / "result.json", records.result, {})
+        return records.read(self.control / "result.json", Result.from_json, Result())
 
     @property
     def board_port(self) -> int | None:

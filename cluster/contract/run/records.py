@@ -312,16 +312,18 @@ class Ledger(Record):
     """The interval between checkpoints, and the measurements that it follows from."""
 
 
-result = record(
-    {},
-    {
-        "steps": (count, ABSENT),
-        "epochs": (measured, None),
-        "examples_per_s": (measured, None),
-        "metrics": (mapping(measured), {}),
-        "weights_sha256": (optional(text), None),
-    },
-)
+@dataclass(frozen=True, kw_only=True)
+class Result(Record):
+    """The result that the chief's program reports at its end: `control/result.json`."""
+
+    steps: Count | None = None
+    epochs: Measured = None
+    examples_per_s: Measured = None
+    metrics: dict[str, Measured] = field(default_factory=dict)
+    weights_sha256: str | None = None
+    keras: str | None = None
+    """The version of Keras."""
+
 
 _restart = record(
     {},

@@ -266,7 +266,7 @@ def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) 
         problem = f"the loss of step {missing[0]} is missing or not finite"
     metrics = {name: value for name, value in summary.get("metrics", {}).items() if value is not None}
     weights = summary.get("weights_sha256")
-    return Ended(code, problem, seconds, result.get("keras"), losses, metrics, weights)
+    return Ended(code, problem, seconds, result.keras, losses, metrics, weights)
 
 
 def _disagreement(ended: Ended, reference: Ended, parity: float | None) -> str:
