@@ -51,7 +51,7 @@ def read(path: Path, check: Callable[[Any], Any], default: Any = _NEEDED, *, lim
 
     Args:
         path: the record.
-        check: returns the record as it may be used, see `cluster/contract/run/fields.py`.
+        check: returns the checked record, such as `Heartbeat.from_json`.
         default: returned without a valid record; if it is not given, there has to be one.
         limit: the largest record that is read, in bytes.
 
