@@ -152,6 +152,14 @@ def _left_out(run: RunFolder) -> list[str]:
     return sorted(run.begun(run.generation).left_out)
 
 
+def _continues(one: Frozen, run: RunFolder) -> bool:
+    """Whether a process that was frozen runs again, or another one in its place; a standby process may follow later."""
+    found = one.find(run)
+    if found is None:
+        return one.kind == "standby"
+    return processes.alive(found) and processes.stopped_at(found["pid"]) is None
+
+
 def _await_new_steps(run: RunFolder, together: tuple[Frozen, ...]) -> None:
     """Wait until the frozen processes have continued or are gone, and the newest generation does new steps."""
     first: dict[int, int] = {}
@@ -159,11 +167,10 @@ def _await_new_steps(run: RunFolder, together: tuple[Frozen, ...]) -> None:
     def recovered() -> bool:
         if run.outcome:
             pytest.fail(f"local tasks are replaced, but the run ended after {together} were frozen: {run.outcome}")
-        frozen = [each for each in (one.find(run) for one in together) if each]
         beat, generation = run.heartbeat("chief"), run.generation
         if not beat or beat.generation != generation:
             return False
-        if any(processes.stopped_at(each["pid"]) is not None for each in frozen):
+        if not all(_continues(one, run) for one in together):
             return False
         return beat.state == "training" and beat.step > first.setdefault(generation, beat.step)
 
