@@ -1,5 +1,6 @@
 """Preparing a dataset: the order of the sources, once for all processes, whole or not at all. Sources are stubs."""
 
+import os
 import hashlib
 import signal
 import subprocess
@@ -200,7 +201,10 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
         sys.exit(code)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    environment = {**os.environ, "COLUMNS": "400"}  # no wrapped lines
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_the_command_finds_and_verifies_without_tensorflow(tmp_path):
@@ -216,7 +220,7 @@ def test_the_command_finds_and_verifies_without_tensorflow(tmp_path):
     (tmp_path / "mnist" / "3.0.1" / "x.tfrecord").write_bytes(b"BUILT")
     verified = command_line("verify", *options)
     assert 1 == verified.returncode
-    assert verified.stderr.startswith(f"error: {tmp_path}/mnist/3.0.1/x.tfrecord: not the bytes")
+    assert verified.stderr.startswith(f"error: {tmp_path}/mnist/3.0.1/x.tfrecord: changed since")
 
 
 @pytest.mark.parametrize(
