@@ -96,7 +96,9 @@ def test_a_frozen_worker_must_do_no_harm_when_it_thaws(clusters):
     finally:
         injector.undo("worker-1")
     generation = run.generation
-    wait_for(lambda: run.heartbeats()["worker-1"].state == "waiting", "worker-1 to wait", SLOW_MACHINE_S)
+    wait_for(
+        lambda: (beat := run.heartbeat("worker-1")) and beat.state == "waiting", "worker-1 to wait", SLOW_MACHINE_S
+    )
     reached = step_of(run)
     wait_for(lambda: step_of(run) >= reached + 20, "further steps", SLOW_MACHINE_S)
     assert (generation, None) == (run.generation, run.outcome)
@@ -107,7 +109,9 @@ def test_a_frozen_worker_must_do_no_harm_when_it_thaws(clusters):
 def test_scale_must_bring_in_a_worker_that_waits(clusters):
     run = begin(clusters, "scaled", *ELASTIC)
     chaos.inflict(run, Fault("lose", "worker-0", at_step=20), SLOW_MACHINE_S)
-    wait_for(lambda: run.heartbeats()["worker-0"].state == "waiting", "worker-0 to wait", SLOW_MACHINE_S)
+    wait_for(
+        lambda: (beat := run.heartbeat("worker-0")) and beat.state == "waiting", "worker-0 to wait", SLOW_MACHINE_S
+    )
     await_members(run, "worker-0")
     assert "without worker-0" in clusters.invoke("status", "--run=scaled")
     output = clusters.invoke("scale", "--workers=2", "--run=scaled", timeout_s=SLOW_MACHINE_S)

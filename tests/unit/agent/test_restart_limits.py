@@ -69,7 +69,7 @@ def test_a_worker_of_parameter_servers_that_cannot_work_fails_the_run(start_gang
 
 def test_a_worker_of_parameter_servers_that_is_killed_comes_back_however_often(start_gang):
     lines = "if NAME == 'worker-0' and RESTARTS < 2: die()\n" + SERVERS_SERVE
-    lines += "train(3), until(lambda: run.heartbeats()['worker-0'].restarts == 2), meet(), finish()"
+    lines += "train(3), until(lambda: (beat := run.heartbeat('worker-0')) and beat.restarts == 2), meet(), finish()"
     gang = start_gang(lines, workers=1, ps=1, max_restarts=0)
     assert ("succeeded", 0) == (gang.summary()["state"], gang.run.generation)
 
