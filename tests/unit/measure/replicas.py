@@ -292,6 +292,27 @@ def normalized(name: str, guarded: bool, found: dict[str, sources.Source]) -> di
     return {"changed": changed, "averages": averages, "losses": result.losses.tolist()}
 
 
+def normalized_by_mask(name: str) -> list[Any]:
+    """Return what BatchNormalization makes of four examples, the first of which have less padding, and gradients."""
+    strategy = strategy_called(name)
+    replicas, random = strategy.num_replicas_in_sync, np.random.default_rng(SEED)
+    values, weights = (random.normal(size=(replicas, 4 // replicas, 3, 2)).astype(np.float32) for _ in range(2))
+    masks = (np.arange(3) < np.array([[3], [3], [2], [1]])).reshape(replicas, 4 // replicas, 3)
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(synchronized=True)
+        layer.build((None, 3, 2))
+
+    def normalize(replica: tf.Tensor, _step: tf.Tensor) -> tf.Tensor:
+        own = tf.constant(values)[replica]
+        with tf.GradientTape() as tape, keras.StatelessScope():
+            tape.watch(own)
+            outputs = layer(own, training=True, mask=tf.constant(masks)[replica])
+            loss = tf.reduce_sum(tf.square(outputs) * tf.constant(weights)[replica])
+        return tf.stack([outputs, tape.gradient(loss, own)], 1)
+
+    return [example for of_replica in per_replica(strategy, normalize)(0) for example in of_replica]
+
+
 def dropped(name: str) -> dict[str, Any]:
     """Return which units Dropout keeps, by step and replica, and the state of its generator before and after.
 
@@ -377,12 +398,14 @@ def guarded(found: dict[str, sources.Source]) -> dict[str, Any]:
         "counters": counters(),
         "dropout": {name: dropped(name) for name in ("mirrored-2", "central-2")},
         "normalized": {name: normalized(name, False, found) for name in ("mirrored-2", "central-2")},
+        "by_mask": {name: normalized_by_mask(name) for name in ("mirrored-2", "central-2")},
     }
     patches.apply()
     held = {
         "counters": counters(),
         "dropout": {name: dropped(name) for name in ("one", "mirrored-2", "central-2")},
         "normalized": {name: normalized(name, True, found) for name in ("one", "mirrored-2", "central-2")},
+        "by_mask": {name: normalized_by_mask(name) for name in ("one", "mirrored-2", "central-2")},
         "step_dropout": step_dropped(),
     }
     return {"traps": traps, "held": held}

@@ -76,6 +76,17 @@ def test_replicas_themselves_normalise_over_their_own_examples(where):
     assert np.abs(np.subtract(expected, actual)).max() > 0.01
 
 
+@pytest.mark.parametrize("where", ["mirrored-2", "central-2"])
+def test_masked_positions_are_left_out_over_the_whole_batch(where: str) -> None:
+    """And so are their gradients: where replicas hold different numbers of them."""
+    np.testing.assert_allclose(held("by_mask")[where], held("by_mask")["one"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["mirrored-2", "central-2"])
+def test_keras_itself_leaves_them_out_by_replica(where: str) -> None:
+    assert np.abs(np.subtract(held("by_mask")["one"], traps("by_mask")[where])).max() > 0.01
+
+
 # Dropout
 
 
