@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from train.context import TaskContext, evaluation_batch, regularization, regularized
+from train.context import TaskContext, evaluation_batch, regularized
 from train.data import memory
 from train.data.batches import Batch, BatchSlice, Replicas, eval_batches
 from train.loops import steps, train_step
@@ -112,7 +112,7 @@ class Pipeline:
         return context.with_baseline(regularized(measure, self._penalty))
 
     def _penalty(self) -> float:
-        stages = sum(regularization(self._division.models[number]) for number in self._stages)
+        stages = sum(self._division.parts[number].penalty() for number in self._stages)
         return float(self._total(tf.constant(stages, tf.float32))) / self._division.pipelines
 
     def outputs(self, features: np.ndarray) -> Any:

@@ -43,11 +43,20 @@ class Part:
 
     def losses(self) -> list[tf.Tensor]:
         """Return the losses that the model's last call added, and those of its regularizers."""
-        weights = [weight for weight in self.model.trainable_weights if weight.regularizer is not None]
+        weights = self._regularized_weights
         terms = self.model.losses
         added = len(terms) - len(weights)  # Keras lists those of regularizers last
         pairs = zip(terms[added:], weights, strict=True)
         return terms[:added] + [term for term, weight in pairs if id(weight) in self.regularized]
+
+    def penalty(self) -> float:
+        """Return the sum of the regularizers that count here, for the present weights."""
+        weights = [weight for weight in self._regularized_weights if id(weight) in self.regularized]
+        return sum(float(weight.regularizer(weight)) for weight in weights)
+
+    @property
+    def _regularized_weights(self) -> list[keras.Variable]:
+        return [weight for weight in self.model.trainable_weights if weight.regularizer is not None]
 
 
 def build(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micro_batch: int) -> list[Part]:

@@ -1,5 +1,6 @@
 """Each task of a pipeline holds its own stage alone, with one device's first values, and all save one checkpoint."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -158,3 +159,20 @@ def test_a_stage_that_is_not_finite_keeps_all_from_saving(tmp_path):
         with pytest.raises(RunFailed):
             holder.checkpoint.wait()
     assert not list(tmp_path.glob("ckpt-*.json"))
+
+
+def test_a_regularizer_of_a_variable_of_several_stages_counts_once() -> None:
+    def shared() -> keras.Model:
+        twice, inputs = keras.layers.Dense(4, kernel_regularizer="l2"), keras.Input((4,))
+        middle = keras.layers.Dense(4, name="middle")(keras.layers.Dense(4)(twice(inputs)))
+        return keras.Model(inputs, keras.layers.Dense(2)(twice(middle)))
+
+    cluster = spec.build(workers=0, devices=2, strategy="pipeline")
+    cut = dataclasses.replace(CONFIG, pipeline=dataclasses.replace(CONFIG.pipeline, cut="middle"))
+    division = Division(cluster, cluster.tasks[0], cut, None)
+    division.device = lambda stage: None  # type: ignore[method-assign]  # this process has one device
+    whole = division.build(shared)
+    assert {0, 1} == {stage for variable, stages in division.shared if variable.regularizer for stage in stages}
+    first, second = (part.penalty() for part in division.parts)
+    assert float(whole.losses[0]) == first > 0
+    assert second == 0
