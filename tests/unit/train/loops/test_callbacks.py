@@ -538,6 +538,15 @@ def test_backups_are_left_to_checkpoints(own_parts, tmp_path, capsys):
     assert "BackupAndRestore" in capsys.readouterr().out
 
 
+def test_averages_of_weights_are_swapped_in_by_the_evaluation_or_by_a_callback(own_parts: types.ModuleType) -> None:
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    own_parts.callbacks = lambda run, task: [swap]  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="SwapEMAWeights"):
+        callbacks.build(_as_far_as_build("own_parts:callbacks", Optimizer(ema=0.9)))
+    for one_swaps in (Optimizer(ema=0.9, ema_evaluate=False), Optimizer()):
+        assert [swap] == callbacks.build(_as_far_as_build("own_parts:callbacks", one_swaps))
+
+
 class Measures(keras.Model):
     """As in Keras's guide: a `train_step` with metrics of the model's own."""
 
@@ -570,9 +579,9 @@ def test_without_callbacks_there_are_none():
     assert [] == callbacks.build(_as_far_as_build(""))
 
 
-def _as_far_as_build(reference: str) -> Any:
+def _as_far_as_build(reference: str, optimizer: Optimizer = CONFIG.optimizer) -> Any:
     return types.SimpleNamespace(
-        config=TrainConfig(callbacks=reference),
+        config=TrainConfig(callbacks=reference, optimizer=optimizer),
         run=RunFolder(Path("run")),
         task=types.SimpleNamespace(name="chief"),
         chief=True,
