@@ -12,7 +12,7 @@ With one part layers assign their variables as in plain Keras.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -40,6 +40,24 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
     """Return the state of a model's layers, without weights (also frozen ones), metrics and seeds."""
     states = [state for layer in model._flatten_layers() for state in layer._non_trainable_variables]
     return list({id(state): state for state in states}.values())
+
+
+def tensorflow_variables(model: keras.Model) -> dict[str, tf.Variable]:
+    """Return the variables of layers that Keras does not know, by the layer and the attribute that holds them."""
+    return {
+        f"{layer.name}.{name}": value
+        for layer in model._flatten_layers()
+        for name, value in vars(layer).items()
+        if isinstance(value, tf.Variable)
+    }
+
+
+def assigned(variables: Mapping[str, tf.Variable], graph: tf.Graph) -> dict[str, tf.Variable]:
+    """Return the variables that a graph assigns outside of its functions and conditions."""
+    operations = [each for each in graph.get_operations() if each.type.startswith("Assign")]
+    handles = {id(each.inputs[0]) for each in operations}
+    captured = [outside for outside, inside in graph.captures if id(inside) in handles]
+    return {name: one for name, one in variables.items() if any(one.handle is handle for handle in captured)}
 
 
 def is_separate(variable: keras.Variable) -> bool:

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
+from train.model import layer_state
 from train.patches import placed_seeds
 from train.pipeline.blocks import ModelBlock, stage_model
 
@@ -60,11 +61,20 @@ class Part:
 
 
 def build(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micro_batch: int) -> list[Part]:
-    """Build the parts of a model from the blocks of its stages, for `micro_batch` examples."""
+    """Build the parts of a model from the blocks of its stages, for `micro_batch` examples.
+
+    Raises:
+        UsageError: a layer assigns a variable that Keras does not know.
+    """
     parts, drawn, seen = [], dict[int, int](), set[int]()
     for number, blocks in enumerate(stages):
         model = stage_model(blocks, number)
-        before, (read, changed) = dict(drawn), _observe(model, micro_batch, drawn)
+        before, (read, changed, graph) = dict(drawn), _observe(model, micro_batch, drawn)
+        for name in layer_state.assigned(layer_state.tensorflow_variables(model), graph):
+            raise UsageError(
+                f"--strategy pipeline: a forward assigns {name}, a tf.Variable; make it with "
+                "add_weight(trainable=False)"
+            )
         stage_ids = {id(variable) for variable in model.variables}
         used, assigned = (
             [variable for variable in whole.variables if id(variable) in ids] for ids in (read | stage_ids, changed)
@@ -129,14 +139,15 @@ class _Reads(keras.StatelessScope):
         return tf.zeros(variable.shape, variable.dtype) if variable._value is None else None
 
 
-def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tuple[set[int], set[int]]:
-    """Call a model in a separate graph, count its draws, and return the ids of the variables it reads and assigns."""
-    with tf.__internal__.FuncGraph("observed").as_default(), _Reads() as scope:
+def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tuple[set[int], set[int], Any]:
+    """Call a model in a graph, count its draws, and return the ids of variables it reads and assigns, and the graph."""
+    graph = tf.__internal__.FuncGraph("observed")
+    with graph.as_default(), _Reads() as scope:
         zero = tf.zeros([], tf.int64)
         with placed_seeds.random_place(zero, zero, zero, drawn) as place:
             model(tf.zeros([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype), training=True)
         drawn |= place.drawn
-    return scope.read, set(scope.state_mapping)
+    return scope.read, set(scope.state_mapping), graph
 
 
 def _user(model: keras.Model, variable: keras.Variable) -> str:

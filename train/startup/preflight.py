@@ -66,6 +66,7 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     import tensorflow as tf
 
     from train.data import sources
+    from train.loops.keras_fit import fit_step
     from train.model import masks, models, objectives, optimizers
 
     source = sources.find(config, options.data_dir)
@@ -80,7 +81,9 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         model = new_model()
         optimizers.check_replicas(optimizers.build_for(config, model), config.optimizer.name, options.replicas)
         parts = max(options.replicas * config.micro_batches, config.bitwise_elastic)
-        _check_state(model, source.feature_shape, parts)
+        _check_state(model, source.feature_shape, parts, config)
+        if config.loop == "fit" and config.micro_batches > 1:
+            fit_step.check(model, options.replicas, config.micro_batches)
     _check_ranges(config, model, source)
     outputs = models.call(model, source.feature_shape)
     shapes = source.label_shape, models.output_shapes(outputs)
@@ -158,25 +161,33 @@ def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> No
             )
 
 
-def _check_state(model: keras.Model, feature_shape: Named, parts: int) -> None:
-    """Check that layers' state can be combined in a step of several parts."""
+def _check_state(model: keras.Model, feature_shape: Named, parts: int, config: TrainConfig) -> None:
+    """Check that layers' state can be combined in a step of several parts, or of virtual shards."""
     import tensorflow as tf
 
-    from train.model import inputs
-    from train.model.layer_state import LayerState
+    from train.model import inputs, layer_state
 
-    state = LayerState(model, parts)
+    state, weights = layer_state.LayerState(model, parts), model.trainable_variables if config.bitwise_elastic else []
+    own = layer_state.tensorflow_variables(model) if parts > 1 else {}
 
     def forward(features: Named) -> None:
-        with state.part():
+        with state.part(weights, [tf.convert_to_tensor(variable.value) for variable in weights]):
             model(features, training=True)
 
     def spec(shape: tuple[int, ...], dtype: str) -> Any:
         return tf.TensorSpec([EXAMPLES, *shape], dtype)
 
-    if state.variables:
-        specs = named.each(spec, feature_shape, inputs.dtypes(model, feature_shape))
-        tf.function(forward, autograph=False).get_concrete_function(specs)
+    if not (state.variables or weights or own):
+        return
+    specs = named.each(spec, feature_shape, inputs.dtypes(model, feature_shape))
+    graph = tf.function(forward, autograph=False).get_concrete_function(specs).graph
+    in_parts = config.micro_batches > 1 or config.bitwise_elastic > 0
+    for where, variable in layer_state.assigned(own, graph).items():
+        if in_parts or variable.aggregation == tf.VariableAggregation.NONE:
+            raise UsageError(
+                f"--model {config.model!r}: {where} is a tf.Variable, which each replica or micro-batch would assign "
+                "by itself; make it with add_weight(trainable=False)"
+            )
 
 
 def _spec(tensor: Any, dtype: Any = "float32") -> Any:

@@ -35,10 +35,9 @@ class MicroBatches:
     """Replaces a model's `train_step` by the one of the custom loop, and keeps its metrics."""
 
     def __init__(self, context: TaskContext, policy: GradientPolicy) -> None:
-        """Call inside the strategy's scope."""
+        """Call inside the strategy's scope, with a model that passes `check`."""
         config, model = context.config, context.model
         replicas = context.strategy.num_replicas_in_sync
-        _check(model, replicas, config.micro_batches)
         replicas = 1 if context.asynchronous else replicas
         alone = replicas == 1 and not context.asynchronous
         parts = model, policy, context.objective, config.global_batch
@@ -77,14 +76,16 @@ def _replica() -> tf.Tensor:
     return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
 
 
-def _check(model: keras.Model, replicas: int, micro_batches: int) -> None:
+def check(model: keras.Model, replicas: int, micro_batches: int) -> None:
+    """Check that a model can be trained in micro-batches by this loop.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    option = f"--micro-batches {micro_batches} with --loop fit"
     if type(model).train_step is not keras.Model.train_step:
         raise UsageError(
-            f"--micro-batches {micro_batches} with --loop fit: {type(model).__name__} overrides train_step; use --loop "
-            "custom"
+            f"{option}: {type(model).__name__} overrides train_step, which takes whole batches; leave --micro-batches out"
         )
     if replicas > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
-        raise UsageError(
-            f"--micro-batches {micro_batches} with --loop fit: BatchNormalization over {replicas} replicas needs "
-            "--loop custom"
-        )
+        raise UsageError(f"{option}: BatchNormalization over {replicas} replicas needs --loop custom")
