@@ -28,7 +28,7 @@ DTYPES = {
 }
 LAYERS = (
     "batch_norm", "layer_norm", "l2", "constraint", "mean_loss", "sum_loss", "activity", "shared", "residual", "nested",
-    "frozen", "counter", "running_mean", "spectral", "dropout", "tied", "subclass",
+    "frozen", "counter", "running_mean", "spectral", "dropout", "tied", "subclass", "variable",
 )  # fmt: skip
 OPTIMIZERS = ("sgd", "adam", "adamw", "lamb", "lion", "rmsprop", "nadam", "ftrl")
 STRATEGIES = ("one", "mirrored", "central", "multiworker", "ps", "pipeline")
@@ -86,6 +86,11 @@ class Case:
         return 1 if self.shards else self.replicas
 
     @property
+    def parts(self) -> int:
+        """Into how many parts a step is divided."""
+        return (self.shards or self.replicas) * self.micro_batches
+
+    @property
     def in_parts(self) -> bool:
         """Whether plain Keras must be given the parts one after the other."""
         # Keras squares, and clips, the gradient of each occurrence of a token, and ours the sum of a row's.
@@ -96,12 +101,12 @@ class Case:
     @property
     def masks_outputs(self) -> bool:
         """Whether a mask reaches the outputs: these layers make another tensor, without it."""
-        ends = {"tied", "counter", "running_mean", "residual", "spectral"} & set(self.layers)
+        ends = {"tied", "counter", "running_mean", "residual", "spectral", "variable"} & set(self.layers)
         return self.masked and self.kind in DENSE and not ends
 
 
 def not_yet(case: Case) -> bool:
-    """Whether a case has a defect that is known: these are drawn once they are fixed."""
+    """Whether a case is of a kind that had a defect: these are drawn once enough of them were compared."""
     has, several = set(case.layers).__contains__, case.replicas > 1
     return any(
         (
@@ -139,7 +144,7 @@ def _draw(seed: int, random_: random.Random) -> Case:
     case["values"] = kind == "pictures" or (kind not in ("tags", "tokens", "named") and maybe(0.3))
     case["weights"], case["ragged"] = maybe(0.3), maybe(0.3)
     case["masked"] = kind in ("tokens", "tags", "sequence", "spans") and maybe(0.5)
-    layers = [name for name in LAYERS if name not in ("tied", "subclass") and maybe(0.18)]
+    layers = [name for name in LAYERS if name not in ("tied", "subclass", "variable") and maybe(0.18)]
     layers += ["tied"] if kind == "tags" and maybe(0.5) else []
     layers += ["subclass"] if kind == "vector" and maybe(0.2) else []
     case["layers"] = tuple(layers)

@@ -24,6 +24,10 @@ def _has_state(case: Case) -> bool:
     return bool({"batch_norm", "nested", "counter", "running_mean", "spectral"} & set(case.layers))
 
 
+def _normalizes(case: Case) -> bool:
+    return bool({"batch_norm", "nested"} & set(case.layers))
+
+
 def _piped(case: Case) -> bool:
     return case.strategy == "pipeline"
 
@@ -105,6 +109,34 @@ REFUSALS = (
         "`--loop fit`",
         lambda case: case.train_step and case.loop == "custom",
         Case(0, train_step=True),
+    ),
+    Refusal(
+        "`--micro-batches` with `--loop fit` and a `train_step` of the model's own",
+        "that takes whole batches",
+        "leave `--micro-batches` out",
+        lambda case: case.train_step and case.loop == "fit" and case.micro_batches > 1,
+        Case(0, loop="fit", micro_batches=2, train_step=True),
+    ),
+    Refusal(
+        "`--micro-batches` with `--loop fit` and BatchNormalization on several replicas",
+        "replicas cannot exchange averages inside of Keras's loop",
+        "`--loop custom`",
+        lambda case: case.loop == "fit" and case.micro_batches > 1 and case.replicas > 1 and _normalizes(case),
+        Case(0, strategy="mirrored", replicas=2, loop="fit", micro_batches=2, layers=("batch_norm",)),
+    ),
+    Refusal(
+        "`--bitwise-elastic` with a layer that assigns a weight in `call`, such as SpectralNormalization",
+        "all virtual shards of a step have the same weights",
+        "leave `--bitwise-elastic` out",
+        lambda case: bool(case.shards) and "spectral" in case.layers,
+        Case(0, shards=2, layers=("spectral",)),
+    ),
+    Refusal(
+        "a layer that assigns a `tf.Variable` in `call`, in a step of several parts or in stages",
+        "Keras does not know it, so each part would assign it by itself",
+        "`add_weight(trainable=False)`",
+        lambda case: "variable" in case.layers and (_piped(case) or case.parts > 1),
+        Case(0, strategy="mirrored", replicas=2, layers=("variable",)),
     ),
     Refusal(
         "`--callbacks` with `--strategy pipeline` on several tasks",
