@@ -85,7 +85,8 @@ def check(model: keras.Model, replicas: int, micro_batches: int) -> None:
     option = f"--micro-batches {micro_batches} with --loop fit"
     if type(model).train_step is not keras.Model.train_step:
         raise UsageError(
-            f"{option}: {type(model).__name__} overrides train_step, which takes whole batches; leave --micro-batches out"
+            f"{option}: {type(model).__name__} overrides train_step, which takes whole batches; leave --micro-batches "
+            "out"
         )
     if replicas > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
         raise UsageError(f"{option}: BatchNormalization over {replicas} replicas needs --loop custom")
