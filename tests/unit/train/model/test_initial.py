@@ -63,7 +63,7 @@ def test_what_does_not_match_stays_random_and_is_named(tmp_path, kind):
     before = second.get_layer("head").kernel.numpy()
     line = initial.load(second, save(kind, first, tmp_path / "init"))
     assert line.startswith("began with 6 of the 8 weights from ")
-    assert "head/kernel (3, 5) (there (3, 2))" in line
+    assert "head/kernel (3, 5) (in the file (3, 2))" in line
     np.testing.assert_array_equal(before, second.get_layer("head").kernel.numpy())
     np.testing.assert_array_equal(
         first.get_layer("body").get_layer("wide").kernel.numpy(),
