@@ -126,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     examine_command.add_argument("--fresh", action="store_true", help="count the examples again")
     for command in (prepare_command, verify_command, shard_command, examine_command):
         command.add_argument(
-            "--name", default="fashion_mnist", help="a dataset of TFDS, or package.module:function; default: %(default)s"
+            "--name",
+            default="fashion_mnist",
+            help="a dataset of TFDS, or package.module:function; default: %(default)s",
         )
         command.add_argument("--data-dir", type=Path, default=Path("data"), help="default: %(default)s")
     return parser

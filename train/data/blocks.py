@@ -57,7 +57,9 @@ def read(path: tf.Tensor | str, expected: tf.Tensor | Sequence[int]) -> tf.Tenso
         if len(wrong):
             raise damaged(Path(os.fsdecode(path.numpy())), int(wrong[0]))
         return raw
-    message = tf.strings.join(["damaged prepared data: block ", tf.strings.reduce_join(tf.strings.as_string(wrong[:1]))])
+    message = tf.strings.join(
+        ["damaged prepared data: block ", tf.strings.reduce_join(tf.strings.as_string(wrong[:1]))]
+    )
     good = tf.debugging.Assert(tf.size(wrong) == 0, [tf.strings.join([message, " of ", path])])
     with tf.control_dependencies([good]):
         return tf.identity(raw)

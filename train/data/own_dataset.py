@@ -68,7 +68,9 @@ def read(name: str) -> OwnDataset:
     except ClusterError:
         raise
     except Exception as error:  # the result may be of any class
-        raise UsageError(f"dataset {name} returns a value that cannot be converted to arrays: {described(error)}") from None
+        raise UsageError(
+            f"dataset {name} returns a value that cannot be converted to arrays: {described(error)}"
+        ) from None
 
 
 def _needs_two(function: Callable[..., Any]) -> bool:

@@ -195,9 +195,9 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, serv
     source = open_version(recorded["version"])
     if source.num_shards != recorded["num_shards"]:
         raise RunFailed(
-            f"{config.dataset} has {source.num_shards} shards, and {recorded['num_shards']} when this run began, which "
-            f"changes their order; run `invoke data.shard --name {config.dataset} --shards {recorded['num_shards']}`, or "
-            "start a new run"
+            f"{config.dataset} has {source.num_shards} shards, and {recorded['num_shards']} when this run began, "
+            f"which changes their order; run `invoke data.shard --name {config.dataset} "
+            f"--shards {recorded['num_shards']}`, or start a new run"
         )
     return source
 
@@ -328,7 +328,9 @@ def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_b
         return source.eval_dataset(replica_batch, Replicas.of(context)).repeat()
 
     # One iterator for all passes, because a new one would need a new graph.
-    iterator = iter(strategy.distribute_datasets_from_function(dataset) if strategy else dataset(tf.distribute.InputContext()))
+    iterator = iter(
+        strategy.distribute_datasets_from_function(dataset) if strategy else dataset(tf.distribute.InputContext())
+    )
     return Feed(iterator.get_next, lambda batch, _at, _replica: batch)
 
 

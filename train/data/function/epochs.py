@@ -43,7 +43,8 @@ def examples(record: Record, split: str, shard: Shard) -> tf.data.Dataset:
     description = calling.describe(subject, calling.parts_of(subject, dataset.element_spec))
     if description != record.example:
         raise UsageError(
-            f"{subject} is {description} in this task, {record.example} where it was examined; let all tasks see the same data"
+            f"{subject} is {description} in this task, {record.example} where it was examined; "
+            "let all tasks see the same data"
         )
 
     @tf.autograph.experimental.do_not_convert
@@ -160,7 +161,9 @@ def explain(error: Exception) -> ClusterError | None:
         return None
     expected, actual = match[1], int(match[3])
     if not actual:
-        return RunFailed("the dataset function returned an empty shard; put examples into each shard, or use fewer replicas")
+        return RunFailed(
+            "the dataset function returned an empty shard; put examples into each shard, or use fewer replicas"
+        )
     return RunFailed(
         f"the dataset function's test split has {match[2] or ''}{actual} examples, {expected} where it was examined; "
         "run `invoke data.examine --fresh` on it, then start again"

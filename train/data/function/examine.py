@@ -35,9 +35,7 @@ def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, 
     with store.disk_errors(data_dir):
         data_dir.mkdir(parents=True, exist_ok=True)
     returned = {split: calling.call(name, split, Shard(0, 1, seed, data_dir)) for split in SPLITS}
-    forms = {
-        split: DATASET if isinstance(data, tf.data.Dataset) else RANDOM_ACCESS for split, data in returned.items()
-    }
+    forms = {split: DATASET if isinstance(data, tf.data.Dataset) else RANDOM_ACCESS for split, data in returned.items()}
     if len(set(forms.values())) > 1:
         raise UsageError(
             f"--dataset {name!r} returns {forms['train']} for 'train', {forms['test']} for 'test'; use one"

@@ -171,8 +171,8 @@ def explain(error: Exception) -> ClusterError | None:
         return RunFailed(match[1])
     if _ELSEWHERE in str(error):
         return RunFailed(
-            "the dataset function's tf.data.Dataset calls Python (from_generator, py_function), which works only in the "
-            "process that created it; return a random-access source"
+            "the dataset function's tf.data.Dataset calls Python (from_generator, py_function), which works only in "
+            "the process that created it; return a random-access source"
         )
     return None
 

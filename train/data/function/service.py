@@ -31,7 +31,7 @@ from train.data.batches import Batch, BatchSlice, without_sharding
 from train.data.function import epochs, random_access
 from train.data.function.record import Record
 
-_WORKER_TOKEN = "tf-cluster data worker"
+_WORKER_TAG = "tf-cluster data worker"
 _KEPT: list[Any] = []
 """Functions that this process has registered; TensorFlow keeps only weak references."""
 HEARTBEAT_MS = 500
@@ -85,14 +85,16 @@ def _of_worker(worker: int, first_step: int, prepare: Callable[[tf.Tensor], tf.d
     """Return a part of a job: the batches of one data worker from a step on; empty on the others."""
 
     def identity(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        index, step = tf.raw_ops.PyFunc(input=[], token=_WORKER_TOKEN, Tout=[tf.int64, tf.int64])
+        index, step = tf.raw_ops.PyFunc(input=[], token=_WORKER_TAG, Tout=[tf.int64, tf.int64])
         return tf.ensure_shape(index, []), tf.ensure_shape(step, [])
 
     @tf.autograph.experimental.do_not_convert
     def prepared(_: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
         return prepare(tf.maximum(step, first_step))
 
-    return tf.data.Dataset.range(1).map(identity).filter(lambda index, _: index == worker).flat_map(prepared).prefetch(2)
+    return (
+        tf.data.Dataset.range(1).map(identity).filter(lambda index, _: index == worker).flat_map(prepared).prefetch(2)
+    )
 
 
 def _by_step(
@@ -201,7 +203,7 @@ def worker(index: int, address: str, dispatcher: str, newest_step: Callable[[], 
         return [np.array(index, np.int64), np.array(newest_step(), np.int64)]
 
     _KEPT.append(identity)
-    script_ops._py_funcs._funcs[_WORKER_TOKEN] = identity
+    script_ops._py_funcs._funcs[_WORKER_TAG] = identity
     config = tf.data.experimental.service.WorkerConfig(
         dispatcher_address=dispatcher,
         worker_address=address,

@@ -154,7 +154,9 @@ class _Layout:
         for part, first, current in zip(arrays.DTYPES, self.parts, parts, strict=False):
             if (first.shape, first.dtype) != (current.shape, current.dtype):
                 both = " and ".join(f"{list(array.shape)} {array.dtype.name}" for array in (first, current))
-                raise UsageError(f"{subject}: {part} of the first example and of this one are {both}; expected the same")
+                raise UsageError(
+                    f"{subject}: {part} of the first example and of this one are {both}; expected the same"
+                )
         label = parts[1]
         if label.ndim > 1 or (label.dtype == np.int64 and label.min() < 0):
             raise UsageError(f"{subject}: label {label.tolist()}; expected a number or a list of them, classes from 0")

@@ -48,8 +48,7 @@ class TextDataset:
         os.replace(sources / self._file.name, self._path)
 
     def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """Return the names of the bytes and, for "train" and "test", bytes and those after: uint8 and int64 `[N,
-        L]`."""
+        """Return the bytes' names and, for "train" and "test", uint8 bytes and the int64 ones after them, `[N, L]`."""
         try:
             text = self._path.read_bytes()
         except FileNotFoundError:

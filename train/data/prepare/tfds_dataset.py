@@ -92,8 +92,7 @@ class TfdsText(TfdsDataset):
     """A dataset of texts, as windows of bytes."""
 
     def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """Return the names of the bytes and, for "train" and "test", bytes and those after: uint8 and int64 `[N,
-        L]`."""
+        """Return the bytes' names and, for "train" and "test", uint8 bytes and the int64 ones after them, `[N, L]`."""
         builder = self._built()
         texts = {split: b"".join(self._read(builder, split)["text"].numpy()) for split in ("train", "test")}
         return text.BYTES, {split: text.windows(content) for split, content in texts.items()}

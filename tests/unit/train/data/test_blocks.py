@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import ClusterError, RunFailed
 from cluster.system.files import sha256
 from cluster.system.json_files import read_json

@@ -1,7 +1,7 @@
 """Preparing a dataset: the order of the sources, once for all processes, whole or not at all. Sources are stubs."""
 
-import os
 import hashlib
+import os
 import signal
 import subprocess
 import sys
@@ -202,9 +202,7 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
     """
     command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
     environment = {**os.environ, "COLUMNS": "400"}  # no wrapped lines
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_command_finds_and_verifies_without_tensorflow(tmp_path):

@@ -1,6 +1,6 @@
 """The data of a run: what every replica is fed, and that a run stays with the data that it began with."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.json_files import read_json
 from tests.support.measured import measured
