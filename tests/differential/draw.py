@@ -86,6 +86,11 @@ class Case:
         return 1 if self.shards else self.replicas
 
     @property
+    def own_share(self) -> int:
+        """How many times replicas divide sums in the model's own losses, which plain Keras does not."""
+        return 1 if self.shards else self.replicas
+
+    @property
     def parts(self) -> int:
         """Into how many parts a step is divided."""
         return (self.shards or self.replicas) * self.micro_batches
