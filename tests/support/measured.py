@@ -1,16 +1,16 @@
-"""Numbers measured in processes of their own, by `tests/unit/measure/`.
+"""Numbers measured in processes of their own, by programs in `tests/programs`.
 
 They need several logical devices, a cluster, or Keras first without and then with the patches of `train/patches/`. A
 process can choose each of these only once, and all other unit tests share pytest's process.
 """
 
-import fcntl
 import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,12 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHO
 HANG_S = 900.0
 """What no measurement takes unless it hangs, also on a busy machine: otherwise it is a minute or two."""
 
-results = Path()
-"""The folder of what was measured, which all processes of a test run share; see `conftest.py`."""
-
 
 def start(module: str, result: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Start `tests/unit/measure/<module>.py`, which writes what it measured to `result`."""
+    """Start `tests/programs/<module>.py`, which writes what it measured to `result`."""
     fast.leave_out("starts TensorFlow")
     return subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-m", f"tests.unit.measure.{module}", str(result), *arguments],
+        [sys.executable, "-X", "faulthandler", "-m", f"tests.programs.{module}", str(result), *arguments],
         cwd=ROOT,
         env={**os.environ, **ENVIRONMENT, **environment},
         stdin=subprocess.DEVNULL,
@@ -53,15 +50,7 @@ def finish(process: subprocess.Popen[str], result: Path, timeout_s: float = HANG
 
 @functools.cache
 def measured(module: str, *arguments: str) -> dict[str, Any]:
-    """Return what `tests/unit/measure/<module>.py` measures, once for all tests, whichever process runs them."""
-    result = results / f"{'-'.join((module, *arguments))}.json"
-    with result.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not result.exists():
-            try:
-                finish(start(module, result, *arguments), result)
-            except AssertionError as error:  # the others need not try again
-                result.write_text(json.dumps({"failure": str(error)}))
-    found = json.loads(result.read_text())
-    assert "failure" not in found, found["failure"]
-    return found
+    """Return what `tests/programs/<module>.py` measures, once for all tests of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        return finish(start(module, result, *arguments), result)

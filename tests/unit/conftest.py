@@ -24,16 +24,8 @@ from cluster.host.runtime.local.runtime import processes_of
 from cluster.host.runtime.network import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast
-from tests.support import measured
 from tests.support.gang import Gang, StartGang
 from tests.support.launching import CONFIG
-
-
-@pytest.fixture(scope="session", autouse=True)
-def results(tmp_path_factory):
-    """A folder for what is measured once; one of pytest's several processes has its own in that of all."""
-    own = tmp_path_factory.getbasetemp()
-    measured.results = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(autouse=True)

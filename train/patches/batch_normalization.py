@@ -2,7 +2,7 @@
 
 Defect: by default each replica normalizes over its own examples, so that the result depends on the number of replicas.
 Versions: Keras 3.15.1 and tf_keras 2.21.0, where `synchronized` is False by default.
-Test: tests/unit/train/patches/test_trainer_patches.py::test_replicas_themselves_normalise_over_their_own_examples
+Test: tests/process/train/test_trainer_patches.py::test_replicas_themselves_normalise_over_their_own_examples
 Not applied: on one replica, and to layers that are synchronized already.
 """
 

@@ -2,7 +2,7 @@
 
 Defect: Keras creates variables without an aggregation, and the strategy refuses to assign those.
 Versions: Keras 3.15.1 with TensorFlow 2.21.0.
-Test: tests/unit/train/patches/test_trainer_patches.py::test_central_storage_itself_refuses_dropout
+Test: tests/process/train/test_trainer_patches.py::test_central_storage_itself_refuses_dropout
 Not applied: to variables of other strategies, and to those that have an aggregation.
 """
 

@@ -3,7 +3,7 @@
 Defect: Keras's seed generators count their draws in a variable that all replicas share, so every replica drops the same
 units. Drawn from the place in the training, masks differ between replicas and are the same again after a resume.
 Versions: Keras 3.15.1.
-Test: tests/unit/train/patches/test_trainer_patches.py::test_keras_itself_drops_the_same_units_on_every_replica
+Test: tests/process/train/test_trainer_patches.py::test_keras_itself_drops_the_same_units_on_every_replica
 Not applied: outside `random_place`. It stays when Keras draws by replica: Keras does not promise the same masks after a
 resume, see docs/internals/decisions/0008-random-layers.md.
 """

@@ -3,7 +3,7 @@
 Defect: Keras reads, adds and writes. That loses updates where several tasks count at once, and where replicas share one
 variable (CentralStorageStrategy) each of them overwrites the others' updates with a sum from the old value.
 Versions: Keras 3.15.1.
-Test: tests/unit/train/patches/test_trainer_patches.py::test_keras_itself_loses_updates
+Test: tests/process/train/test_parameter_server.py::test_keras_itself_loses_updates
 Not applied: if the source of `Variable.assign_add` does not assign a sum.
 """
 

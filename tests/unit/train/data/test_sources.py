@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.json_files import read_json
-from tests.support.measured import measured
 from train.config import TrainConfig
 from train.data import arrays, memory, sources
 from train.data.batches import BatchSlice, Replicas
@@ -61,27 +60,6 @@ def first_feature(source: sources.Source) -> float:
 
 
 # Feeds
-
-
-@pytest.mark.parametrize("kind", ["arrays", "dataset", "shards"])
-def test_two_replicas_are_fed_the_halves_of_the_global_batch(kind):
-    fed = measured("replicas", "2")["fed"]
-    one, two = fed[f"{kind}, one"], fed[f"{kind}, mirrored-2"]
-    assert [[12]] * 3 == [[len(part) for part in step] for step in one]
-    assert [[6, 6]] * 3 == [[len(part) for part in step] for step in two]
-    assert [step[0] for step in one] == [step[0] + step[1] for step in two]
-
-
-def test_arrays_are_fed_the_same_gathered_or_read():
-    fed = measured("replicas", "2")["fed"]
-    assert fed["arrays, mirrored-2"] == fed["dataset, mirrored-2"]
-    assert 1 < len({str(step) for step in fed["arrays, one"]})
-
-
-def test_shards_are_fed_from_the_step_on_that_training_goes_on_from():
-    fed = measured("replicas", "2")["fed"]
-    assert fed["shards, one, from the beginning"][1:] == fed["shards, one"][:2]
-    assert 24 == len({label for step in fed["shards, one"][:2] for label in step[0]})
 
 
 @pytest.mark.parametrize(("pipeline", "first"), [(0, 0), (1, 2), (2, 4)])

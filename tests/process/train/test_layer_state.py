@@ -1,27 +1,32 @@
-"""What training with layers that have state, losses and constraints gives on replicas, and what plain Keras gives.
+"""Layers with state, losses and constraints: several replicas and micro-batches give the numbers of plain Keras."""
 
-`python -m ... RESULT 3`.
-"""
-
-import json
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from tests.unit.measure.replicas import CLASSES, FEATURES, GLOBAL_BATCH, NUM_TRAIN, SEED, prepare
-
-# isort: split
 import keras
+import numpy as np
+import pytest
 import tensorflow as tf
 
-from tests.unit.measure.small_training import PLAIN, STEPS, Training, training
-from tests.unit.measure.tracking import Tracking
+from cluster.system.errors import RunFailed, UsageError
+from tests.support.small_training import (
+    CLASSES,
+    FEATURES,
+    GLOBAL_BATCH,
+    NUM_TRAIN,
+    PLAIN,
+    SEED,
+    STEPS,
+    Training,
+    prepare,
+    training,
+)
+from tests.support.tracking import Tracking
 from train import patches, program
 from train.data import memory, sources
 from train.data.batches import BatchSlice
 
+DEVICES = 3
 RATE = PLAIN.learning_rate
 
 
@@ -90,39 +95,60 @@ def of_ours(kind: str, where: str, source: sources.Source, **how: Any) -> dict[s
     return results(found.trained()["losses"], found.train_step.model)
 
 
-def refused(kind: str, **how: Any) -> str:
-    """Return the class of the error with which a training ends, and its message."""
-    try:
-        of_ours(kind, **how)
-    except Exception as error:
-        error = program.explain(error) or error
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def main(result: Path) -> None:
-    """Measure."""
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> sources.Source:
     tf.config.experimental.enable_op_determinism()
-    with tempfile.TemporaryDirectory() as folder:
-        source = prepare(Path(folder))["own:plain"]
-        measured: dict[str, Any] = {kind: {"keras": of_keras(kind, source)} for kind in ("tracking", "normalized")}
-        patches.apply()
-        for where in ("one", "mirrored-3", "central-2"):
-            measured["normalized"][where] = of_ours("normalized", where, source)
-        for where, how in {
-            "one": {"micro_batches": 3},
-            "mirrored-3": {"micro_batches": 2},
-            "central-2": {"micro_batches": 3},
-        }.items():
-            measured["tracking"][f"{where}, micro-batches"] = of_ours("tracking", where, source, **how)
-        for where in ("one", "mirrored-3"):
-            measured["tracking"][f"{where}, elastic"] = of_ours("tracking", where, source, elastic=True)
-        measured["disagreeing"] = refused("disagreeing", where="mirrored-3", source=source)
-        measured["conditional"] = {
-            where: refused("conditional", where=where, source=source) for where in ("one", "mirrored-3")
-        }
-    result.write_text(json.dumps(measured))
+    return prepare(tmp_path_factory.mktemp("data"))["own:plain"]
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+@pytest.fixture(scope="module")
+def of_plain_keras(source) -> dict[str, Any]:
+    """What Keras comes to before it is patched, by the kind of layers."""
+    computed = {kind: of_keras(kind, source) for kind in ("tracking", "normalized")}
+    patches.apply()
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "how"),
+    [
+        ("normalized", "one", {}),
+        ("normalized", "mirrored-3", {}),
+        ("normalized", "central-2", {}),
+        ("tracking", "one", {"micro_batches": 3}),
+        ("tracking", "mirrored-3", {"micro_batches": 2}),
+        ("tracking", "central-2", {"micro_batches": 3}),
+        ("tracking", "one", {"elastic": True}),
+    ],
+)
+def test_losses_and_variables_must_be_those_of_plain_keras(of_plain_keras, source, kind, where, how):
+    """With `add_loss` next to BatchNormalization, means, counts of steps and examples, and a constraint."""
+    expected, actual = of_plain_keras[kind], of_ours(kind, where, source, **how)
+    np.testing.assert_allclose(actual["losses"], expected["losses"], rtol=1e-6)
+    assert [*expected["variables"]] == [*actual["variables"]]
+    for name, value in expected["variables"].items():
+        np.testing.assert_allclose(actual["variables"][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.usefixtures("of_plain_keras")
+def test_virtual_shards_must_give_the_same_bits_on_any_replicas(source):
+    one, three = (of_ours("tracking", where, source, elastic=True) for where in ("one", "mirrored-3"))
+    assert one == three
+
+
+@pytest.mark.usefixtures("of_plain_keras")
+@pytest.mark.parametrize(
+    ("kind", "error", "named"), [("disagreeing", RunFailed, "positive"), ("conditional", UsageError, "calls")]
+)
+def test_a_state_that_cannot_be_one_must_be_refused_by_its_name(source, kind, error, named):
+    """A whole number that depends on the examples, and what is assigned inside a condition on several replicas."""
+    with pytest.raises(Exception) as raised:
+        of_ours(kind, "mirrored-3", source)
+    explained = program.explain(raised.value) or raised.value
+    assert isinstance(explained, error)
+    assert named in str(explained)
+
+
+@pytest.mark.usefixtures("of_plain_keras")
+def test_one_replica_may_assign_inside_a_condition(source):
+    of_ours("conditional", "one", source)

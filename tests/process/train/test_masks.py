@@ -1,38 +1,33 @@
-"""What training and evaluation compute of padded sequences, on one device, on two, in parts; and plain Keras."""
+"""A mask that reaches the output: padding counts neither in the loss nor in a score, as in Keras on one device."""
 
-import json
-import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow import keras
 
-from train import strategy as strategies
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.spec import build
+from cluster.system.journal import read_json_lines
+from tests.support.small_training import strategy_called
+from train import patches
+from train.config import Optimizer, TrainConfig
+from train.context import TaskContext, regularization, regularized
+from train.data import arrays, sources
+from train.data.batches import BatchSlice
+from train.elastic.train_step import ElasticTrainStep
+from train.elastic.virtual_shards import VirtualShards
+from train.loops import steps
+from train.loops.keras_fit import fit
+from train.loops.train_step import TrainStep
+from train.model import masks, objectives
+from train.model.gradients import GradientPolicy
 
-strategies.configure_devices(2)
-
-import tensorflow as tf  # noqa: E402
-from tensorflow import keras  # noqa: E402
-
-from cluster.contract.run.folder import RunFolder  # noqa: E402
-from cluster.contract.run.heartbeat import HeartbeatWriter  # noqa: E402
-from cluster.contract.spec import build  # noqa: E402
-from cluster.system.journal import read_json_lines  # noqa: E402
-from train import patches  # noqa: E402
-from train.config import Optimizer, TrainConfig  # noqa: E402
-from train.context import TaskContext, regularization, regularized  # noqa: E402
-from train.data import arrays, sources  # noqa: E402
-from train.data.batches import BatchSlice  # noqa: E402
-from train.elastic.train_step import ElasticTrainStep  # noqa: E402
-from train.elastic.virtual_shards import VirtualShards  # noqa: E402
-from train.loops import steps  # noqa: E402
-from train.loops.keras_fit import fit  # noqa: E402
-from train.loops.train_step import TrainStep  # noqa: E402
-from train.model import objectives  # noqa: E402
-from train.model.gradients import GradientPolicy  # noqa: E402
-
+DEVICES = 2
 EXAMPLES, LENGTH, WORDS, CLASSES, BATCH, STEPS, SEED, RATE = 36, 5, 11, 3, 12, 4, 7, 0.5
 
 
@@ -107,7 +102,7 @@ def custom(
     }
 
 
-def by_fit(folder: Path, strategy: tf.distribute.Strategy, micro_batches: int = 1) -> dict[str, Any]:
+def by_fit(data_dir: Path, strategy: tf.distribute.Strategy, micro_batches: int = 1) -> dict[str, Any]:
     """Return the results of `--loop fit`."""
     config = TrainConfig(
         dataset="own:masked",
@@ -120,7 +115,7 @@ def by_fit(folder: Path, strategy: tf.distribute.Strategy, micro_batches: int = 
         micro_batches=micro_batches,
         optimizer=Optimizer("sgd", RATE, momentum=0.0, warmup_steps=0),
     )
-    run, spec = RunFolder(folder / f"run-{strategy.num_replicas_in_sync}-{micro_batches}"), build(workers=0)
+    run, spec = RunFolder(data_dir.parent / f"run-{strategy.num_replicas_in_sync}-{micro_batches}"), build(workers=0)
     run.create()
     with strategy.scope():
         model = new_model()
@@ -129,7 +124,7 @@ def by_fit(folder: Path, strategy: tf.distribute.Strategy, micro_batches: int = 
         task=spec.task("chief"),
         spec=spec,
         config=config,
-        source=sources.find(config, folder / "data"),
+        source=sources.find(config, data_dir),
         objective=objectives.build(config.loss, classifies=True),
         strategy=strategy,
         model=model,
@@ -147,25 +142,56 @@ def by_fit(folder: Path, strategy: tf.distribute.Strategy, micro_batches: int = 
     }
 
 
-def main(result: Path) -> None:
-    """Measure."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        source = prepare(folder / "data")
-        found = {"keras": plainly(source)}
-        patches.apply()
-        one, two = tf.distribute.OneDeviceStrategy("/CPU:0"), tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
-        found |= {
-            "custom one": custom(source, one),
-            "custom two": custom(source, two),
-            "custom two, micro-batches": custom(source, two, micro_batches=3),
-            "elastic two": custom(source, two, shards=3, micro_batches=2),
-            "fit one": by_fit(folder, one),
-            "fit two": by_fit(folder, two),
-            "fit two, micro-batches": by_fit(folder, two, micro_batches=3),
-        }
-    result.write_text(json.dumps(found))
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("masked") / "data"
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+@pytest.fixture(scope="module")
+def source(data_dir) -> sources.Source:
+    return prepare(data_dir)
+
+
+@pytest.fixture(scope="module")
+def of_keras(source) -> dict[str, Any]:
+    """What Keras comes to before it is patched."""
+    computed = plainly(source)
+    patches.apply()
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "parts"),
+    [
+        (custom, "one", {}),
+        (custom, "mirrored-2", {}),
+        (custom, "mirrored-2", {"micro_batches": 3}),
+        (custom, "mirrored-2", {"shards": 3, "micro_batches": 2}),
+        (by_fit, "one", {}),
+        (by_fit, "mirrored-2", {}),
+        (by_fit, "mirrored-2", {"micro_batches": 3}),
+    ],
+)
+def test_padded_sequences_train_and_evaluate_as_in_keras_on_one_device(of_keras, source, data_dir, how, where, parts):
+    """However unevenly replicas, micro-batches and virtual shards hold the padding."""
+    computed = how(data_dir if how is by_fit else source, strategy_called(where), **parts)
+    for name in ("losses", "scores", "weights"):
+        np.testing.assert_allclose(computed[name], of_keras[name], rtol=2e-5, atol=1e-6, err_msg=name)
+    for name in ("loss", "accuracy"):
+        assert computed["evaluated"][name] == pytest.approx(of_keras["evaluated"][name], rel=1e-5)
+
+
+def test_the_mask_of_a_nested_model_is_expected_where_its_symbolic_output_has_none():
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((3, 4)), layers.Dense(4)])
+    model = keras.Sequential([keras.Input((3,)), layers.Embedding(5, 4, mask_zero=True), inner, layers.Dense(2)])
+    assert masks.of(model(tf.ones([1, 3]))) is not None
+    assert any(masks.begins_at(layer) for layer in model._flatten_layers())
+    assert not any(masks.begins_at(layer) for layer in inner._flatten_layers())
+
+
+def test_an_example_of_padding_alone_counts_nothing():
+    values = tf.constant([[1.0, 2.0], [8.0, np.nan], [np.inf, 3.0]])
+    mask = tf.constant([[True, True], [True, False], [False, False]])
+    np.testing.assert_allclose(masks.by_example(values, mask), [3.0, 8.0, 0.0])  # 3 positions of 3 examples
+    np.testing.assert_allclose(masks.by_example(values[:1], mask[2:]), [0.0])

@@ -1,14 +1,16 @@
-"""What training on 4 virtual shards gives on 1, 2 and 3 replicas, bit for bit: `python -m ... RESULT 3 [all]`."""
+"""Training on virtual shards: the same bits on any number of replicas, and the right ones."""
 
 import dataclasses
 import hashlib
-import json
-import sys
-import tempfile
-from pathlib import Path
+import math
 from typing import Any
 
-from tests.unit.measure.replicas import (
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.small_training import (
     CLASSES,
     FEATURES,
     GLOBAL_BATCH,
@@ -18,12 +20,6 @@ from tests.unit.measure.replicas import (
     prepare,
     strategy_called,
 )
-
-# isort: split
-import keras
-import numpy as np
-import tensorflow as tf
-
 from train import patches
 from train.data import sources
 from train.elastic.exact_sum import exact_sum
@@ -33,11 +29,10 @@ from train.loops import outer, steps
 from train.loops.train_step import TrainStep
 from train.model.gradients import GradientPolicy
 
+DEVICES = 3
 SHARDS, STEPS = 4, 6
 WHERES = ("one", "central-2", "mirrored-3")
 """1 replica with 4 shards; 2 with 2; 3, of which one has 2."""
-TRAINED = {"plain": ("one",), "whole": WHERES, "read": ("mirrored-3",)}
-"""Where each kind is trained, unless all are asked for."""
 
 
 class Counting(keras.layers.Layer):
@@ -98,27 +93,61 @@ def summed(where: str, numbers_VN: np.ndarray) -> list[str]:
     return [value.hex() for value in per_replica(strategy, replica)(0)[0]]
 
 
-def main(result: Path, everywhere: bool) -> None:
-    """Measure."""
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory) -> dict[str, tuple[str, sources.Source]]:
+    """A model and the data that it is trained on: from arrays, or `read` by an iterator."""
     tf.config.experimental.enable_op_determinism()
     patches.apply()
+    prepared = prepare(tmp_path_factory.mktemp("data"))
+    read = dataclasses.replace(prepared["own:weighted"], arrays=None)
+    return {
+        "plain": ("plain", prepared["own:plain"]),
+        "whole": ("whole", prepared["own:weighted"]),
+        "read": ("whole", read),
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(kinds) -> dict[str, Any]:
+    """What one replica comes to."""
+    return trained("one", *kinds["whole"])
+
+
+@pytest.mark.parametrize(("kind", "where"), [("whole", "central-2"), ("whole", "mirrored-3"), ("read", "mirrored-3")])
+def test_any_number_of_replicas_must_give_the_same_bits(alone, kinds, kind, where):
+    """Weights, slots, moving averages, losses, scores: from arrays and from an iterator, shared evenly or not."""
+    assert alone == trained(where, *kinds[kind])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["plain", "whole", "read"])
+def test_any_number_of_replicas_must_give_the_same_bits_of_everything(kinds, kind):
+    one, *others = (trained(where, *kinds[kind]) for where in WHERES)
+    assert [one] * len(others) == others
+
+
+def test_the_numbers_must_be_those_of_a_plain_training(kinds):
+    """Within rounding: virtual shards change the order of sums and nothing else."""
+    plain, elastic = (trained("one", *kinds["plain"], virtual=virtual) for virtual in (False, True))
+    np.testing.assert_allclose(elastic["losses"], plain["losses"], rtol=1e-6)
+    np.testing.assert_allclose(elastic["scores"], plain["scores"], rtol=1e-6)
+    for one, other in zip(elastic["weights"], plain["weights"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_moving_averages_must_move_and_what_is_fixed_must_stay(alone):
+    mean, variance = alone["averages"]
+    assert all(value != 0 for value in mean)
+    assert all(0 < value != 1 for value in variance)
+    assert [np.array([1e30, 1.1], np.float32).tolist()] == alone["fixed"]
+
+
+def test_sums_must_be_exact_and_the_same_wherever_the_shards_lie():
+    """To within the grid: 2**-36 of the largest number, which 24 orders of magnitude put to the test."""
     random = np.random.default_rng(1)
-    numbers_VN = (random.normal(size=(7, 50)) * 10.0 ** random.integers(-12, 12, (7, 50))).astype(np.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        found = prepare(Path(folder))
-        kinds = {
-            "plain": ("plain", found["own:plain"]),
-            "whole": ("whole", found["own:weighted"]),
-            "read": ("whole", dataclasses.replace(found["own:weighted"], arrays=None)),
-        }
-        measured: dict[str, Any] = {
-            kind: {where: trained(where, *requested) for where in (WHERES if everywhere else TRAINED[kind])}
-            for kind, requested in kinds.items()
-        }
-        measured["plain"]["without"] = trained("one", *kinds["plain"], virtual=False)
-    measured["sums"] = {where: summed(where, numbers_VN) for where in WHERES} | {"numbers": numbers_VN.tolist()}
-    result.write_text(json.dumps(measured))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), "all" in sys.argv[3:])
+    shards = (random.normal(size=(7, 50)) * 10.0 ** random.integers(-12, 12, (7, 50))).astype(np.float32)
+    sums = [summed(where, shards) for where in WHERES]
+    assert [sums[0]] * 3 == sums
+    grid = 2.0**-58 * 2 ** math.ceil(math.log2(np.abs(shards).max()))
+    exact = [math.fsum(column) for column in shards.astype(np.float64).T]
+    np.testing.assert_allclose([float.fromhex(text) for text in sums[0]], exact, rtol=0, atol=len(shards) * grid)

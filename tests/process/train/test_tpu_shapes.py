@@ -1,49 +1,30 @@
-"""What a TPU would be given, as far as a CPU can show it: no TPU, static shapes, a step that XLA compiles, bfloat16."""
+"""What TPUs require, as far as a machine without one can show it: static shapes, XLA, bfloat16."""
 
 import dataclasses
 import functools
-import json
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
+import pytest
+import tensorflow as tf
 
 from cluster.contract import compatibility, spec
-from cluster.system.errors import ClusterError
+from cluster.system.errors import PrerequisiteError
+from train import patches
 from train import strategy as strategies
+from train.config import TrainConfig
+from train.data import arrays, sources
+from train.data.batches import Batch, BatchSlice
+from train.loops import steps
+from train.loops.train_step import Computed, TrainStep
+from train.model import models, objectives
+from train.model.gradients import GradientPolicy
 
-
-def without_a_tpu() -> dict[str, Any]:
-    """Return the error of building the strategy of a missing TPU, and the time it takes."""
-    began = time.monotonic()
-    try:
-        strategies.build(spec.build(workers=0, devices=8, strategy="tpu"), strategies.configure_devices(2))
-    except ClusterError as error:
-        return {"error": type(error).__name__, "words": str(error), "seconds": time.monotonic() - began}
-    return {"error": ""}
-
-
-NO_TPU = without_a_tpu()  # before anything else of TensorFlow, as in a task
-
-import keras  # noqa: E402
-import tensorflow as tf  # noqa: E402
-
-from train import patches  # noqa: E402
-from train.config import TrainConfig  # noqa: E402
-from train.data import (  # noqa: E402
-    arrays,
-    sources,
-)
-from train.data.batches import Batch, BatchSlice  # noqa: E402
-from train.loops import steps  # noqa: E402
-from train.loops.train_step import Computed, TrainStep  # noqa: E402
-from train.model import models, objectives  # noqa: E402
-from train.model.gradients import GradientPolicy  # noqa: E402
-
+DEVICES = 2
 GLOBAL_BATCH, REPLICAS = 8, 2
 OBJECTIVE = objectives.build("sparse_categorical_crossentropy", classifies=True)
 
@@ -151,14 +132,50 @@ def in_bfloat16(source: sources.Source) -> dict[str, Any]:
     return {**found, "elsewhere": keras.mixed_precision.global_policy().name}
 
 
-def main(result: Path) -> None:
-    """Measure."""
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> sources.Source:
     patches.apply()
-    with tempfile.TemporaryDirectory() as folder:
-        source = prepare(Path(folder))
-        found = {"shapes": shapes(source), "compiled": compiled(source), "bfloat16": in_bfloat16(source)}
-    result.write_text(json.dumps({"no_tpu": NO_TPU, **found}))
+    return prepare(tmp_path_factory.mktemp("data"))
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+@pytest.fixture(scope="module")
+def seen(source) -> dict[str, Any]:
+    return shapes(source)
+
+
+def test_a_machine_without_a_tpu_is_reported_at_once():
+    """Before anything else of TensorFlow, as in a task."""
+    began = time.monotonic()
+    with pytest.raises(PrerequisiteError):
+        strategies.build(spec.build(workers=0, devices=8, strategy="tpu"), strategies.configure_devices(2))
+    assert time.monotonic() - began < 10
+
+
+def test_every_shape_that_an_update_sees_or_makes_is_static(seen):
+    assert [[4, 12, 12, 1], [4], [4], [], []] == seen["given"][:5]  # features, labels, weights, step, replica
+    assert {"[4, 12, 12, 1]", "[4]", "[]"} == {str(shape) for shape in seen["given"]}
+    assert seen["made"] > 100
+    assert [] == seen["dynamic"]
+    assert np.isfinite(seen["losses"]).all()
+
+
+def test_every_shape_that_an_evaluation_is_fed_is_static(seen):
+    """Also in the last batch, which is padded."""
+    assert {"[5, 12, 12, 1]", "[5]"} == {str(shape) for shape in seen["evaluation"]}
+
+
+def test_an_update_can_be_compiled_whole_by_xla(source):
+    """Forward, backward, Adam and the counters."""
+    computed = compiled(source)
+    np.testing.assert_allclose(computed["xla"], computed["plain"], rtol=1e-4)
+    assert computed["xla"][-1] < computed["xla"][0]
+    assert (3, 3) == (computed["plain iterations"], computed["xla iterations"])
+
+
+def test_a_tpus_model_computes_in_bfloat16_and_keeps_the_rest_in_float32(source):
+    types = in_bfloat16(source)
+    assert ["bfloat16", "float32"] == types["computes"]  # float32: the logits
+    assert ["float32"] == types["variables"]
+    assert ["float32", "int64"] == types["optimizer"]
+    assert ("float32", "float32") == (types["logits"], types["elsewhere"])
+    assert np.isfinite(types["losses"]).all()

@@ -29,7 +29,7 @@ def main(result: Path) -> None:
             for index in range(2)
         ]
         other = result.with_suffix(".other.json")
-        command = [sys.executable, "-m", "tests.unit.measure.exchange", str(other)]
+        command = [sys.executable, "-m", "tests.programs.exchange", str(other)]
         worker = subprocess.Popen(command, env=os.environ | {"TF_CONFIG": configs[1]})
         os.environ["TF_CONFIG"] = configs[0]
     result.write_text(json.dumps(_sums()))

@@ -1,14 +1,19 @@
-"""What training in micro-batches gives on 1, 2 and 3 replicas: `python -m ... RESULT 3`."""
+"""Gradient accumulation: what micro-batches change, and what they must not."""
 
+import contextlib
 import dataclasses
-import json
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from tests.unit.measure.replicas import (
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cluster.contract.compatibility import check_micro_batches
+from cluster.system.errors import UsageError
+from tests.support.small_training import (
     CLASSES,
+    CLIPPED,
     FEATURES,
     GLOBAL_BATCH,
     OBJECTIVE,
@@ -17,14 +22,8 @@ from tests.unit.measure.replicas import (
     per_replica,
     prepare,
     strategy_called,
+    training,
 )
-
-# isort: split
-import keras
-import numpy as np
-import tensorflow as tf
-
-from tests.unit.measure.small_training import CLIPPED, training
 from train import patches
 from train.data import memory, sources
 from train.data.batches import Batch, BatchSlice, Replicas
@@ -33,6 +32,7 @@ from train.loops.train_step import TrainStep
 from train.model import optimizers
 from train.patches.exact_order import keep_order_of_sums
 
+DEVICES = 3
 WIDE, ROWS = 512, 384
 """Of a model whose activations are most of its memory."""
 
@@ -145,31 +145,90 @@ def largest_temporary(micro_batches: int) -> int:
     return max(made)
 
 
-def main(result: Path) -> None:
-    """Measure."""
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> dict[str, sources.Source]:
     tf.config.experimental.enable_op_determinism()
     patches.apply()
     keep_order_of_sums(2, deterministic=True)
-    with tempfile.TemporaryDirectory() as folder:
-        found = prepare(Path(folder))
-        source = found["own:weighted"]
-        read = dataclasses.replace(source, arrays=None)
-        measured: dict[str, Any] = {
-            "one": {m: trained("one", source, m) for m in (1, 4, 12)},
-            "read": trained("one", read, 4),
-            "mirrored-3": {m: trained("mirrored-3", source, m) for m in (1, 2)},
-            "mirrored-3, read": trained("mirrored-3", read, 2),
-            "fp16": trained("one", source, 4, "fp16"),
-            "elastic": {w: trained(w, source, 3, elastic=True, model_of=whole_model) for w in ("one", "mirrored-3")},
-            "elastic, 3": trained("one", source, 3, elastic=True),
-            "whole": trained("mirrored-3", source, 2, model_of=whole_model),
-            "calculated": calculated(found["own:plain"], 4),
-            "accumulated": accumulated(found["own:plain"], 4),
-            "dropped": dropped(),
-            "largest": {m: largest_temporary(m) for m in (1, 4)},
-        }
-    result.write_text(json.dumps(measured))
+    return prepare(tmp_path_factory.mktemp("data"))
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+@pytest.fixture(scope="module")
+def source(prepared) -> sources.Source:
+    return prepared["own:weighted"]
+
+
+@pytest.fixture(scope="module")
+def whole(source) -> dict[str, Any]:
+    """What one device comes to with whole batches."""
+    return trained("one", source, 1)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 12])
+def test_micro_batches_must_give_the_numbers_of_the_whole_batch(source, whole, micro_batches):
+    """Weights, losses and scores within rounding, with weighted examples, regularisation and clipping."""
+    cut = trained("one", source, micro_batches)
+    for name in ("losses", "scores", "weights"):
+        np.testing.assert_allclose(cut[name], whole[name], rtol=1e-5, atol=1e-6)
+    assert whole["weights_sha256"] != cut["weights_sha256"]  # else nothing was cut
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_replicas_must_give_the_numbers_of_one(source, whole, micro_batches):
+    cut = trained("mirrored-3", source, micro_batches)
+    np.testing.assert_allclose(cut["weights"], whole["weights"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("where", "micro_batches"), [("one", 4), ("mirrored-3", 2)])
+def test_the_same_training_must_give_the_same_bits_also_from_an_iterator(source, where, micro_batches):
+    read = dataclasses.replace(source, arrays=None)
+    assert trained(where, source, micro_batches) == trained(where, read, micro_batches)
+
+
+def test_the_order_of_the_sum_must_be_the_documented_one(prepared):
+    """Bit for bit: from zeros, micro-batch after micro-batch. Pipelines are compared with it."""
+    assert calculated(prepared["own:plain"], 4) == accumulated(prepared["own:plain"], 4)
+
+
+def test_float16_must_be_scaled_checked_and_clipped_once_a_step(source, whole):
+    cut = trained("one", source, 4, "fp16")
+    np.testing.assert_allclose(cut["weights"], whole["weights"], atol=1e-2)
+    assert 0 == cut["skipped"]
+
+
+def test_virtual_shards_must_give_the_same_bits_on_any_replicas(source, whole):
+    """With BatchNormalization and dropout; without them, the numbers of a plain training, too."""
+    one, three = (trained(w, source, 3, elastic=True, model_of=whole_model) for w in ("one", "mirrored-3"))
+    assert one == three
+    simple = trained("one", source, 3, elastic=True)
+    np.testing.assert_allclose(simple["weights"], whole["weights"], rtol=1e-4, atol=1e-6)
+
+
+def test_batch_normalization_must_follow_every_micro_batch(source):
+    mean, variance = trained("mirrored-3", source, 2, model_of=whole_model)["averages"]
+    assert all(value != 0 for value in mean)
+    assert all(0 < value != 1 for value in variance)
+
+
+@pytest.mark.usefixtures("prepared")
+def test_dropout_must_draw_again_for_every_micro_batch_and_replica():
+    first, second, uncut = dropped()
+    assert first == uncut
+    assert 6 == len({*first, *second})
+
+
+@pytest.mark.usefixtures("prepared")
+def test_memory_must_fall_with_the_number_of_micro_batches():
+    assert largest_temporary(4) * 4 == largest_temporary(1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "replicas", "micro_batches", "refused"),
+    [
+        *((192, 3, 5, True), (192, 3, 65, True), (12, 12, 2, True), (10, 3, 1, True)),
+        *((192, 3, 1, False), (192, 3, 64, False), (12, 12, 1, False)),
+    ],
+)
+def test_only_a_batch_that_can_be_cut_evenly_must_be_accepted(batch, replicas, micro_batches, refused):
+    with pytest.raises(UsageError) if refused else contextlib.nullcontext():
+        check_micro_batches(batch, replicas, micro_batches)

@@ -1,18 +1,16 @@
-"""What Keras does to a parameter-server cluster: two workers and a parameter server, all of them in this process."""
+"""Two workers and a parameter server in one process: where variables are, and slices of steps that are done again."""
 
 import dataclasses
-import json
-import os
-import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
+from cluster.system.errors import RunFailed
 from cluster.system.ports import free_ports
 from train import patches, program
 from train.config import Optimizer, TrainConfig
@@ -162,17 +160,6 @@ def trained(source: sources.Source, times: int, micro_batches: int = 1) -> dict[
     }
 
 
-def damaged(source: sources.Source) -> str:
-    """Return the error for a flipped bit in the workers' data."""
-    path = source.arrays.train.features.path
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 16]) + path.read_bytes()[1:])
-    try:
-        trained(source, 1)
-    except Exception as error:
-        return f"{type(program.explain(error)).__name__}: {program.explain(error)}"
-    return "trained"
-
-
 def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
     """Return whether two halves of a training, with a checkpoint between, have the bits of a whole one."""
     settings = Optimizer(name="adamw", learning_rate=0.05, warmup_steps=2, schedule="cosine", decay_steps=8, ema=0.5)
@@ -216,20 +203,65 @@ def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
     return {"same": bits(whole) == bits(resumed), "moved": bits(half) != bits(resumed)}
 
 
-def main(result: Path) -> None:
-    """Measure: without patches, then with them."""
-    found: dict[str, Any] = {"updates": SLICES * UPDATES}
-    found |= {"slots_without_build": slots_without_build(), "slots": slots(), "counted_without_guard": counted()}
+@pytest.fixture(scope="module")
+def unpatched() -> dict[str, Any]:
+    """What Keras comes to before it is patched."""
+    computed = {"slots_without_build": slots_without_build(), "slots": slots(), "counted": counted()}
     patches.apply()
-    found |= {"counted": counted()}
-    with tempfile.TemporaryDirectory() as folder:
-        source = data(Path(folder))
-        found |= {"once": trained(source, 1), "twice": trained(source, 2), "cut": trained(source, 1, 5)}
-        (checkpoints := Path(folder, "checkpoints")).mkdir()
-        found |= {"restored": restored(source, checkpoints), "damaged": damaged(source)}
-    result.write_text(json.dumps(found))
+    return computed
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    os._exit(0)  # TensorFlow's servers do not end
+@pytest.fixture(scope="module")
+def source(unpatched, tmp_path_factory) -> sources.Source:
+    return data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def once(source) -> dict[str, Any]:
+    return trained(source, 1)
+
+
+def test_slot_variables_are_on_the_parameter_servers(unpatched):
+    assert ["/job:ps"] * 5 == unpatched["slots"]  # iterations, and two for each of the two weights
+
+
+def test_slot_variables_of_an_optimizer_that_builds_itself_land_on_the_chief(unpatched):
+    assert "/job:chief" in unpatched["slots_without_build"]
+
+
+def test_keras_itself_loses_updates(unpatched):
+    assert unpatched["counted"] < SLICES * UPDATES
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_two_workers_counting_at_once_lose_no_update():
+    assert SLICES * UPDATES == counted()
+
+
+def test_a_slice_that_is_done_again_must_not_update_again(source, once):
+    """As the coordinator does with one whose worker it has lost, here with every slice."""
+    assert (16, 16) == (once["updates"], len(once["losses"]))
+    assert once == trained(source, 2)
+
+
+def test_a_worker_must_accumulate_micro_batches(source, once):
+    """One slice after the other, so that the numbers are those of whole batches."""
+    cut = trained(source, 1, 5)
+    np.testing.assert_allclose(cut["losses"], once["losses"], rtol=1e-5)
+    for actual, expected in zip(cut["weights"], once["weights"], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert once["updates"] == cut["updates"]
+
+
+def test_decay_schedules_and_averages_must_continue_with_the_same_bits_after_a_restore(source, tmp_path):
+    assert {"same": True, "moved": True} == restored(source, tmp_path)
+
+
+def test_damaged_data_must_be_reported_by_the_worker_that_reads_it(source):
+    path = source.arrays.train.features.path
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 16]) + path.read_bytes()[1:])
+    with pytest.raises(Exception) as raised:
+        trained(source, 1)
+    explained = program.explain(raised.value)
+    assert isinstance(explained, RunFailed)
+    assert "train_features.bin is damaged in block 0 " in str(explained)

@@ -1,0 +1,105 @@
+"""Each file of this folder is run by a pytest of its own: Keras is patched in it, and it says how many devices it has.
+
+`DEVICES = 2` in a file gives its process two logical devices; `(2, 3)` runs the file with two, then with three. Without
+it TensorFlow is left as it is. `OWN_PROCESS=2 pytest FILE` runs the tests of a file directly, for a debugger.
+"""
+
+import ast
+import functools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests import fast
+
+VARIABLE = "OWN_PROCESS"
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+HANG_S = 900.0
+"""What no file takes unless it hangs, also on a busy machine: otherwise it is a minute or two."""
+
+if int(os.environ.get(VARIABLE, "0")):
+    from train import strategy
+
+    strategy.configure_devices(int(os.environ[VARIABLE]))  # before anything else of TensorFlow
+
+
+@functools.cache
+def outcomes(path: Path, devices: int, selected: str) -> list[tuple[str, str, str]]:
+    """Run a file; return the name of each test, how it ended (`passed`, `failure`, `skipped`) and why."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        options = ["-q", "-p", "no:cacheprovider", "-m", selected, f"--junitxml={report}", f"--basetemp={folder}/tmp"]
+        process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, str(path)],
+            env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+            | ENVIRONMENT
+            | {VARIABLE: str(devices)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=HANG_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # it prints where its threads are
+            output = f"still running after {HANG_S:g} s\n{process.communicate()[0]}"
+        if not report.exists():
+            return [("", "failure", output[-8000:])]
+        cases = ElementTree.parse(report).iter("testcase")
+        ends = [
+            (case, next((part for part in case if part.tag in ("failure", "error", "skipped")), None)) for case in cases
+        ]
+        return [
+            (case.get("name", ""), "passed", "") if end is None else (case.get("name", ""), end.tag, end.text or "")
+            for case, end in ends
+        ]
+
+
+class OwnProcess(pytest.File):
+    """A file whose tests are found without importing it."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        tree, devices = ast.parse(self.path.read_text()), 0
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DEVICES":
+                devices = ast.literal_eval(node.value)
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                test = InOwnProcess.from_parent(self, name=node.name)
+                test.devices = devices if isinstance(devices, tuple) else (devices,)
+                if any(ast.unparse(each) == "pytest.mark.long" for each in node.decorator_list):
+                    test.add_marker("long")
+                yield test
+
+
+class InOwnProcess(pytest.Item):
+    """A test function, with all its parameters, as another pytest runs it."""
+
+    devices: tuple[int, ...]
+
+    def runtest(self) -> None:
+        fast.leave_out("starts TensorFlow")
+        selected = "long" if self.get_closest_marker("long") else "not long"
+        ended = [each for devices in self.devices for each in outcomes(self.path, devices, selected)]
+        mine = [each for each in ended if each[0].partition("[")[0] in ("", self.name)]
+        if wrong := [f"{name}: {why}" for name, end, why in mine if end in ("failure", "error")]:
+            pytest.fail("\n".join(wrong), pytrace=False)
+        assert "passed" in {end for _, end, _ in mine}, mine
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> OwnProcess | None:
+    return None if VARIABLE in os.environ else OwnProcess.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    if VARIABLE in os.environ:
+        sys.stdout.flush()
+        os._exit(0)  # TensorFlow's servers do not end

@@ -1,0 +1,169 @@
+"""One small training with any optimizer, precision, micro-batches and virtual shards, for what is measured of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from train import strategy as strategies
+from train.config import Optimizer, TrainConfig
+from train.data import arrays, sources
+from train.data.prepare import sharding
+from train.elastic.train_step import ElasticTrainStep
+from train.elastic.virtual_shards import VirtualShards
+from train.loops import outer, steps
+from train.loops.train_step import TrainStep
+from train.model import gradients, objectives, optimizers
+from train.patches import batch_normalization
+
+SEED, GLOBAL_BATCH = 7, 12
+NUM_TRAIN, NUM_TEST = 40, 1003  # neither a multiple of the global batch
+FEATURES, CLASSES = 6, 3
+OBJECTIVE = objectives.build("sparse_categorical_crossentropy", classifies=True)
+
+
+@functools.cache  # the collectives of two strategies over the same devices would meet each other
+def strategy_called(name: str) -> tf.distribute.Strategy:
+    """Return a strategy by a name such as `mirrored-2`."""
+    kind, _, count = name.partition("-")
+    devices = [f"/CPU:{index}" for index in range(int(count or 1))]
+    if kind == "one":
+        return tf.distribute.OneDeviceStrategy(devices[0])
+    if kind == "mirrored":
+        return tf.distribute.MirroredStrategy(devices)
+    return tf.distribute.experimental.CentralStorageStrategy(devices)
+
+
+def prepare(data_dir: Path) -> dict[str, sources.Source]:
+    """Write random examples, with and without weights, as arrays and as shards; return them."""
+    random = np.random.default_rng(0)
+    features = random.normal(size=(NUM_TRAIN + NUM_TEST, FEATURES)).astype(np.float32)
+    labels = random.integers(0, CLASSES, NUM_TRAIN + NUM_TEST)
+    labels[-1] = np.argmax(new_model(0)(features[-1:]))  # what evaluation is padded with would count
+    weights = random.uniform(0, 3, NUM_TRAIN + NUM_TEST).astype(np.float32)
+    weights[:5] = 0
+    found = {}
+    for name, parts in {"own:plain": (features, labels), "own:weighted": (features, labels, weights)}.items():
+        (data_dir / "scratch").mkdir(parents=True, exist_ok=True)
+        splits = {"train": tuple(x[:NUM_TRAIN] for x in parts), "test": tuple(x[NUM_TRAIN:] for x in parts)}
+        arrays.write(data_dir / "scratch", data_dir, name, "1", classes=(), splits=splits, source="", source_files={})
+        found[name] = sources.find(TrainConfig(dataset=name), data_dir)
+
+    class Numbers:
+        """Example i has the features i and the label i."""
+
+        version, classes = "1", ()
+
+        def open(self) -> dict[str, int]:
+            return {"train": NUM_TRAIN, "test": 5}
+
+        def examples(self, split: str) -> Any:
+            return ((np.full(FEATURES, i, np.float32), i) for i in range(self.open()[split]))
+
+    sharding.shard("numbers", data_dir, num_shards=4, open_source=lambda *_: Numbers())
+    found["numbers"] = sources.find(TrainConfig(dataset="numbers", source="stream"), data_dir)
+    return found
+
+
+def new_model(l2: float) -> keras.Model:
+    """Return a small model whose weights are always the same."""
+    keras.utils.set_random_seed(SEED)
+    layers, regularizer = keras.layers, keras.regularizers.L2(l2) if l2 else None
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Dense(8, activation="tanh", kernel_regularizer=regularizer),
+            layers.Dense(CLASSES, kernel_regularizer=regularizer, bias_regularizer=regularizer),
+        ]
+    )
+
+
+def weights_of(model: keras.Model) -> list[float]:
+    """Return the weights, end to end."""
+    return np.concatenate([variable.numpy().reshape(-1) for variable in model.trainable_variables]).tolist()
+
+
+def per_replica(strategy: tf.distribute.Strategy, function: Callable[..., tf.Tensor]) -> Callable[[int], list[Any]]:
+    """Return a function that does a step and returns all replicas' results; `function` takes replica and step."""
+
+    @tf.function
+    def run(step: tf.Tensor) -> Any:
+        def replica() -> tf.Tensor:
+            number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+            return function(number, step)
+
+        return strategy.run(replica)
+
+    def do(step: int) -> list[Any]:
+        returned = strategy.experimental_local_results(run(tf.constant(step, tf.int64)))
+        return [value.numpy().tolist() for value in returned]
+
+    return do
+
+
+SHARDS, STEPS = 4, 4
+PLAIN = Optimizer(name="sgd", learning_rate=0.5, momentum=0.0, warmup_steps=0)
+CLIPPED = dataclasses.replace(PLAIN, clip_norm=0.05)
+REGULARISED = functools.partial(new_model, 0.05)
+
+
+@dataclasses.dataclass
+class Training:
+    """A training and what it trains."""
+
+    train_step: TrainStep
+    run: Any
+
+    @property
+    def scale(self) -> gradients.LossScale | None:
+        return self.train_step.policy.loss_scale
+
+    def trained(self) -> dict[str, Any]:
+        """Do all steps; return the results."""
+        result, model = self.run(0, STEPS, False), self.train_step.model
+        return {
+            "losses": result.losses.tolist(),
+            "scores": result.scores.tolist(),
+            "weights": weights_of(model),
+            "weights_sha256": outer.weights_sha256(model),
+            "averages": [one.numpy().tolist() for one in model.non_trainable_variables if "moving" in one.path],
+            "skipped": self.scale.metrics()["skipped_steps"] if self.scale else 0,
+            "dtypes": sorted({variable.dtype for variable in model.trainable_variables}),
+            "computes": sorted({layer.compute_dtype for layer in model.layers}),
+        }
+
+
+def training(
+    where: str,
+    source: sources.Source,
+    optimizer: Optimizer,
+    precision: str = "fp32",
+    *,
+    micro_batches: int = 1,
+    elastic: bool = False,
+    model_of: Callable[[], keras.Model] = REGULARISED,
+    objective: objectives.Objective = OBJECTIVE,
+) -> Training:
+    """Return a training of a small model, as a run with these settings has it."""
+    strategy = strategy_called(where)
+    replicas = strategy.num_replicas_in_sync
+    config = TrainConfig(optimizer=optimizer, precision=precision)
+    with strategy.scope(), strategies.policy(precision):
+        model = model_of()
+        if not elastic:
+            batch_normalization.synchronize_batch_normalization(model, replicas)
+        policy = optimizers.policy(config, optimizers.build_for(config, model))
+    shards = VirtualShards(SHARDS, replicas) if elastic else None
+    what = (model, policy, objective, GLOBAL_BATCH)
+    train_step = (
+        ElasticTrainStep(*what, SHARDS, micro_batches, shards=shards)
+        if shards
+        else TrainStep(*what, replicas, micro_batches)
+    )
+    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards, micro_batches)
+    return Training(train_step, policy.around(steps.SynchronousSteps(strategy, train_step, feed, STEPS)))
