@@ -119,6 +119,7 @@ def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated):
     assert {("failed", EXIT_TIMEOUT)} == {(each["state"], each["exit_code"]) for each in outcomes}
 
 
+@pytest.mark.slow
 def test_tasks_that_meet_at_the_last_moment_continue(simulated):
     """The worker comes back when the others have waited for it almost as long as they may."""
     outcomes = Counter()
@@ -129,6 +130,7 @@ def test_tasks_that_meet_at_the_last_moment_continue(simulated):
     assert outcomes.keys() == {"succeeded"}
 
 
+@pytest.mark.slow
 def test_the_chief_decides_about_a_worker_that_left_during_the_rendezvous(simulated):
     """The others have met the worker, and wait for the chief alone, which waits for that worker."""
     away = [(1.9, "lose task", "worker-0", 200.0)]
