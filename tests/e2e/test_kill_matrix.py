@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.contract.run.records import Heartbeat
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import summary
 from tests.support.waiting import wait_for
@@ -18,8 +19,8 @@ TOPOLOGIES = {"multiworker": ("--workers=1",), "ps": ("--workers=2", "--ps=1", "
 TASKS = {"multiworker": ("chief", "worker-0"), "ps": ("chief", "worker-0", "ps-0")}
 TRAINING = ("--steps-per-loop=5", "--log-every=5", f"--max-steps={STEPS}", "--evaluate-every=30")
 
-PHASES: dict[str, Callable[[dict[str, Any]], bool]] = {
-    # What the chief's heartbeat says then; its changes of state are written at once.
+PHASES: dict[str, Callable[[Heartbeat], bool]] = {
+    # The chief's heartbeat in each phase; changes of state are written at once.
     "start": lambda beat: beat.state == "starting",
     "compile": lambda beat: beat.state == "compiling",
     "training": lambda beat: beat.state == "training" and beat.step >= 10,
@@ -55,7 +56,7 @@ def test_a_task_killed_in_any_phase_must_not_stop_the_run(clusters, request, str
     run = clusters.run(name)
 
     def reached() -> bool:
-        beat = read_json(run.status("chief"), None)
+        beat = run.heartbeat("chief")
         return beat is not None and run.programs(task).exists() and PHASES[phase](beat)
 
     wait_for(reached, f"the chief's phase {phase}", pause_s=0.001)

@@ -15,7 +15,6 @@ from tensorflow import keras
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import build
-from cluster.system.errors import UsageError
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from tests.support.tracking import Tracking
@@ -184,8 +183,3 @@ def test_micro_batches_accumulate_as_in_the_custom_loop(folder, one, two):
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
         for metric in ("loss", "accuracy"):
             np.testing.assert_allclose(cut[metric], whole[metric], rtol=1e-4)
-
-
-def test_batch_normalization_on_two_devices_is_not_cut(folder, two):
-    with pytest.raises(UsageError):
-        train(folder / "cut-normalized", two, micro_batches=3)

@@ -44,6 +44,11 @@ def dataset(split, shard):
 """
 
 
+RUNNING = []
+"""Servers end with the process: TensorFlow stops a data worker while it holds the interpreter's lock, and waits for
+threads of the worker that may need that lock."""
+
+
 class Served:
     """A dispatcher and one data worker in this process, and a function's source with and without them."""
 
@@ -67,17 +72,15 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path, monkeypatch) -> Iterator[Served]:
+def served(tmp_path, monkeypatch) -> Served:
     """A data service."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "own_served.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path / "modules")
     monkeypatch.delitem(sys.modules, "own_served", raising=False)
     monkeypatch.setattr(random_access, "_OPEN", {})
-    found = Served(tmp_path)
-    yield found
-    found.worker._stop()
-    found.dispatcher._stop()
+    RUNNING.append(Served(tmp_path))
+    return RUNNING[-1]
 
 
 def batches(source: Source, count: int, replicas: int = 2) -> Iterator[list[int]]:
