@@ -282,12 +282,13 @@ class Schedule:
         return max(*faults, *started, self.training.last_step_at, 0.0) + pause_s
 
     def _once_seen(self, generation: int, more_s: float, check: Callable[[], None]) -> None:
-        """Check something once a generation was seen; where who began it died before others heard, they list it."""
-        began = self.world.now
+        """Check something once a generation was seen; agents list it if its creator died or the hub was frozen."""
+        began, hub = self.world.now, self.world.tasks["chief"]
         teller, thread = self.folder.created_by[f"generations/{generation}"]
 
         def look() -> None:
-            told = teller.alive and teller.thread is thread and teller.frozen_until <= began
+            awake = max(teller.frozen_until, hub.frozen_until) <= began
+            told = teller.alive and teller.thread is thread and awake
             self.world.at(more_s + (0.0 if told else self.drawn.stale_s), check)
 
         self.world.at(self.seen_s, look)
