@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TextIO
 
 WIDE = 10_000
-"""The width where there is no terminal."""
+"""The width of output without a terminal."""
 MAX_INDENT = 16
 
 _LABEL = re.compile(r"\s*\S+(?: \S+)?\s{2,}")

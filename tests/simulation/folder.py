@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from cluster.contract.recovery.ends import End
 from cluster.contract.recovery.step_record import Progress
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import FINAL_STATES, Generation, Heartbeat, Outcome, StopRequest, TaskState
+from cluster.contract.run.heartbeat import first_heartbeat
+from cluster.contract.run.records import FINAL_STATES, Generation, Heartbeat, Outcome, StopRequest
 from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now, SimTask, World
 
@@ -237,14 +238,7 @@ class SimHeartbeat:
         self._run, self._name = run, task.name
         self._owner = run.world.running
         self._beat: Beat | None = None
-        self.current = Heartbeat(
-            task=task.name,
-            role=task.role.value,
-            state=TaskState.STARTING,
-            generation=generation,
-            restarts=restarts,
-            updated_at=0.0,
-        )
+        self.current = first_heartbeat(task, generation, restarts)
 
     def start(self) -> SimHeartbeat:
         """Write from now on."""

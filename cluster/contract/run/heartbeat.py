@@ -17,6 +17,18 @@ HEARTBEAT_S = 1.0
 """Longest time between two heartbeats of a live task."""
 
 
+def first_heartbeat(task: Task, generation: int, restarts: int) -> Heartbeat:
+    """Return the heartbeat of a task that starts; it has not been written yet."""
+    return Heartbeat(
+        task=task.name,
+        role=task.role.value,
+        state=TaskState.STARTING,
+        generation=generation,
+        restarts=restarts,
+        updated_at=0.0,
+    )
+
+
 class HeartbeatWriter:
     """Writes `status/<task>.json`: at once when the state changes, and every second while the process runs.
 
@@ -35,14 +47,7 @@ class HeartbeatWriter:
         self._thread: threading.Thread | None = None
         self._handed_over = False
         self._written_at = 0.0
-        self.current = Heartbeat(
-            task=task.name,
-            role=task.role.value,
-            state=TaskState.STARTING,
-            generation=generation,
-            restarts=restarts,
-            updated_at=0.0,
-        )
+        self.current = first_heartbeat(task, generation, restarts)
         """The next heartbeat."""
 
     def update(self, **values: Any) -> None:

@@ -129,7 +129,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
 
 
 def _load(request: Request) -> _Previous:
-    """Return the run to go on with, or to repeat."""
+    """Return the run to resume or to repeat."""
     if not request.resume and not request.again:
         return _Previous()
     run = find_run(request.resume or request.again)
@@ -161,7 +161,7 @@ def _separate_chief(request: Request, previous: _Previous) -> bool:
 
 
 def _memory(request: Request, previous: _Previous, runtime: Runtime, num_tasks: int) -> Memory:
-    """Return what each task may use of the machine's memory, as requested now or when the run was started."""
+    """Return the memory limit of each task, as requested now or when the run was started."""
     limits.parse(request.memory)  # a typo is reported first
     check_needs(request, {Needs.CONTAINERS: runtime.limits_memory})
     return runtime.memory(request.memory, str(previous.started.get("memory", "")), num_tasks)
@@ -187,7 +187,7 @@ def _queue(previous: _Previous) -> str:
 
 
 def _job(request: Request, previous: _Previous, runtime: Runtime, cluster: ClusterSpec) -> Job:
-    """Return what is requested of the queue, now or when the run was started."""
+    """Return the request to the queue, made now or when the run was started."""
     check_needs(request, {Needs.QUEUE: runtime.is_remote})
     if not runtime.is_remote:
         return Job()

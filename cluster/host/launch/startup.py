@@ -245,7 +245,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
 
 
 def _make_folder(plan: Plan) -> None:
-    """Make the run's folder, which whoever does not hold the claim may have made as well."""
+    """Make the run's folder, which a process without the claim may have made as well."""
     try:
         plan.run.path.mkdir()
         plan.run.unfinished.touch()

@@ -50,7 +50,7 @@ def ended_lines(run: RunFolder, shown_path: str) -> list[str]:
 
 
 def _next(run: RunFolder, state: str) -> list[str]:
-    """Return what to do next: a long command has a line to itself, to be copied."""
+    """Return the hints about next commands; a long command has a separate line, to be copied."""
     resume = f"invoke up --resume {run.name}"
     if state == "stopped":
         return [resume]

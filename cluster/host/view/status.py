@@ -184,7 +184,7 @@ def _script_table(value: dict[str, Any]) -> list[str]:
 
 
 def _newest_lines(printed: dict[str, str]) -> list[str]:
-    """Return what each task printed last: one line each, with its end, where progress bars have their figures."""
+    """Return the newest line of each task; a long one keeps its end, where progress bars have their figures."""
     room = terminal_width() - max(map(len, printed), default=0) - 2
     rows = [(name, shortened(plain(line), max(room, MIN_ROOM))) for name, line in printed.items() if line]
     return ["", *columns(rows, width=WIDE)] if rows else []
