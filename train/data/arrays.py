@@ -142,11 +142,7 @@ class ArraySet:
 
 
 def stored_dtype(subject: str, part: str, dtype: np.dtype[Any]) -> str:
-    """Return the type in which an array of a part of a split, a key of `DTYPES`, is stored.
-
-    Raises:
-        UsageError: the type is not supported; `subject` names the array.
-    """
+    """Return the type in which an array of a part of a split, a key of `DTYPES`, is stored."""
     if part == "labels" and dtype.kind in "iub":
         return "int64"
     name = "float32" if part == "weights" and dtype.kind in "iub" else STORED.get(dtype.name, dtype.name)
@@ -177,13 +173,7 @@ def is_own(name: str) -> bool:
 
 
 def newest(data_dir: Path, name: str) -> str:
-    """Return the version of a dataset to use: the known one of TFDS, or the newest prepared one of the user's.
-
-    Raises:
-        UsageError: the dataset is unknown.
-        PrerequisiteError: the user's dataset is not prepared in `data_dir`.
-        RunFailed: the file that names the newest version cannot be read.
-    """
+    """Return the version of a dataset to use: the known one of TFDS, or the newest prepared one of the user's."""
     if is_own(name):
         return store.read_pointer(pointer_of(data_dir, name), name, f"invoke data.prepare --name {name}")
     if name not in VERSIONS:
@@ -207,11 +197,6 @@ def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
     Args:
         name: a TFDS dataset, or `package.module:function`.
         version: the version; empty for the newest.
-
-    Raises:
-        UsageError: the dataset is unknown.
-        PrerequisiteError: it is not prepared in `data_dir`.
-        RunFailed: a file is missing or has the wrong size, or the index cannot be read.
     """
     version = version or newest(data_dir, name)
     folder = folder_of(data_dir, name, version)
@@ -283,9 +268,6 @@ def verify(array_set: ArraySet, say: Callable[[str], None] = print) -> None:
     """Recompute the sha256 of every array and of its original TFDS files, and report a line for each.
 
     Original files may be missing, because training reads only the arrays.
-
-    Raises:
-        RunFailed: files have changed; the message names them.
     """
     expected = {file.path: file.sha256 for file in array_set.files}
     expected |= {array_set.data_dir / name: digest for name, digest in array_set.source_files.items()}

@@ -62,9 +62,6 @@ class BatchSlice:
         first_step: optimizer updates done before.
         num_steps: optimizer updates to do; None for infinite batches.
         replicas: the replicas of the pipeline.
-
-    Raises:
-        UsageError: the replicas cannot share the global batch evenly.
     """
 
     global_batch: int

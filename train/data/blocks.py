@@ -29,11 +29,7 @@ def of_file(path: Path) -> tuple[int, ...]:
 
 
 def check(path: Path, expected: Sequence[int]) -> None:
-    """Check a file's blocks without keeping them in memory.
-
-    Raises:
-        RunFailed: a block has changed.
-    """
+    """Check a file's blocks without keeping them in memory."""
     for number, (current, recorded) in enumerate(zip(of_file(path), expected, strict=True)):
         if current != recorded:
             raise damaged(path, number)
@@ -45,9 +41,6 @@ def read(path: tf.Tensor | str, expected: tf.Tensor | Sequence[int]) -> tf.Tenso
     Args:
         path: string scalar.
         expected: the hash of each block, `[blocks] int64`.
-
-    Raises:
-        RunFailed: a block has changed. Inside a graph it is an error of TensorFlow, see `explain`.
     """
     raw, path, expected = tf.io.read_file(path), tf.convert_to_tensor(path), tf.convert_to_tensor(expected, tf.int64)
     starts = tf.range(tf.size(expected, tf.int64)) * BLOCK_BYTES

@@ -52,11 +52,7 @@ _ROUNDS = 8
 
 
 def load(split: Split) -> Examples:
-    """Read a whole split and check its blocks, eagerly or inside a graph.
-
-    Raises:
-        RunFailed: a block is damaged; inside a graph see `blocks.explain`.
-    """
+    """Read a whole split and check its blocks, eagerly or inside a graph."""
     features, labels = named.each(_read, split.features), named.each(_read, split.labels)
     return Examples(features, labels, None if split.weights is None else _read(split.weights))
 
@@ -71,9 +67,6 @@ def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, 
         step: optimizer updates before this one, integer scalar, from 0.
         replica: number of the replica, integer scalar, from 0.
         batch_slice: the sizes of batches and the seed of the shuffle.
-
-    Raises:
-        UsageError: the replica batch is larger than an epoch, or TensorFlow cannot permute this many examples.
     """
     replica_batch, num_replicas, seed = batch_slice.replica_batch, batch_slice.replicas.total, batch_slice.seed
     _check(num_examples, replica_batch)
@@ -121,9 +114,6 @@ def train_dataset(split: Split, batch_slice: BatchSlice) -> tf.data.Dataset:
     """Return the batches of `train_batch` as a dataset, for Keras and TPUs.
 
     The batches have static shapes, as `tf.distribute.Strategy.distribute_datasets_from_function` requires.
-
-    Raises:
-        UsageError: as for `train_indices`.
     """
     examples = load(split)
 

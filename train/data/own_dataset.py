@@ -49,11 +49,7 @@ class OwnDataset:
 
 
 def read(name: str) -> OwnDataset:
-    """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`.
-
-    Raises:
-        UsageError: there is no such function, it fails, or it does not return a dataset.
-    """
+    """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`."""
     function = _function(name)
     if _needs_two(function):
         raise UsageError(f"dataset {name} takes two arguments; add -- --source function if they are (split, shard)")
@@ -166,9 +162,6 @@ def array_of(subject: str, part: str, value: Any) -> np.ndarray:
     Args:
         part: a key of `arrays.DTYPES`.
         value: an array or a value that NumPy can convert to one.
-
-    Raises:
-        UsageError: the type is not suitable.
     """
     array = np.asarray(value)
     if array.ndim == 0:

@@ -109,10 +109,6 @@ def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
 
     Args:
         version: the version; empty for the newest.
-
-    Raises:
-        PrerequisiteError: there are no shards in `data_dir`.
-        RunFailed: a shard is missing or has the wrong size, or the index cannot be read.
     """
     command = f"invoke data.shard --name {name}"
     version = version or store.read_pointer(pointer_of(data_dir, name), name, command)
@@ -126,11 +122,7 @@ def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
 
 
 def verify(shard_set: ShardSet, say: Callable[[str], None] = print) -> None:
-    """Recompute the sha256 of every shard and report a line for each.
-
-    Raises:
-        RunFailed: files have changed; the message names them.
-    """
+    """Recompute the sha256 of every shard and report a line for each."""
     expected = {file.path: file.sha256 for file in shard_set.files}
     store.verify(expected, f"run `invoke data.shard --name {shard_set.name} --fresh`", say)
 

@@ -172,10 +172,6 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, serv
         run: the run folder. It records the data of the first generation, which all later ones use even if newer data
             has been prepared with the same name.
         service: the service of data workers, if there are any.
-
-    Raises:
-        PrerequisiteError: the data is not prepared.
-        RunFailed: the data is damaged.
     """
 
     def open_version(version: str = "") -> Source:
@@ -203,11 +199,7 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, serv
 
 
 def describe(config: TrainConfig, data_dir: Path) -> Source:
-    """Return the source that a configuration names, for its shapes only: a user's arrays need not be prepared.
-
-    Raises:
-        ClusterError: other data is not prepared, or the user's function fails.
-    """
+    """Return the source that a configuration names, for its shapes only: a user's arrays need not be prepared."""
     if config.source != "memory" or not arrays.is_own(config.dataset):
         return find(config, data_dir)
     dataset = own_dataset.read(config.dataset)

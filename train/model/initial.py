@@ -55,11 +55,7 @@ def file_in(folder: Path) -> Path | None:
 
 
 def load(model: keras.Model, path: Path) -> str:
-    """Load the weights of a file into a model; return a line that names the weights used and not used.
-
-    Raises:
-        UsageError: the file has no weights, or none of the model's.
-    """
+    """Load the weights of a file into a model; return a line that names the weights used and not used."""
     try:
         arrays = read(path)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, tf.errors.OpError) as error:
@@ -96,11 +92,7 @@ def load(model: keras.Model, path: Path) -> str:
 
 
 def read(path: Path) -> Arrays:
-    """Read the weights in a file.
-
-    Raises:
-        OSError, ValueError, KeyError, BadZipFile, tf.errors.OpError: the file cannot be read.
-    """
+    """Read the weights in a file."""
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
@@ -164,12 +156,7 @@ def _some(names: list[str]) -> str:
 
 
 def begin(model: keras.Model, folder: Path) -> str:
-    """Load the initial weights of a run into a model; return the line to report.
-
-    Raises:
-        UsageError: as `load`.
-        RunFailed: the file is missing.
-    """
+    """Load the initial weights of a run into a model; return the line to report."""
     path = file_in(folder)
     if path is None:
         raise RunFailed(f"the weights that this run begins with are gone from {folder}; start a new run")

@@ -88,9 +88,6 @@ def freeze(model: keras.Model, names: str) -> None:
     Args:
         model: a built model.
         names: names or patterns of layers, separated by commas.
-
-    Raises:
-        UsageError: no layer has such a name, or none is left to train.
     """
     layers = list(model._flatten_layers(include_self=False))  # nested ones too; several may have the same name
     for pattern in filter(None, (part.strip() for part in names.split(","))):
@@ -109,9 +106,6 @@ def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -
         feature_shape: one example's shape; for several inputs a dictionary of shapes.
         num_outputs: number of classes or of values to predict; for several outputs a dictionary.
         options: options of a built-in model.
-
-    Raises:
-        UsageError: there is no such function, or it does not return a model of the Keras in use for these features.
     """
     function = MODELS[name] if name in MODELS else references.load("--model", name)
     model = references.call("--model", name, functools.partial(function, **options), feature_shape, num_outputs)

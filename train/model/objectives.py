@@ -109,9 +109,6 @@ def of(
     Args:
         predicts_text: see `Objective`.
         shapes: called for a user's loss, whose outputs may have any shape.
-
-    Raises:
-        UsageError: there is no such loss, the loop does not support it, or the function of the metrics fails.
     """
     known = shapes() if shapes and ":" in config.loss else None
     if isinstance(classifies, Mapping):
@@ -151,9 +148,6 @@ def build(loss: str, *, classifies: bool, predicts_text: bool = False, shapes: S
         classifies: whether the labels are classes, in which case the score is the accuracy.
         predicts_text: see `Objective`.
         shapes: None for the shapes that a built-in loss requires.
-
-    Raises:
-        UsageError: there is no such function.
     """
     function = _loss(loss)
     return Objective(function, *(_score(classifies, shapes) or (function, DATA_LOSS)), predicts_text and classifies)
@@ -169,9 +163,6 @@ def build_heads(loss: str, weights: str, classifies: Mapping[str, bool], shapes:
         classifies: whether each head's labels are classes, in the order of the data. Training logs the score of the
             first head, evaluations report the loss and the score of each.
         shapes: as for `build`, by head.
-
-    Raises:
-        UsageError: a head has no loss, or there is no such head or function.
     """
     loss_names, loss_weights = heads.losses(loss), heads.weights(weights)
     heads.check_known("--loss-weights", loss_weights, classifies)
@@ -252,11 +243,7 @@ def _label_shapes(labels: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def check_outputs(config: TrainConfig, num_outputs: Named, shapes: Shapes) -> None:
-    """Check the shape of a model's outputs for a built-in loss; a user's loss takes any outputs.
-
-    Raises:
-        UsageError: the shape is wrong.
-    """
+    """Check the shape of a model's outputs for a built-in loss; a user's loss takes any outputs."""
     labels, outputs = shapes
     losses = heads.losses(config.loss)
     if "" in losses and losses[""] not in LOSSES:

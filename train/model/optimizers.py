@@ -56,9 +56,6 @@ def build(config: TrainConfig, total_steps: int = 1) -> keras.optimizers.Optimiz
 
     Args:
         total_steps: steps of the training, over which the learning rate decays by default.
-
-    Raises:
-        UsageError: the user's function does not return an optimizer of the Keras in use, or that Keras has no such one.
     """
     settings = config.optimizer
     rate = config.learning_rate if config.rate_is_set else RateSchedule(config, total_steps)
@@ -116,11 +113,7 @@ def build_for(
 
 
 def check_replicas(optimizer: keras.optimizers.Optimizer, name: str, replicas: int) -> None:
-    """Check that an optimizer works on several replicas: Keras's conditional assignments do not.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Check that an optimizer works on several replicas: Keras's conditional assignments do not."""
     for option, instead in (
         ("gradient_accumulation_steps", "use --micro-batches"),
         ("ema_overwrite_frequency", "evaluations and exports use the averages without it"),

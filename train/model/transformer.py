@@ -30,9 +30,6 @@ def transformer_lm(
 
     Returns:
         A model from tokens `[B, T] int32` of 0 to V-1 to logits `[B, T, V] float32`.
-
-    Raises:
-        UsageError: the features are not sequences of tokens, or the width is not a multiple of the heads.
     """
     if len(feature_shape) != 1:
         raise UsageError(f"--model 'transformer_lm' takes examples of shape (T,), tokens; these have {feature_shape}")

@@ -51,11 +51,7 @@ class ModelBlock:
 
 
 def chain(model: keras.Model) -> list[ModelBlock]:
-    """Return the blocks of a Sequential or functional model with one input and one output.
-
-    Raises:
-        UsageError: it is another kind of model, for which Keras does not know how layers are connected.
-    """
+    """Return the blocks of a Sequential or functional model with one input and one output."""
     if isinstance(model, keras.Sequential):
         model = model._functional
     if not isinstance(model, keras.Model) or not hasattr(model, "_nodes_by_depth") or len(model.inputs) != 1:

@@ -56,9 +56,6 @@ def find(
         seconds: time of each block; empty to estimate it by FLOPs.
         layers: the first layer of each stage but the first; None for those of the configuration.
         pipelines: number of pipelines that share each global batch.
-
-    Raises:
-        UsageError: the model cannot be cut like that, or cannot be trained in stages.
     """
     chain, pipeline = blocks.chain(model), config.pipeline
     if masks.of(model.outputs[0]) is not None:
@@ -83,11 +80,7 @@ def find(
 def cut(
     model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None, pipelines: int = 1
 ) -> list[parts.Part]:
-    """Return the model's stages as planned, according to the record of the run; see `find`.
-
-    Raises:
-        UsageError: the cut follows from measured times, and there is no record of them.
-    """
+    """Return the model's stages as planned, according to the record of the run; see `find`."""
     planned = records.read(run.stages, launch_records.stages, None) if run else None
     if planned is None and config.pipeline.partition_by == "measured":
         raise UsageError("--partition-by measured: no times of the blocks are recorded; start the run with `invoke up`")
@@ -112,9 +105,6 @@ def describe(
         pipelines: number of pipelines that share each global batch.
         memory_bytes: memory of each stage; None for no limit.
         record: the record of an earlier generation, whose measured times remain valid; None if there is none.
-
-    Raises:
-        UsageError: as `find`.
     """
     measured = config.pipeline.partition_by == "measured"
     conditions = measure.conditions(config) | {"pipelines": str(pipelines)}

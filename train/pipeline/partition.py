@@ -81,9 +81,6 @@ def partition(blocks: Sequence[Block], plan: Plan, cut: Sequence[str] = ()) -> l
         blocks: the model's blocks, in order.
         cut: the first layer of each stage but the first; empty: the cut whose slowest stage is fastest, and among
             equal ones the cut with the smallest earlier stages.
-
-    Raises:
-        UsageError: there are more stages than blocks, the cut is invalid, or a stage exceeds its memory.
     """
     if plan.stages > len(blocks):
         raise UsageError(

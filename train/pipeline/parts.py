@@ -61,11 +61,7 @@ class Part:
 
 
 def build(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micro_batch: int) -> list[Part]:
-    """Build the parts of a model from the blocks of its stages, for `micro_batch` examples.
-
-    Raises:
-        UsageError: a layer assigns a variable that Keras does not know.
-    """
+    """Build the parts of a model from the blocks of its stages, for `micro_batch` examples."""
     parts, drawn, seen = [], dict[int, int](), set[int]()
     for number, blocks in enumerate(stages):
         model = stage_model(blocks, number)
@@ -85,11 +81,7 @@ def build(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micro_batc
 
 
 def check(parts: Sequence[Part], *, remat: bool, asynchronous: bool, pipelines: int) -> None:
-    """Check that training in stages gives the results of one device.
-
-    Raises:
-        UsageError: it would not; the message names the variable and the layers.
-    """
+    """Check that training in stages gives the results of one device."""
     changed = [variable for part in parts for variable in part.changed]
     if changed and remat:
         raise UsageError(

@@ -55,9 +55,6 @@ def build(schedule: str, stages: int, micro_batches: int) -> list[list[Instructi
 
     Args:
         schedule: one of `SCHEDULES`.
-
-    Raises:
-        UsageError: there is no such schedule.
     """
     if schedule not in SCHEDULES:
         raise UsageError(f"--schedule {schedule!r}{nearest(schedule, SCHEDULES)}")
@@ -121,11 +118,7 @@ class Span:
 
 
 def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Instruction]]:
-    """Merge the instructions of all stages into one order in which no instruction must wait.
-
-    Raises:
-        RuntimeError: the stages have a deadlock.
-    """
+    """Merge the instructions of all stages into one order in which no instruction must wait."""
     place = [0] * len(programs)
     sent: set[tuple[Action, int, int]] = set()
     order: list[tuple[int, Instruction]] = []
@@ -156,9 +149,6 @@ def simulate(
         programs: the instructions of every stage, from `build`.
         forward_s, backward_s: seconds of each stage for one micro-batch.
         transfer_s: seconds between the end of a computation and its arrival at the neighbour.
-
-    Raises:
-        RuntimeError: the stages have a deadlock.
     """
     clock = [0.0] * len(programs)
     arrival: dict[tuple[Action, int, int], float] = {}

@@ -59,11 +59,7 @@ class Recorder:
 
 
 def read(run: RunFolder) -> tuple[int, list[Span]]:
-    """Return the newest step that all tasks of a run have recorded, and its computations.
-
-    Raises:
-        PrerequisiteError: there is no such step.
-    """
+    """Return the newest step that all tasks of a run have recorded, and its computations."""
     names = [task.name for task in run.load_cluster().members] or ["chief"]
     recorded = [records.read(run.timeline(name), _timeline, {}) for name in names]
     common = set(recorded[0]).intersection(*recorded[1:])
@@ -107,11 +103,7 @@ def draw(spans: Sequence[Span], title: str, stages_each: int = 0) -> np.ndarray:
 
 
 def save(run: RunFolder, path: Path) -> int:
-    """Write the picture of a run's newest recorded step as PNG; return the step.
-
-    Raises:
-        PrerequisiteError: no step is recorded, or the file cannot be written.
-    """
+    """Write the picture of a run's newest recorded step as PNG; return the step."""
     step, picture = picture_of(run)
     try:
         with open_file(path, "wb") as file:
@@ -122,11 +114,7 @@ def save(run: RunFolder, path: Path) -> int:
 
 
 def picture_of(run: RunFolder) -> tuple[int, np.ndarray]:
-    """Return the newest step that all tasks of a run have recorded, and its picture.
-
-    Raises:
-        PrerequisiteError: there is no such step.
-    """
+    """Return the newest step that all tasks of a run have recorded, and its picture."""
     step, spans = read(run)
     config = run.load_config()
     schedule, micro_batches = config.get("pipeline", {}).get("schedule", ""), config.get("micro_batches", 1)

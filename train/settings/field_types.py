@@ -25,9 +25,6 @@ def check_types(config: Any, where: str = "", prefix: str = "") -> None:
     Args:
         config: the dataclass; nested dataclasses are checked as well.
         prefix: prefix of the fields' names.
-
-    Raises:
-        UsageError: a value has another type; the message names the field, its value and the expected type.
     """
     for name, hint in get_type_hints(type(config)).items():
         value, field = getattr(config, name), prefix + name
@@ -57,21 +54,13 @@ def option(name: str) -> str:
 
 
 def check_range(name: str, value: int, low: int, high: int) -> None:
-    """Check that a field's whole number is in its range.
-
-    Raises:
-        UsageError: it is out of range.
-    """
+    """Check that a field's whole number is in its range."""
     if not low <= value <= high:
         raise UsageError(f"{option(name)} {value}: expected a whole number from {low} to {high}")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Check that a field's text is one of its choices.
-
-    Raises:
-        UsageError: it is not; the message offers the nearest choice.
-    """
+    """Check that a field's text is one of its choices."""
     if value not in choices:
         raise UsageError(f"{option(name)} {value!r}{nearest(value, choices)}")
 
@@ -86,10 +75,6 @@ def check_number(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Check that a field's number is finite and within bounds, which `expected` describes.
-
-    Raises:
-        UsageError: it is out of bounds.
-    """
+    """Check that a field's number is finite and within bounds, which `expected` describes."""
     if not (math.isfinite(value) and above < value < below and least <= value <= most):
         raise UsageError(f"{option(name)} {value:g}: expected {expected}")

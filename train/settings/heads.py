@@ -15,29 +15,17 @@ from cluster.system.errors import UsageError, nearest
 
 
 def losses(text: str) -> dict[str, str]:
-    """Return the loss of each head that `--loss` names; the loss of all heads or of a single output has the key "".
-
-    Raises:
-        UsageError: a part is not `head=loss`.
-    """
+    """Return the loss of each head that `--loss` names; the loss of all heads or of a single output has the key ""."""
     return _by_head("--loss", text, str, "head=loss") if "=" in text else {"": text}
 
 
 def weights(text: str) -> dict[str, float]:
-    """Return the factors of the heads' losses that `--loss-weights` names.
-
-    Raises:
-        UsageError: a part is not a head and a number from 0.
-    """
+    """Return the factors of the heads' losses that `--loss-weights` names."""
     return _by_head("--loss-weights", text, _weight, "head=number, from 0") if text else {}
 
 
 def check_known(option: str, named: Iterable[str], heads: Iterable[str]) -> None:
-    """Check that the data has labels for every head that an option names.
-
-    Raises:
-        UsageError: it does not; the message offers the nearest name.
-    """
+    """Check that the data has labels for every head that an option names."""
     known = list(heads)
     for name in named:
         if name not in known:

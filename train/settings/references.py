@@ -33,9 +33,6 @@ def check(option: str, reference: str, built_in: Collection[str]) -> None:
         option: the option, such as `--model`.
         reference: a name, or `package.module:name`.
         built_in: names of built-in parts.
-
-    Raises:
-        UsageError: it does not exist.
     """
     if reference in built_in:
         return
@@ -49,11 +46,7 @@ def check(option: str, reference: str, built_in: Collection[str]) -> None:
 
 
 def load(option: str, reference: str) -> Any:
-    """Import the object `package.module:name`.
-
-    Raises:
-        UsageError: there is no such module or name, or importing it fails.
-    """
+    """Import the object `package.module:name`."""
     module, _, name = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -62,11 +55,7 @@ def load(option: str, reference: str) -> Any:
 
 
 def call(option: str, reference: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a user's function.
-
-    Raises:
-        UsageError: it fails or ends the program, which another attempt would repeat.
-    """
+    """Call a user's function."""
     try:
         return function(*arguments)
     except ClusterError:

@@ -48,11 +48,7 @@ class Shard:
 
 
 def load(name: str) -> Callable[[str, Shard], Any]:
-    """Return the function `package.module:function`.
-
-    Raises:
-        UsageError: it does not exist, or does not take a split and a shard.
-    """
+    """Return the function `package.module:function`."""
     function = references.load("--dataset", name)
     if not callable(function):
         raise UsageError(f"--dataset {name!r} is a {type(function).__name__}; expected a function of (split, shard)")
@@ -69,11 +65,7 @@ def load(name: str) -> Callable[[str, Shard], Any]:
 
 
 def call(name: str, split: str, shard: Shard) -> Any:
-    """Call a dataset function for a shard of a split; it returns a `tf.data.Dataset` or a random-access source.
-
-    Raises:
-        UsageError: it fails, or returns something else.
-    """
+    """Call a dataset function for a shard of a split; it returns a `tf.data.Dataset` or a random-access source."""
     function = load(name)
     with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):  # autograph converts mapped functions also inside a graph
         returned = references.call("--dataset", name, function, split, shard)
@@ -87,11 +79,7 @@ def call(name: str, split: str, shard: Shard) -> Any:
 
 
 def parts_of(subject: str, example: Any) -> tuple[Any, ...]:
-    """Return the features, labels and optional weight of an example or of its specification.
-
-    Raises:
-        UsageError: it is not an example.
-    """
+    """Return the features, labels and optional weight of an example or of its specification."""
     if not isinstance(example, tuple | list) or len(example) not in (2, 3):
         actual = f"{len(example)} parts" if isinstance(example, tuple | list) else type(example).__name__
         raise UsageError(f"{subject} is {actual}; expected (features, labels) or (features, labels, weight)")
@@ -99,11 +87,7 @@ def parts_of(subject: str, example: Any) -> tuple[Any, ...]:
 
 
 def describe(subject: str, example: tuple[Any, ...]) -> dict[str, Any]:
-    """Describe an example for `Record.example`, from NumPy arrays or a dataset's element specification.
-
-    Raises:
-        UsageError: the example is not suitable for training.
-    """
+    """Describe an example for `Record.example`, from NumPy arrays or a dataset's element specification."""
 
     def leaf(part: str, value: Any) -> dict[str, Any]:
         shape = value.shape
@@ -128,11 +112,7 @@ def describe(subject: str, example: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def as_arrays(subject: str, example: Any) -> tuple[Any, ...]:
-    """Convert an example of a random-access source to NumPy arrays.
-
-    Raises:
-        UsageError: it is not an example.
-    """
+    """Convert an example of a random-access source to NumPy arrays."""
     try:
         return tuple(named.each(np.asarray, part) for part in parts_of(subject, example))
     except ClusterError:

@@ -31,11 +31,7 @@ _WRONG_COUNT = re.compile(r"expected to contain (\d+) elements? but contained (o
 
 
 def examples(record: Record, split: str, shard: Shard) -> tf.data.Dataset:
-    """Return the examples of a shard, as `Batch`es of one example without the first axis.
-
-    Raises:
-        UsageError: they differ from those where the function was examined.
-    """
+    """Return the examples of a shard, as `Batch`es of one example without the first axis."""
     dataset = calling.call(record.name, split, shard)
     subject = f"--dataset {record.name!r}: {split} example"
     if not isinstance(dataset, tf.data.Dataset):

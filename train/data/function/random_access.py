@@ -80,11 +80,7 @@ class Reader:
 
 
 def open_split(record: Record, split: str, data_dir: Path, seed: int) -> None:
-    """Open a split for graphs that run in this process.
-
-    Raises:
-        UsageError: the function's result differs from that where it was examined.
-    """
+    """Open a split for graphs that run in this process."""
     if _token(record, split) in _OPEN:
         return
     source = calling.call(record.name, split, Shard(0, 1, seed, data_dir))
@@ -101,11 +97,7 @@ def open_split(record: Record, split: str, data_dir: Path, seed: int) -> None:
 
 
 def length_of(name: str, split: str, source: Any) -> int:
-    """Return the number of examples of a source.
-
-    Raises:
-        UsageError: it is 0 or unknown.
-    """
+    """Return the number of examples of a source."""
     try:
         length = len(source)
     except (Exception, SystemExit) as error:

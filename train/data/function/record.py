@@ -84,10 +84,6 @@ def find(data_dir: Path, name: str, version: str = "") -> Record:
     Args:
         name: `package.module:function`.
         version: the version; empty for the newest.
-
-    Raises:
-        PrerequisiteError: the function was not examined.
-        RunFailed: the record cannot be read.
     """
     command = f"invoke data.examine --name {name}"
     version = version or store.read_pointer(_pointer(data_dir, name), name, command)

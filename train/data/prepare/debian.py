@@ -36,11 +36,7 @@ _FHCRC, _FEXTRA, _FNAME, _FCOMMENT = 2, 4, 8, 16
 
 
 def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable[[str], None]) -> None:
-    """Extract the original `files` from Debian's package for `dataset` into `folder`.
-
-    Raises:
-        PrerequisiteError: Debian has no such package, this is not Debian, or its mirror cannot be reached.
-    """
+    """Extract the original `files` from Debian's package for `dataset` into `folder`."""
     if dataset not in PACKAGES:
         raise PrerequisiteError(f"Debian has no package of {dataset}")
     missing = [command for command in ("apt-get", "dpkg-deb") if shutil.which(command) is None]
@@ -84,9 +80,6 @@ def with_header(content: bytes, name: str, mtime: int) -> bytes:
         content: the file, with one gzip member.
         name: the name of the uncompressed file, for the field FNAME.
         mtime: the time of its last change, in seconds since 1970, for the field MTIME.
-
-    Raises:
-        ValueError: `content` is not gzip.
 
     Source: RFC 1952, section 2.3.
     """

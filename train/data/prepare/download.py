@@ -36,12 +36,7 @@ class SourceFile:
 
 
 def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable[[str], None]) -> None:
-    """Download `files` into `folder`, if the first address answers within `PROBE_TIMEOUT_S`.
-
-    Raises:
-        PrerequisiteError: there is no address, no answer or a broken connection, or it takes longer than
-            `DOWNLOAD_TIMEOUT_S`.
-    """
+    """Download `files` into `folder`, if the first address answers within `PROBE_TIMEOUT_S`."""
     if not files[0].url:
         raise PrerequisiteError(f"no address of {files[0].name} is known")
     probe(files[0].url)
@@ -52,11 +47,7 @@ def fetch(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable
 
 
 def probe(url: str) -> None:
-    """Open and close `url`, within `PROBE_TIMEOUT_S`.
-
-    Raises:
-        PrerequisiteError: no answer, or an HTTP error.
-    """
+    """Open and close `url`, within `PROBE_TIMEOUT_S`."""
     outcome: list[str] = []
 
     def attempt() -> None:

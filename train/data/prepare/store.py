@@ -29,11 +29,7 @@ def slug(name: str) -> str:
 
 
 def check_sizes(expected: Mapping[Path, tuple[int, str]], again: str) -> None:
-    """Compare the sizes of files with the expected ones, in bytes, each with a reason.
-
-    Raises:
-        RunFailed: a size differs; the message ends with `again`, the command that fixes it.
-    """
+    """Compare the sizes of files with the expected ones, in bytes, each with a reason."""
     for path, (size_bytes, why) in expected.items():
         size = path.stat().st_size if path.is_file() else 0
         if size != size_bytes:
@@ -41,12 +37,7 @@ def check_sizes(expected: Mapping[Path, tuple[int, str]], again: str) -> None:
 
 
 def block_hashes(entry: Mapping[str, Any], size_bytes: int) -> tuple[int, ...]:
-    """Return the hashes of a file's blocks from its entry in an index.
-
-    Raises:
-        KeyError: the entry has no hashes.
-        ValueError: their number is wrong.
-    """
+    """Return the hashes of a file's blocks from its entry in an index."""
     hashes = tuple(int(digits, 16) for digits in entry["blocks"].split())
     if len(hashes) != -(-size_bytes // BLOCK_BYTES):
         raise ValueError(f"{len(hashes)} blocks of {entry['file']}")
@@ -54,11 +45,7 @@ def block_hashes(entry: Mapping[str, Any], size_bytes: int) -> tuple[int, ...]:
 
 
 def verify(expected: Mapping[Path, str], again: str, say: Callable[[str], None]) -> None:
-    """Recompute the sha256 of files and report a line for each. A missing file is reported without an error.
-
-    Raises:
-        RunFailed: files differ; the message ends with `again`, the command that fixes them.
-    """
+    """Recompute the sha256 of files and report a line for each. A missing file is reported without an error."""
     differing = []
     for path, digest in expected.items():
         if not path.exists():
@@ -92,12 +79,7 @@ def index_errors(path: Path, missing: str, again: str) -> Iterator[None]:
 
 
 def read_pointer(path: Path, name: str, command: str) -> str:
-    """Return the newest version of a dataset from its pointer file, `{"version": ...}`.
-
-    Raises:
-        PrerequisiteError: the file does not exist; `command` creates it.
-        RunFailed: the file cannot be read.
-    """
+    """Return the newest version of a dataset from its pointer file, `{"version": ...}`."""
     with index_errors(path, f"{name} is not prepared: there is no {path}; run `{command}`", f"run `{command}`"):
         return str(json.loads(path.read_text(encoding="utf-8"))["version"])
 
@@ -134,11 +116,7 @@ def lock(data_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def check_space(data_dir: Path, needed_bytes: int) -> None:
-    """Check the free space on the disk of `data_dir`.
-
-    Raises:
-        OSError: it is less than `needed_bytes`; for `disk_errors`.
-    """
+    """Check the free space on the disk of `data_dir`."""
     free_bytes = shutil.disk_usage(data_dir).free
     if free_bytes < needed_bytes:
         free, needed = free_bytes / 1e6, needed_bytes / 1e6
