@@ -12,7 +12,7 @@ from benchmarks.marked import COMPUTED, SUMMED
 from benchmarks.runs import Bench
 from benchmarks.scaling import ONE, SAME_SHARE, own_cores, start
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 
 STEPS = 200
 WARM_CALLS = 2

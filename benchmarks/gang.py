@@ -23,8 +23,8 @@ from benchmarks.slow_links import Host
 from cluster.contract import spec
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime import supervisor
+from cluster.host.runtime.local_runtime import processes_of
 from cluster.system import memory, processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json

@@ -14,7 +14,7 @@ from benchmarks.runs import Bench, cores
 from benchmarks.scaling import start_pinned
 from cluster.contract.run.folder import RunFolder
 from cluster.host.options.request import Request
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system.errors import PrerequisiteError
 from train.pipeline import schedule, timeline
 from train.pipeline.schedule import Action, Span

@@ -8,7 +8,7 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.pipeline import start
 from benchmarks.runs import Bench
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system.json_files import read_json
 
 STAGES, MICRO_BATCHES = 4, 8

@@ -20,7 +20,7 @@ from benchmarks.baselines.common import EVERY
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
 from cluster.host.launch import folders
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system import process_table
 from cluster.system.errors import RunFailed, TimedOut
 from cluster.system.json_files import read_json

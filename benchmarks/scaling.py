@@ -13,7 +13,7 @@ from benchmarks.runs import ENDLESS, GLOBAL_BATCH, TRAINING, Bench
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system.errors import PrerequisiteError
 
 STEPS = 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.figures import Figure, Goal, growth
 from benchmarks.runs import Bench, cores
 from benchmarks.start import until_first_step
-from cluster.host.runtime.memory import TASK_MEMORY_BYTES
+from cluster.host.runtime.resources import TASK_MEMORY_BYTES
 from cluster.system import memory
 from cluster.system.messages import counted
 

@@ -23,9 +23,9 @@ from cluster.contract import settings, spec
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu.placement import Placement
 from cluster.host.image import images
-from cluster.host.runtime.compose import commands, overlay
-from cluster.host.runtime.compose.overlay import FILES, Containers
-from cluster.host.runtime.compose.runtime import task_environment
+from cluster.host.runtime import compose_services
+from cluster.host.runtime.compose_runtime import task_environment
+from cluster.host.runtime.compose_services import FILES, Containers
 from cluster.host.runtime.payload import Payload
 from cluster.system.paths import ROOT
 
@@ -62,8 +62,8 @@ def config(compose_cli, tmp_path) -> Config:
         run_dir, image = tmp_path / "runs" / "a-run", "tf-cluster/train:cpu"
         containers = Containers(run_dir, tmp_path / data_dir, image, "1000:1000", MEMORY_BYTES, **(brought or {}))
         path = tmp_path / "compose.json"
-        path.write_text(json.dumps(overlay.overlay(spec.build(**topology), containers, command or [])))
-        return read_config(commands.command(path, "config", "--format", "json"))
+        path.write_text(json.dumps(compose_services.overlay(spec.build(**topology), containers, command or [])))
+        return read_config(compose_services.compose_command(path, "config", "--format", "json"))
 
     return read
 
@@ -178,7 +178,7 @@ def test_hostile_words_stay_words(config, tmp_path):
 
 
 def test_a_colon_in_a_folder_s_name_mounts_no_other(compose_cli):
-    read = read_config(commands.tensorboard(Path("/a:/b"), 6007, "config", "--format", "json"))
+    read = read_config(compose_services.tensorboard_command(Path("/a:/b"), 6007, "config", "--format", "json"))
     (runs,) = read["services"]["tensorboard"]["volumes"]
     assert ("/a:/b", "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
 
@@ -255,7 +255,7 @@ def test_a_secret_is_in_a_file_and_nowhere_else(config, tmp_path):
 
 
 def test_up_names_every_task_and_neither_builds_nor_pulls():
-    words = shlex.split(commands.up(Path("/runs/r/compose.json"), spec.build(1)))
+    words = shlex.split(compose_services.up_command(Path("/runs/r/compose.json"), spec.build(1)))
     assert ["docker", "compose"] == words[:2]
     assert ["up", "--detach", "--no-build", "--pull", "never", "chief", "worker-0"] == words[-7:]
 
@@ -264,7 +264,7 @@ def test_up_names_every_task_and_neither_builds_nor_pulls():
 
 
 def test_tensorboard_is_published_on_loopback_only(compose_cli, tmp_path):
-    read = read_config(commands.tensorboard(tmp_path / "runs", 6007, "config", "--format", "json"))
+    read = read_config(compose_services.tensorboard_command(tmp_path / "runs", 6007, "config", "--format", "json"))
     assert ["tensorboard"] == list(read["services"])
     board = read["services"]["tensorboard"]
     assert [("127.0.0.1", "6007", 6006)] == [(p["host_ip"], p["published"], p["target"]) for p in board["ports"]]
@@ -273,7 +273,7 @@ def test_tensorboard_is_published_on_loopback_only(compose_cli, tmp_path):
     assert (str(tmp_path / "runs"), "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
     assert True is board["read_only"] is board["init"]
     assert (["ALL"], ["no-new-privileges:true"]) == (board["cap_drop"], board["security_opt"])
-    assert overlay.task_user() == board["user"]
+    assert compose_services.task_user() == board["user"]
     assert "max-size" in board["logging"]["options"]
 
 
@@ -345,10 +345,10 @@ def test_every_task_is_replaced_when_the_code_in_its_image_changes(compose_cli, 
     monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
     containers = Containers(tmp_path / "a-run", tmp_path / "data", "tf-cluster/train:cpu", "1000:1000", MEMORY_BYTES)
-    composed = overlay.overlay(spec.build(**TOPOLOGIES["parameter servers"]), containers, [])
+    composed = compose_services.overlay(spec.build(**TOPOLOGIES["parameter servers"]), containers, [])
     section = images.build_section("cpu", images.Base("a-base:1"))
-    (path := tmp_path / "watched.json").write_text(json.dumps(overlay.watched(composed, *section)))
-    read = read_config(commands.command(path, "config", "--format", "json"))
+    (path := tmp_path / "watched.json").write_text(json.dumps(compose_services.watched(composed, *section)))
+    read = read_config(compose_services.compose_command(path, "config", "--format", "json"))
     assert EVERY_TASK == sorted(read["services"], key=EVERY_TASK.index)
     assert str(bundle).replace("$", "$$") == read["secrets"]["ca"]["file"]  # as in a file that Compose reads again
     assert 1 == len(
@@ -376,15 +376,15 @@ def test_every_task_is_replaced_when_the_code_in_its_image_changes(compose_cli, 
 def test_tasks_run_as_the_caller_but_never_as_root(monkeypatch, uid, gid, expected):
     monkeypatch.setattr(os, "getuid", lambda: uid)
     monkeypatch.setattr(os, "getgid", lambda: gid)
-    assert expected == overlay.task_user()
+    assert expected == compose_services.task_user()
 
 
 @pytest.mark.parametrize("name", ["a", "Fashion_MNIST-2026.01.01", "x" * 63, "A.-_", "9"])
 def test_a_project_s_name_is_legal_and_of_one_folder(name):
-    project = overlay.project(Path("/here/runs") / name)
+    project = compose_services.project(Path("/here/runs") / name)
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", project)
-    assert project != overlay.project(Path("/there/runs") / name)
-    assert project != overlay.tensorboard_project(Path("/here/runs"))
+    assert project != compose_services.project(Path("/there/runs") / name)
+    assert project != compose_services.tensorboard_project(Path("/here/runs"))
 
 
 # The examples
@@ -396,7 +396,7 @@ def example(*, gpus: bool) -> str:
     folder = Path("/path/to/this/checkout")
     image, more = ("tf-cluster/train:gpu", with_gpus()) if gpus else ("tf-cluster/train:cpu", {})
     containers = Containers(folder / "runs" / "example", folder / "data", image, "1000:1000", MEMORY_BYTES, **more)
-    text = json.dumps(overlay.overlay(cluster, containers, []), indent=2) + "\n"
+    text = json.dumps(compose_services.overlay(cluster, containers, []), indent=2) + "\n"
     files = json.dumps(f"{FILES}/".replace("$", "$$"))[1:-1]
     return text.replace(files, "")  # the templates lie beside the example
 

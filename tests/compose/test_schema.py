@@ -16,9 +16,9 @@ from ruamel.yaml import YAML
 
 from cluster.contract import spec
 from cluster.host.gpu.placement import DEVICE_REQUESTS, Placement
-from cluster.host.runtime.compose import overlay
-from cluster.host.runtime.compose.overlay import FILES, Containers
-from cluster.host.runtime.compose.runtime import task_environment
+from cluster.host.runtime import compose_services
+from cluster.host.runtime.compose_runtime import task_environment
+from cluster.host.runtime.compose_services import FILES, Containers
 from cluster.host.runtime.payload import Payload
 
 TOPOLOGIES = {
@@ -54,7 +54,7 @@ def rendered(topology: dict[str, Any], device_request: str = "", *, scripted: bo
         Path("/runs/a-run"), Path("/data"), "tf-cluster/train:gpu", "1000:1000", 2**30, *brought, gpus=gpus
     )
     words = SCRIPT.mounted().command() if scripted else []
-    made = {"x-runtime": "docker", **overlay.overlay(cluster, containers, words)} | gpus.record()
+    made = {"x-runtime": "docker", **compose_services.overlay(cluster, containers, words)} | gpus.record()
     return json.loads(json.dumps(made))
 
 

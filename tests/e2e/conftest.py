@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from tests import fast
 from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
 

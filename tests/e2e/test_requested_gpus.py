@@ -17,7 +17,7 @@ from cluster.host.gpu import placement
 from cluster.host.image import build, engine, images
 from cluster.host.launch import folders, planning, startup, teardown
 from cluster.host.options.request import Request
-from cluster.host.runtime.compose import overlay
+from cluster.host.runtime import compose_services
 from cluster.host.runtime.payload import Payload
 from cluster.system.json_files import read_json
 from cluster.system.ports import free_ports
@@ -54,7 +54,7 @@ def host(clusters, nvidia_smi, monkeypatch) -> Iterator[Context]:
     monkeypatch.setattr(images, "train_image", lambda accelerator: TRAIN_IMAGE)
     monkeypatch.setattr(build, "build", lambda *_, **__: None)  # a fixture has built both
     # No engine may lift memlock without CAP_SYS_RESOURCE, which a machine for tests may lack.
-    monkeypatch.setattr(overlay, "GPU_LIMITS", {"stack": overlay.GPU_LIMITS["stack"]})
+    monkeypatch.setattr(compose_services, "GPU_LIMITS", {"stack": compose_services.GPU_LIMITS["stack"]})
     folders.data_dir().mkdir()
     context = Context(Config(overrides={"run": {"in_stream": False}}))
     context._set(remainder="")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system.journal import read_json_lines
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import TRAINING, Clusters, losses, step_of, summary

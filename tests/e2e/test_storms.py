@@ -12,8 +12,7 @@ from cluster.contract.recovery import standby_cluster
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import chaos, storm
 from cluster.host.control.chaos import Fault
-from cluster.host.runtime import registry
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import registry, supervisor
 from tests.e2e.scenario import ENDLESS, Clusters, summary
 from tests.support.waiting import wait_for
 from tests.tools.campaign.cases import CASES

@@ -32,8 +32,8 @@ from cluster.host.image import checkout
 from cluster.host.launch import configuration, manifest, planning
 from cluster.host.options.request import Request
 from cluster.host.reports import listing
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.runtime import LocalProcesses, processes_of
+from cluster.host.runtime import supervisor
+from cluster.host.runtime.local_runtime import LocalProcesses, processes_of
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json
 from tests.support.launching import CONFIG

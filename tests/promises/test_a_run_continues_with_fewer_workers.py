@@ -10,8 +10,7 @@ from cluster.host.control import chaos, storm
 from cluster.host.control.chaos import Fault
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime import registry
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import registry, supervisor
 from tests.e2e.scenario import DATA, ENDLESS, SLOW_MACHINE_S, TRAINING, Clusters, await_members, step_of, summary
 from tests.support.waiting import wait_for
 

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from tests.e2e.scenario import Clusters, summary
 from tests.promises.test_containers_are_locked_down import containers
 from tests.support.waiting import wait_for

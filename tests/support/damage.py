@@ -11,7 +11,7 @@ from typing import Any
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import Pace
-from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime.local_runtime import processes_of
 from cluster.system.journal import append_json
 from cluster.system.json_files import write_json
 from cluster.system.processes import identity

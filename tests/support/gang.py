@@ -7,7 +7,7 @@ from typing import Any
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Heartbeat, Outcome, TaskState
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system.json_files import read_json
 from tests.support.waiting import wait_for
 

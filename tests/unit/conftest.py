@@ -19,9 +19,9 @@ from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.liveness import LivenessMonitor
 from cluster.host.control import watch
 from cluster.host.launch import configuration
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.runtime import processes_of
-from cluster.host.runtime.network import HOST
+from cluster.host.runtime import supervisor
+from cluster.host.runtime.local_runtime import processes_of
+from cluster.host.runtime.resources import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast
 from tests.support.gang import Gang, StartGang

@@ -17,7 +17,7 @@ from cluster.contract.spec import Role
 from cluster.host.control.faults import KINDS, STORM
 from cluster.host.launch.teardown import in_progress
 from cluster.host.runtime import registry
-from cluster.host.runtime.faults import FaultInjector
+from cluster.host.runtime.injector import FaultInjector
 from cluster.system.errors import TimedOut, UsageError, nearest
 from cluster.system.journal import append_json
 from cluster.system.waiting import wait_until

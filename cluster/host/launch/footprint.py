@@ -19,7 +19,7 @@ from cluster.contract.run.fields import count, exactly, optional
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.host.launch import folders
 from cluster.host.launch.plan import Plan
-from cluster.host.runtime.memory import TASK_MEMORY_BYTES
+from cluster.host.runtime.resources import TASK_MEMORY_BYTES
 from cluster.host.view.columns import plain_lines
 from cluster.system import memory
 from cluster.system.errors import ClusterError

@@ -15,10 +15,9 @@ from cluster.host.launch import configuration, folders, planning
 from cluster.host.options import elastic
 from cluster.host.options.request import PRESET, Request, check_together
 from cluster.host.options.topology import topology
-from cluster.host.runtime import inherited, memory
-from cluster.host.runtime.kubernetes import jobs, objects
-from cluster.host.runtime.kubernetes.pods import Manifest
-from cluster.host.runtime.memory import TASK_MEMORY_BYTES
+from cluster.host.runtime import inherited, kubernetes_objects, resources
+from cluster.host.runtime.kubernetes_objects import Manifest
+from cluster.host.runtime.resources import TASK_MEMORY_BYTES
 from cluster.system.errors import UsageError, nearest
 
 KINDS = ("jobset", "tfjob")
@@ -55,13 +54,13 @@ def render(request: Request, place: Place) -> dict[str, list[dict[str, Any]]]:
         UsageError: something requested cannot be done.
     """
     manifest = _manifest(request, place)
-    board = {"tensorboard.yaml": objects.tensorboard(manifest)} if manifest.tensorboard_image else {}
-    job = jobs.jobset(manifest) if place.kind == "jobset" else jobs.tfjob(manifest)
+    board = {"tensorboard.yaml": kubernetes_objects.tensorboard(manifest)} if manifest.tensorboard_image else {}
+    job = kubernetes_objects.jobset(manifest) if place.kind == "jobset" else kubernetes_objects.tfjob(manifest)
     return {
-        "claim.yaml": [objects.claim(manifest, place.storage)],
-        "data.yaml": [objects.data_job(manifest)],
-        "records.yaml": [objects.records(manifest)],
-        "network-policy.yaml": [objects.network_policy(manifest)],
+        "claim.yaml": [kubernetes_objects.claim(manifest, place.storage)],
+        "data.yaml": [kubernetes_objects.data_job(manifest)],
+        "records.yaml": [kubernetes_objects.records(manifest)],
+        "network-policy.yaml": [kubernetes_objects.network_policy(manifest)],
         f"{place.kind}.yaml": [job],
         **board,
     }
@@ -113,7 +112,7 @@ def _manifest(request: Request, place: Place) -> Manifest:
     elastic_run = elastic.parse(request, cluster, {})
     elastic.check_batch(elastic_run, cluster, config)
     board = request.board_port != 0
-    hosts = jobs.jobset_hosts if place.kind == "jobset" else jobs.tfjob_hosts
+    hosts = kubernetes_objects.jobset_hosts if place.kind == "jobset" else kubernetes_objects.tfjob_hosts
     return Manifest(
         name=name,
         spec=hosts(cluster, name),
@@ -153,9 +152,11 @@ def _started(request: Request) -> dict[str, Any]:
 
 
 def _memory_bytes(request: Request) -> int:
-    limit = memory.parse(request.memory or MEMORY)
+    limit = resources.parse_memory(request.memory or MEMORY)
     if limit < TASK_MEMORY_BYTES:
-        raise UsageError(f"--memory {request.memory}: TensorFlow alone takes {memory.shown(TASK_MEMORY_BYTES)}")
+        raise UsageError(
+            f"--memory {request.memory}: TensorFlow alone takes {resources.shown_bytes(TASK_MEMORY_BYTES)}"
+        )
     return limit
 
 

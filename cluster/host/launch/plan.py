@@ -13,7 +13,7 @@ from cluster.host.options import elastic
 from cluster.host.options.request import Request
 from cluster.host.runtime import tensorboard
 from cluster.host.runtime.base import Runtime, Workload
-from cluster.host.runtime.memory import TASK_MEMORY_BYTES
+from cluster.host.runtime.resources import TASK_MEMORY_BYTES
 from cluster.system.messages import counted
 
 

@@ -27,12 +27,10 @@ from cluster.host.options.request import OPTIONS, Request, check_needs, check_to
 from cluster.host.options.topology import check_hardware
 from cluster.host.options.topology import topology as topology_of
 from cluster.host.runtime import debugger, inherited, registry
-from cluster.host.runtime import memory as limits
+from cluster.host.runtime import resources as limits
 from cluster.host.runtime.base import Runtime, Workload
-from cluster.host.runtime.job import Job
-from cluster.host.runtime.memory import Memory
-from cluster.host.runtime.network import PRIVATE, Network
 from cluster.host.runtime.payload import Payload
+from cluster.host.runtime.resources import PRIVATE, Job, Memory, Network
 from cluster.system.errors import UsageError
 
 
@@ -162,7 +160,7 @@ def _separate_chief(request: Request, previous: _Previous) -> bool:
 
 def _memory(request: Request, previous: _Previous, runtime: Runtime, num_tasks: int) -> Memory:
     """Return the memory limit of each task, as requested now or when the run was started."""
-    limits.parse(request.memory)  # a typo is reported first
+    limits.parse_memory(request.memory)  # a typo is reported first
     check_needs(request, {Needs.CONTAINERS: runtime.limits_memory})
     return runtime.memory(request.memory, str(previous.started.get("memory", "")), num_tasks)
 

@@ -1,6 +1,6 @@
 """The one protocol behind which tasks run, whatever runs them.
 
-A runtime is a subclass of `Runtime` in a file of its own and a line in `registry.py`. Nothing outside this package asks
+A runtime is a subclass of `Runtime` in its own module and a line in `registry.py`. Nothing outside this package asks
 which one it is: what differs between runtimes is a method or an attribute here.
 
 A runtime does not stop a run gracefully. It needs no way to: every task's agent reads the request in the run folder,
@@ -10,6 +10,7 @@ which all tasks share.
 from __future__ import annotations
 
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,14 +22,12 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu.placement import Placement
-from cluster.host.runtime import network
+from cluster.host.runtime import resources
 from cluster.host.runtime.debugger import Debugger
-from cluster.host.runtime.faults import FaultInjector
-from cluster.host.runtime.job import EMPTY, Job
-from cluster.host.runtime.memory import Memory
-from cluster.host.runtime.network import Network
+from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.payload import Payload
-from cluster.system.errors import UsageError
+from cluster.host.runtime.resources import NO_JOB, Job, Memory, Network
+from cluster.system.errors import PrerequisiteError, UsageError
 
 Shell = Callable[[str], object]
 """Runs a shell command and shows it; raises where it fails."""
@@ -46,7 +45,7 @@ class Workload:
     gpus: Placement
     memory: Memory
     network: Network
-    job: Job = EMPTY
+    job: Job = NO_JOB
     elastic: Mapping[str, Any] = field(default_factory=dict)
     """Without how many workers it goes on, as in `started.json`; empty if it needs all of them."""
     debugger: Debugger | None = None
@@ -145,12 +144,12 @@ class Runtime(ABC):
             UsageError: the request is no network, or cannot be met by any machine.
             PrerequisiteError: this machine cannot meet it.
         """
-        network.check(requested)
-        if requested == network.HOST:
+        resources.check_network(requested)
+        if requested == resources.HOST:
             raise UsageError(
                 f"--network {requested} with {self.tasks}: theirs is their own; add --runtime local, or leave it out"
             )
-        return Network(network.PRIVATE, requested or previous)
+        return Network(resources.PRIVATE, requested or previous)
 
     def ports(self, num_tasks: int) -> tuple[int, ...] | None:  # noqa: ARG002
         """Return a free port of 127.0.0.1 for each task; None where every task has a host name of its own.
@@ -271,3 +270,63 @@ def recorded_runtime(run: RunFolder) -> str:
         return owned.runtime
     rendered = run.composed
     return str(rendered.get("x-runtime") or rendered.get("runtime") or "")
+
+
+class ScheduledRuntime(Runtime):
+    """A runtime whose tasks run where a scheduler places them.
+
+    Attributes:
+        look_s: how long an answer about a run is used again.
+        way_back: what to do where the scheduler does not answer.
+    """
+
+    is_remote = True
+    look_s: float
+    way_back: str
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, bool]] = {}
+        """When the scheduler was asked about each run last, and whether it had tasks of it."""
+
+    @abstractmethod
+    def scheduled_name(self, run: RunFolder) -> str:
+        """Return what the scheduler knows the run by."""
+
+    @abstractmethod
+    def has_tasks(self, name: str) -> bool:
+        """Return whether tasks of this name run, or are about to.
+
+        Raises:
+            PrerequisiteError: the scheduler does not say.
+        """
+
+    @abstractmethod
+    def scheduled(self) -> Collection[str]:
+        """Return the names that the scheduler has anything of.
+
+        Raises:
+            PrerequisiteError: it does not say.
+        """
+
+    def alive(self, run: RunFolder) -> bool:
+        """Whether tasks of the run run, or are about to; also where the scheduler does not say."""
+        name, now = self.scheduled_name(run), time.monotonic()
+        if name not in self._seen or now - self._seen[name][0] > self.look_s:
+            try:
+                self._seen[name] = (now, self.has_tasks(name))
+            except PrerequisiteError:
+                self._seen[name] = (now, True)
+        return self._seen[name][1]
+
+    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+        """Return the runs that the scheduler has something of, by one question; none if no run can be one of its."""
+        runs = [RunFolder(runs_dir / name) for name in names]
+        # The record of a run is kept until nothing of it is left.
+        ours = [run for run in runs if owner.record_path(run).exists() and recorded_runtime(run) == self.name]
+        if not ours:
+            return Remains(frozenset())
+        try:
+            scheduled = self.scheduled()
+        except PrerequisiteError as error:
+            return Remains(frozenset(), f"{error}; {self.way_back}")
+        return Remains(frozenset(run.name for run in ours if self.scheduled_name(run) in scheduled))

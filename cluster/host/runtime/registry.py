@@ -5,10 +5,10 @@ from __future__ import annotations
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.strategies import Strategy
 from cluster.host.runtime.base import Runtime, recorded_runtime
-from cluster.host.runtime.compose.runtime import Compose
-from cluster.host.runtime.local.runtime import LocalProcesses
-from cluster.host.runtime.slurm.runtime import Slurm
-from cluster.host.runtime.swarm.runtime import Swarm
+from cluster.host.runtime.compose_runtime import Compose
+from cluster.host.runtime.local_runtime import LocalProcesses
+from cluster.host.runtime.slurm_runtime import Slurm
+from cluster.host.runtime.swarm_runtime import Swarm
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
 
 AUTO = "auto"

@@ -17,8 +17,8 @@ from typing import Any
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import build, engine
-from cluster.host.runtime.compose import commands as compose
-from cluster.host.runtime.compose import overlay
+from cluster.host.runtime import compose_services
+from cluster.host.runtime import compose_services as compose
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
@@ -89,7 +89,11 @@ def prepare(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
 
 def commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
     """Return the commands of `start`, to be shown or pasted; none for a process, which is started without a shell."""
-    return [compose.tensorboard(runs_dir, port or PORT, "up", "--detach", "tensorboard")] if board == CONTAINER else []
+    return (
+        [compose.tensorboard_command(runs_dir, port or PORT, "up", "--detach", "tensorboard")]
+        if board == CONTAINER
+        else []
+    )
 
 
 def start(
@@ -126,7 +130,11 @@ def start(
         record: dict[str, Any] = {"runtime": board, "port": port}
         if board == CONTAINER:
             write_json(_record_path(runs_dir), record)  # before: what is left of a start that fails is ours, too
-            sh(compose.tensorboard(runs_dir, port, "up", "--detach", "--no-build", "--pull", "never", "tensorboard"))
+            sh(
+                compose.tensorboard_command(
+                    runs_dir, port, "up", "--detach", "--no-build", "--pull", "never", "tensorboard"
+                )
+            )
         else:
             record["process"] = processes.identity(_start_process(runs_dir, port))
             write_json(_record_path(runs_dir), record)
@@ -159,7 +167,7 @@ def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
     if record["runtime"] == CONTAINER:
         ended = _container(runs_dir)
         try:
-            sh(compose.tensorboard(runs_dir, record["port"], "down", "--timeout", "5", "--volumes"))
+            sh(compose.tensorboard_command(runs_dir, record["port"], "down", "--timeout", "5", "--volumes"))
         except Exception as error:
             if not (answer := engine.probe()).ready:
                 raise PrerequisiteError(
@@ -191,7 +199,7 @@ def _record(runs_dir: Path) -> dict[str, Any] | None:
 
 
 def _container(runs_dir: Path) -> bool:
-    label = f"label=com.docker.compose.project={overlay.tensorboard_project(runs_dir)}"
+    label = f"label=com.docker.compose.project={compose_services.tensorboard_project(runs_dir)}"
     code, text = engine.ask("ps", "--quiet", "--filter", label)
     return code == 0 and bool(text)
 

@@ -12,7 +12,7 @@ from cluster.contract.recovery import step_record
 from cluster.contract.recovery.step_record import Progress
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import registry
-from cluster.host.runtime.faults import FaultInjector
+from cluster.host.runtime.injector import FaultInjector
 from cluster.system.errors import ClusterError
 from cluster.system.waiting import wait_until
 from tests.tools.campaign import volleys

@@ -16,8 +16,8 @@ import pytest
 from cluster.agent import script as script_agent
 from cluster.host.control import watch
 from cluster.host.launch.inputs.scripts import lay_out
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime import supervisor
+from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.host.view.ended import ended_lines
 from cluster.system.journal import append_json

@@ -11,7 +11,7 @@ import pytest
 from cluster.agent import standby
 from cluster.contract import tf_config
 from cluster.contract.recovery import standby_cluster
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system import processes
 from cluster.system.json_files import write_json
 from tests.support.gang import Gang

@@ -21,8 +21,8 @@ from cluster.host.launch import folders, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Availability, Remains, Runtime, Shell, Workload
-from cluster.host.runtime.faults import FaultInjector
-from cluster.host.runtime.local.faults import ProcessFaults
+from cluster.host.runtime.injector import FaultInjector
+from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.host.view.status import read_status
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_USAGE, UsageError

@@ -16,8 +16,8 @@ from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.host.gpu.placement import Placement
 from cluster.host.launch import teardown
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime import supervisor
+from cluster.host.runtime.local_runtime import processes_of
 from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang, StartGang

@@ -29,12 +29,10 @@ from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, planning, startup
 from cluster.host.launch.inputs.scripts import check_script
 from cluster.host.options.request import Request
-from cluster.host.runtime import registry
-from cluster.host.runtime.compose import commands, overlay
-from cluster.host.runtime.compose.faults import ContainerFaults
-from cluster.host.runtime.compose.overlay import Containers
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime import compose_services, registry, supervisor
+from cluster.host.runtime.compose_runtime import ContainerFaults
+from cluster.host.runtime.compose_services import Containers
+from cluster.host.runtime.local_runtime import processes_of
 from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import write_json
 
@@ -86,7 +84,7 @@ def test_a_run_lies_in_the_folder_of_runs(name):
     if taken == name:
         run = RunFolder(folders.runs_dir() / name)
         assert folders.runs_dir() == Path(os.path.normpath(run.path)).parent
-        assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", overlay.project(run.path))
+        assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose_services.project(run.path))
     else:
         assert isinstance(taken, UsageError)
 
@@ -204,9 +202,9 @@ def test_a_shell_reads_them_so(tmp_path):
 @given(folder=FILE, name=TEXT, path=st.lists(FILE, max_size=2))
 def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(folder, name, path):
     overlay = Path("/runs") / folder / "compose.json"
-    assert str(overlay) in words_of(commands.up(overlay, spec.build(1)))[1]
-    assert ["chief", "worker-0"] == words_of(commands.up(overlay, spec.build(1)))[1][-2:]
-    variables, words = words_of(commands.tensorboard(Path("/") / folder, 6006, "up"))
+    assert str(overlay) in words_of(compose_services.up_command(overlay, spec.build(1)))[1]
+    assert ["chief", "worker-0"] == words_of(compose_services.up_command(overlay, spec.build(1)))[1][-2:]
+    variables, words = words_of(compose_services.tensorboard_command(Path("/") / folder, 6006, "up"))
     assert (f"/{folder}", ["docker", "compose"]) == (variables["RUNS_DIR"], words[:2])
     variables, words = words_of(startup.data_command("prepare", name, path=path))
     assert ["--name", name] == words[4:6]
@@ -282,7 +280,7 @@ def test_an_overlay_holds_what_was_meant_and_no_variable(folder, data, value, co
     containers = Containers(
         run_dir, Path("/") / data, "i", "1:1", 2**30, mounts, {"X": value}, way_out=True, gpus=given_gpus
     )
-    read = json.loads(json.dumps(overlay.overlay(spec.build(0), containers, command)))
+    read = json.loads(json.dumps(compose_services.overlay(spec.build(0), containers, command)))
     assert all("$" not in text.replace("$$", "") for text in strings(read))
     chief = read["services"]["chief"]
     meant = {key: [text.replace("$$", "$") for text in strings(chief.get(key, []))] for key in ("command", "volumes")}

@@ -15,9 +15,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime.compose import access, overlay
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.faults import ProcessFaults
+from cluster.host.runtime import compose_services, supervisor
+from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.host.view.logs import print_logs
 from cluster.system import files, journal, json_files
 from tests.support.launching import Commands
@@ -283,7 +282,7 @@ def test_handing_over_a_folder_hands_over_no_more(make_run, outside, monkeypatch
         handed.append(Path(f"/proc/self/fd/{dir_fd}").readlink() / name)
 
     monkeypatch.setattr(os, "chown", chown)
-    access.give_to_tasks(run.path)
+    compose_services.give_to_tasks(run.path)
     assert {run.path, *run.path.rglob("*")} <= {*handed}
     assert all(path.is_relative_to(run.path) for path in handed)
 
@@ -291,10 +290,10 @@ def test_handing_over_a_folder_hands_over_no_more(make_run, outside, monkeypatch
 def test_a_script_s_tmp_is_mounted_from_where_no_task_can_put_a_link():
     run = RunFolder(Path("/runs/one"))
     cluster = spec.build(1)
-    containers = overlay.Containers(run.path, Path("/data"), "image", "1:1", 2**30, way_out=True)
+    containers = compose_services.Containers(run.path, Path("/data"), "image", "1:1", 2**30, way_out=True)
     writable = {
         volume["source"]
-        for task in overlay.overlay(cluster, containers, [])["services"].values()
+        for task in compose_services.overlay(cluster, containers, [])["services"].values()
         for volume in task["volumes"]
         if not volume.get("read_only")
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system import namespaces
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT

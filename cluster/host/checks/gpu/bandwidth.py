@@ -16,7 +16,7 @@ from cluster.host.gpu.placement import Placement
 from cluster.host.image import engine, images
 from cluster.host.launch import planning
 from cluster.host.runtime import toolkit
-from cluster.host.runtime.local.runtime import visible
+from cluster.host.runtime.local_runtime import visible
 from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.system.paths import ROOT
 

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from cluster.contract.findings import Finding
 from cluster.host.image import engine, images
-from cluster.host.runtime import toolkit
-from cluster.host.runtime.compose import overlay
+from cluster.host.runtime import compose_services, toolkit
 from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import counted
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - read, not written to
 MIN_SHARED_BYTES = 2**30
-"""What NVIDIA recommends for NCCL in containers, and what tasks' containers have (`overlay.GPU_SHM`)."""
+"""What NVIDIA recommends for NCCL in containers, and what tasks' containers have (`compose_services.GPU_SHM`)."""
 
 INSIDE_TIMEOUT_S = 120.0
 """Loading cuDNN from a cold disk and initialising GPUs without persistence mode take tens of seconds."""
@@ -114,10 +113,10 @@ def _container(
     else:  # the engine needs the quotes: without them the comma would begin another option
         devices = [f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all"]
     given = [f"--env={key}={value}" for key, value in environment.items()]
-    limits = [f"--ulimit={key}={value}" for key, value in overlay.GPU_LIMITS.items()]
+    limits = [f"--ulimit={key}={value}" for key, value in compose_services.GPU_LIMITS.items()]
     restricted = ["--network=none", "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
-    start = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={overlay.task_user()}"]
-    size = f"--shm-size={overlay.GPU_SHM}"
+    start = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={compose_services.task_user()}"]
+    size = f"--shm-size={compose_services.GPU_SHM}"
     return [
         *start,
         *devices,

@@ -18,9 +18,8 @@ from cluster.contract.results import summary
 from cluster.contract.run import liveness, logs
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import watch
-from cluster.host.runtime import memory as limits
-from cluster.host.runtime import registry
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import registry, supervisor
+from cluster.host.runtime import resources as limits
 from cluster.system import files, journal
 from tests.support import damage
 from tests.support.gang import StartGang
@@ -70,7 +69,7 @@ def commands(monkeypatch, resolved):
     monkeypatch.setattr(journal, "NEWEST_BYTES", 10**6)
     monkeypatch.setattr(logs, "PART_BYTES", 10**6)
     monkeypatch.setattr(supervisor, "start", lambda run: None)
-    monkeypatch.setattr(limits, "check_free", lambda *_, **__: None)
+    monkeypatch.setattr(limits, "check_free_memory", lambda *_, **__: None)
     monkeypatch.setattr("cluster.host.control.trace.PATIENCE_S", 0.2)
     monkeypatch.setattr(registry, "choose", lambda *_: (registry.LOCAL, "requested"))
     monkeypatch.setattr("cluster.host.image.engine.ask", lambda *_, **__: (1, ""))

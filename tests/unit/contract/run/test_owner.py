@@ -10,7 +10,7 @@ import pytest
 
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system import processes
 from tests.support.gang import Gang
 from tests.support.waiting import wait_for

@@ -20,8 +20,7 @@ from cluster.host.cli.tasks import runs
 from cluster.host.control import scaling
 from cluster.host.launch import planning, startup, teardown
 from cluster.host.options.request import Request
-from cluster.host.runtime.compose import overlay
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import compose_services, supervisor
 from cluster.system.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
@@ -214,7 +213,7 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(make_run, end):
     write_json(run.compose, {"x-runtime": "docker"} | theirs)
     end(run, commands)
     (words,) = [shlex.split(command) for command in commands]
-    assert ["docker", "compose", "--progress=quiet", "--project-name", overlay.project(run.path)] == words[:5]
+    assert ["docker", "compose", "--progress=quiet", "--project-name", compose_services.project(run.path)] == words[:5]
     assert not [word for word in words[5:] if "/" in word or word.startswith("-f")]
 
 

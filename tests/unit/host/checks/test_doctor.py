@@ -11,8 +11,8 @@ from cluster.host.checks import doctor
 from cluster.host.checks.gpu import host as gpu_host
 from cluster.host.image import engine, locks
 from cluster.host.image.engine import Answer
-from cluster.host.runtime import memory as limits
-from cluster.host.runtime.slurm import runtime as slurm
+from cluster.host.runtime import resources as limits
+from cluster.host.runtime import slurm_runtime as slurm
 from cluster.system import namespaces
 from cluster.system.namespaces import Refusal
 from cluster.system.paths import ROOT

@@ -28,7 +28,7 @@ from cluster.host.image import engine
 from cluster.host.launch import configuration, folders, startup, teardown
 from cluster.host.launch.inputs import packages
 from cluster.host.options.request import Request
-from cluster.host.runtime import memory, network, tensorboard
+from cluster.host.runtime import resources, tensorboard
 from cluster.system import memory as system_memory
 from cluster.system.errors import (
     EXIT_DONE,
@@ -184,7 +184,7 @@ def _(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provoked:
 @provokes("tasks need about", EXIT_PREREQUISITE, "use at most")
 def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
     monkeypatch.setattr(system_memory, "available_bytes", lambda: 2**30)
-    return refused(lambda: memory.check_free(3))
+    return refused(lambda: resources.check_free_memory(3))
 
 
 @provokes("killed for memory", EXIT_FAILED, "--memory")
@@ -308,7 +308,7 @@ def _(make_run: Callable[..., RunFolder]) -> Provoked:
 
 @provokes("warning: TensorFlow's", EXIT_DONE)
 def _() -> Provoked:
-    return network.of_processes("host", "", way_out="", serves=True).warning, EXIT_DONE
+    return resources.network_of_processes("host", "", way_out="", serves=True).warning, EXIT_DONE
 
 
 @provokes("is damaged", EXIT_FAILED, "restore it")

@@ -14,7 +14,7 @@ from cluster.host.checks import doctor
 from cluster.host.cli.command_line import report_errors
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
-from cluster.host.runtime.compose import overlay
+from cluster.host.runtime import compose_services
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
 from tests.support.beats import beat
@@ -136,5 +136,5 @@ def test_an_engine_that_stops_half_way_leaves_nothing_behind(engine_that_fails, 
     up, down = calls.read_text().splitlines()[-2:]
     run_dir = tmp_path / "runs" / "one"
     assert str(run_dir / "compose.json") in up
-    assert f" --project-name {overlay.project(run_dir)} " in down
+    assert f" --project-name {compose_services.project(run_dir)} " in down
     assert down.endswith(" down --timeout 10 --volumes --remove-orphans")

@@ -14,8 +14,8 @@ from cluster.host.control import watch
 from cluster.host.image import base_packages, engine, images, locks
 from cluster.host.launch import folders, startup, teardown
 from cluster.host.launch.inputs import packages
+from cluster.host.runtime import supervisor
 from cluster.host.runtime import tensorboard as board
-from cluster.host.runtime.local import supervisor
 from cluster.system.errors import EXIT_USAGE, TimedOut
 from cluster.system.json_files import write_json
 from tests.support.command_line import commands, context, current, invoke, refusal

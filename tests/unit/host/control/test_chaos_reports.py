@@ -10,7 +10,7 @@ import tasks
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault, Result
-from cluster.host.runtime import faults
+from cluster.host.runtime import injector
 from cluster.system.errors import TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.beats import beat
@@ -179,8 +179,8 @@ def test_the_exit_code_reports_whether_the_run_did_as_it_should(run, monkeypatch
 
 def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(start_gang, monkeypatch):
     gang = begin(start_gang)
-    monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 0)
-    monkeypatch.setattr(faults, "BALLAST", "absent/ballast")  # cannot be filled, whatever is decided
+    monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", 0)
+    monkeypatch.setattr(injector, "BALLAST", "absent/ballast")  # cannot be filled, whatever is decided
     with pytest.raises(UsageError, match="put RUNS_DIR on a small disk of its own"):
         chaos.inflict(gang.run, Fault("diskfull", "worker-0"))
     assert ([], []) == (gang.events("fault"), recorded(gang))

@@ -8,7 +8,7 @@ import pytest
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import replacing
 from cluster.host.launch import teardown
-from cluster.host.runtime.compose.runtime import Compose
+from cluster.host.runtime.compose_runtime import Compose
 from cluster.host.runtime.registry import LOCAL
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.json_files import write_json

@@ -17,7 +17,7 @@ from cluster.contract.run.records import AfterStop
 from cluster.host.control import scaling, watch
 from cluster.host.launch import planning, startup
 from cluster.host.reports import listing
-from cluster.host.runtime import memory as limits
+from cluster.host.runtime import resources as limits
 from cluster.host.view.status import read_status
 from cluster.system import memory
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, UsageError

@@ -18,9 +18,9 @@ from cluster.host.control import scaling, watch
 from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
+from cluster.host.runtime import supervisor
 from cluster.host.runtime.base import Shell
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime.local_runtime import processes_of
 from cluster.system.errors import EXIT_TIMEOUT, TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang

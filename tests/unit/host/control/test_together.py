@@ -15,7 +15,7 @@ from cluster.contract.run import claim, owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import scaling, watch
 from cluster.host.launch import teardown
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_USAGE, PrerequisiteError
 from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT

@@ -17,9 +17,7 @@ from cluster.host.control import watch
 from cluster.host.image import build, engine
 from cluster.host.launch import configuration, planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime import tensorboard
-from cluster.host.runtime.compose import overlay
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import compose_services, supervisor, tensorboard
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, PrerequisiteError, RunFailed, TimedOut
 from cluster.system.json_files import read_json, write_json
@@ -123,7 +121,7 @@ def test_down_without_an_engine_is_done_where_nothing_was_in_one(client, context
 def test_down_goes_on_behind_a_run_that_cannot_be_ended(client, context, start_gang, make_run, capsys):
     first = make_run("a-first")
     owner.begin(first, "docker")
-    project = overlay.project(first.path)
+    project = compose_services.project(first.path)
     fails = "*' down '*) echo broken >&2; exit 9;;"
     client(f"{ANSWERS}\ncase \"$*\" in 'network ls'*) printf '{project}\\t\\n';; {fails} esac")
     gang = start_gang("train(2), work()", workers=0, name="later")
@@ -136,7 +134,7 @@ def test_down_goes_on_behind_a_run_that_cannot_be_ended(client, context, start_g
 
 def test_down_ends_what_a_removed_folder_left(client, context, tmp_path, capsys):
     runs = tmp_path / "runs"
-    ours, others = overlay.project(runs / "gone"), overlay.project(tmp_path / "elsewhere" / "gone")
+    ours, others = compose_services.project(runs / "gone"), compose_services.project(tmp_path / "elsewhere" / "gone")
     calls = client(f"{ANSWERS}\ncase \"$*\" in 'ps --all'*) printf '{ours}\\tgone\\n{others}\\tgone\\n';; esac")
     assert EXIT_DONE == code_of("down", context, timeout="0")
     (down,) = (line for line in calls.read_text().splitlines() if " down " in line)
@@ -217,7 +215,7 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(client, context
     sender.join()
     run = RunFolder(tmp_path / "runs" / "one")
     _, down = (line for line in calls.read_text().splitlines() if " up " in line or " down " in line)
-    assert f"--project-name {overlay.project(run.path)} " in down
+    assert f"--project-name {compose_services.project(run.path)} " in down
     assert "stopped" == read_json(run.summary)["state"]
     assert owner.read(run) is None
 
@@ -250,13 +248,17 @@ def test_of_two_that_start_containers_the_loser_ends_nothing(client, tmp_path, m
 
 @pytest.mark.docker
 def test_an_engine_is_asked_for_what_a_removed_folder_left(context, tmp_path):
-    project = overlay.project(tmp_path / "runs" / "gone")
-    labels = {"com.docker.compose.project": project, "com.docker.compose.network": "cluster", overlay.RUN_LABEL: "gone"}
+    project = compose_services.project(tmp_path / "runs" / "gone")
+    labels = {
+        "com.docker.compose.project": project,
+        "com.docker.compose.network": "cluster",
+        compose_services.RUN_LABEL: "gone",
+    }
     words = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
     code, text = engine.ask("network", "create", *words, f"{project}_cluster")
     assert 0 == code, text
     try:
         assert EXIT_DONE == code_of("down", context, timeout="0")
-        assert "" == engine.ask("network", "ls", "--quiet", "--filter", f"label={overlay.RUN_LABEL}=gone")[1]
+        assert "" == engine.ask("network", "ls", "--quiet", "--filter", f"label={compose_services.RUN_LABEL}=gone")[1]
     finally:
         engine.ask("network", "rm", f"{project}_cluster")

@@ -9,7 +9,7 @@ import pytest
 from cluster.contract import spec, user_code
 from cluster.host.gpu.placement import Placement
 from cluster.host.launch import footprint
-from cluster.host.runtime.memory import TASK_MEMORY_BYTES, Memory
+from cluster.host.runtime.resources import TASK_MEMORY_BYTES, Memory
 from cluster.system.errors import UsageError
 
 MIB = 2**20

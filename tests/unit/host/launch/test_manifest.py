@@ -10,7 +10,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.image import checkout
 from cluster.host.launch import manifest, planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.host.runtime.payload import Payload
 from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT

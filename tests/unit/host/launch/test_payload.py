@@ -7,8 +7,8 @@ import pytest
 
 from cluster.contract import spec
 from cluster.host.launch.inputs import scripts
-from cluster.host.runtime.compose import access
-from cluster.host.runtime.compose.runtime import task_environment
+from cluster.host.runtime import compose_services
+from cluster.host.runtime.compose_runtime import task_environment
 from cluster.host.runtime.payload import Payload
 from cluster.system.errors import PrerequisiteError, UsageError
 
@@ -102,13 +102,13 @@ def test_what_containers_could_not_read_is_reported(tmp_path, monkeypatch):
     script.parent.chmod(0o755)
     script.chmod(0o644)
     monkeypatch.setattr(os, "getuid", lambda: 0)
-    access.check_readable(Payload(script), "10001:10001")
+    compose_services.check_readable(Payload(script), "10001:10001")
     for path, closed, opened in ((script.parent, 0o700, 0o755), (script, 0o600, 0o644)):
         path.chmod(closed)
         with pytest.raises(PrerequisiteError, match=rf"run as user 10001:10001, who cannot read {path}: `chmod -R o"):
-            access.check_readable(Payload(script), "10001:10001")
+            compose_services.check_readable(Payload(script), "10001:10001")
         monkeypatch.setattr(os, "getuid", lambda: 1000)  # they then run as the caller
-        access.check_readable(Payload(script), "1000:1000")
+        compose_services.check_readable(Payload(script), "1000:1000")
         monkeypatch.setattr(os, "getuid", lambda: 0)
         path.chmod(opened)
 

@@ -17,8 +17,7 @@ from cluster.host.image import build, images
 from cluster.host.launch import manifest, planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
-from cluster.host.runtime import registry, toolkit
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import registry, supervisor, toolkit
 from cluster.host.view.plan import plan_lines
 from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError

@@ -12,7 +12,7 @@ import pytest
 from cluster.contract.run.liveness import HANG_TIMEOUT_S
 from cluster.host.launch import configuration, folders, planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 

@@ -10,7 +10,7 @@ from cluster.host.gpu.placement import Placement
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
 from cluster.host.options.topology import topology
-from cluster.host.runtime.memory import Memory
+from cluster.host.runtime.resources import Memory
 from cluster.system.errors import UsageError
 
 CONFIG: dict[str, Any] = {"global_batch": 192, "micro_batches": 4, "loop": "custom", "source": "memory"}

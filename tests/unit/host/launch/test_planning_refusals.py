@@ -12,9 +12,8 @@ from cluster.host.image import engine
 from cluster.host.launch import planning, startup
 from cluster.host.options import topology
 from cluster.host.options.request import Request
-from cluster.host.runtime import memory as limits
-from cluster.host.runtime import tensorboard
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import resources as limits
+from cluster.host.runtime import supervisor, tensorboard
 from cluster.system.errors import EXIT_PREREQUISITE, ClusterError, PrerequisiteError
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
 

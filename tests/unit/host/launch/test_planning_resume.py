@@ -9,7 +9,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
 from cluster.host.launch import planning, startup, teardown
 from cluster.host.options.request import Request
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import supervisor
 from cluster.system.errors import EXIT_USAGE
 from cluster.system.json_files import write_json
 from tests.support.beats import beat

@@ -11,8 +11,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.image import build, engine, images
 from cluster.host.launch import configuration, folders, planning, startup, teardown
 from cluster.host.options.request import Request
-from cluster.host.runtime.compose import overlay
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import compose_services, supervisor
 from cluster.system.errors import ClusterError
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import CONFIG, WORKING_ENGINE, Commands
@@ -91,7 +90,9 @@ def test_what_was_started_is_ended_by_its_own_engine(make_run, monkeypatch, how,
     teardown.kill(run, commands)
     teardown.remove(run, commands)
     assert "stopped" == run.outcome.state
-    assert expected == [command.partition(f" --project-name {overlay.project(run.path)} ")[2] for command in commands]
+    assert expected == [
+        command.partition(f" --project-name {compose_services.project(run.path)} ")[2] for command in commands
+    ]
     assert killed == ([] if expected else [run, run])
 
 

@@ -10,7 +10,7 @@ from cluster.contract import spec
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
 from cluster.host.runtime import debugger
-from cluster.host.runtime.compose.overlay import Containers, overlay
+from cluster.host.runtime.compose_services import Containers, overlay
 from cluster.system.errors import PrerequisiteError, UsageError
 from tests.support.debug_client import free_port
 from tests.support.launching import refusal

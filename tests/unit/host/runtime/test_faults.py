@@ -13,11 +13,10 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
-from cluster.host.runtime import faults, registry
-from cluster.host.runtime.compose import overlay
-from cluster.host.runtime.compose.faults import _HOG, ContainerFaults
-from cluster.host.runtime.local import faults as local_faults
-from cluster.host.runtime.local.faults import ProcessFaults
+from cluster.host.runtime import compose_services, injector, registry
+from cluster.host.runtime import local_runtime as local_faults
+from cluster.host.runtime.compose_runtime import _HOG, ContainerFaults
+from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.system import memory
 from cluster.system.errors import ClusterError, UsageError
 from cluster.system.json_files import write_json
@@ -133,7 +132,10 @@ def test_the_means_are_those_of_the_runtime(make_run, run, docker):
 
 def test_a_task_s_container_is_found_by_its_labels(run, docker):
     registry.of(run).faults(run).pause("worker-0")
-    labels = (f"label=com.docker.compose.project={overlay.project(run.path)}", "label=tf-cluster.task=worker-0")
+    labels = (
+        f"label=com.docker.compose.project={compose_services.project(run.path)}",
+        "label=tf-cluster.task=worker-0",
+    )
     assert {("ps", "--quiet", "--filter", labels[0], "--filter", labels[1])} == {
         words for words in docker.requested if words[0] == "ps"
     }
@@ -271,7 +273,7 @@ def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_und
 @pytest.fixture
 def unfillable(run, monkeypatch) -> RunFolder:
     """A run on whose disk nothing can be filled, whatever is decided."""
-    monkeypatch.setattr(faults, "BALLAST", "absent/ballast")
+    monkeypatch.setattr(injector, "BALLAST", "absent/ballast")
     return run
 
 
@@ -279,16 +281,16 @@ REFUSED = r"^diskfull would fill \d+ GiB that other programs use; put RUNS_DIR o
 
 
 def test_the_disk_of_the_machine_itself_is_never_filled(unfillable, monkeypatch):
-    monkeypatch.setattr(faults, "Path", lambda _: unfillable.path)  # where "/" is
-    monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 2**70)
+    monkeypatch.setattr(injector, "Path", lambda _: unfillable.path)  # where "/" is
+    monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", 2**70)
     with pytest.raises(UsageError, match=REFUSED) as refused:
         ProcessFaults(unfillable).diskfull("chief")
     assert 1 == len(str(refused.value).splitlines())
 
 
 def test_a_disk_with_too_much_room_is_never_filled(unfillable, monkeypatch):
-    monkeypatch.setattr(faults, "Path", lambda _: Path("/proc"))  # as if the runs had a disk of their own
-    monkeypatch.setattr(faults, "MAX_BALLAST_BYTES", 0)
+    monkeypatch.setattr(injector, "Path", lambda _: Path("/proc"))  # as if the runs had a disk of their own
+    monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", 0)
     with pytest.raises(UsageError, match=REFUSED):
         ProcessFaults(unfillable).diskfull("chief")
 

@@ -16,12 +16,10 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning
 from cluster.host.launch.inputs.scripts import lay_out
 from cluster.host.options.request import Request
-from cluster.host.runtime import inherited
-from cluster.host.runtime.compose import access
-from cluster.host.runtime.compose.overlay import UNPRIVILEGED, Containers, overlay
-from cluster.host.runtime.compose.runtime import task_environment
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime import compose_services, inherited, supervisor
+from cluster.host.runtime.compose_runtime import task_environment
+from cluster.host.runtime.compose_services import UNPRIVILEGED, Containers, overlay
+from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
@@ -166,7 +164,7 @@ def test_containers_that_root_starts_can_read_a_secret_or_it_is_refused(monkeypa
     monkeypatch.setattr(os, "getuid", lambda: 0)
     monkeypatch.setattr(Path, "stat", lambda _: os.stat_result(status))
     with nullcontext() if readable else pytest.raises(PrerequisiteError, match="chown"):
-        access.check_readable(Payload(secrets={"A_KEY": key}), "10001:10001")
+        compose_services.check_readable(Payload(secrets={"A_KEY": key}), "10001:10001")
 
 
 def test_a_run_goes_on_with_its_variables(monkeypatch, make_run, tmp_path):

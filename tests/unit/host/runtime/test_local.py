@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.contract import spec
-from cluster.host.runtime import memory as limits
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.runtime import processes_of
+from cluster.host.runtime import resources as limits
+from cluster.host.runtime import supervisor
+from cluster.host.runtime.local_runtime import processes_of
 from cluster.system import ports, processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
@@ -43,9 +43,9 @@ def test_too_few_free_ports_are_reported(monkeypatch):
 
 
 def test_more_tasks_than_memory_are_refused():
-    limits.check_free(0)
+    limits.check_free_memory(0)
     with pytest.raises(PrerequisiteError, match=r"1000000 tasks need about \d+\.\d GiB of memory, .* use at most \d+"):
-        limits.check_free(10**6)
+        limits.check_free_memory(10**6)
 
 
 def test_each_task_gets_its_command_and_environment():
@@ -93,9 +93,9 @@ def test_everything_dies_with_the_supervisor(start_gang):
 def test_the_keeper_continues_a_supervisor_that_a_signal_stopped():
     stopped = """
 import os, signal
-from cluster.host.runtime.local import keeper
-keeper.STOPPED_S = 0.1
-keeper.keep(lambda: os.kill(os.getpid(), signal.SIGSTOP), lambda: None)
+from cluster.host.runtime import supervisor
+supervisor.SUPERVISOR_STOPPED_S = 0.1
+supervisor.keep(lambda: os.kill(os.getpid(), signal.SIGSTOP), lambda: None)
 """
     assert 0 == subprocess.run([sys.executable, "-c", stopped], cwd=ROOT, timeout=60, check=False).returncode
 

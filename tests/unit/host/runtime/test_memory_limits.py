@@ -14,8 +14,8 @@ from cluster.contract.recovery import attempts
 from cluster.host.image import engine
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime import memory
-from cluster.host.runtime.memory import Memory
+from cluster.host.runtime import resources
+from cluster.host.runtime.resources import Memory
 from cluster.system import memory as machine
 from cluster.system.errors import EXIT_USAGE, PrerequisiteError
 from cluster.system.json_files import read_json, write_json
@@ -32,7 +32,7 @@ GIB = 2**30
     [("", 0), ("8GiB", 8 * GIB), ("1.5gib", 3 * GIB // 2), ("600MiB", 600 * 2**20), ("99999TiB", 99999 * 2**40)],
 )
 def test_a_limit_is_an_amount_of_memory(text, expected):
-    assert expected == memory.parse(text)
+    assert expected == resources.parse_memory(text)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_local_processes_have_no_limit(resolved):
 
 
 def test_tasks_share_nine_tenths_unless_requested_otherwise():
-    assert 6 * GIB == memory.of_containers("", 3, 20 * GIB).task_bytes
-    assert 8 * GIB == memory.of_containers("8GiB", 3, 20 * GIB).task_bytes
+    assert 6 * GIB == resources.memory_of_containers("", 3, 20 * GIB).task_bytes
+    assert 8 * GIB == resources.memory_of_containers("8GiB", 3, 20 * GIB).task_bytes
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_tasks_share_nine_tenths_unless_requested_otherwise():
 )
 def test_only_what_fits_into_the_engine_s_machine_is_accepted(requested, num_tasks, fits):
     with contextlib.nullcontext() if fits else pytest.raises(PrerequisiteError):
-        memory.of_containers(requested, num_tasks, 20 * GIB).check(num_tasks)
+        resources.memory_of_containers(requested, num_tasks, 20 * GIB).check(num_tasks)
 
 
 def with_memory(total: str) -> str:

@@ -8,8 +8,7 @@ import pytest
 from cluster.host.launch import manifest, planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
-from cluster.host.runtime import network
-from cluster.host.runtime.local import supervisor
+from cluster.host.runtime import resources, supervisor
 from cluster.host.view.plan import plan_lines
 from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE
@@ -114,4 +113,7 @@ def test_gpus_of_several_tasks_meet_on_the_loopback(resolved, nvidia_smi, monkey
 
 
 def test_the_doctor_says_whether_it_can_be_had():
-    assert ("ok", "local tasks get one of their own") == (network.examine().state, network.examine().detail)
+    assert ("ok", "local tasks get one of their own") == (
+        resources.examine_network().state,
+        resources.examine_network().detail,
+    )

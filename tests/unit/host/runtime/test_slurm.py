@@ -14,12 +14,10 @@ from cluster.host.gpu.placement import Placement
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
+from cluster.host.runtime import slurm_runtime as slurm
 from cluster.host.runtime.base import Workload
-from cluster.host.runtime.job import Job
-from cluster.host.runtime.memory import Memory
-from cluster.host.runtime.network import Network
 from cluster.host.runtime.payload import Payload
-from cluster.host.runtime.slurm import runtime as slurm
+from cluster.host.runtime.resources import Job, Memory, Network
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import write_json

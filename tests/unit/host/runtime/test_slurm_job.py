@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from cluster.contract import spec
-from cluster.host.runtime.job import EMPTY, Job, minutes
-from cluster.host.runtime.slurm import batch
+from cluster.host.runtime import slurm_runtime
+from cluster.host.runtime.resources import NO_JOB, Job, minutes
 from cluster.system.errors import UsageError
 
 RUN = Path("/shared/runs/a run")
 
 
-def script(job: Job = EMPTY, *, elastic: bool = False, **topology: int) -> str:
+def script(job: Job = NO_JOB, *, elastic: bool = False, **topology: int) -> str:
     environment, words = {"DATA_DIR": "/shared/the data"}, ["--script", "a b.py"]
-    return batch.script(spec.build(**topology), "a-job", RUN, job, environment, words, elastic=elastic)
+    return slurm_runtime.batch_script(spec.build(**topology), "a-job", RUN, job, environment, words, elastic=elastic)
 
 
 def directives(text: str) -> dict[str, str]:
@@ -41,7 +41,7 @@ def test_what_is_asked_for_is_in_the_script():
 
 def test_the_job_saves_before_its_time_is_over_and_is_queued_again():
     found = directives(script())
-    assert f"B:USR1@{batch.SAVE_S}" == found["signal"]
+    assert f"B:USR1@{slurm_runtime.SAVE_S}" == found["signal"]
     assert "requeue" in found
 
 

@@ -13,14 +13,11 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.gpu.placement import Placement
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
-from cluster.host.runtime import network, registry
+from cluster.host.runtime import registry, resources, swarm_runtime, swarm_stack
 from cluster.host.runtime.base import Workload
-from cluster.host.runtime.job import EMPTY, Job
-from cluster.host.runtime.memory import Memory
-from cluster.host.runtime.network import Network
 from cluster.host.runtime.payload import Payload
-from cluster.host.runtime.swarm import nodes, runtime, stack
-from cluster.host.runtime.swarm.runtime import Swarm
+from cluster.host.runtime.resources import NO_JOB, Job, Memory, Network
+from cluster.host.runtime.swarm_runtime import Swarm
 from cluster.system.errors import PrerequisiteError, UsageError
 
 SWARM = {"LocalNodeState": "active", "ControlAvailable": True, "Nodes": 2, "NodeID": "a"}
@@ -39,7 +36,7 @@ class Engine:
 
     @staticmethod
     def node(identity: str, name: str, state: str = "ready", availability: str = "active", engine: str = "") -> Any:
-        labels = {nodes.ENGINE_LABEL: engine} if engine else {}
+        labels = {swarm_stack.ENGINE_LABEL: engine} if engine else {}
         spec_ = {"Availability": availability, "Labels": labels}
         return {"ID": identity, "Spec": spec_, "Description": {"Hostname": name}, "Status": {"State": state}}
 
@@ -68,9 +65,9 @@ class Engine:
 def manager(monkeypatch) -> Engine:
     """The engine that is asked."""
     made = Engine()
-    monkeypatch.setattr(nodes.engine, "ask", made.ask)
-    monkeypatch.setattr(runtime, "POLL_S", 0.0)
-    monkeypatch.setattr(runtime, "UNPLACED_S", -1.0)
+    monkeypatch.setattr(swarm_stack.engine, "ask", made.ask)
+    monkeypatch.setattr(swarm_runtime, "POLL_S", 0.0)
+    monkeypatch.setattr(swarm_runtime, "UNPLACED_S", -1.0)
     return made
 
 
@@ -83,7 +80,7 @@ def run(tmp_path) -> RunFolder:
     return folder
 
 
-def work(run: RunFolder, job: Job = EMPTY, **more: Any) -> Workload:
+def work(run: RunFolder, job: Job = NO_JOB, **more: Any) -> Workload:
     given = Workload(
         run=run,
         cluster=spec.build(workers=1, evaluator=True),
@@ -119,7 +116,7 @@ def test_what_is_requested_of_the_swarm_is_in_the_stack(run):
     job = Job(
         partition="big", constraint="node.labels.a == b, engine.labels.c!=d", cpus_per_task="2", gpus_per_task="4"
     )
-    given = work(run, job, memory=Memory("2GiB", 2**31), network=Network(network.ENCRYPTED))
+    given = work(run, job, memory=Memory("2GiB", 2**31), network=Network(resources.ENCRYPTED))
     rendered = Swarm().render(given)
     deploy = service(rendered)["deploy"]
     placed = ["node.labels.a==b", "engine.labels.c!=d", "node.labels.tf-cluster.partition==big"]
@@ -137,11 +134,11 @@ def test_a_value_of_the_callers_is_a_secret(run, manager, monkeypatch):
     monkeypatch.setenv("A_KEY", "precious")
     given = work(run, payload=Payload(env=("A_KEY", "B=$c")))
     rendered = Swarm().render(given)
-    name = stack.name(run.path)
+    name = swarm_stack.stack_name(run.path)
     assert {"A_KEY": {"external": True, "name": f"{name}-A_KEY"}} == rendered["secrets"]
     assert "A_KEY" not in service(rendered)["environment"]
     assert "$$c" == service(rendered)["environment"]["B"]
-    monkeypatch.setattr(runtime.build, "commands", lambda accelerator: [accelerator])
+    monkeypatch.setattr(swarm_runtime.build, "commands", lambda accelerator: [accelerator])
     commands = Swarm().commands(given, rendered)[1:]
     assert commands[0].startswith('printf %s "$A_KEY" | docker secret create ')
     assert commands[1].endswith(f" {name}")
@@ -149,7 +146,7 @@ def test_a_value_of_the_callers_is_a_secret(run, manager, monkeypatch):
 
 
 def test_the_name_of_a_stack_leaves_room_for_its_services(tmp_path):
-    names = {stack.name(tmp_path / ("x" * 63)), stack.name(tmp_path / ("x" * 62 + "y"))}
+    names = {swarm_stack.stack_name(tmp_path / ("x" * 63)), swarm_stack.stack_name(tmp_path / ("x" * 62 + "y"))}
     assert 2 == len(names)
     assert all(len(f"{name}_worker-511") <= 63 for name in names)
 
@@ -166,10 +163,10 @@ def test_an_engine_that_manages_no_swarm_is_refused(manager, swarm):
 
 
 def test_hosts_that_lack_the_image_get_it_where_their_engine_is_known(manager):
-    assert ([], []) == nodes.carry("an/image:cpu")
+    assert ([], []) == swarm_stack.carry_commands("an/image:cpu")
     manager.images["ssh://h2"] = "sha256:older"
     manager.nodes += [Engine.node("c", "h3"), Engine.node("d", "h4", availability="drain")]
-    commands, unknown = nodes.carry("an/image:cpu")
+    commands, unknown = swarm_stack.carry_commands("an/image:cpu")
     assert ["docker save an/image:cpu | docker --host ssh://h2 load --quiet"] == commands
     assert ["h3"] == unknown
     assert ["warning"] == [each.state for each in Swarm().examine()]
@@ -190,16 +187,16 @@ def task(name: str, state: str, error: str = "") -> dict[str, str]:
 def test_a_task_that_no_host_can_start_is_an_error(manager, broken):
     manager.tasks = [task("chief", "Running"), broken]
     with pytest.raises(PrerequisiteError, match="worker-0"):
-        runtime._await_places("s", ["chief", "worker-0"])
+        swarm_runtime._await_places("s", ["chief", "worker-0"])
 
 
 def test_a_start_has_begun_once_every_task_has_a_host(manager):
     manager.tasks = [task("chief", "Running"), task("worker-0", "Starting")]
-    runtime._await_places("s", ["chief", "worker-0"])
+    swarm_runtime._await_places("s", ["chief", "worker-0"])
 
 
 def test_what_is_left_is_found_and_removed_by_its_stack(run, manager):
-    swarm, name = Swarm(), stack.name(run.path)
+    swarm, name = Swarm(), swarm_stack.stack_name(run.path)
     swarm.remove(run, manager.sh, 10)
     assert [] == manager.commands
     manager.stacks = ["another", name]
@@ -243,9 +240,9 @@ def test_what_a_swarm_cannot_give_is_refused(options, named, manager):
 
 def described(node: dict[str, Any], cpus: int, memory_bytes: int, gpus: int = 0) -> dict[str, Any]:
     kinds: list[dict[str, Any]] = [{"DiscreteResourceSpec": {"Kind": "SSD", "Value": 3}}]
-    kinds += [{"NamedResourceSpec": {"Kind": nodes.GPU, "Value": f"GPU-{number}"}} for number in range(gpus)]
+    kinds += [{"NamedResourceSpec": {"Kind": swarm_stack.GPU, "Value": f"GPU-{number}"}} for number in range(gpus)]
     resources = {"NanoCPUs": cpus * 10**9, "MemoryBytes": memory_bytes, "GenericResources": kinds}
-    node["Spec"]["Labels"] |= {"rack": "a", stack.PARTITION_LABEL: "big"}
+    node["Spec"]["Labels"] |= {"rack": "a", swarm_stack.PARTITION_LABEL: "big"}
     node["Description"] |= {"Resources": resources, "Engine": {"Labels": {"disk": "fast"}}}
     return node
 

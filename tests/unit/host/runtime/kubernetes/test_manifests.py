@@ -20,8 +20,8 @@ from cluster.contract.run import launch_records
 from cluster.contract.spec import Role
 from cluster.host.cli.tasks import k8s
 from cluster.host.launch.kubernetes import NAME
-from cluster.host.runtime.kubernetes import jobs, objects
-from cluster.host.runtime.kubernetes.pods import Manifest
+from cluster.host.runtime import kubernetes_objects
+from cluster.host.runtime.kubernetes_objects import Manifest
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED
 
 HERE = Path(__file__).parent
@@ -31,8 +31,8 @@ TOPOLOGIES = [
     {"workers": 2, "ps": 1},
     {"workers": 64, "ps": 8, "evaluator": True},
 ]
-HOSTS = {"jobset": jobs.jobset_hosts, "tfjob": jobs.tfjob_hosts}
-KINDS = {"jobset": jobs.jobset, "tfjob": jobs.tfjob}
+HOSTS = {"jobset": kubernetes_objects.jobset_hosts, "tfjob": kubernetes_objects.tfjob_hosts}
+KINDS = {"jobset": kubernetes_objects.jobset, "tfjob": kubernetes_objects.tfjob}
 
 
 def manifest(
@@ -45,8 +45,12 @@ def manifest(
 
 
 def rendered(kind: str, made: Manifest) -> list[dict[str, Any]]:
-    beside = [objects.records(made), objects.network_policy(made), *objects.tensorboard(made)]
-    return [*beside, objects.claim(made, "1Gi"), objects.data_job(made), KINDS[kind](made)]
+    beside = [
+        kubernetes_objects.records(made),
+        kubernetes_objects.network_policy(made),
+        *kubernetes_objects.tensorboard(made),
+    ]
+    return [*beside, kubernetes_objects.claim(made, "1Gi"), kubernetes_objects.data_job(made), KINDS[kind](made)]
 
 
 @cache
@@ -74,7 +78,7 @@ def expanded(text: str, values: dict[str, str]) -> str:
 def environments(made: Manifest) -> dict[str, dict[str, str]]:
     """Return what each pod of a JobSet gets, by its host name, as Kubernetes expands it."""
     found = {}
-    for job in jobs.jobset(made)["spec"]["replicatedJobs"]:
+    for job in kubernetes_objects.jobset(made)["spec"]["replicatedJobs"]:
         (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
         for index in range(job["template"]["spec"]["completions"]):
             values: dict[str, str] = {}
@@ -120,7 +124,7 @@ def test_whatever_is_requested_is_valid_and_read_as_it_was_meant(kind, gpus, **r
 
 
 def test_a_field_that_kubernetes_does_not_know_is_noticed():
-    job = jobs.jobset(manifest("jobset"))
+    job = kubernetes_objects.jobset(manifest("jobset"))
     job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
     assert complaints(job)
 
@@ -169,7 +173,7 @@ def test_only_the_chief_and_the_workers_get_gpus():
 
 
 def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again():
-    job = jobs.jobset(manifest("jobset"))["spec"]
+    job = kubernetes_objects.jobset(manifest("jobset"))["spec"]
     assert {"FailJobSet"} == {rule["action"] for rule in job["failurePolicy"]["rules"]}
     for each in job["replicatedJobs"]:
         assert "Never" == each["template"]["spec"]["template"]["spec"]["restartPolicy"]
@@ -181,7 +185,7 @@ def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again():
 
 def test_only_tasks_of_the_run_are_let_in_to_tensorflow():
     made = manifest("jobset")
-    policy = objects.network_policy(made)["spec"]
+    policy = kubernetes_objects.network_policy(made)["spec"]
     own = {"matchLabels": made.labels("task")}
     assert own == policy["podSelector"]
     ports = [{"protocol": "TCP", "port": port} for port in (2222, 2223, 2224)]
@@ -194,7 +198,7 @@ def test_only_tasks_of_the_run_are_let_in_to_tensorflow():
 
 def test_the_records_are_those_of_a_run_folder():
     made = manifest("jobset", workers=1)
-    data = objects.records(made)["data"]
+    data = kubernetes_objects.records(made)["data"]
     assert made.spec == launch_records.cluster(json.loads(data["cluster.json"]))
     assert CONFIG == launch_records.config(json.loads(data["config.json"]))
     assert 3 == launch_records.started(json.loads(data["started.json"]))["max_restarts"]

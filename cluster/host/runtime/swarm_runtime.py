@@ -1,7 +1,7 @@
-"""The cluster as a stack of a Docker Swarm: the commands that run it, and its runtime.
+"""The cluster as a stack of a Docker Swarm: a service for each task, on whichever hosts the Swarm has.
 
 The engine that Docker's client talks to (DOCKER_HOST) must be a manager's. What runs is always a command that `--dry`
-prints and one can paste.
+prints and one can paste. What runs first in each container is `cluster/agent/schedulers/service.py`.
 """
 
 from __future__ import annotations
@@ -11,27 +11,58 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cluster.contract.findings import Finding
 from cluster.contract.run import owner, provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import build, images
-from cluster.host.runtime import inherited, network
-from cluster.host.runtime.base import Availability, Shell, Workload
-from cluster.host.runtime.compose import access
-from cluster.host.runtime.compose.overlay import Containers, task_user
-from cluster.host.runtime.compose.runtime import task_environment
-from cluster.host.runtime.faults import FaultInjector
-from cluster.host.runtime.memory import Memory, parse
-from cluster.host.runtime.network import Network
+from cluster.host.runtime import compose_services, hosts, inherited, resources, swarm_stack
+from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
+from cluster.host.runtime.compose_runtime import ContainerFaults, task_environment
+from cluster.host.runtime.compose_services import Containers, task_user
+from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.payload import Payload
-from cluster.host.runtime.scheduled import ScheduledRuntime
-from cluster.host.runtime.swarm import hosts, nodes, stack
-from cluster.host.runtime.swarm.faults import SwarmFaults
-from cluster.host.runtime.swarm.stack import Stack
-from cluster.system.errors import PrerequisiteError, TimedOut, UsageError
+from cluster.host.runtime.resources import Memory, Network, parse_memory
+from cluster.host.runtime.swarm_stack import Stack
+from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
 from cluster.system.waiting import wait_until
+
+
+class SwarmFaults(ContainerFaults):
+    """Disturbs the containers of a stack."""
+
+    storm = frozenset({"kill", "pause", "slow", "corrupt"})
+    refusals = MappingProxyType(
+        {
+            "partition": "a service's container cannot be connected again; cut off its host, or use --runtime docker",
+            "lose": "the Swarm would start it again; cut off or drain its host, or use --runtime docker",
+            "oom": "a limit of a service is not changed in place; use a run of --runtime docker",
+        }
+    )
+
+    def _engine(self, task: str) -> tuple[str, ...]:
+        service = f"{swarm_stack.stack_name(self._run.path)}_{task}"
+        shown = swarm_stack.ask_manager(
+            "service", "ps", "--filter", "desired-state=running", "--format", "{{.Node}}", service
+        )
+        on = shown.splitlines()[0] if shown else ""
+        node = next((each for each in swarm_stack.list_nodes() if each.name == on), None)
+        if node is None:
+            raise ClusterError(f"{task} runs on no host of the Swarm now; `docker service ps {service}` says why")
+        if node.own:
+            return ()
+        if not node.engine:
+            raise ClusterError(
+                f"{task} is on {node.name}, whose engine is not known; `docker node update --label-add "
+                f"{swarm_stack.ENGINE_LABEL}=ssh://{node.name} {node.name}`"
+            )
+        return ("--host", node.engine)
+
+    def _filters(self, task: str) -> list[str]:
+        return [f"label=com.docker.swarm.service.name={swarm_stack.stack_name(self._run.path)}_{task}"]
+
 
 START_S = 60.0
 """How long the Swarm gets to place and start every task before whoever started them looks on."""
@@ -55,14 +86,14 @@ class Swarm(ScheduledRuntime):
 
     def probe(self) -> Availability:
         """Return whether the engine manages a Swarm."""
-        ready, detail, fix = nodes.probe()
+        ready, detail, fix = swarm_stack.probe_manager()
         return Availability(ready, detail, fix)
 
     def examine(self) -> list[Finding]:
         """Return which hosts the Swarm has; nothing where the engine manages none."""
-        if not nodes.probe()[0]:
+        if not swarm_stack.probe_manager()[0]:
             return []
-        found = nodes.nodes()
+        found = swarm_stack.list_nodes()
         away = [f"{node.name} ({node.why})" for node in found if not node.usable]
         if away:
             return [
@@ -74,24 +105,24 @@ class Swarm(ScheduledRuntime):
 
     def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:
         """Return what the hosts have of what a run needs."""
-        return hosts.examine(runs_dir, data_dir)
+        return hosts.examine_swarm(runs_dir, data_dir)
 
     def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002  # on machines of their own
         """Return the limit of each task: what was requested, and what its host must have free; else none."""
-        return Memory(requested or previous, parse(requested or previous))
+        return Memory(requested or previous, parse_memory(requested or previous))
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
         """Return the overlay network of the tasks, with a warning where whoever is between the hosts reaches it."""
         typed = requested or previous
-        network.check(typed, network.PRIVATE, network.ENCRYPTED)
-        if not serves or (typed == network.ENCRYPTED and not way_out):
-            return Network(typed or network.PRIVATE, typed)
+        resources.check_network(typed, resources.PRIVATE, resources.ENCRYPTED)
+        if not serves or (typed == resources.ENCRYPTED and not way_out):
+            return Network(typed or resources.PRIVATE, typed)
         open_to = "whoever is on the network between the hosts (UDP port 4789) reaches them"
-        if typed == network.ENCRYPTED:
+        if typed == resources.ENCRYPTED:
             open_to = f"whoever is on one of the hosts reaches them, because the tasks are {way_out}"
         warning = f"warning: TensorFlow's servers ask for no password, and {open_to}"
         use = "; --network encrypted closes that, or a network that only the hosts are in" if not way_out else ""
-        return Network(typed or network.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
+        return Network(typed or resources.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
 
     def seen(self, payload: Payload) -> Payload:
         """Return the payload as containers have it mounted."""
@@ -100,7 +131,7 @@ class Swarm(ScheduledRuntime):
     def render(self, work: Workload) -> dict[str, Any]:
         """Return the stack of the run."""
         payload = work.payload
-        access.check_readable(payload, task_user())
+        compose_services.check_readable(payload, task_user())
         provenance.check_hidden([work.run.path.parent, work.data_dir, *(folder for folder, _ in payload.mounts())])
         secrets = _secrets(payload)
         given = {key: value for key, value in task_environment(payload, work.cluster).items() if key not in secrets}
@@ -114,8 +145,11 @@ class Swarm(ScheduledRuntime):
             given,
             way_out=payload.script is not None,
         )
-        described = Stack(containers, work.job, secrets, encrypted=work.network.name == network.ENCRYPTED)
-        return {"x-runtime": self.name, **stack.render(work.cluster, described, self.seen(payload).command())}
+        described = Stack(containers, work.job, secrets, encrypted=work.network.name == resources.ENCRYPTED)
+        return {
+            "x-runtime": self.name,
+            **swarm_stack.render_stack(work.cluster, described, self.seen(payload).command()),
+        }
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm places by what is free
         """Check that a host takes tasks such as these, also where it has other tasks now.
@@ -124,11 +158,11 @@ class Swarm(ScheduledRuntime):
             PrerequisiteError: none takes any.
             UsageError: none has what is requested.
         """
-        usable = [node for node in nodes.nodes() if node.usable]
+        usable = [node for node in swarm_stack.list_nodes() if node.usable]
         if not usable:
             raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
         requested, job = work.job.described, work.job
-        placed = [node for node in usable if all(map(node.meets, stack.constraints(job)))]
+        placed = [node for node in usable if all(map(node.meets, swarm_stack.constraints(job)))]
         if not placed:
             raise UsageError(f"{requested}: no host of the Swarm is one; `docker node inspect` shows their labels")
         reserved = {"cpus": float(job.cpus_per_task or 0), "GPUs": float(job.gpus_per_task or 0)}
@@ -145,7 +179,7 @@ class Swarm(ScheduledRuntime):
         """Build the images here, and bring the tasks' to every host whose engine is known."""
         build.build(sh, _accelerator(work), renew=renew)
         image = images.train_image(_accelerator(work))
-        commands, unknown = nodes.carry(image)
+        commands, unknown = swarm_stack.carry_commands(image)
         for command in commands:
             sh(command)
         if unknown:
@@ -158,7 +192,7 @@ class Swarm(ScheduledRuntime):
     def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
         """Return what builds and carries the image and deploys the stack."""
         image = images.train_image(_accelerator(work))
-        return [*build.commands(_accelerator(work)), *nodes.carry(image)[0], *_deploy(work)]
+        return [*build.commands(_accelerator(work)), *swarm_stack.carry_commands(image)[0], *_deploy(work)]
 
     def start(self, work: Workload, sh: Shell) -> None:
         """Deploy the stack, and see every task placed.
@@ -166,41 +200,41 @@ class Swarm(ScheduledRuntime):
         Raises:
             PrerequisiteError: a host cannot start a task, or none takes it.
         """
-        access.let_tasks_read(work.run.path.parent, work.data_dir)
-        access.give_to_tasks(work.run.path)
+        compose_services.let_tasks_read(work.run.path.parent, work.data_dir)
+        compose_services.give_to_tasks(work.run.path)
         if work.payload.script:
             work.run.scratch.mkdir(parents=True, exist_ok=True)
-            access.give_to_tasks(work.run.scratch)
+            compose_services.give_to_tasks(work.run.scratch)
         owner.begin(work.run, self.name)
         for command in _deploy(work):
             sh(command)
-        _await_places(stack.name(work.run.path), {task.name for task in work.cluster.tasks})
+        _await_places(swarm_stack.stack_name(work.run.path), {task.name for task in work.cluster.tasks})
 
     def scheduled_name(self, run: RunFolder) -> str:
         """Return the name of the run's stack."""
-        return stack.name(run.path)
+        return swarm_stack.stack_name(run.path)
 
     def has_tasks(self, name: str) -> bool:
         """Return whether tasks of the stack of this name run, or are about to."""
         try:
-            return bool(nodes.tasks(name, "running", "ready"))
+            return bool(swarm_stack.stack_tasks(name, "running", "ready"))
         except PrerequisiteError:  # there is no such stack, or no Swarm that would say so
-            return not nodes.probe()[0]
+            return not swarm_stack.probe_manager()[0]
 
     def scheduled(self) -> Collection[str]:
         """Return the names of all stacks."""
-        return nodes.stacks()
+        return swarm_stack.list_stacks()
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002  # the stack says how long
         """Remove the run's stack with its secrets, and wait until its tasks and its network are gone."""
         if not (available := self.probe()).ready:
             raise PrerequisiteError(f"{run.name}: on a Swarm, where it may go on: {available.detail}; {available.fix}")
-        name = stack.name(run.path)
-        if name in nodes.stacks():
+        name = swarm_stack.stack_name(run.path)
+        if name in swarm_stack.list_stacks():
             sh(shlex.join(["docker", "stack", "rm", "--detach=false", name]))
-        for secret in nodes.parts("secret", name):  # of a start that failed before it deployed
+        for secret in swarm_stack.stack_parts("secret", name):  # of a start that failed before it deployed
             sh(shlex.join(["docker", "secret", "rm", secret]))
-        if not wait_until(lambda: not nodes.parts("network", name), END_S, POLL_S):
+        if not wait_until(lambda: not swarm_stack.stack_parts("network", name), END_S, POLL_S):
             raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
 
     def faults(self, run: RunFolder) -> FaultInjector:
@@ -218,12 +252,12 @@ def _secrets(payload: Payload) -> list[str]:
 
 
 def _deploy(work: Workload) -> list[str]:
-    name = stack.name(work.run.path)
+    name = swarm_stack.stack_name(work.run.path)
     label = f"--label=com.docker.stack.namespace={name}"  # removed with the stack
-    create = [
-        f'printf %s "${each}" | {shlex.join(["docker", "secret", "create", label, stack.secret(name, each), "-"])}'
-        for each in _secrets(work.payload)
-    ]
+    create = []
+    for variable in _secrets(work.payload):
+        words = ["docker", "secret", "create", label, swarm_stack.secret_name(name, variable), "-"]
+        create.append(f'printf %s "${variable}" | {shlex.join(words)}')
     # A name that is not resolved means the same image on every host, which it was carried to or pulls by itself.
     options = ["--detach=true", "--resolve-image=never", f"--compose-file={work.run.compose}"]
     return [*create, shlex.join(["docker", "stack", "deploy", *options, name])]
@@ -234,7 +268,7 @@ def _await_places(name: str, expected: Collection[str]) -> None:
     began = time.monotonic()
     while (passed_s := time.monotonic() - began) < START_S:
         placed = set()
-        for task in nodes.tasks(name):
+        for task in swarm_stack.stack_tasks(name):
             if task.state == "rejected":
                 raise PrerequisiteError(f"{task.service} cannot start on {task.node}: {task.error}; {_fix(task.error)}")
             if task.state == "pending" and task.error and passed_s > UNPLACED_S:
@@ -259,5 +293,5 @@ def _how_to_carry(image: str, unknown: list[str]) -> str:
     return (
         f"whether {', '.join(unknown)} has {image} is not known; bring it there with `docker save {image} | "
         f"docker --host ssh://{host} load`, or have `up` do that: `docker node update --label-add "
-        f"{nodes.ENGINE_LABEL}=ssh://{host} {host}`"
+        f"{swarm_stack.ENGINE_LABEL}=ssh://{host} {host}`"
     )

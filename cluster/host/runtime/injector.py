@@ -1,7 +1,6 @@
 """Faults that are injected into a running task from outside: into its processes, network, memory or disk.
 
-Here is what every runtime has in common. The package of each runtime has the rest in a `faults.py` of its own, and
-refuses what it cannot inject.
+Here is what every runtime has in common. Each runtime's module has a subclass, which refuses what it cannot inject.
 """
 
 from __future__ import annotations

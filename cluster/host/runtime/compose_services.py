@@ -1,4 +1,4 @@
-"""The cluster as Compose services: spec -> overlay.
+"""The cluster as Compose services: what a container is, which files its user may read, and the commands on it.
 
 `compose/templates.yaml` holds how a task runs, `compose/compose.yaml` what all runs share; the overlay adds one
 explicit service a task. A scaled service would not do: its replicas have no index of their own.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,9 @@ from cluster.contract.spec import ClusterSpec, Task
 from cluster.host.gpu.placement import NO_DEVICE, Placement
 from cluster.host.runtime import debugger
 from cluster.host.runtime.debugger import Debugger
+from cluster.host.runtime.payload import Payload
+from cluster.system import files
+from cluster.system.errors import PrerequisiteError
 from cluster.system.paths import ROOT
 
 FILES = ROOT / "compose"
@@ -218,3 +223,99 @@ def _read_only(source: Path, target: str) -> dict[str, Any]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+
+
+def check_readable(payload: Payload, user: str) -> None:
+    """Check that containers can read what is mounted: where root starts them they run as another user.
+
+    Raises:
+        PrerequisiteError: they cannot.
+    """
+    if os.getuid() != 0:
+        return
+    files = [(payload.script, stat.S_IROTH)] if payload.script else []
+    for path, bits in [*files, *((folder, stat.S_IROTH | stat.S_IXOTH) for folder, _ in payload.mounts())]:
+        if path == payload.packages:
+            continue  # perhaps not installed yet, and readable whatever the umask
+        if path in payload.secrets.values():
+            _check_secret(path, user)
+            continue
+        if path.stat().st_mode & bits != bits:
+            raise PrerequisiteError(
+                f"containers run as user {user}, who cannot read {path}: `chmod -R o+rX {shlex.quote(str(path))}`, "
+                "or use --runtime local"
+            )
+
+
+def _check_secret(path: Path, user: str) -> None:
+    """Check that containers can read a secret's file, which need not be readable to others."""
+    found = path.stat()
+    if not found.st_mode & (stat.S_IRUSR if found.st_uid == UNPRIVILEGED else stat.S_IROTH):
+        raise PrerequisiteError(
+            f"containers run as user {user}, who cannot read {path}: `chown {UNPRIVILEGED} {shlex.quote(str(path))}`, "
+            "or use --runtime local"
+        )
+
+
+def let_tasks_read(runs_dir: Path, data_dir: Path) -> None:
+    """Make what root prepared readable for the containers' user, perhaps under another umask."""
+    if os.getuid() != 0:
+        return
+    runs_dir.chmod(runs_dir.stat().st_mode | 0o055)  # TensorBoard reads all runs as that user
+    if not data_dir.exists():
+        return
+    if (mode := data_dir.stat().st_mode) & 0o055 != 0o055:
+        data_dir.chmod(mode | 0o055)
+    for folder in ("arrays", "shards"):
+        files.make_readable(data_dir / folder)
+
+
+def give_to_tasks(folder: Path) -> None:
+    """Make the containers' user the owner of a folder, where root starts them; never what a link in them names."""
+    if os.getuid() != 0:
+        return
+    for _, inside, others, descriptor in os.fwalk(folder):
+        for name in (".", *inside, *others):
+            os.chown(name, UNPRIVILEGED, UNPRIVILEGED, dir_fd=descriptor, follow_symlinks=False)
+
+
+def compose_command(overlay_path: Path, *words: str, progress: str = "quiet") -> str:
+    """Return a `docker compose` command on a run's services, as its overlay says."""
+    files = ["-f", str(FILES / "compose.yaml"), "-f", str(overlay_path)]
+    return shlex.join(["docker", "compose", f"--progress={progress}", "--project-directory", str(ROOT), *files, *words])
+
+
+def end_command(run_dir: Path, *words: str) -> str:
+    """Return a `docker compose` command that ends what a run started.
+
+    By the labels that the engine keeps, without the overlay: tasks can rewrite that, and Compose would do on the host,
+    and with other projects, what it then says.
+    """
+    return shlex.join(["docker", "compose", "--progress=quiet", "--project-name", project(run_dir), *words])
+
+
+def up_command(overlay_path: Path, spec: ClusterSpec) -> str:
+    """Return the command that starts the tasks."""
+    names = [task.name for task in spec.tasks]
+    return compose_command(overlay_path, "up", "--detach", "--no-build", "--pull", "never", *names)
+
+
+def watch_command(overlay_path: Path) -> str:
+    """Return the command that builds the tasks' image again and replaces their containers when its files change."""
+    return compose_command(overlay_path, "watch", "--no-up", progress="plain")
+
+
+def tensorboard_command(runs_dir: Path, port: int, *words: str) -> str:
+    """Return a command on the TensorBoard that shows `runs_dir` on 127.0.0.1:`port`."""
+    settings = {"RUNS_DIR": str(runs_dir), "TENSORBOARD_PORT": str(port), "TASK_USER": task_user()}
+    compose = [
+        "docker",
+        "compose",
+        "--progress=quiet",
+        "--project-directory",
+        str(ROOT),
+        "-f",
+        str(FILES / "compose.yaml"),
+    ]
+    compose += ["-p", tensorboard_project(runs_dir), "--profile", "tensorboard", *words]
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items()) + " " + shlex.join(compose)

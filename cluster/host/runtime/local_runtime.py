@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cluster.contract import settings, tf_config
@@ -14,15 +18,87 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu.placement import NO_DEVICE, Placement
-from cluster.host.runtime import memory, network, toolkit
+from cluster.host.runtime import resources, supervisor, toolkit
 from cluster.host.runtime.base import Availability, Remains, Runtime, Shell, Workload
-from cluster.host.runtime.faults import FaultInjector
-from cluster.host.runtime.local import supervisor
-from cluster.host.runtime.local.faults import ProcessFaults
-from cluster.host.runtime.network import HOST, PRIVATE, Network
-from cluster.system import process_table
+from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
+from cluster.host.runtime.resources import HOST, PRIVATE, Network
+from cluster.system import process_table, processes
 from cluster.system.errors import ClusterError
 from cluster.system.ports import free_ports
+
+SLICE_S = 0.5
+
+
+class ProcessFaults(FaultInjector):
+    """Injects faults into local processes, by signals and limits."""
+
+    storm = FaultInjector.storm | {"lose"}
+    refusals = MappingProxyType({"partition": "local tasks share one network; use a run of --runtime docker"})
+
+    def __init__(self, run: RunFolder) -> None:
+        super().__init__(run)
+        self._frozen: list[dict[str, int]] = []
+        self._lost: list[Path] = []
+        self._undone = threading.Event()
+        self._slowing: threading.Thread | None = None
+
+    def signal(self, task: str, number: int, *whose: str) -> None:
+        """Send a signal."""
+        found = self.processes(task)
+        for which in whose:
+            processes.kill(found[which], number)
+
+    def reaches(self, task: str, which: str) -> bool:
+        """Return whether the process still runs."""
+        return processes.alive(self.processes(task)[which])
+
+    def pause(self, task: str) -> None:
+        """Stop the agent first: otherwise it would end the frozen program."""
+        self._frozen = [self.processes(task)[which] for which in ("agent", "program")]
+        for process in self._frozen:
+            processes.kill(process, signal.SIGSTOP)
+
+    def lose(self, task: str) -> None:
+        """Kill the whole task, which the supervisor does not bring back."""
+        away = self._run.away(task)
+        away.parent.mkdir(exist_ok=True)
+        away.touch()
+        self._lost.append(away)
+        self.signal(task, signal.SIGKILL, "agent", "program")
+
+    def slow(self, task: str) -> None:
+        """Stop and continue the program, again and again."""
+        self._undone.clear()
+        self._slowing = threading.Thread(target=self._stop_and_go, args=(self.processes(task)["program"],), daemon=True)
+        self._slowing.start()
+
+    def _stop_and_go(self, program: dict[str, int]) -> None:
+        while not self._undone.wait(SLICE_S * SLOWED_SHARE):
+            processes.kill(program, signal.SIGSTOP)
+            self._undone.wait(SLICE_S * (1 - SLOWED_SHARE))
+            processes.kill(program, signal.SIGCONT)
+
+    def oom(self, task: str) -> None:
+        """Allow the program no more memory than it has: its next allocation fails."""
+        recorded = self.processes(task)["program"]
+        if not processes.alive(recorded):
+            return
+        program = recorded["pid"]
+        pages = int(Path(f"/proc/{program}/statm").read_text().split()[0])
+        size = pages * resource.getpagesize()
+        resource.prlimit(program, resource.RLIMIT_AS, (size, size))
+
+    def undo(self, task: str) -> None:
+        """Undo lasting faults."""
+        self._undone.set()
+        if self._slowing:
+            self._slowing.join()
+            self._slowing = None
+        while self._lost:
+            self._lost.pop().unlink(missing_ok=True)
+        while self._frozen:  # the program first: its agent would take it for frozen by itself
+            processes.kill(self._frozen.pop(), signal.SIGCONT)
+        super().undo(task)
 
 
 class LocalProcesses(Runtime):
@@ -41,14 +117,14 @@ class LocalProcesses(Runtime):
         """Return whether there is memory for a few tasks, and whether they can have a network of their own."""
         found = Finding("memory", "ok", "enough for a chief and 2 workers")
         try:
-            memory.check_free(3)
+            resources.check_free_memory(3)
         except ClusterError as error:
             found = Finding("memory", "failed", str(error), "free memory, or start fewer tasks: --workers 0")
-        return [found, network.examine()]
+        return [found, resources.examine_network()]
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
         """Return a network of the tasks' own where they can have one, or this machine's."""
-        return network.of_processes(requested, previous, way_out=way_out, serves=serves)
+        return resources.network_of_processes(requested, previous, way_out=way_out, serves=serves)
 
     def ports(self, num_tasks: int) -> tuple[int, ...]:
         """Return a free port for each task."""
@@ -67,7 +143,7 @@ class LocalProcesses(Runtime):
 
     def preflight(self, work: Workload, ending: int = 0) -> None:
         """Check that enough memory is free, and that this environment can use GPUs."""
-        memory.check_free(len(work.cluster.tasks), ending)
+        resources.check_free_memory(len(work.cluster.tasks), ending)
         if work.gpus.ids:
             toolkit.check_here()
 

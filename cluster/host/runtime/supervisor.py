@@ -1,23 +1,30 @@
 """The supervisor of a local run: what an engine does for containers, done by one process.
 
-    python -m cluster.host.runtime.local.supervisor RUN_DIR
+    python -m cluster.host.runtime.supervisor RUN_DIR
 
 It starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed, and ends
-when all of them have. The kernel kills the agents and their programs if the supervisor dies, and its parent,
-`keeper.py`, ends whatever else they started. That one enters the run's own network first, if it has one, so all of them
-are in there.
+when all of them have. The kernel kills the agents and their programs if the supervisor dies.
+
+Its parent, the keeper, makes sure that the run leaves no process behind. The kernel makes it the parent of every
+descendant whose own parent has ended, including daemons that began another session and cleared their environment. When
+the supervisor, at first its only child, ends for whatever reason, the keeper kills all that is left. Only what is
+started after the keeper was killed with SIGKILL can survive. It enters the run's own network first, if it has one, so
+all of them are in there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +35,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import Attempt
 from cluster.host.runtime import inherited
-from cluster.host.runtime.local import keeper
-from cluster.host.runtime.network import HOST, PRIVATE
+from cluster.host.runtime.resources import HOST, PRIVATE
 from cluster.system import fork_server, namespaces, process_table, processes
 from cluster.system.errors import EXIT_FAILED, TimedOut
 from cluster.system.files import open_file
@@ -38,8 +44,68 @@ from cluster.system.paths import ROOT
 from cluster.system.scratch import remove_abandoned, scratch_folder
 from cluster.system.waiting import wait_until
 
+SUPERVISOR_STOPPED_S = 8.0
+"""How long the supervisor may be stopped: until it continues, it brings back no agent."""
+KILL_TIMEOUT_S = 10.0
+"""Longest time for what is left to end; a process in an uninterruptible call to the kernel may take longer."""
+
+
+def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
+    """Run a function in a child process, and return when that has ended and nothing that it started is left.
+
+    Only the child comes back from `work`, and never from here.
+
+    Args:
+        work: what the child runs.
+        on_terminate: what SIGTERM to this process does.
+
+    Raises:
+        SystemExit: the child failed.
+    """
+    processes.adopt_orphans()
+    keeper = os.getpid()
+    child = os.fork()
+    if child == 0:
+        processes.die_with_parent()
+        if os.getppid() != keeper:  # it died before the kernel could signal its death
+            os._exit(128 + signal.SIGKILL)
+        work()
+        raise SystemExit(0)
+    signal.signal(signal.SIGTERM, lambda *_: on_terminate())
+    code = _reap_until(child)
+    _kill_the_rest()
+    raise SystemExit(code)
+
+
+def _reap_until(child: int) -> int:
+    """Return the exit code of the child, which is continued if a signal stops it; reap adopted processes until then."""
+    recorded = processes.identity(child)
+    while True:
+        pid, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            if pid == child:
+                timer = threading.Timer(SUPERVISOR_STOPPED_S, processes.kill, (recorded, signal.SIGCONT))
+                timer.daemon = True
+                timer.start()
+        elif pid == child:
+            return processes.as_exit_code(os.waitstatus_to_exitcode(status))
+
+
+def _kill_the_rest() -> None:
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while left := (table := process_table.ProcessTable()).descendants(os.getpid()):
+        for pid in left:
+            table.kill(pid)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+
+
 POLL_S = 0.05
-STOPPED_S = 15.0
+AGENT_STOPPED_S = 15.0
 """An agent that a signal has kept stopped for longer is replaced. The other agents notice it a little earlier."""
 START_S = 60.0
 """Longest time until a live supervisor writes its first heartbeats: well under a second on an idle machine."""
@@ -54,7 +120,7 @@ def start(run: RunFolder) -> None:
     owned = owner.begin(run, "local")
     with open_file(run.log("supervisor"), "ab") as log:
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "cluster.host.runtime.local.supervisor", str(run.path)],
+            [sys.executable, "-m", "cluster.host.runtime.supervisor", str(run.path)],
             cwd=ROOT,
             env=_environment(run) | {"RUN_DIR": str(run.path), owner.TOKEN: owned.token},
             stdin=subprocess.DEVNULL,
@@ -129,7 +195,7 @@ class Supervisor:
             for name, agent in list(self.agents.items()):
                 if (code := agent.poll()) is not None:
                     self._act_on_exit(name, code)
-                elif not self._is_debugged and self._stop_timers[name].look(agent.pid) > STOPPED_S:
+                elif not self._is_debugged and self._stop_timers[name].look(agent.pid) > AGENT_STOPPED_S:
                     agent.send_signal(signal.SIGKILL)
             self._start_those_due()
             time.sleep(POLL_S)
@@ -206,7 +272,7 @@ def main(run: RunFolder) -> None:
         namespaces.enter()
     with scratch_folder() as scratch:
         os.environ["TMPDIR"], tempfile.tempdir = str(scratch), None
-        keeper.keep(supervisor.main, lambda: run.request_stop("supervisor"))
+        keep(supervisor.main, lambda: run.request_stop("supervisor"))
 
 
 if __name__ == "__main__":

@@ -1,34 +1,191 @@
 """The cluster as a job of a Slurm site: queued by `sbatch`, found by its name, ended by `scancel`.
 
-`batch.py` has the batch script, `queue.py` the questions to the controller. What the job runs on its nodes is
-`cluster/agent/schedulers/slurm.py`.
+What the job runs on its nodes is `cluster/agent/schedulers/slurm.py`. With `--apptainer` its tasks run in containers of
+Apptainer, which sites allow where Docker is not: no daemon, no root. The image brings Python and what the tasks import;
+their code is this checkout, as without a container. Agents and programs keep the node's process numbers and network.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cluster.contract.findings import Finding
-from cluster.contract.run import owner
+from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Place
+from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu.placement import NO_DEVICE
-from cluster.host.runtime import inherited, network
-from cluster.host.runtime.base import Availability, Shell, Workload
-from cluster.host.runtime.faults import FaultInjector
-from cluster.host.runtime.network import Network
-from cluster.host.runtime.scheduled import ScheduledRuntime
-from cluster.host.runtime.slurm import batch, container, hosts
-from cluster.host.runtime.slurm.faults import SlurmFaults
-from cluster.host.runtime.slurm.queue import CHECK_S, NOT_INSTALLED, JobState, Queue, last_line
-from cluster.system.errors import TimedOut, UsageError
+from cluster.host.runtime import hosts, inherited, resources
+from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
+from cluster.host.runtime.injector import FaultInjector
+from cluster.host.runtime.resources import Job, Network
+from cluster.host.runtime.slurm_queue import CHECK_S, NOT_INSTALLED, JobState, Queue, last_line
+from cluster.system import processes
+from cluster.system.errors import ClusterError, TimedOut, UsageError
 from cluster.system.files import open_file
+from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
+
+SAVE_S = 120
+"""How long before the end of its time a job begins to save: longer than any task takes to save and end."""
+LEAVE_S = 60
+"""How long the other tasks get once the first has ended, before Slurm ends them."""
+
+
+def batch_script(
+    spec: ClusterSpec,
+    name: str,
+    run_dir: Path,
+    job: Job,
+    environment: Mapping[str, str],
+    agent: Sequence[str],
+    *,
+    elastic: bool = False,
+) -> str:
+    """Return the batch script of a run.
+
+    Args:
+        spec: the cluster; where its tasks will be is not known yet.
+        name: of the job.
+        run_dir: the run's folder, which every node sees under this name.
+        job: what is requested of Slurm.
+        environment: what every task gets.
+        agent: the command of every task's agent.
+        elastic: whether the job outlives the loss of a node, without which its run may go on.
+    """
+    outlives = "--no-kill --wait=0" if elastic else f"--wait={LEAVE_S}"
+    step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
+    directives = "\n".join(map(_directive, sbatch_options(spec, name, run_dir, job, elastic=elastic)))
+    exported = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items()))
+    return f"""#!/bin/bash
+{directives}
+
+{exported}
+
+trap {shlex.quote(f"{step} stop")} USR1  # the time limit is near: every task saves at the same step and ends
+trap 'ended=yes' TERM  # scancel or preemption: the tasks do the same, and Slurm decides what follows
+
+srun --export=ALL --kill-on-bad-exit=0 {outlives} {step} task {shlex.join(agent)} &
+while kill -0 $! 2>/dev/null; do wait $!; done
+
+[ -n "$ended" ] && exit 143
+{step} result
+code=$?
+[ $code = 75 ] && exec scontrol requeue "$SLURM_JOB_ID"  # it goes on from its newest checkpoint
+exit $code
+"""
+
+
+def sbatch_options(spec: ClusterSpec, name: str, run_dir: Path, job: Job, *, elastic: bool) -> list[str]:
+    """Return what the job of a run requests, as `sbatch` takes it; see `script` for the arguments."""
+    requested = {
+        "job-name": name,
+        "ntasks": str(len(spec.tasks)),
+        "nodes": job.nodes,
+        "cpus-per-task": job.cpus_per_task,
+        "gpus-per-task": job.gpus_per_task,
+        "partition": job.partition,
+        "account": job.account,
+        "time": job.time,
+        "signal": f"B:USR1@{SAVE_S}",
+        "chdir": str(ROOT),
+        "output": str(run_dir / "logs" / "slurm.log").replace("%", "%%"),
+        "open-mode": "append",
+        "export": "NONE",
+    }
+    words = [f"--{name}={value}" for name, value in requested.items() if value]
+    return [*words, *(["--no-kill"] if elastic else []), "--requeue"]
+
+
+def _directive(option: str) -> str:
+    name, given, value = option.partition("=")
+    return f"#SBATCH {name}{given}{shlex.quote(value) if given else ''}"
+
+
+PYTHON = "python"
+_SEPARATORS = ",:"
+"""What `apptainer exec --bind` reads as the end of a path."""
+
+
+def apptainer_command(work: Workload) -> list[str]:
+    """Return the words that start Python in the image.
+
+    Raises:
+        UsageError: the run needs packages that the image may lack, or a path cannot be mounted.
+    """
+    if work.payload.packages:
+        raise UsageError("--requirements with --apptainer: install the packages into the image; leave one of them out")
+    options = ["--no-home", *(["--nv"] if work.job.gpus_per_task else []), f"--pwd={ROOT}"]
+    binds = [f"--bind={bind}" for bind in _binds(work)]
+    # A user's own packages, and those of another Python, are none of the image's.
+    alone = ["--env=PYTHONNOUSERSITE=1"]
+    return ["apptainer", "--silent", "exec", *options, *alone, *binds, work.job.apptainer, PYTHON]
+
+
+def _binds(work: Workload) -> Iterator[str]:
+    reads = {ROOT, work.data_dir, *(folder for folder, _ in work.payload.mounts())}
+    for path, mode in [*((path, "ro") for path in sorted(reads)), (work.run.path, "rw")]:
+        if set(_SEPARATORS) & set(str(path)):
+            raise UsageError(f"--apptainer: a path with a comma or a colon cannot be mounted: {path}; rename it")
+        yield f"{path}:{path}:{mode}"
+
+
+SRUN_S = 60.0
+
+
+class SlurmFaults(FaultInjector):
+    """Injects faults into the tasks of a job, by signals on their nodes."""
+
+    storm = frozenset({"kill", "pause", "corrupt"})
+    refusals = MappingProxyType(
+        dict.fromkeys(("partition", "slow", "oom"), "no signal does that; use a run of --runtime docker")
+    )
+
+    def __init__(self, run: RunFolder, job: Callable[[], str]) -> None:
+        super().__init__(run)
+        self._job = job
+        self._frozen: set[str] = set()
+
+    def signal(self, task: str, number: int, *whose: str) -> None:
+        """Send a signal, in a step of the job on the task's node."""
+        found = self.processes(task)
+        words = [str(int(found[which]["pid"])) for which in whose]
+        place = self._place(task)
+        job, node = (place and place.job) or self._job(), place.node if place else ""
+        step = ["srun", f"--jobid={job}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
+        code, _, complained = processes.run([*step, "kill", f"-{number}", *words], SRUN_S)
+        if code:
+            raise ClusterError(
+                f"srun on {node or 'a node'} of job {job or 'none'}: {' '.join(complained.split())[:200]}"
+            )
+
+    def _place(self, task: str) -> Place | None:
+        """Return where a task was last; a replacement of it is in a job of its own."""
+        attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
+        return records.read(attempts[-1], Place.from_json) if attempts else None
+
+    def pause(self, task: str) -> None:
+        """Stop the agent first: otherwise it would end the frozen program."""
+        self._frozen.add(task)
+        self.signal(task, signal.SIGSTOP, "agent", "program")
+
+    def undo(self, task: str) -> None:
+        """Undo lasting faults; the program may have ended meanwhile."""
+        if task in self._frozen:
+            self._frozen.discard(task)
+            with contextlib.suppress(ClusterError):
+                self.signal(task, signal.SIGCONT, "program", "agent")
+        super().undo(task)
+
 
 END_S = 90.0
 """Longest wait for a job to be gone after `scancel`: Slurm gives its tasks KillWait, 30 s, before it kills them."""
@@ -72,27 +229,27 @@ class Slurm(ScheduledRuntime):
         code, _, complained = self._queue.nodes(CHECK_S)
         if code:
             return [Finding("hosts", "failed", f"Slurm does not answer: {last_line(complained)}", self.way_back)]
-        return hosts.examine(runs_dir, data_dir)
+        return hosts.examine_slurm(runs_dir, data_dir)
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
         """Return the network of the nodes, with a warning: nothing closes it to others."""
-        network.check(requested)
-        if requested == network.PRIVATE:
+        resources.check_network(requested)
+        if requested == resources.PRIVATE:
             raise UsageError(
                 f"--network {requested}: tasks of a Slurm job are in the network of their nodes; leave it out"
             )
         exposed = "TensorFlow's servers ask for no password, and whoever reaches the nodes reaches them"
         return Network(
-            network.HOST, requested or previous, f"warning: {exposed}: see docs/guides/slurm.md" if serves else ""
+            resources.HOST, requested or previous, f"warning: {exposed}: see docs/guides/slurm.md" if serves else ""
         )
 
     def render(self, work: Workload) -> dict[str, Any]:
         """Return the batch script."""
         given = {name: value for name, value in _environment(work).items() if not name.startswith("SLURM")}
-        python = container.command(work) if work.job.apptainer else [sys.executable]
+        python = apptainer_command(work) if work.job.apptainer else [sys.executable]
         agent = [*python, "-m", "cluster.agent", *work.payload.command()]
         name, elastic = job_name(work.run), bool(work.elastic)
-        text = batch.script(work.cluster, name, work.run.path, work.job, given, agent, elastic=elastic)
+        text = batch_script(work.cluster, name, work.run.path, work.job, given, agent, elastic=elastic)
         return {"runtime": self.name, "script": text}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # a job of its own
@@ -102,7 +259,7 @@ class Slurm(ScheduledRuntime):
             UsageError: it never would.
         """
         name, elastic = job_name(work.run), bool(work.elastic)
-        if why := self._queue.refusal(batch.options(work.cluster, name, work.run.path, work.job, elastic=elastic)):
+        if why := self._queue.refusal(sbatch_options(work.cluster, name, work.run.path, work.job, elastic=elastic)):
             raise UsageError(
                 f"{work.job.described or 'the job'}: Slurm refuses it: {why}; `sinfo --long` shows what it has"
             )

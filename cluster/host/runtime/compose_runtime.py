@@ -1,0 +1,297 @@
+"""The cluster as containers of a Docker Engine, by `docker compose`; `compose_services.py` describes the services."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.findings import Finding
+from cluster.contract.run import owner, provenance
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec
+from cluster.host.image import build, engine, images
+from cluster.host.runtime import compose_services, inherited, resources, toolkit
+from cluster.host.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.host.runtime.compose_services import RUN_LABEL, Containers, project, task_user
+from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
+from cluster.host.runtime.payload import Payload
+from cluster.host.runtime.resources import Memory, Network
+from cluster.system import memory
+from cluster.system.errors import ClusterError, PrerequisiteError
+from cluster.system.json_files import write_json
+from cluster.system.paths import ROOT
+
+PAUSE_TRIES = 5
+
+_HOG = """
+import os, sys
+eaten, program = [], int(sys.argv[1])
+while os.path.exists(f"/proc/{program}") and len(eaten) < int(sys.argv[2]):
+    eaten.append(b"x" * 2**24)
+"""
+"""Eats memory, 16 MiB at a time, until the program is gone: the kernel kills the largest process first."""
+
+
+class ContainerFaults(FaultInjector):
+    """Disturbs containers, by the engine."""
+
+    storm = FaultInjector.storm | {"partition", "oom", "lose"}
+
+    def __init__(self, run: RunFolder) -> None:
+        super().__init__(run)
+        self._undo: list[tuple[str, ...]] = []
+        self._at: tuple[str, ...] = ()
+        """How Docker's client reaches the engine of the task that was looked for last."""
+
+    def signal(self, task: str, number: int, *whose: str) -> None:
+        """Send a signal inside the container: `docker kill` would count as a stop by hand, and nothing come back."""
+        found = self.processes(task)
+        words = " ".join(str(int(found[which]["pid"])) for which in whose)  # the task's own word, for a shell
+        # Where the agent dies, so does the container, and this command with it.
+        container = self._container(task)
+        self._ask("exec", container, "sh", "-c", f"kill -{number} {words}")
+
+    def reaches(self, task: str, which: str) -> bool:
+        """Return whether the process still runs in the task's container."""
+        found = int(self.processes(task)[which]["pid"])
+        return self._ask("exec", self._container(task), "sh", "-c", f"kill -0 {found}")[0] == 0
+
+    def pause(self, task: str) -> None:
+        """Pause the container."""
+        container = self._container(task)
+        # On a busy machine with cgroup v1 runc gives up ("unable to freeze") where the next try succeeds.
+        for _ in range(PAUSE_TRIES - 1):
+            if self._ask("pause", container)[0] == 0:
+                break
+        else:
+            self._docker("pause", container)
+        self._undo.append((*self._at, "unpause", container))
+
+    def partition(self, task: str) -> None:
+        """Disconnect the container from the cluster's network."""
+        container = self._container(task)
+        networks = json.loads(self._docker("inspect", "--format", "{{json .NetworkSettings.Networks}}", container))
+        name = next((name for name in networks if name.endswith("_cluster")), None)
+        if name is None:
+            raise ClusterError(f"{task} is off the cluster's network already")
+        self._docker("network", "disconnect", "--force", name, container)
+        self._undo.append((*self._at, "network", "connect", "--alias", task, name, container))
+
+    def lose(self, task: str) -> None:
+        """Kill the container in a way after which the engine does not bring it back."""
+        container = self._container(task)
+        self._docker("kill", container)
+        self._undo.append((*self._at, "start", container))
+
+    def slow(self, task: str) -> None:
+        """Limit the container's share of the processor."""
+        container = self._container(task)
+        self._docker("update", "--cpus", str(SLOWED_SHARE), container)
+        self._undo.append((*self._at, "update", "--cpus", str(os.cpu_count() or 1), container))
+
+    def oom(self, task: str) -> None:
+        """Leave the container hardly more memory than it uses, and have another process in it eat that."""
+        container, program = self._container(task), self.processes(task)["program"]["pid"]
+        # cgroup v2's file, else v1's.
+        files = "/sys/fs/cgroup/memory.current /sys/fs/cgroup/memory/memory.usage_in_bytes"
+        used = int(self._docker("exec", container, "sh", "-c", f"cat {files} 2>/dev/null | head -n 1"))
+        limited = int(self._docker("inspect", "--format", "{{.HostConfig.Memory}}", container))
+        limit = used + 2**27
+        self._docker("update", "--memory", str(limit), "--memory-swap", str(limit), container)
+        before = str(limited or memory.available_bytes() + limit)  # the engine takes no limit back
+        self._undo.append((*self._at, "update", "--memory", before, "--memory-swap", before, container))
+        # Killed or not, what counts is the program's end.
+        self._ask("exec", container, "python", "-c", _HOG, str(program), str(limit // 2**24 + 16), timeout_s=60)
+
+    def undo(self, task: str) -> None:
+        """Undo what lasts, the last first."""
+        while self._undo:
+            engine.ask(*self._undo.pop())
+        super().undo(task)
+
+    def _container(self, task: str) -> str:
+        self._at = self._engine(task)
+        filters = [word for each in self._filters(task) for word in ("--filter", each)]
+        found = self._docker("ps", "--quiet", *filters)
+        if not found:
+            raise ClusterError(f"{task} has no container that runs; `docker ps --all` shows those that do not")
+        return found.split()[0]
+
+    def _engine(self, task: str) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the words by which Docker's client reaches the engine that runs a task; none for its own."""
+        return ()
+
+    def _filters(self, task: str) -> list[str]:
+        """Return what `docker ps` finds a task's container by."""
+        return [
+            f"label=com.docker.compose.project={compose_services.project(self._run.path)}",
+            f"label={compose_services.TASK_LABEL}={task}",
+        ]
+
+    def _ask(self, *words: str, timeout_s: float = engine.ANSWER_TIMEOUT_S) -> tuple[int, str]:
+        return engine.ask(*self._at, *words, timeout_s=timeout_s)
+
+    def _docker(self, *words: str) -> str:
+        code, output = self._ask(*words, timeout_s=30)
+        if code:
+            raise ClusterError(f"docker {' '.join(words[:2])}: {' '.join(output.split())}")
+        return output
+
+
+def task_environment(payload: Payload, spec: ClusterSpec, *, egress: bool = False) -> dict[str, str | None]:
+    """Return the variables that containers get for a payload, and what they take over from the caller."""
+    seen = payload.mounted()
+    return inherited.for_container(way_out=egress or payload.script is not None) | seen.environment(spec, seen.path)
+
+
+class Compose(Runtime):
+    """Containers of a Docker Engine, by `docker compose`."""
+
+    name = "docker"
+    tasks = "containers"
+    automatic = True
+    limits_memory = True
+    publishes_ports = True
+    python = images.PYTHON
+    board = "docker"
+
+    def probe(self) -> Availability:
+        """Return whether a Docker Engine with Compose answers."""
+        answer = engine.probe()
+        return Availability(answer.ready, answer.detail, "" if answer.ready else engine.fix(answer.detail))
+
+    def examine(self) -> list[Finding]:
+        """Return whether an engine answers."""
+        found = self.probe()
+        if found.ready:
+            return [Finding("docker", "ok", found.detail)]
+        return [Finding("docker", "warning", found.detail, f"{found.fix}; until then runs are local")]
+
+    def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:
+        """Return the limit of each container: what was requested, or its share of the engine's memory."""
+        return resources.memory_of_containers(requested or previous, num_tasks, engine.memory_bytes())
+
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
+        """Return a network of the tasks' own, from which they reach a server outside where that is requested."""
+        if (requested or previous) != resources.EGRESS:
+            return super().network(requested, previous, way_out=way_out, serves=serves)
+        warning = f"warning: {resources.EXPOSED}: this machine has an address in the tasks' network (--network egress)"
+        return Network(resources.EGRESS, resources.EGRESS, warning if serves else "")
+
+    def seen(self, payload: Payload) -> Payload:
+        """Return the payload as containers have it mounted."""
+        return payload.mounted()
+
+    def render(self, work: Workload) -> dict[str, Any]:
+        """Return the Compose overlay of the run."""
+        payload, egress = work.payload, work.network.name == resources.EGRESS
+        compose_services.check_readable(payload, task_user())
+        provenance.check_hidden([work.run.path.parent, work.data_dir, *(folder for folder, _ in payload.mounts())])
+        containers = Containers(
+            work.run.path,
+            work.data_dir,
+            images.train_image(work.gpus.accelerator),
+            task_user(),
+            work.memory.task_bytes,
+            payload.mounts(),
+            task_environment(payload, work.cluster, egress=egress),
+            way_out=payload.script is not None,
+            egress=egress,
+            gpus=work.gpus,
+            debugger=work.debugger,
+        )
+        return {
+            "x-runtime": self.name,
+            **compose_services.overlay(work.cluster, containers, self.seen(payload).command()),
+        }
+
+    def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the limits count, whatever is free
+        """Check that the limits fit the engine's machine, and that the engine hands out GPUs."""
+        work.memory.check(len(work.cluster.tasks))
+        if work.gpus.ids:
+            toolkit.check_engine(work.gpus.device_request)
+
+    def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
+        """Build the images."""
+        build.build(sh, work.gpus.accelerator, renew=renew)
+
+    def image(self, work: Workload) -> dict[str, Any]:
+        """Return the id of the tasks' image and what it was made of."""
+        return images.inspect(images.train_image(work.gpus.accelerator))
+
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
+        """Return what builds the images and starts the containers."""
+        return [*build.commands(work.gpus.accelerator), compose_services.up_command(work.run.compose, work.cluster)]
+
+    def start(self, work: Workload, sh: Shell) -> None:
+        """Make the folders accessible to the tasks' user, and start the containers."""
+        compose_services.let_tasks_read(work.run.path.parent, work.data_dir)
+        compose_services.give_to_tasks(work.run.path)
+        if work.payload.script:
+            work.run.scratch.mkdir(parents=True, exist_ok=True)
+            compose_services.give_to_tasks(work.run.scratch)
+        owner.begin(work.run, self.name)
+        sh(compose_services.up_command(work.run.compose, work.cluster))
+
+    def watch(self, run: RunFolder) -> str:
+        """Return the command that replaces every container of the run when the code in its image changes."""
+        composed = run.composed
+        base = images.default_base()
+        if base.missing:
+            raise PrerequisiteError(
+                "the image that the others are built from is not on this engine; `invoke image.build`"
+            )
+        accelerator = composed["services"]["chief"]["image"].rpartition(":")[2]
+        path = ROOT / ".build" / f"{project(run.path)}.json"  # not in the run folder, which its tasks can write
+        write_json(path, compose_services.watched(composed, *images.build_section(accelerator, base)))
+        return compose_services.watch_command(path)
+
+    def alive(self, run: RunFolder) -> bool:
+        """Whether a container of the run runs."""
+        label = f"label=com.docker.compose.project={project(run.path)}"
+        code, text = engine.ask("ps", "--quiet", "--filter", label)
+        return code == 0 and bool(text)
+
+    def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
+        """End and remove the run's containers and networks."""
+        try:
+            sh(
+                compose_services.end_command(
+                    run.path, "down", "--timeout", str(grace_s), "--volumes", "--remove-orphans"
+                )
+            )
+        except Exception as error:
+            if not (answer := engine.probe()).ready:
+                raise PrerequisiteError(
+                    f"{run.name}: in containers, which may go on: {answer.detail}; start the engine, then "
+                    "`invoke down` again"
+                ) from error
+            raise
+
+    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+        """Return the runs that the engine has a container or a network of, by their labels.
+
+        The folder of such a run may be gone: its name is a label, and that it is one of this folder shows in its
+        project.
+        """
+        shown = f'{{{{.Label "com.docker.compose.project"}}}}\t{{{{.Label "{RUN_LABEL}"}}}}'
+        known = {project(runs_dir / name): name for name in names}
+        found = set()
+        for words in (["network", "ls"], ["ps", "--all"]):
+            code, text = engine.ask(*words, "--format", shown)
+            if code:
+                return Remains(frozenset(), f"{engine.probe().detail}; start the engine")
+            for line in text.splitlines():
+                labelled, _, name = line.partition("\t")
+                if labelled in known:
+                    found.add(known[labelled])
+                elif name == Path(name).name and project(runs_dir / name) == labelled:
+                    found.add(name)
+        return Remains(frozenset(found))
+
+    def faults(self, run: RunFolder) -> FaultInjector:
+        """Return what disturbs containers."""
+        return ContainerFaults(run)

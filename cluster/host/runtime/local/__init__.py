@@ -1,1 +1,0 @@
-"""Local processes: `runtime.py` is the runtime, `supervisor.py` starts and restarts the tasks."""

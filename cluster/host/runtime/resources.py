@@ -1,0 +1,269 @@
+"""What the tasks of a run get: memory, a network, and what is requested of a scheduler.
+
+Memory: without `--memory` the tasks of a run share nine tenths of the machine's memory evenly, which leaves room for
+the engine and its callers. Swap is off: a task that swaps would slow down all tasks that wait for it.
+
+Network: TensorFlow's servers listen on every interface and ask for no password, and nothing in TensorFlow changes that.
+So local tasks get a network of their own where the machine allows one, and a warning where they do not.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.contract.findings import Finding
+from cluster.contract.spec import parse_count
+from cluster.system import memory, namespaces
+from cluster.system.errors import PrerequisiteError, UsageError, nearest
+from cluster.system.messages import counted
+
+TASK_MEMORY_BYTES = 600 * 2**20
+"""What a TensorFlow process uses before it trains anything."""
+SHARED = 0.9
+"""The part of the machine's memory that the tasks of a run share."""
+UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the tasks of a run may use."""
+
+    requested: str = ""
+    """As typed; empty: a share of what there is."""
+    task_bytes: int = 0
+    """What each of them may use; 0 for local processes, which have no limit."""
+    total_bytes: int = 0
+    """What the engine's machine has."""
+
+    def check(self, num_tasks: int) -> None:
+        """Check that the tasks fit.
+
+        Raises:
+            PrerequisiteError: they do not.
+        """
+        if self.requested and num_tasks * self.task_bytes > self.total_bytes:
+            raise PrerequisiteError(
+                f"--memory {self.requested} for {counted(num_tasks, 'task')} makes "
+                f"{shown_bytes(num_tasks * self.task_bytes)}, "
+                f"the engine's machine has {shown_bytes(self.total_bytes)}; use --memory "
+                f"{self.total_bytes // num_tasks // 2**20}MiB, or fewer tasks"
+            )
+        if self.task_bytes < TASK_MEMORY_BYTES:
+            shared = int(self.total_bytes * SHARED)
+            raise PrerequisiteError(
+                f"{counted(num_tasks, 'task')} that share {shown_bytes(shared)} of memory get "
+                f"{shown_bytes(self.task_bytes)} each, and TensorFlow alone takes {shown_bytes(TASK_MEMORY_BYTES)}; "
+                f"use at most "
+                f"{counted(shared // TASK_MEMORY_BYTES, 'task')} here"
+            )
+
+
+def check_free_memory(num_tasks: int, ending: int = 0) -> None:
+    """Check that the TensorFlow processes of tasks without a limit fit into the free memory.
+
+    Args:
+        num_tasks: to be started.
+        ending: tasks that end before, and whose memory is free then.
+
+    Raises:
+        PrerequisiteError: they do not.
+    """
+    available = memory.available_bytes() + ending * TASK_MEMORY_BYTES
+    if num_tasks * TASK_MEMORY_BYTES > available:
+        raise PrerequisiteError(
+            f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
+            f"{available / 2**30:.1f} GiB are free; use at most {counted(available // TASK_MEMORY_BYTES, 'task')} here"
+        )
+
+
+def memory_of_containers(requested: str, num_tasks: int, total_bytes: int) -> Memory:
+    """Return what each of a run's containers may use: what was requested, or its share of the machine's memory."""
+    return Memory(requested, parse_memory(requested) or int(total_bytes * SHARED) // num_tasks, total_bytes)
+
+
+def parse_memory(text: str) -> int:
+    """Return a memory limit in bytes; 0 where none was requested.
+
+    Raises:
+        UsageError: it is no amount, or less than a task needs.
+    """
+    if not text:
+        return 0
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(MiB|GiB|TiB)", text, re.IGNORECASE | re.ASCII)
+    if not match:
+        raise UsageError(f"--memory {text!r}: expected a number and MiB, GiB or TiB, such as 8GiB or 1500MiB")
+    size_bytes = int(float(match[1]) * UNITS[match[2].lower()])
+    if size_bytes < TASK_MEMORY_BYTES:
+        raise UsageError(
+            f"--memory {text!r}: expected at least {TASK_MEMORY_BYTES // 2**20}MiB, what TensorFlow alone takes, and "
+            "at most what the machine has; use such as 8GiB or 1500MiB"
+        )
+    return size_bytes
+
+
+def shown_bytes(size_bytes: int) -> str:
+    """Return a size in words."""
+    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.0f} MiB"
+
+
+PRIVATE, HOST, ENCRYPTED, EGRESS = "private", "host", "encrypted", "egress"
+CHECK = "task network"
+EXPOSED = "TensorFlow's servers ask for no password, and whoever reaches this machine reaches them"
+INSTEAD = "containers, or a firewall, close them"
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of a run's tasks."""
+
+    name: str = PRIVATE
+    """`private`, of the tasks alone; `encrypted`, the same over several hosts; `egress`, the same with a way out; or
+    `host`, this machine's."""
+    requested: str = ""
+    """`--network` as typed, for when the run goes on."""
+    warning: str = ""
+    """Who can reach the tasks, and why; empty where nobody can."""
+
+
+def check_network(requested: str, *allowed: str) -> None:
+    """Check `--network`.
+
+    Args:
+        requested: as typed.
+        allowed: the networks that there are; by default those of this machine.
+
+    Raises:
+        UsageError: it is no network, or none that there is.
+    """
+    known = allowed or (PRIVATE, HOST)
+    if requested and requested not in known:
+        raise UsageError(f"--network {requested!r} is not a network here{nearest(requested, known)}")
+
+
+def network_of_processes(typed: str, previous: str, *, way_out: str, serves: bool) -> Network:
+    """Return the network of local tasks; see `Runtime.network` for the arguments.
+
+    Raises:
+        UsageError: what was requested is no network.
+        PrerequisiteError: this machine gives no network of their own to tasks that must have one.
+    """
+    check_network(typed)
+    requested = typed or previous
+    if (requested or (HOST if way_out else PRIVATE)) == HOST:
+        why = f"as requested (--network {HOST})" if requested else f"{way_out}; --network {PRIVATE} does without"
+        return Network(HOST, requested, _warning(why) if serves else "")
+    refused = namespaces.refusal()
+    if refused is None:
+        return Network(PRIVATE, requested)
+    if requested:
+        raise PrerequisiteError(
+            f"--network {PRIVATE}: tasks can have no network of their own here: {refused.why}; {refused.fix}, or "
+            "leave it out"
+        )
+    why = f"they can have no network of their own: {refused.why}; {refused.fix}, or {INSTEAD}"
+    return Network(HOST, requested, _warning(why) if serves else "")
+
+
+def _warning(why: str) -> str:
+    return f"warning: {EXPOSED}: the tasks are in this machine's network, {why}"
+
+
+def examine_network() -> Finding:
+    """Return whether local tasks can have a network of their own here."""
+    refused = namespaces.refusal()
+    if refused is None:
+        return Finding(CHECK, "ok", "local tasks get one of their own")
+    return Finding(
+        CHECK,
+        "warning",
+        f"local tasks are in this machine's own, for everybody to reach: {refused.why}",
+        f"{refused.fix}; {INSTEAD}",
+    )
+
+
+MIN_MINUTES = 5
+"""The shortest time limit that leaves any time to train beside that for saving."""
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_WORD = re.compile(r"[A-Za-z0-9_.:,@/+-]+")
+_CONSTRAINT = re.compile(r"(node|engine)\.[A-Za-z0-9_.-]+\s*[!=]=\s*[A-Za-z0-9_.:/-]+")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is requested of a scheduler, as typed; empty leaves it to that.
+
+    Attributes:
+        partition: of Slurm, or several, separated by commas; of a Swarm the nodes with a label of that value.
+        time: the time limit, after which the job is queued again.
+        account: that it is charged to.
+        nodes: that its tasks are spread over.
+        cpus_per_task: processors of each task.
+        gpus_per_task: GPUs of each task; only the chief and the workers use theirs.
+        constraint: on the nodes of a Swarm, in Docker's words, or several, separated by commas.
+        apptainer: the image of Apptainer in which the tasks of a Slurm job run; an absolute path.
+    """
+
+    partition: str = ""
+    time: str = ""
+    account: str = ""
+    nodes: str = ""
+    cpus_per_task: str = ""
+    gpus_per_task: str = ""
+    constraint: str = ""
+    apptainer: str = ""
+
+    @property
+    def described(self) -> str:
+        """What is requested, as options."""
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(self).items() if value)
+
+    def check(self) -> None:
+        """Check that these are words for a scheduler, and not something else, and that the image is there.
+
+        Raises:
+            UsageError: one is not.
+        """
+        for option in ("partition", "account"):
+            if (value := getattr(self, option)) and not _WORD.fullmatch(value):
+                raise UsageError(f"--{option} {value!r}: expected a name as Slurm has it; see `sinfo` and `sacctmgr`")
+        for part in self.constraint.split(",") if self.constraint else []:
+            if not _CONSTRAINT.fullmatch(part.strip()):
+                raise UsageError(
+                    f"--constraint {part!r}: expected what `docker service create --constraint` takes, such as "
+                    "node.labels.gpu==true"
+                )
+        if self.apptainer and not Path(self.apptainer).exists():
+            raise UsageError(
+                f"--apptainer {self.apptainer}: no such file; `apptainer build` makes one, see docs/guides/slurm.md"
+            )
+        for option in ("nodes", "cpus_per_task", "gpus_per_task"):
+            if value := getattr(self, option):
+                parse_count(option.replace("_", "-"), value, 1, 4096)
+        if self.time and minutes(self.time) < MIN_MINUTES:
+            raise UsageError(f"--time {self.time}: expected {MIN_MINUTES} minutes or more, of which saving takes 2")
+
+
+NO_JOB = Job()
+"""Everything is left to the site."""
+
+
+def minutes(text: str) -> float:
+    """Return a time limit in minutes, from any of the forms that Slurm takes.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"--time {text!r}: expected minutes, hours:minutes:seconds or days-hours:minutes, such as 90 or 2-12:00"
+        )
+    days, *parts = (int(part) if part else None for part in match.groups())
+    first, second, third = parts
+    if days is not None:
+        return days * 1440 + (first or 0) * 60 + (second or 0) + (third or 0) / 60
+    if third is not None:
+        return (first or 0) * 60 + (second or 0) + third / 60
+    return (first or 0) + (second or 0) / 60

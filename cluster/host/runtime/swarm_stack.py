@@ -1,0 +1,328 @@
+"""A Docker Swarm: its hosts, and the stack of a run, which is the file that `docker stack deploy` reads.
+
+A service has the settings of Compose's, but for those that it cannot have: `security_opt` (set `no-new-privileges` in
+each engine's daemon.json) and a limit of swap.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.contract import settings
+from cluster.contract.spec import ClusterSpec, Role, Task
+from cluster.host.gpu.placement import NO_DEVICE
+from cluster.host.image import engine
+from cluster.host.runtime import compose_services
+from cluster.host.runtime.compose_services import RUN_LABEL, Containers
+from cluster.host.runtime.resources import Job
+from cluster.system.errors import PrerequisiteError
+
+ENGINE_LABEL = "tf-cluster.engine"
+"""The label of a node with the address of its engine, such as ssh://host, as `docker --host` takes it."""
+
+
+GPU = "NVIDIA-GPU"
+"""What engines call their GPUs in `node-generic-resources`, as in NVIDIA's and Docker's documentation."""
+LABELS = ("node.labels.", "engine.labels.")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host of the Swarm.
+
+    Attributes:
+        id: in the Swarm.
+        name: its host name.
+        usable: whether it is up and takes tasks.
+        own: whether its engine is the one that commands talk to.
+        engine: where its engine is reached; empty where its label does not say.
+        why: what keeps it from taking tasks, such as `down` or `drain`.
+        attributes: what a constraint can name of it, such as `node.labels.rack`.
+        resources: how much it has of what tasks reserve, such as `cpus`; only what it says.
+    """
+
+    id: str
+    name: str
+    usable: bool
+    own: bool
+    engine: str
+    why: str = ""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    def meets(self, constraint: str) -> bool:
+        """Whether the Swarm may place tasks here under a constraint, as far as that can be said from here."""
+        name, differs, value = re.split(r"([!=]=)", constraint, maxsplit=1)
+        if name not in self.attributes and not name.startswith(LABELS):
+            return True
+        return (self.attributes.get(name, "").casefold() == value.casefold()) == (differs == "==")
+
+    def has(self, reserved: Mapping[str, float]) -> bool:
+        """Whether a task that reserves this could ever run here."""
+        return all(amount <= self.resources.get(what, amount) for what, amount in reserved.items())
+
+
+def probe_manager() -> tuple[bool, str, str]:
+    """Return whether the engine manages a Swarm, what it is or why it does not, and what to do then."""
+    code, text = engine.ask("info", "--format", "{{json .Swarm}}")
+    try:
+        swarm = json.loads(text.splitlines()[-1]) if code == 0 and text else {}
+    except ValueError:
+        swarm = {}
+    if code or not swarm:
+        detail = f"no Docker Engine answers ({text.splitlines()[-1] if text else 'no output'})"
+        return False, detail, engine.fix(detail)
+    if swarm.get("LocalNodeState") != "active":
+        return False, "this Docker Engine is in no Swarm", "`docker swarm init`, or set DOCKER_HOST to a manager's"
+    if not swarm.get("ControlAvailable"):
+        return False, "this Docker Engine is a worker of its Swarm", "set DOCKER_HOST to a manager's engine"
+    return True, f"a Swarm of {swarm.get('Nodes', 1)}", ""
+
+
+def list_nodes() -> list[Node]:
+    """Return the hosts of the Swarm.
+
+    Raises:
+        PrerequisiteError: the engine does not say.
+    """
+    own = ask_manager("info", "--format", "{{.Swarm.NodeID}}")
+    ids = ask_manager("node", "ls", "--quiet").split()
+    return [_node(each, own) for each in json.loads(ask_manager("node", "inspect", *ids))]
+
+
+def _node(value: dict[str, Any], own: str) -> Node:
+    spec, described = value.get("Spec", {}), value.get("Description", {})
+    state, availability = value.get("Status", {}).get("State", ""), spec.get("Availability", "")
+    why = "" if (state, availability) == ("ready", "active") else (state if state != "ready" else availability)
+    labels, engine_labels = spec.get("Labels") or {}, described.get("Engine", {}).get("Labels") or {}
+    name = described.get("Hostname", "")
+    attributes = {"node.id": value["ID"], "node.hostname": name, "node.role": spec.get("Role", "")}
+    attributes |= {f"{LABELS[0]}{key}": text for key, text in labels.items()}
+    attributes |= {f"{LABELS[1]}{key}": text for key, text in engine_labels.items()}
+    resources = _node_resources(described.get("Resources", {}))
+    is_own = value["ID"] == own
+    return Node(value["ID"], name, not why, is_own, labels.get(ENGINE_LABEL, ""), why, attributes, resources)
+
+
+def _node_resources(value: dict[str, Any]) -> dict[str, float]:
+    if not value:
+        return {}
+    kinds = [
+        each.get("NamedResourceSpec") or each["DiscreteResourceSpec"] for each in value.get("GenericResources", [])
+    ]
+    gpus = sum(each["Value"] if isinstance(each["Value"], int) else 1 for each in kinds if each["Kind"] == GPU)
+    return {"cpus": value["NanoCPUs"] / 1e9, "memory": value["MemoryBytes"], "GPUs": gpus}
+
+
+def ask_manager(*words: str, timeout_s: float = 30.0) -> str:
+    """Return what the manager's engine answers.
+
+    Raises:
+        PrerequisiteError: it does not, or refuses.
+    """
+    code, text = engine.ask(*words, timeout_s=timeout_s)
+    if code:
+        raise PrerequisiteError(f"docker {' '.join(words[:2])}: {' '.join(text.split())[:300]}")
+    return text
+
+
+@dataclass(frozen=True)
+class PlacedTask:
+    """A task of a stack, as the Swarm sees it.
+
+    Attributes:
+        service: whose it is, without the stack's name.
+        state: such as `running`, `rejected` or `complete`.
+        node: the host; empty where it has none.
+        error: what the Swarm says of it.
+    """
+
+    service: str
+    state: str
+    node: str
+    error: str
+
+
+def stack_tasks(stack: str, *states: str) -> list[PlacedTask]:
+    """Return the tasks of a stack that are to be in one of these states; all of them if none is named.
+
+    Raises:
+        PrerequisiteError: the Swarm does not say, as where there is no such stack.
+    """
+    filters = [word for state in states for word in ("--filter", f"desired-state={state}")]
+    text = ask_manager("stack", "ps", "--no-trunc", "--format", "{{json .}}", *filters, stack)
+    return [_task(json.loads(line), stack) for line in text.splitlines() if line.startswith("{")]
+
+
+def _task(value: dict[str, str], stack: str) -> PlacedTask:
+    service = value["Name"].removeprefix(f"{stack}_").split(".")[0]
+    return PlacedTask(service, value["CurrentState"].split()[0].lower(), value["Node"], value["Error"])
+
+
+def list_stacks() -> list[str]:
+    """Return the names of all stacks."""
+    return ask_manager("stack", "ls", "--format", "{{.Name}}").split()
+
+
+def stack_parts(what: str, stack: str) -> list[str]:
+    """Return the ids of a stack's networks or secrets."""
+    return ask_manager(what, "ls", "--quiet", "--filter", f"label=com.docker.stack.namespace={stack}").split()
+
+
+def carry_commands(image: str) -> tuple[list[str], list[str]]:
+    """Return the commands that bring an image to hosts that lack it, and the hosts whose engines are not known."""
+    here = engine.ask("image", "inspect", "--format={{.Id}}", image)[1]
+    commands, unknown = [], []
+    for node in list_nodes():
+        if node.own or not node.usable:
+            continue
+        if not node.engine:
+            unknown.append(node.name)
+        elif engine.ask("--host", node.engine, "image", "inspect", "--format={{.Id}}", image) != (0, here):
+            load = shlex.join(["docker", "--host", node.engine, "load", "--quiet"])
+            commands.append(f"docker save {shlex.quote(image)} | {load}")
+    return commands, unknown
+
+
+FORMAT = "3.13"
+"""The newest that `docker stack deploy` reads."""
+WAIT_S = "300"
+"""How long tasks wait for the others: a Swarm notices after 15 s that a host is gone."""
+PARTITION_LABEL = "tf-cluster.partition"
+"""The label of the nodes that `--partition` names."""
+SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a stack needs besides its containers.
+
+    Attributes:
+        containers: what they need from their hosts.
+        job: where tasks are placed, and what each of them gets.
+        secrets: names of variables whose values the Swarm keeps; see `secret`.
+        encrypted: whether traffic between hosts is encrypted.
+    """
+
+    containers: Containers
+    job: Job
+    secrets: Sequence[str] = ()
+    encrypted: bool = False
+
+
+def stack_name(run_dir: Any) -> str:
+    """Return the name of a run's stack: that of its Compose project, short enough for the names of services."""
+    project = compose_services.project(run_dir)
+    return f"{project[:-9][:40].rstrip('-_')}{project[-9:]}"
+
+
+def secret_name(stack: str, variable: str) -> str:
+    """Return what the Swarm calls the secret with a variable's value."""
+    return f"{stack}-{variable}"
+
+
+def render_stack(spec: ClusterSpec, stack: Stack, command: list[str]) -> dict[str, Any]:
+    """Return the stack of a run.
+
+    Args:
+        spec: the cluster.
+        stack: what it needs besides.
+        command: what the agents start; empty for the built-in trainer.
+    """
+    containers = stack.containers
+    labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
+    network: dict[str, Any] = {"driver": "overlay", "internal": not containers.way_out, **labelled}
+    if stack.encrypted:
+        network["driver_opts"] = {"encrypted": "true"}
+    rendered: dict[str, Any] = {
+        "version": FORMAT,
+        "services": {task.name: _service(spec, task, stack, command) for task in spec.tasks},
+        "networks": {"cluster": network},
+    }
+    if stack.secrets:
+        of_run = stack_name(containers.run_dir)
+        rendered["secrets"] = {each: {"external": True, "name": secret_name(of_run, each)} for each in stack.secrets}
+    literal: dict[str, Any] = compose_services.literal(rendered)
+    return literal
+
+
+def _service(spec: ClusterSpec, task: Task, stack: Stack, command: list[str]) -> dict[str, Any]:
+    containers, job = stack.containers, stack.job
+    gpus = int(job.gpus_per_task or 0) if task.role in (Role.CHIEF, Role.WORKER) else 0
+    environment = compose_services.environment(spec, task, containers)
+    if not settings.is_set("RENDEZVOUS_TIMEOUT_S"):
+        environment["RENDEZVOUS_TIMEOUT_S"] = WAIT_S
+    if gpus:
+        environment |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+        environment |= {"NCCL_SOCKET_IFNAME": compose_services.NETWORK_INTERFACE}
+    else:  # an engine whose default runtime is NVIDIA's could hand over all of them
+        environment |= {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
+    labels = compose_services.labels(containers, task)
+    service: dict[str, Any] = {
+        "image": containers.image,
+        "entrypoint": ["python", "-m", "cluster.agent.schedulers.service"],
+        "command": command,
+        "hostname": task.host,
+        "user": containers.user,
+        "init": True,
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "environment": environment,
+        "volumes": [*compose_services.volumes(containers), *_scratch(containers, with_gpus=gpus > 0)],
+        "networks": ["cluster"],
+        "secrets": [{"source": each, "target": each} for each in stack.secrets],
+        "stop_grace_period": "60s",  # longer than the agent gives its program to save
+        "healthcheck": {  # a service has no address before its first success; a failure ends the container
+            "test": ["CMD", "python", "-m", "cluster.agent.health"],
+            "start_period": "60s",
+            "start_interval": "1s",
+            "interval": "15s",
+            "timeout": "10s",
+            "retries": 8,
+        },
+        "logging": {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}},
+        "labels": labels,
+        "deploy": {
+            "labels": labels,
+            "endpoint_mode": "dnsrr",  # a name is its task's own address, not one that is balanced
+            # A killed agent, and the tasks of a host that is gone or drained, start again; an ended run exits with 0.
+            "restart_policy": {"condition": "on-failure", "delay": "1s"},
+            "placement": {"constraints": constraints(job)},
+            "resources": _service_resources(containers, job, gpus),
+        },
+    }
+    if gpus:
+        service["ulimits"] = dict(compose_services.GPU_LIMITS)
+    return {key: value for key, value in service.items() if value not in ([], None)}
+
+
+def constraints(job: Job) -> list[str]:
+    """Return which nodes take tasks, in Docker's words."""
+    named = [re.sub(r"\s*([!=]=)\s*", r"\1", part.strip()) for part in job.constraint.split(",") if part.strip()]
+    return named + ([f"node.labels.{PARTITION_LABEL}=={job.partition}"] if job.partition else [])
+
+
+def _service_resources(containers: Containers, job: Job, gpus: int) -> dict[str, Any]:
+    limits: dict[str, Any] = {"pids": 4096}
+    reservations: dict[str, Any] = {}
+    if containers.memory_bytes:
+        limits["memory"] = reservations["memory"] = str(containers.memory_bytes)
+    if job.cpus_per_task:
+        limits["cpus"] = reservations["cpus"] = job.cpus_per_task
+    if gpus:
+        reservations["generic_resources"] = [{"discrete_resource_spec": {"kind": GPU, "value": gpus}}]
+    return {"limits": limits, **({"reservations": reservations} if reservations else {})}
+
+
+def _scratch(containers: Containers, *, with_gpus: bool) -> list[dict[str, Any]]:
+    """Return the folders in memory that a task may write; a script's /tmp is a folder of the run."""
+    folder = "/var/tmp" if containers.way_out else "/tmp"  # noqa: S108
+    found = [{"type": "tmpfs", "target": folder, "tmpfs": {"size": SCRATCH_BYTES}}]
+    if with_gpus:  # the engine's 64 MB are too few for NCCL's buffers
+        found.append({"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": SHM_BYTES}})  # noqa: S108
+    return found
