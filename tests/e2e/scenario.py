@@ -118,7 +118,7 @@ def await_members(run: RunFolder, *left_out: str) -> None:
     def trains() -> bool:
         beats, generation = run.heartbeats(), run.generation
         states = [(beats[t.name].state, beats[t.name].generation) if t.name in beats else None for t in members]
-        assert not run.ended, summary(run)
+        assert not run.load_summary(), summary(run)
         return membership.left_out(run, generation) == set(left_out) and set(states) == {("training", generation)}
 
     wait_for(trains, f"the run to train without {left_out}", SLOW_MACHINE_S)

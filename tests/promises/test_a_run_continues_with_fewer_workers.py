@@ -80,7 +80,7 @@ def test_a_lost_worker_that_returns_must_be_taken_in(clusters):
     lost = chaos.inflict(run, Fault("lose", "worker-1", at_step=20), SLOW_MACHINE_S)
     assert lost.ended is None
     await_members(run)
-    assert [["worker-1"], []] == [change["left_out"] for change in membership.changes(run)]
+    assert [["worker-1"], []] == [list(change.left_out) for change in membership.changes(run)]
     check_bits(clusters, run)
 
 
@@ -136,7 +136,7 @@ def test_a_storm_with_lost_workers_must_lose_no_run_and_change_no_bit(clusters):
     run = begin(clusters, "stormy", *ELASTIC, "--grow")
     kinds = ["lose", "kill", "lose", "corrupt"]
     assert [None] * 8 == [result.ended for result in storm.deal(run, 8, 5, kinds, print, SLOW_MACHINE_S)]
-    assert [change for change in membership.changes(run) if change["lost"]]
+    assert [change for change in membership.changes(run) if change.lost]
     check_bits(clusters, run)
 
 

@@ -9,4 +9,4 @@ from cluster.contract.run.folder import RunFolder
 def end(run: RunFolder, state: str, **cause: Any) -> dict[str, Any]:
     """Record an outcome and write the summary."""
     run.end(state, **cause)
-    return summary.write(run, settle_s=0)
+    return summary.write(run, settle_s=0).to_json()

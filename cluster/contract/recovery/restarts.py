@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Generation
+from cluster.contract.run.records import Generation, Restart
 from cluster.contract.spec import ClusterSpec, Role
 
 
@@ -21,7 +21,7 @@ def training_began(spec: ClusterSpec, events: list[dict[str, Any]]) -> float | N
     return max(started.values()) if len(started) == len(spec.tasks) else None
 
 
-def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)) -> list[dict[str, Any]]:
+def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)) -> list[Restart]:
     """Return the cost of each restart since `started`: seconds from the failure, and repeated steps.
 
     A script reports no steps, so its only cost is the time until its process started again, `script_started_s`.
@@ -46,28 +46,28 @@ def failures(run: RunFolder, started: float) -> dict[int, float]:
     """Return the time of each failure since `started`, by the generation that it began."""
     times = {generation.generation: generation.time for generation in run.generations()}
     gang = costs(run, started, roles=())
-    return {cost["generation"]: times[cost["generation"]] - cost["detected_s"] for cost in gang}
+    return {cost.generation: times[cost.generation] - (cost.detected_s or 0.0) for cost in gang}
 
 
-def _gang_cost(run: RunFolder, generation: Generation, events: list[dict[str, Any]]) -> dict[str, Any]:
+def _gang_cost(run: RunFolder, generation: Generation, events: list[dict[str, Any]]) -> Restart:
     number = generation.generation
     later = [e for e in events if e["generation"] == number and e["time"] >= generation.time]
     failed_at = _injected(events, number - 1, generation.time) or generation.failure_time
     resumed_at = training_began(run.load_cluster(), later)
     restored = next((e["step"] for e in later if e["event"] in ("restored", "initialized")), None)
-    return {
-        "generation": number,
-        "task": generation.task,
-        "cause": generation.cause,
-        "detected_s": round(generation.time - failed_at, 3),
-        "steps_lost": None if restored is None else max(0, generation.step - restored),
+    return Restart(
+        generation=number,
+        task=generation.task or "",
+        cause=generation.cause,
+        detected_s=round(generation.time - failed_at, 3),
+        steps_lost=None if restored is None else max(0, generation.step - restored),
         **_resumption(run, failed_at, resumed_at),
-    }
+    )
 
 
-def _resumption(run: RunFolder, failed_at: float, resumed_at: float | None) -> dict[str, float | None]:
+def _resumption(run: RunFolder, failed_at: float, resumed_at: float | None) -> dict[str, Any]:
     after_s = None if resumed_at is None else round(resumed_at - failed_at, 3)
-    return {"resumed_s": None, "script_started_s": after_s} if run.script else {"resumed_s": after_s}
+    return {"script_started_s" if run.script else "resumed_s": after_s}
 
 
 def _injected(events: list[dict[str, Any]], generation: int, until: float, task: str = "") -> float | None:
@@ -85,17 +85,17 @@ def _injected(events: list[dict[str, Any]], generation: int, until: float, task:
 
 def _lone_cost(
     run: RunFolder, event: dict[str, Any], events: list[dict[str, Any]], later: list[dict[str, Any]]
-) -> dict[str, Any]:
+) -> Restart:
     """Return the cost of the restart of one task alone: no steps, since the other tasks continued."""
     injected = _injected(events, event["generation"], event["time"], event["task"])
     failed_at = injected or event["detail"].get("failed_at", event["time"])
     resumed = ("resumed", event["task"], event["generation"])
     resumed_at = next((e["time"] for e in later if (e["event"], e["task"], e["generation"]) == resumed), None)
-    return {
-        "generation": event["generation"],
-        "task": event["task"],
-        "cause": event["detail"].get("cause") or "",
-        "detected_s": round(event["time"] - failed_at, 3),
-        "steps_lost": None if run.script else 0,
+    return Restart(
+        generation=event["generation"],
+        task=event["task"],
+        cause=event["detail"].get("cause") or "",
+        detected_s=round(event["time"] - failed_at, 3),
+        steps_lost=None if run.script else 0,
         **_resumption(run, failed_at, resumed_at),
-    }
+    )

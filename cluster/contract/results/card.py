@@ -11,6 +11,7 @@ from typing import Any
 from cluster.contract.results import goodput
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Summary
 from cluster.system.files import write_text
 from cluster.system.messages import counted, plain
 
@@ -18,15 +19,15 @@ SHOWN_OPTIONS = ("preset", "model", "dataset", "loop", "global_batch", "epochs",
 MAX_RESTARTS = 20
 
 
-def write(run: RunFolder, summary: dict[str, Any]) -> None:
+def write(run: RunFolder, summary: Summary) -> None:
     """Write the card of a run that has ended."""
     write_text(run.card, "\n".join(lines(run, summary)) + "\n")
 
 
-def lines(run: RunFolder, summary: dict[str, Any]) -> list[str]:
+def lines(run: RunFolder, summary: Summary) -> list[str]:
     """Return the card of a run with this summary."""
     return [
-        f"# {code(run.name)}: {summary['state']}",
+        f"# {code(run.name)}: {summary.state}",
         "",
         *_result(summary),
         "",
@@ -47,19 +48,19 @@ def code(value: object) -> str:
     return f"`{text}`" if text.strip() else "-"
 
 
-def _result(summary: dict[str, Any]) -> list[str]:
-    metrics = {name: value for name, value in summary["metrics"].items() if value is not None}
-    strategy = f" under {code(summary['strategy'])}" if summary["strategy"] else ""
-    text = [f"{counted(summary['steps'], 'step')} in {summary['wall_s']:.1f} s{strategy}."]
+def _result(summary: Summary) -> list[str]:
+    metrics = {name: value for name, value in summary.metrics.items() if value is not None}
+    strategy = f" under {code(summary.strategy)}" if summary.strategy else ""
+    text = [f"{counted(summary.steps, 'step')} in {summary.wall_s:.1f} s{strategy}."]
     text += [f"- {code(name)}: {value:.4f}" for name, value in list(metrics.items())[:20]]
-    text += [f"- weights: {code(summary['weights_sha256'])} (sha256)"] if summary["weights_sha256"] else []
-    text += [f"- time: {goodput.line(summary['goodput_split'])}"] if summary.get("goodput_split") else []
-    if cause := summary.get("cause"):
-        text.append(f"- failed: {code(cause['task'] or 'unknown')}, {code(cause['error'] or 'see logs/')}")
+    text += [f"- weights: {code(summary.weights_sha256)} (sha256)"] if summary.weights_sha256 else []
+    text += [f"- time: {goodput.line(summary.goodput_split)}"] if summary.goodput_split else []
+    if cause := summary.failure:
+        text.append(f"- failed: {code(cause.task or 'unknown')}, {code(cause.error or 'see logs/')}")
     return [text[0], "", *text[1:]] if text[1:] else text
 
 
-def _made_of(run: RunFolder, summary: dict[str, Any]) -> list[str]:
+def _made_of(run: RunFolder, summary: Summary) -> list[str]:
     config = records.read(run.config, launch_records.config, {})
     manifest = records.read(run.manifest, launch_records.manifest, {})
     commit = manifest.get("code", {}).get("commit") if isinstance(manifest.get("code"), dict) else None
@@ -68,7 +69,7 @@ def _made_of(run: RunFolder, summary: dict[str, Any]) -> list[str]:
         "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started)) if started else "",
         "commit": commit or "",
         "runtime": run.started.get("runtime", ""),
-        "tasks": ", ".join(summary["tasks"]),
+        "tasks": ", ".join(summary.tasks),
         "script": " ".join([config.get("script", ""), *config.get("arguments", [])]).strip(),
         **{name: config.get(name, "") for name in SHOWN_OPTIONS},
         "optimizer": ", ".join(f"{name} {value}" for name, value in _optimizer(config).items() if value),
@@ -81,12 +82,12 @@ def _optimizer(config: dict[str, Any]) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _restarts(summary: dict[str, Any]) -> list[str]:
-    if not summary["restarts"]:
+def _restarts(summary: Summary) -> list[str]:
+    if not summary.restarts:
         return []
     rows = [
-        f"| {each['generation']} | {code(each['task'])} | {code(each['cause'])} | {_number(each['steps_lost'])} |"
-        for each in summary["restarts"][:MAX_RESTARTS]
+        f"| {each.generation} | {code(each.task)} | {code(each.cause)} | {_number(each.steps_lost)} |"
+        for each in summary.restarts[:MAX_RESTARTS]
     ]
     head = ["## Restarts", "", "| generation | task | cause | steps lost |", "|---|---|---|---|"]
     return [*head, *rows, ""]
@@ -96,12 +97,12 @@ def _number(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _again(run: RunFolder, summary: dict[str, Any]) -> list[str]:
+def _again(run: RunFolder, summary: Summary) -> list[str]:
     """Return commands for a shell; a run's name has nothing that a shell reads."""
     commands = {f"invoke rerun {run.name}": "the same training once more, compared with this one"}
     if not run.script:
         commands[f"invoke report {run.name}"] = "one page: curves, timeline, predictions"
-    if summary["state"] != "succeeded":
+    if summary.state != "succeeded":
         commands[f"invoke up --resume {run.name}"] = "continue from the newest checkpoint"
     elif not run.script:
         commands[f"invoke evaluate {run.name}"] = "the newest checkpoint on the test set"

@@ -64,9 +64,10 @@ def checkpoint_every_s(newest_first: Iterable[Ledger]) -> float | None:
 def line(parts: Mapping[str, float]) -> str:
     """Return a split in one line, the largest part first and parts below one percent left out."""
     wall_s = sum(parts.values())
-    train_s = parts["input"] + parts["compute"]
+    input_s = parts.get("input", 0.0)
+    train_s = input_s + parts.get("compute", 0.0)
     rest = {name: seconds for name, seconds in parts.items() if name not in ("input", "compute")}
-    waiting = _percent(parts["input"], wall_s)
+    waiting = _percent(input_s, wall_s)
     note = {"train": f" ({waiting} % input)" if waiting else ""}
     ordered = sorted({"train": train_s, **rest}.items(), key=lambda part: -part[1])
     shown = [f"{name} {_percent(s, wall_s)} %{note.get(name, '')}" for name, s in ordered if _percent(s, wall_s)]

@@ -8,6 +8,7 @@ from typing import Any
 from cluster.contract.run import membership, records
 from cluster.contract.run.fields import anything
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Summary
 from cluster.system.json_files import DamagedError
 
 NO_EFFECT_ON_BITS = {"log_every", "checkpoint_every", "keep_checkpoints", "steps_per_loop"}
@@ -20,10 +21,10 @@ def find(run: RunFolder) -> dict[str, Any] | None:
         return None
     for path in sorted(run.path.parent.glob("*/summary.json"), key=lambda path: path.lstat().st_mtime):
         other = RunFolder(path.parent)
-        summary = other.ended
-        undisturbed = summary is not None and summary["state"] == "succeeded" and len(other.generations()) == 1
+        summary = other.load_summary()
+        undisturbed = summary is not None and summary.state == "succeeded" and len(other.generations()) == 1
         if summary and undisturbed and other.name != run.name and _training(other) == training:
-            reference = {"run": other.name, "weights_sha256": summary["weights_sha256"]}
+            reference = {"run": other.name, "weights_sha256": summary.weights_sha256}
     return reference
 
 
@@ -39,8 +40,8 @@ def fault_lines(run: RunFolder) -> list[str]:
     if not faults:
         return []
     line = f"faults       {len(faults)} injected"
-    restarts = (run.ended or {}).get("restarts", [])
-    resumed = [cost["resumed_s"] for cost in restarts if cost["resumed_s"] is not None]
+    summary = run.load_summary()
+    resumed = [cost.resumed_s for cost in (summary.restarts if summary else ()) if cost.resumed_s is not None]
     if resumed:
         line += f"; next new step after {median(resumed):.2f} s (median), {max(resumed):.2f} s (most)"
     reference = find(run)
@@ -51,15 +52,15 @@ def fault_lines(run: RunFolder) -> list[str]:
 
 
 def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
-    summary = records.read(run.summary, records.summary)
+    summary = records.read(run.summary, Summary.from_json)
     resized = any(event["event"] == "scaled" for event in run.events()) or membership.changes(run)
     if not _elastic(run) and resized:
         return None  # another number of workers sums in another order
-    if not run.load_cluster().kind.synchronous or summary["state"] != "succeeded":
+    if not run.load_cluster().kind.synchronous or summary.state != "succeeded":
         return None
-    if summary["weights_sha256"] is None:
+    if summary.weights_sha256 is None:
         return None  # a script reports none
-    return bool(reference["weights_sha256"] == summary["weights_sha256"])
+    return bool(reference["weights_sha256"] == summary.weights_sha256)
 
 
 def _elastic(run: RunFolder) -> bool:

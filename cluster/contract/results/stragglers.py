@@ -7,11 +7,9 @@ a step in which each is busy: waiting for its batch and computing its own gradie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from cluster.contract.run.records import Pace
+from cluster.contract.run.records import Pace, Paces, Starved, Straggler
 
 SLOWER = 1.25
 """A straggler is busy at least this many times as long as the others."""
@@ -21,32 +19,6 @@ FEWEST = 20
 """With fewer timed steps nothing is reported: caches are cold, and one long step weighs too much."""
 STARVED = 0.1
 """A starved task waits for input for at least this share of its steps."""
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A task that all others wait for."""
-
-    task: str
-    slower: float
-    """How many times as long it is busy as the median of the others."""
-    input_part: float
-    """The part of the difference that is waiting for input."""
-
-    def __str__(self) -> str:
-        return f"{self.task} is {self.slower:.1f}x slower, {self.input_part:.0%} of it in input".replace("%", " %")
-
-
-@dataclass(frozen=True)
-class Starved:
-    """A task that waits for its input."""
-
-    task: str
-    input_share: float
-    """The share of the time of its steps."""
-
-    def __str__(self) -> str:
-        return f"{self.task} waits {self.input_share:.0%} of the time for input".replace("%", " %")
 
 
 def stragglers(paces: Mapping[str, Pace]) -> list[Straggler]:
@@ -76,20 +48,16 @@ def starved(paces: Mapping[str, Pace]) -> list[Starved]:
     return sorted(waiting, key=lambda task: -task.input_share)
 
 
-def findings(paces: Mapping[str, Pace]) -> dict[str, list[dict[str, Any]]]:
-    """Return stragglers and starved tasks as JSON."""
-    return {
-        "stragglers": [vars(each) for each in stragglers(paces)],
-        "starved": [vars(each) for each in starved(paces)],
-    }
+def findings(paces: Mapping[str, Pace]) -> Paces:
+    """Return the tasks that stand out."""
+    return Paces(stragglers=tuple(stragglers(paces)), starved=tuple(starved(paces)))
 
 
-def lines(value: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    """Return findings as lines of text; a straggler due to its input is not repeated as starved."""
-    slow = [Straggler(**each) for each in value.get("stragglers", [])]
-    slow_by_input = {each.task for each in slow if each.input_part >= STARVED}
-    waiting = [Starved(**each) for each in value.get("starved", []) if each["task"] not in slow_by_input]
-    return [str(each) for each in (*slow, *waiting)]
+def lines(paces: Paces) -> list[str]:
+    """Return the tasks that stand out as lines of text; a straggler due to its input is not repeated as starved."""
+    slow_by_input = {each.task for each in paces.stragglers if each.input_part >= STARVED}
+    waiting = [each for each in paces.starved if each.task not in slow_by_input]
+    return [str(each) for each in (*paces.stragglers, *waiting)]
 
 
 def _measured(pace: Pace) -> bool:

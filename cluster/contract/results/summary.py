@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
+from dataclasses import replace
 
 from cluster.contract.recovery import restarts
 from cluster.contract.results import card, goodput, stragglers
 from cluster.contract.run import launch_records, membership, records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Cause, OutcomeState, Summary
 from cluster.system.json_files import write_json
 from cluster.system.waiting import wait_until
 
@@ -17,7 +18,7 @@ SETTLE_S = 20.0
 """How long to wait for the other tasks' last heartbeats; a task that was killed for good never sends one."""
 
 
-def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
+def write(run: RunFolder, settle_s: float = SETTLE_S) -> Summary:
     """Write `summary.json` for a run that has an outcome; return it."""
     outcome = run.outcome
     assert outcome is not None
@@ -31,35 +32,33 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> dict[str, Any]:
     began = restarts.training_began(spec, [event for event in run.events() if event["time"] > started])
     members = [task.name for task in present.tasks]
     paces = {name: pace for name in members if name in beats and (pace := beats[name].pace)}
-    value = {
-        "state": outcome.state,
-        "strategy": spec.strategy_class,
-        "replicas": present.replicas,
-        "steps": run.newest_step if result.steps is None else result.steps,
-        "epochs": result.epochs,
-        "startup_s": None if began is None else round(began - started, 3),
-        "wall_s": round(wall_s, 3),
-        "examples_per_s": result.examples_per_s,
-        "metrics": result.metrics,
-        "weights_sha256": result.weights_sha256,
-        "restarts": restarts.costs(run, started),
-        "goodput": _goodput(run, started, wall_s),
-        "goodput_split": goodput.split(started, outcome.time, run.ledgers(), restarts.failures(run, started)),
-        "checkpoint_every_s": goodput.checkpoint_every_s(
+    cause = Cause(**{key: getattr(outcome, key) for key in ("task", "exit_code", "step", "error", "time")})
+    value = Summary(
+        state=outcome.state,
+        strategy=spec.strategy_class,
+        replicas=present.replicas,
+        steps=run.newest_step if result.steps is None else result.steps,
+        epochs=result.epochs,
+        startup_s=None if began is None else round(began - started, 3),
+        wall_s=round(wall_s, 3),
+        examples_per_s=result.examples_per_s,
+        metrics=result.metrics,
+        weights_sha256=result.weights_sha256,
+        restarts=tuple(restarts.costs(run, started)),
+        goodput=_goodput(run, started, wall_s),
+        goodput_split=goodput.split(started, outcome.time, run.ledgers(), restarts.failures(run, started)),
+        checkpoint_every_s=goodput.checkpoint_every_s(
             sorted(run.ledgers(), key=lambda ledger: ledger.generation, reverse=True)
         ),
-        "pace": {"tasks": {name: pace.to_json() for name, pace in paces.items()}, **stragglers.findings(paces)},
-        "tasks": {name: beats[name].exit_code if name in beats else None for name in names},
-    }
-    if changes := membership.changes(run):
-        value["membership"] = changes
-    if outcome.state == "failed":
-        value["cause"] = {key: getattr(outcome, key) for key in ("task", "exit_code", "step", "error", "time")}
-    write_json(run.summary, value)
-    checked = records.summary(value)
+        pace=replace(stragglers.findings(paces), tasks=paces),
+        tasks={name: beats[name].exit_code if name in beats else None for name in names},
+        cause=cause if outcome.state == OutcomeState.FAILED else None,
+        membership=tuple(membership.changes(run)),
+    )
+    write_json(run.summary, value.to_json())
     with contextlib.suppress(OSError):  # only the summary is needed
-        card.write(run, checked)
-    return checked
+        card.write(run, value)
+    return value
 
 
 def _started(run: RunFolder) -> float:

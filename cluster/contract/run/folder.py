@@ -30,6 +30,7 @@ from cluster.contract.run.records import (
     OutcomeState,
     Result,
     StopRequest,
+    Summary,
 )
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
@@ -157,10 +158,9 @@ class RunFolder(Layout):
         board = records.read(self.board, launch_records.board, None)
         return board["port"] if board else None
 
-    @property
-    def ended(self) -> dict[str, Any] | None:
-        """The run's summary; None before the end."""
-        return records.read(self.summary, records.summary, None)
+    def load_summary(self) -> Summary | None:
+        """Return the run's summary; None before the end."""
+        return records.read(self.summary, Summary.from_json, None)
 
     # Heartbeats and metrics
 

@@ -103,8 +103,8 @@ def silent(run: RunFolder) -> bool:
 
 def final_state(run: RunFolder) -> str | None:
     """Return how a run ended, also if nobody has written its summary; None while it continues."""
-    if ended := run.ended:
-        return str(ended["state"])
+    if summary := run.load_summary():
+        return summary.state
     outcome = run.outcome
     if not outcome or (run.continues_elsewhere and (run.after_stop == AfterStop.REQUEUE or claim.scaling(run))):
         return None

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import MembershipChange
 from cluster.contract.spec import ClusterSpec
 
 
@@ -47,29 +47,25 @@ def times_left_out(run: RunFolder) -> dict[str, int]:
     """Return how often each task was left out, for those that ever were."""
     times: dict[str, int] = {}
     for change in changes(run):
-        for name in change["lost"]:
+        for name in change.lost:
             times[name] = times.get(name, 0) + 1
     return times
 
 
-def changes(run: RunFolder) -> list[dict[str, Any]]:
-    """Return each change of the tasks: the generation, its first step, the tasks that it lost, regained and lacks."""
+def changes(run: RunFolder) -> list[MembershipChange]:
+    """Return each change of the tasks."""
     found, before = [], frozenset[str]()
     for record in run.generations():
         now = record.left_out
         if now != before:
-            parts = {"lost": now - before, "regained": before - now, "left_out": now}
             found.append(
-                {"generation": record.generation, "step": max(0, record.saved)}
-                | {name: sorted(tasks) for name, tasks in parts.items()}
+                MembershipChange(
+                    generation=record.generation,
+                    step=max(0, record.saved),
+                    lost=tuple(sorted(now - before)),
+                    regained=tuple(sorted(before - now)),
+                    left_out=tuple(sorted(now)),
+                )
             )
         before = now
     return found
-
-
-def describe(change: dict[str, Any]) -> str:
-    """Describe a change in words."""
-    lost, regained = (", ".join(change[name]) for name in ("lost", "regained"))
-    parts = [f"without {lost}"] if lost else []
-    parts += [f"with {regained} again"] if regained else []
-    return f"{' and '.join(parts)} from step {change['step']}"

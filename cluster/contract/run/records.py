@@ -13,20 +13,15 @@ from cluster.contract.run.fields import (
     Check,
     code,
     count,
-    every,
-    exactly,
-    listing,
     mapping,
     measured,
-    number,
-    one_of,
     optional,
     record,
     seconds,
     step,
     text,
 )
-from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Record, Seconds, Step
+from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Number, Record, Seconds, Step
 from cluster.system.json_files import RECORD_BYTES, DamagedError, read_json, warn_once
 
 TASK_BYTES = 2**20
@@ -325,72 +320,111 @@ class Result(Record):
     """The version of Keras."""
 
 
-_restart = record(
-    {},
-    {
-        "generation": (count, 0),
-        "task": (text, ""),
-        "cause": (text, ""),
-        "detected_s": (measured, None),
-        "resumed_s": (measured, None),
-        "script_started_s": (measured, ABSENT),
-        "steps_lost": (optional(count), None),
-    },
-)
+@dataclass(frozen=True, kw_only=True)
+class Restart(Record):
+    """The cost of one restart."""
 
-_findings = record(
-    {},
-    {
-        "stragglers": (listing(exactly({"task": text, "slower": number, "input_part": number})), ABSENT),
-        "starved": (listing(exactly({"task": text, "input_share": number})), ABSENT),
-    },
-)
+    generation: Count = 0
+    task: str = ""
+    cause: str = ""
+    detected_s: Measured = None
+    resumed_s: Measured = None
+    """Seconds from the failure to the next new step; a script reports no steps."""
+    script_started_s: Measured = field(default=None, metadata=SPARSE)
+    """Seconds from the failure until the process of a script started again."""
+    steps_lost: Count | None = None
 
 
-def _rounded(value: Any) -> float:
-    return round(seconds(value), 3)
+@dataclass(frozen=True)
+class Straggler(Record):
+    """A task that all others wait for."""
+
+    task: str
+    slower: Number
+    """How many times as long it is busy as the median of the others."""
+    input_part: Number
+    """The part of the difference that is waiting for input."""
+
+    def __str__(self) -> str:
+        return f"{self.task} is {self.slower:.1f}x slower, {self.input_part:.0%} of it in input".replace("%", " %")
 
 
-_cause = record(
-    {},
-    {
-        "task": (optional(text), None),
-        "exit_code": (optional(code), None),
-        "step": (optional(count), None),
-        "error": (optional(text), None),
-        "time": (seconds, 0.0),
-    },
-)
+@dataclass(frozen=True)
+class Starved(Record):
+    """A task that waits for its input."""
 
-_names = listing(text)
-_change = exactly({"generation": count, "step": count, "lost": _names, "regained": _names, "left_out": _names})
+    task: str
+    input_share: Number
+    """The share of the time of its steps."""
 
-_summary = record(
-    {"state": one_of(*OutcomeState)},
-    {
-        "strategy": (text, ""),
-        "steps": (count, 0),
-        "epochs": (measured, None),
-        "startup_s": (measured, None),
-        "wall_s": (seconds, 0.0),
-        "examples_per_s": (measured, None),
-        "metrics": (mapping(measured), {}),
-        "weights_sha256": (optional(text), None),
-        "restarts": (listing(_restart), []),
-        "goodput": (measured, None),
-        "goodput_split": (optional(every(mapping(_rounded), record({"input": seconds, "compute": seconds}))), None),
-        "pace": (_findings, {}),
-        "tasks": (mapping(optional(code)), {}),
-        "cause": (_cause, ABSENT),
-        "membership": (listing(_change), ABSENT),
-    },
-)
+    def __str__(self) -> str:
+        return f"{self.task} waits {self.input_share:.0%} of the time for input".replace("%", " %")
 
 
-def summary(value: Any) -> dict[str, Any]:
-    """How a run ended; with the cause if it failed."""
-    checked: dict[str, Any] = _summary(value)
-    return checked | {"cause": _cause(checked.get("cause", {}))} if checked["state"] == "failed" else checked
+@dataclass(frozen=True, kw_only=True)
+class Paces(Record):
+    """The pace of each task, and the tasks that are slower than the others or wait for input."""
+
+    tasks: dict[str, Pace] | None = field(default=None, metadata=SPARSE)
+    stragglers: tuple[Straggler, ...] = ()
+    starved: tuple[Starved, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause(Record):
+    """The failure that ended a run."""
+
+    task: str | None = None
+    exit_code: ExitCode | None = None
+    step: Count | None = None
+    error: str | None = None
+    time: Seconds = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipChange(Record):
+    """A generation with other tasks than the one before, and its first step."""
+
+    generation: Count
+    step: Count
+    lost: tuple[str, ...]
+    regained: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"without {', '.join(self.lost)}"] if self.lost else []
+        parts += [f"with {', '.join(self.regained)} again"] if self.regained else []
+        return f"{' and '.join(parts)} from step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary(Record):
+    """How a run ended: `summary.json`."""
+
+    state: OutcomeState
+    strategy: str = ""
+    replicas: Count = 0
+    steps: Count = 0
+    epochs: Measured = None
+    startup_s: Measured = None
+    wall_s: Seconds = 0.0
+    examples_per_s: Measured = None
+    metrics: dict[str, Measured] = field(default_factory=dict)
+    weights_sha256: str | None = None
+    restarts: tuple[Restart, ...] = ()
+    goodput: Measured = None
+    goodput_split: dict[str, Seconds] | None = None
+    checkpoint_every_s: Measured = None
+    pace: Paces = field(default_factory=Paces)
+    tasks: dict[str, ExitCode | None] = field(default_factory=dict)
+    cause: Cause | None = field(default=None, metadata=SPARSE)
+    """Only of a failed run."""
+    membership: tuple[MembershipChange, ...] = field(default=(), metadata=SPARSE)
+
+    @property
+    def failure(self) -> Cause | None:
+        """The cause of a failed run, which may be unknown; None for any other run."""
+        return (self.cause or Cause()) if self.state == OutcomeState.FAILED else None
 
 
 def _pid(value: Any) -> int:

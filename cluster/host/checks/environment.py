@@ -9,10 +9,8 @@ import re
 import resource
 import shutil
 from pathlib import Path
-from typing import Any
 
 from cluster.contract import settings
-from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.host.gpu import devices
 from cluster.host.image import checkout, engine
@@ -124,6 +122,7 @@ def _current() -> str:
         run: RunFolder = folders.find_run()
     except (ClusterError, OSError):
         return "none"
-    summary: dict[str, Any] = records.read(run.summary, records.summary, {})
-    cause: dict[str, Any] = summary.get("cause") or {}
-    return ", ".join(filter(None, [str(summary.get("state", "no summary")), cause.get("error") or ""]))
+    if (summary := run.load_summary()) is None:
+        return "no summary"
+    error = summary.failure and summary.failure.error
+    return f"{summary.state}, {error}" if error else summary.state

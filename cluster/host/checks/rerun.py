@@ -93,7 +93,7 @@ def rerun(
         raise
     if left := teardown.finish(planned.run, sh):
         print(left, file=sys.stderr)
-    return planned.run, compare(run, planned.run, tolerance) if ended["state"] == "succeeded" else None
+    return planned.run, compare(run, planned.run, tolerance) if ended.state == "succeeded" else None
 
 
 def parse_tolerance(text: str) -> float:
@@ -113,7 +113,7 @@ def _check(run: RunFolder) -> None:
         raise UsageError(
             f"run {run.name!r} is a script's, which reports no losses to compare; start it again with `up`"
         )
-    state = (run.ended or {}).get("state", "in progress")
+    state = getattr(run.load_summary(), "state", "in progress")
     if state != "succeeded":
         raise UsageError(f"run {run.name!r} is {state}: expected one that succeeded; finish it with --resume first")
     if not run.manifest.exists():
@@ -128,7 +128,7 @@ def compare(first: RunFolder, second: RunFolder, tolerance: float) -> Verdict:
         for step in sorted(losses.keys() & others.keys())
     }
     from_step = next((step for step, difference in apart.items() if difference > 0), None)
-    same = len({(run.ended or {}).get("weights_sha256") for run in (first, second)}) == 1
+    same = len({getattr(run.load_summary(), "weights_sha256", None) for run in (first, second)}) == 1
     largest = max(apart.values(), default=0.0)
     same_steps = losses.keys() == others.keys()
     if same and from_step is None and same_steps:
@@ -161,7 +161,7 @@ def to_json(second: RunFolder, verdict: Verdict | None) -> dict[str, Any]:
 def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
     for run in (first, second):
         for change in membership.changes(run):
-            yield f"tasks: {run.name} went on {membership.describe(change)}"
+            yield f"tasks: {run.name} went on {change}"
     ones, others = (dict(_flat(manifest.read(run))) for run in (first, second))
     same_code = all(ones.get(key, "") == others.get(key) for key in CODE_HASHES)
     expected = (*EXPECTED, "code") if same_code else EXPECTED

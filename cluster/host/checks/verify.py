@@ -249,23 +249,24 @@ def write(rows: list[Row]) -> list[str]:
 
 
 def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) -> Ended:
-    summary, result = run.ended or {}, run.result
+    summary, result = run.load_summary(), run.result
     losses = run.losses()
     missing = [step for step in range(1, STEPS + 1) if step not in losses]
     problem = ""
     if code is None:
         states = ", ".join(f"{name} {beat.state}" for name, beat in run.heartbeats().items()) or "no task started"
         problem = f"ended after {seconds:.0f} s because it was not done: {states}"
-    elif code != EXIT_DONE or summary.get("state") != "succeeded":
+    elif code != EXIT_DONE or summary is None or summary.state != "succeeded":
         errors = [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
-        cause = summary.get("cause", {}).get("error")
-        problem = cause or (errors or [f"`up` ended with exit code {code}, the run {summary.get('state')}"])[-1]
-    elif summary["restarts"]:
-        problem = "; ".join(f"restarted: {restart['task']}, {restart['cause']}" for restart in summary["restarts"])
+        cause = summary.failure.error if summary and summary.failure else None
+        state = summary.state if summary else None
+        problem = cause or (errors or [f"`up` ended with exit code {code}, the run {state}"])[-1]
+    elif summary.restarts:
+        problem = "; ".join(f"restarted: {restart.task}, {restart.cause}" for restart in summary.restarts)
     elif missing:
         problem = f"the loss of step {missing[0]} is missing or not finite"
-    metrics = {name: value for name, value in summary.get("metrics", {}).items() if value is not None}
-    weights = summary.get("weights_sha256")
+    metrics = {name: value for name, value in (summary.metrics if summary else {}).items() if value is not None}
+    weights = summary.weights_sha256 if summary else None
     return Ended(code, problem, seconds, result.keras, losses, metrics, weights)
 
 

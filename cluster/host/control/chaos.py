@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from cluster.contract.recovery import restarts
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Restart
 from cluster.contract.spec import Role
 from cluster.host.control.faults import KINDS, STORM
 from cluster.host.launch.teardown import in_progress
@@ -158,7 +158,7 @@ class _Before:
         recent = [e for e in self._run.events() if e["time"] > self.time and e["event"] in acted]
         return self._run.generation > self.generation or any(e["task"] == fault.task for e in recent)
 
-    def costs(self) -> list[dict[str, Any]]:
+    def costs(self) -> list[Restart]:
         alone = [Role.WORKER, *(role for role in Role if role.is_sidecar)]
         return restarts.costs(self._run, self.time, alone)
 
@@ -166,7 +166,7 @@ class _Before:
         if self._run.summary.exists():
             return True
         if costs := self.costs():
-            return costs[-1].get("script_started_s", costs[-1]["resumed_s"]) is not None
+            return costs[-1].resumed_s is not None or costs[-1].script_started_s is not None
         return self.nobody_acts_on(fault) and bool(self.new_step_after(self.time + SLOW_S))
 
     def new_step_after(self, moment: float) -> float | None:
@@ -175,22 +175,23 @@ class _Before:
         return min(times, default=None)
 
     def result(self, fault: Fault) -> Result:
-        costs, ended = self.costs(), self._run.ended
+        costs, ended = self.costs(), self._run.load_summary()
+        resumed_s: float | None
         if ended:
             resumed_s = self._run.outcome.time - self.time if self._run.outcome else 0.0
         elif costs:
-            resumed_s = costs[-1]["resumed_s"]
+            resumed_s = costs[-1].resumed_s
         else:
             resumed_s = (self.new_step_after(self.time + SLOW_S) or time.time()) - self.time
         return Result(
             fault.kind,
             fault.task,
             self.step,
-            costs[0]["detected_s"] if costs else None,
+            costs[0].detected_s if costs else None,
             None if resumed_s is None else round(resumed_s, 3),
-            None if self._run.script else sum(cost["steps_lost"] or 0 for cost in costs),
-            ended["state"] if ended else None,
-            costs[-1].get("script_started_s") if costs else None,
+            None if self._run.script else sum(cost.steps_lost or 0 for cost in costs),
+            ended.state if ended else None,
+            costs[-1].script_started_s if costs else None,
         )
 
 

@@ -53,7 +53,7 @@ def watch(run: RunFolder, *, trust: bool = False) -> None:
         code = _compose(command, run)
     finally:
         remove(run.replaced)
-    if run.ended:
+    if run.load_summary():
         print("\n".join(ended_lines(run, short_path(run.path))), flush=True)
     elif run.stop_requested:
         print(f"{run.name} is being {'scaled' if run.after_stop == AfterStop.SCALE else 'stopped'}", flush=True)
@@ -64,7 +64,7 @@ def watch(run: RunFolder, *, trust: bool = False) -> None:
 def _compose(command: str, run: RunFolder) -> int:
     compose = subprocess.Popen(shlex.split(command), stdin=subprocess.DEVNULL, process_group=0)
     try:
-        while processes.reap(compose) is None and not run.ended and not run.stop_requested:
+        while processes.reap(compose) is None and not run.load_summary() and not run.stop_requested:
             time.sleep(POLL_S)
     finally:
         with interrupts.ignored("ending `docker compose watch`"):

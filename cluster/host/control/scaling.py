@@ -143,7 +143,7 @@ def _swap(planned: Plan, sh: Shell) -> bool:
     except BaseException:
         _end_here(run)
         raise
-    if not run.ended:  # somebody stopped it for good when no agent was left to record it
+    if not run.load_summary():  # somebody stopped it for good when no agent was left to record it
         summary.write(run, settle_s=0)
     return False
 

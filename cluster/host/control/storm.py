@@ -39,15 +39,15 @@ def main(
     with Live() as live:
         ended = watch.follow(run, live.show)
     print("\n".join(ended_lines(run, short_path(run.path))))
-    if ended["state"] != "succeeded":
-        cause = ended.get("cause")
-        why = f": {cause['task'] or 'the run'}: {cause['error']}" if cause else ""
-        print_lines(f"the run {ended['state']} after {len(results)} of {counted(count, 'fault')}{why}")
+    if ended.state != "succeeded":
+        cause = ended.failure
+        why = f": {cause.task or 'the run'}: {cause.error}" if cause else ""
+        print_lines(f"the run {ended.state} after {len(results)} of {counted(count, 'fault')}{why}")
     elif len(results) < count:
         print_lines(
             f"the run had no room for {count} faults: train for longer (-- --max-steps), or request fewer (--faults)"
         )
-    well = ended["state"] == "succeeded" and len(results) == count and reference.same_bits(run) is not False
+    well = ended.state == "succeeded" and len(results) == count and reference.same_bits(run) is not False
     return EXIT_DONE if well else EXIT_FAILED
 
 
@@ -76,7 +76,7 @@ def deal(
     results: list[chaos.Result] = []
     for number in range(1, count + 1):
         fault = _drawn(run, draw, kinds)
-        if run.ended or run.newest_step + STEPS_BETWEEN[1] >= _last_step(run):
+        if run.load_summary() or run.newest_step + STEPS_BETWEEN[1] >= _last_step(run):
             break  # there is no room for another one
         if time.monotonic() > deadline:
             log(f"{limit_s / 60:g} minutes are over")

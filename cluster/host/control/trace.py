@@ -71,7 +71,7 @@ def check(run: RunFolder, name: str) -> None:
             f"run {run.name!r} is one of a script, which takes its own steps; call tf.profiler.experimental in it, or "
             "give its TensorBoard callback profile_batch"
         )
-    if run.outcome or run.ended:
+    if run.outcome or run.load_summary():
         raise UsageError(
             f"run {run.name!r} has ended, so nothing trains in it; `invoke up --resume {run.name}` goes on"
         )

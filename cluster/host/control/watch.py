@@ -12,7 +12,7 @@ from cluster.contract.results import summary
 from cluster.contract.run import claim, membership, owner, records
 from cluster.contract.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.contract.run.liveness import LivenessMonitor
-from cluster.contract.run.records import AfterStop
+from cluster.contract.run.records import AfterStop, Summary
 from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import registry, tensorboard
@@ -44,16 +44,14 @@ STOP_TIMEOUT_S = 75.0
 """Longest time for a graceful stop; the engine's grace period and the agents' are shorter."""
 
 
-def follow(
-    run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")
-) -> dict[str, Any]:
+def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")) -> Summary:
     """Watch a run until it has a summary, and return the summary.
 
     Raises:
         TimedOut: it has none after `timeout_s`.
     """
     deadline, monitor = time.monotonic() + timeout_s, LivenessMonitor(run)
-    while (ended := run.ended) is None:
+    while (ended := run.load_summary()) is None:
         on_status(read_status(run, monitor.look(), with_board=False))
         _notice_silence(run, monitor)
         if time.monotonic() > deadline:
@@ -65,7 +63,7 @@ def follow(
 def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
     """Watch a run until every task trains; return False if it ended before."""
     monitor = LivenessMonitor(run)
-    while not run.ended:
+    while not run.load_summary():
         names = {task.name for task in membership.cluster(run).tasks}  # anew: it may be scaled meanwhile
         value = read_status(run, monitor.look(), with_board=False)
         on_status(value)
@@ -78,7 +76,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
     return False
 
 
-def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> dict[str, Any]:
+def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> Summary:
     """Ask a run to save and stop; return its summary.
 
     Raises:
@@ -164,7 +162,7 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
     return exit_code(ended)
 
 
-def _watch(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell, live: Live) -> dict[str, Any] | None:
+def _watch(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell, live: Live) -> Summary | None:
     """Show a run until it ends; return its summary, or None if it continues as intended."""
 
     def show(value: dict[str, Any]) -> None:
@@ -212,7 +210,7 @@ def _start_tensorboard(
     return f"TensorBoard {tensorboard.address(port)}{taken}"
 
 
-def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:
+def kill(run: RunFolder, sh: Shell) -> Summary:
     """End every task at once; return the summary."""
     print("killing every task", flush=True)
     with interrupts.ignored("ending every task"):
@@ -222,8 +220,7 @@ def kill(run: RunFolder, sh: Shell) -> dict[str, Any]:
                 teardown.kill(run, sh)
         finally:
             teardown.record_end(run)  # no agent is left to write it
-    ended: dict[str, Any] = records.read(run.summary, records.summary)
-    return ended
+    return records.read(run.summary, Summary.from_json)
 
 
 def _announce_that_it_goes_on(run: RunFolder) -> None:
@@ -237,12 +234,12 @@ def _goes_on(run: RunFolder) -> str:
     return f"{run.name} goes on in the background; next: invoke status --watch, invoke stop, invoke down"
 
 
-def exit_code(ended: dict[str, Any]) -> int:
+def exit_code(ended: Summary) -> int:
     """Return the exit code for how a run ended."""
-    if ended["state"] == "failed":
-        code = ended.get("cause", {}).get("exit_code")
+    if failure := ended.failure:
+        code = failure.exit_code
         return code if code in (EXIT_PREREQUISITE, EXIT_TIMEOUT) else EXIT_FAILED  # never 2: something was started
-    return EXIT_INTERRUPTED if ended["state"] == "stopped" else EXIT_DONE
+    return EXIT_INTERRUPTED if ended.state == "stopped" else EXIT_DONE
 
 
 def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:

@@ -18,7 +18,7 @@ from cluster.system.errors import EXIT_FAILED, ClusterError, PrerequisiteError
 
 def in_progress(run: RunFolder) -> bool:
     """Whether the run still trains, or should: also before its first heartbeat."""
-    if not run.cluster.exists() or run.ended:
+    if not run.cluster.exists() or run.load_summary():
         return False
     return _alive(run) or (final_state(run) is None and not silent(run))
 

@@ -64,13 +64,13 @@ def compare(runs: Sequence[RunFolder], *, trust: bool = False) -> dict[str, Any]
 
 
 def _metrics(runs: Sequence[RunFolder]) -> dict[str, list[float | None]]:
-    found = [(run.ended or {}).get("metrics", {}) for run in runs]
+    found = [summary.metrics if (summary := run.load_summary()) else {} for run in runs]
     return {name: [each.get(name) for each in found] for name in dict.fromkeys(name for each in found for name in each)}
 
 
 def _weights(one: RunFolder, other: RunFolder, *, trust: bool) -> dict[str, Any]:
     """Return whether two runs ended with the same weights; if not, how far they are apart where that can be read."""
-    hashes = [(run.ended or {}).get("weights_sha256") for run in (one, other)]
+    hashes = [getattr(run.load_summary(), "weights_sha256", None) for run in (one, other)]
     value: dict[str, Any] = {"runs": [one.name, other.name], "identical": None, "detail": None, "distance": None}
     if hashes[0] and hashes[0] == hashes[1]:
         return value | {"identical": True, "detail": f"sha256 {hashes[0][:12]}"}

@@ -37,22 +37,21 @@ def row(run: RunFolder) -> dict[str, Any]:
     """Return what is shown of a run; of damaged records only that they are damaged."""
     value: dict[str, Any] = {"run": run.name, "started": run.started.get("time"), "disk_bytes": disk_bytes(run.path)}
     try:
-        spec, ended = run.load_cluster(), run.ended
+        spec, summary = run.load_cluster(), run.load_summary()
     except (DamagedError, OSError):
         nothing = ("steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts")
         return value | {"result": "damaged"} | dict.fromkeys(nothing)
-    summary = ended or {}
-    metric, reached = score.of(summary.get("metrics", {})) or (None, None)
+    metric, reached = score.of(summary.metrics if summary else {}) or (None, None)
     return value | {
-        "result": summary.get("state") or _state(run),
-        "steps": summary.get("steps", run.newest_step),
-        "wall_s": summary.get("wall_s"),
+        "result": summary.state if summary else _state(run),
+        "steps": summary.steps if summary else run.newest_step,
+        "wall_s": summary.wall_s if summary else None,
         "metric": metric,
         "score": reached,
         "strategy": spec.strategy_class,
         "tasks": len(spec.tasks),
         "commit": commit(run),
-        "restarts": len(summary["restarts"]) if summary else max(0, len(run.generations()) - 1),
+        "restarts": len(summary.restarts) if summary else max(0, len(run.generations()) - 1),
     }
 
 

@@ -15,7 +15,7 @@ from cluster.contract.results import score, stragglers
 from cluster.contract.run import records
 from cluster.contract.run.fields import anything
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Pace
+from cluster.contract.run.records import Pace, Paces
 from cluster.host.reports import charts, curves, inspection, listing, timeline
 from cluster.host.reports.comparison import flat, shareable
 from cluster.system.processes import describe_exit
@@ -107,18 +107,18 @@ def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
     moment = row["started"]
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment)) if moment else "at an unknown time"
     words = f"{row['strategy']}, started {began}, commit {row['commit'] or 'unknown'}"
-    weights = (run.ended or {}).get("weights_sha256")
+    weights = getattr(run.load_summary(), "weights_sha256", None)
     sha = f'<p class="soft">weights sha256 {escape(weights)}</p>' if weights else ""
     title = f'<h1>{escape(run.name)}</h1><p class="soft">{escape(words)}</p>'
     return f'{title}<div class="cards">{cards}</div>{_cause(run)}{sha}'
 
 
 def _cause(run: RunFolder) -> str:
-    cause = (run.ended or {}).get("cause")
-    if not cause:
+    summary = run.load_summary()
+    if not summary or not (cause := summary.failure):
         return ""
-    ended = "" if cause["exit_code"] is None else describe_exit(cause["exit_code"])
-    words = ", ".join(str(each) for each in (cause["task"], ended, cause["error"]) if each)
+    ended = "" if cause.exit_code is None else describe_exit(cause.exit_code)
+    words = ", ".join(str(each) for each in (cause.task, ended, cause.error) if each)
     return f'<p class="bad">{escape(words)}</p>'
 
 
@@ -133,7 +133,7 @@ def _curves(run: RunFolder) -> str:
 
 
 def _cluster(run: RunFolder) -> str:
-    beats, spec = run.heartbeats(), run.load_cluster()
+    beats, spec, summary = run.heartbeats(), run.load_cluster(), run.load_summary()
     rows = []
     for task in spec.tasks:
         beat = beats.get(task.name)
@@ -143,21 +143,23 @@ def _cluster(run: RunFolder) -> str:
         shown = ["-" if value is None else form.format(value) for value, form in numbers]
         rows.append([task.name, task.address, beat.state if beat else "-", beat.restarts if beat else 0, *shown])
     head = ["task", "address", "state", "restarts", "ms a step", "busy", "input"]
-    slow = "".join(f"<p>{escape(line)}</p>" for line in stragglers.lines((run.ended or {}).get("pace", {})))
+    slow = "".join(f"<p>{escape(line)}</p>" for line in stragglers.lines(summary.pace if summary else Paces()))
     return _rows(head, rows, numbers=range(3, 7)) + slow
 
 
 def _restarts(run: RunFolder) -> str:
     head = ["generation", "task", "cause", "noticed after", "new step after", "steps lost"]
     rows = []
-    for each in (run.ended or {}).get("restarts", []):
-        times = [_seconds(each["detected_s"]), _seconds(each["resumed_s"])]
-        rows.append([each["generation"], each["task"], each["cause"], *times, _dash(each["steps_lost"])])
+    summary = run.load_summary()
+    for each in summary.restarts if summary else ():
+        times = [_seconds(each.detected_s), _seconds(each.resumed_s)]
+        rows.append([each.generation, each.task, each.cause, *times, _dash(each.steps_lost)])
     return _rows(head, rows, numbers=range(3, 6)) if rows else "<p>No restart.</p>"
 
 
 def _time(run: RunFolder) -> str:
-    split = (run.ended or {}).get("goodput_split")
+    summary = run.load_summary()
+    split = summary and summary.goodput_split
     total = sum(split.get(name, 0.0) for name in PARTS) if split else 0
     if not split or total <= 0:
         return ""

@@ -200,7 +200,7 @@ class Supervisor:
             self._start_those_due()
             time.sleep(POLL_S)
         # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
-        if not self.run.ended and not self.run.continues_elsewhere:
+        if not self.run.load_summary() and not self.run.continues_elsewhere:
             self.run.end("failed", error="the agents ended without an outcome; see logs/")
             summary.write(self.run, settle_s=0)
 
@@ -252,7 +252,7 @@ class Supervisor:
     def _start_those_due(self) -> None:
         """Start again the agents whose time has come; once the run is over they have nothing more to do."""
         for name, due in list(self._due.items()):
-            if self.run.outcome and self.run.ended:
+            if self.run.outcome and self.run.load_summary():
                 del self._due[name]
             elif self.run.away(name).exists():
                 continue

@@ -55,7 +55,9 @@ def print_logs(run: RunFolder, names: list[str], follow: bool) -> None:
     width = max(len(name) for name in names)
     readers, silent = {name: Reader(run.log(name)) for name in names}, set(names)
     while True:
-        ended = not follow or run.ended is not None  # before reading: what was printed until then is still shown
+        ended = (
+            not follow or run.load_summary() is not None
+        )  # before reading: what was printed until then is still shown
         for at, (name, reader) in enumerate(readers.items()):
             head = f"{name:<{width}} |"
             head = f"\x1b[{COLOURS[at % len(COLOURS)]}m{head}\x1b[m" if coloured else head

@@ -12,7 +12,7 @@ from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.liveness import final_state, look_once
 from cluster.contract.run.logs import last_line
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, Ledger, TaskState
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, Ledger, Paces, TaskState
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.view.columns import MIN_ROOM, chosen_columns, columns, plain_lines
 from cluster.host.view.sparkline import bar, sparkline
@@ -35,7 +35,7 @@ def read_status(
     """
     spec, config = run.load_cluster(), run.load_config()
     beats = look_once(run) if beats is None else beats
-    summary = run.ended
+    summary = run.load_summary()
     paces = {name: beat.recent_pace for name, beat in beats.items() if beat.state == TaskState.TRAINING}
     chief = beats.get("chief") or Heartbeat(task="chief", state=TaskState.STARTING, updated_at=0.0)
     step, total, rate = chief.step, chief.steps_total, chief.examples_per_s
@@ -56,7 +56,7 @@ def read_status(
         "examples_per_s": rate,
         "checkpoint": _checkpoint(run),
         "tensorboard": tensorboard.address(port) if port else None,
-        "pace": stragglers.findings(paces),
+        "pace": stragglers.findings(paces).to_json(),
         "left_out": sorted(membership.left_out(run)),
         "last_event": _last_event(run),
         "queued": "" if summary or _heard(beats) else registry.of(run).situation(run),
@@ -169,7 +169,7 @@ def _task_table(value: dict[str, Any], width: int | None = None) -> list[str]:
         for beat in value["tasks"]
     ]
     lines = chosen_columns(_NAMES, rows, right=_NAMES[2:], spare=_SPARE, width=width)
-    return [*lines, *stragglers.lines(value["pace"])]
+    return [*lines, *stragglers.lines(Paces.from_json(value["pace"]))]
 
 
 def _script_table(value: dict[str, Any]) -> list[str]:

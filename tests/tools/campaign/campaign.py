@@ -216,25 +216,24 @@ def _kinds(run: RunFolder, case: Case, *, resumed: bool) -> set[str]:
 
 def _resumable(run: RunFolder, injection: Injection) -> bool:
     """Whether a run ended as its newest fault requires that ends runs, after which it is resumed once."""
-    ended, kind = run.ended or {}, injection.take_ending()
-    cause = str((ended.get("cause") or {}).get("error"))
+    summary, kind = run.load_summary(), injection.take_ending()
+    if summary is None:
+        return False
     if kind == "stop":
-        return bool(ended.get("state") == "stopped")
-    return kind == "diskfull" and ended.get("state") == "failed" and "the disk is full" in cause
+        return summary.state == "stopped"
+    return kind == "diskfull" and summary.failure is not None and "the disk is full" in str(summary.failure.error)
 
 
 def _end(run: RunFolder, timeout_s: float) -> str:
     """Wait for a run's end; return why it did not succeed, empty where it did. Nothing of it runs then."""
-    if not wait_until(lambda: run.ended is not None, timeout_s):
+    if not wait_until(run.load_summary, timeout_s):
         states = ", ".join(f"{name} {beat.state}" for name, beat in run.heartbeats().items())
         _kill(run)
         return f"not over: generation {run.generation}, step {run.newest_step}, {states}"
-    ended = run.ended or {}
+    summary = run.load_summary()
+    assert summary is not None
     _kill(run)
-    if ended["state"] == "succeeded":
-        return ""
-    cause = ended.get("cause") or {}
-    return f"{ended['state']}: {cause.get('task')}: {cause.get('error')}"
+    return f"{summary.state}: {cause.task}: {cause.error}" if (cause := summary.failure) else ""
 
 
 def _kill(run: RunFolder) -> None:
@@ -250,7 +249,7 @@ def _kill(run: RunFolder) -> None:
 def _result(run: RunFolder, case: Case) -> str:
     if case.result:
         return hashlib.sha256((run.path / case.result).read_bytes()).hexdigest()
-    return str((run.ended or {}).get("weights_sha256"))
+    return str(getattr(run.load_summary(), "weights_sha256", None))
 
 
 def _in_words(row: Row) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.agent import agent
 from cluster.agent.gang.board import Board
+from cluster.contract.run.records import Summary
 from cluster.host.control import watch
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
@@ -50,7 +51,9 @@ def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang, code):
     assert cause.items() <= summary["cause"].items()
     assert ("failed", []) == (summary["state"], summary["restarts"])
     assert code == summary["tasks"]["worker-0"]
-    assert (EXIT_FAILED if code == EXIT_USAGE else code) == watch.exit_code(summary)  # `up` itself was used well
+    assert (EXIT_FAILED if code == EXIT_USAGE else code) == watch.exit_code(
+        Summary.from_json(summary)
+    )  # `up` itself was used well
     assert {"chief": "stopped", "worker-0": "failed"} == {n: beat.state for n, beat in gang.run.heartbeats().items()}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.agent import script as script_agent
+from cluster.contract.run.records import Summary
 from cluster.host.control import watch
 from cluster.host.launch.inputs.scripts import lay_out
 from cluster.host.runtime import supervisor
@@ -112,7 +113,7 @@ def test_a_script_s_own_failure_ends_the_run_at_once(start_scripts, end, code, m
     assert ("failed", [], 0) == (summary["state"], summary["restarts"], gang.run.generation)
     assert ("worker-0", 1, message) == tuple(summary["cause"][key] for key in ("task", "exit_code", "error"))
     assert code == summary["tasks"]["worker-0"]
-    assert 1 == watch.exit_code(summary)  # 2 to 4 would say that nothing was started
+    assert 1 == watch.exit_code(Summary.from_json(summary))  # 2 to 4 would say that nothing was started
     (cause,) = [line for line in ended_lines(gang.run, "runs/run") if line.startswith("root cause: worker-0 at ")]
     assert cause.endswith(f": {message}")
     assert ["failed", "stopped"] == [gang.beat(task).state for task in ("worker-0", "chief")]

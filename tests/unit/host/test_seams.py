@@ -141,7 +141,7 @@ def test_a_runtime_from_outside_runs_a_cluster(toy, script):
         assert ["training", "training"] == [task["state"] for task in read_status(run)["tasks"]]
         assert "toy" == run.load_started()["runtime"]
         _disturb(run)
-        assert "stopped" == watch.stop(run, "a test")["state"]
+        assert "stopped" == watch.stop(run, "a test").state
         wait_for(lambda: not toy.alive(run), "the end of the agents")
         assert EXIT_DONE == ending.down(folders.runs_dir(), run.name, 1, sh)
         assert owner.read(run) is None
@@ -159,7 +159,7 @@ def test_what_is_left_on_a_runtime_from_outside_is_found_and_ended(toy, script):
         assert watch.until_training(run, lambda _: None)
         assert EXIT_DONE == ending.down(folders.runs_dir(), None, 0, sh)
         assert not toy.alive(run)
-        assert run.ended
+        assert run.load_summary()
     finally:
         toy.remove(run, sh, 0)
 

@@ -52,7 +52,7 @@ def swap(path: Path, target: Path) -> None:
 READS = {
     "status": lambda run: run.heartbeats(),
     "outcome": lambda run: run.outcome,
-    "summary": lambda run: run.ended,
+    "summary": lambda run: run.load_summary(),
     "events": lambda run: run.events(),
     "losses": lambda run: run.losses(),
     "logs": lambda run: print_logs(run, ["chief"], follow=False),

@@ -125,7 +125,7 @@ def scale(c, workers="", ps="", run="", trust=False):
 def stop(c, run=None):
     """Save a checkpoint at the same step on every task and stop; go on with `up --resume`."""
     folder = folders.find_run(run)
-    if not folder.ended:
+    if not folder.load_summary():
         print_lines(f"stopping {folder.name}")
     watching.stop(folder, "invoke stop")
     left = teardown.finish(folder, shell(c))

@@ -38,7 +38,7 @@ def test_what_tasks_wrote_stays_code(make_run):
     restarts = [{"generation": 1, "task": EVIL, "cause": EVIL}]
     value = {"state": "failed", "strategy": EVIL, "restarts": restarts, "cause": {"task": EVIL, "error": EVIL}}
     write_json(run.summary, value | {"metrics": {EVIL: 1.0}})
-    lines = card.lines(run, run.ended or {})
+    lines = card.lines(run, run.load_summary())
     assert not [line for line in lines if line.startswith("# <")]
     for line in lines:
         assert line.isprintable()
@@ -53,4 +53,4 @@ def test_a_folder_without_room_for_a_card_has_a_summary(make_run, monkeypatch):
     monkeypatch.setattr(card, "write", full)
     run = make_run("one", workers=0)
     run.end("succeeded")
-    assert "succeeded" == summary.write(run, settle_s=0)["state"]
+    assert "succeeded" == summary.write(run, settle_s=0).state

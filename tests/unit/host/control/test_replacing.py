@@ -17,7 +17,7 @@ from cluster.system.json_files import write_json
 @pytest.fixture
 def run(make_run, monkeypatch) -> RunFolder:
     """A run that is in progress in containers."""
-    monkeypatch.setattr(teardown, "in_progress", lambda run: not run.ended)
+    monkeypatch.setattr(teardown, "in_progress", lambda run: not run.load_summary())
     monkeypatch.setattr(replacing.registry, "of", lambda run: Compose())
     return make_run("demo", workers=1)
 

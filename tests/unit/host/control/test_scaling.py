@@ -232,10 +232,10 @@ def test_watchers_end_a_run_whose_scaling_was_given_up(training):
     scale_requested(run)
     run.end("stopped", task="chief")
     ended = watch.follow(run, lambda value: None, timeout_s=300)
-    assert ("failed", 1) == (ended["state"], watch.exit_code(ended))
+    assert ("failed", 1) == (ended.state, watch.exit_code(ended))
     assert (
         "every task saved and ended to be scaled, but `invoke scale` ended before it started them again"
-        == ended["cause"]["error"]
+        == ended.cause.error
     )
     assert planning.plan(planning.Request(resume="run", runtime="local")).resumes
 
@@ -246,7 +246,7 @@ def test_a_stop_after_a_scaler_s_death_ends_the_run(training):
     beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
     scale_requested(run)
     run.end("stopped", task="chief")
-    assert "stopped" == watch.stop(run, "invoke stop", timeout_s=10)["state"]
+    assert "stopped" == watch.stop(run, "invoke stop", timeout_s=10).state
 
 
 def test_a_run_may_be_scaled_before_it_trains(training):

@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(
     assert message.startswith(f"scaled from {before} to {after} workers at step 0 (3 steps done again: ")
     summary = end_of(gang)
     waits.join()
-    assert [summary] == ended
+    assert [summary] == [each.to_json() for each in ended]
     assert ("succeeded", 4, []) == (summary["state"], summary["steps"], summary["restarts"])
     assert {"chief": 0} | {f"worker-{index}": 0 for index in range(after)} == summary["tasks"]
     assert summary["wall_s"] > 0
@@ -194,7 +194,7 @@ def test_somebody_s_stop_comes_before_another_size(start_gang, scale):
     scales = threading.Thread(target=lambda: codes.append(scale(gang, workers="2")))
     scales.start()
     wait_for(lambda: gang.run.after_stop == "scale", "the request")
-    assert "stopped" == watch.stop(gang.run, "invoke stop")["state"]
+    assert "stopped" == watch.stop(gang.run, "invoke stop").state
     scales.join()
     assert ([130], {"chief": 0, "worker-0": 0}) == (codes, gang.summary()["tasks"])
 

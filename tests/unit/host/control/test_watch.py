@@ -25,8 +25,8 @@ def test_a_run_whose_engine_stopped_ends_as_failed(make_run):
     for task in ("chief", "worker-0"):
         beat(run, task, age_s=LOST_AFTER_S + 5)
     ended = watch.follow(run, lambda value: None, timeout_s=10)
-    assert "failed" == ended["state"]
-    assert "no task writes heartbeats" in ended["cause"]["error"]
+    assert "failed" == ended.state
+    assert "no task writes heartbeats" in ended.cause.error
     assert 1 == watch.exit_code(ended)
 
 
@@ -162,7 +162,7 @@ def test_watching_asks_no_engine(make_run, monkeypatch):
             monkeypatch.undo()
             end(run, "succeeded")
 
-    assert "succeeded" == watch.follow(run, end_after_three, timeout_s=300)["state"]
+    assert "succeeded" == watch.follow(run, end_after_three, timeout_s=300).state
     assert [0, 0, 0] == looks
 
 

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from cluster.contract.results import summary
+from cluster.contract.run.records import Summary
 from cluster.host.control import watch
 from cluster.host.runtime import tensorboard
 from cluster.host.view.ended import ended_lines
@@ -62,7 +63,7 @@ def test_a_failure_reports_the_root_cause_last(run):
     ],
 )
 def test_the_exit_code_reports_how_the_run_ended(ended, code):
-    assert code == watch.exit_code(ended)
+    assert code == watch.exit_code(Summary.from_json(ended))
 
 
 def test_waiting_is_bounded(run):
@@ -77,8 +78,8 @@ def test_a_run_in_which_nothing_lives_has_failed(run, worker):
     beat(run, "chief", "training", step=5, age_s=60)
     beat(run, "worker-0", worker, step=5, age_s=60)
     ended = watch.follow(run, lambda value: None, timeout_s=5)
-    assert ("failed", 5) == (ended["state"], ended["steps"])
-    assert "no task writes heartbeats: the engine or the supervisor stopped" == ended["cause"]["error"]
+    assert ("failed", 5) == (ended.state, ended.steps)
+    assert "no task writes heartbeats: the engine or the supervisor stopped" == ended.cause.error
 
 
 def test_the_summary_reports_where_the_time_went_and_who_was_slow(run):
@@ -90,7 +91,7 @@ def test_the_summary_reports_where_the_time_went_and_who_was_slow(run):
     beat(run, "chief", "done", pace=generation_record)
     beat(run, "worker-0", "done", pace=generation_record | {"busy_share": 0.75})
     write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 20})
-    value = summary.write(run, settle_s=0)
+    value = summary.write(run, settle_s=0).to_json()
     assert {
         "start": 2.0, "compile": 2.0, **seconds, "lost": 0.0, "restart": 0.0, "other": 9.25,
     } == value["goodput_split"]  # fmt: skip
@@ -106,4 +107,4 @@ def test_the_summary_reports_where_the_time_went_and_who_was_slow(run):
 def test_a_run_that_claims_to_start_after_its_end_took_no_time(run):
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"time": time.time() + 60})
     run.end("succeeded")
-    assert 0.0 == summary.write(run, settle_s=0)["wall_s"]
+    assert 0.0 == summary.write(run, settle_s=0).wall_s
