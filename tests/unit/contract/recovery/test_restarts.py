@@ -158,7 +158,9 @@ def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run):
     began = tell(run, (0.0, "evaluator", "fault", fault), (3.0, "evaluator", "restarted", killed))
     assert [] == restarts.costs(run, began - 1)
     (cost,) = restarts.costs(run, began - 1, (Role.EVALUATOR,))
-    assert ("evaluator", 3.0, None, 0) == tuple(cost[key] for key in ("task", "detected_s", "resumed_s", "steps_lost"))
+    assert ("evaluator", 3.0, None, 0) == tuple(
+        getattr(cost, key) for key in ("task", "detected_s", "resumed_s", "steps_lost")
+    )
     assert [] == restarts.costs(run, began + 3.5, (Role.EVALUATOR,))
 
 
