@@ -21,7 +21,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
 from cluster.host.launch import folders
 from cluster.host.runtime import supervisor
-from cluster.system import process_table
+from cluster.system import processes
 from cluster.system.errors import RunFailed, TimedOut
 from cluster.system.json_files import read_json
 from cluster.system.ports import free_ports
@@ -222,7 +222,7 @@ def bench(**options: Any) -> Iterator[Bench]:
             finally:
                 with contextlib.suppress(RunFailed, TimedOut):
                     runs.invoke("down", "--timeout=0")
-                process_table.kill_with_environment("RUNS_DIR", folder)
+                processes.kill_with_environment("RUNS_DIR", folder)
     finally:
         signal.signal(signal.SIGTERM, before)
         for name, value in kept.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json_lines
 from train.config import TrainConfig
 from train.context import TaskContext
 from train.saving import weights

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.liveness import look_once
+from cluster.contract.run.heartbeat import look_once
 from cluster.contract.run.records import TaskState
 
 

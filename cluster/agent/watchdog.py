@@ -16,7 +16,7 @@ from typing import Any
 from cluster.agent.gang.board import Board
 from cluster.agent.gang.roster import HEARD_S
 from cluster.contract.recovery import ends, standby_cluster
-from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.json_files import create_json

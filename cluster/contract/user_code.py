@@ -21,8 +21,8 @@ from typing import IO, Any
 from cluster.contract import settings
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
+from cluster.system.files import scratch_folder
 from cluster.system.messages import NOISE
-from cluster.system.scratch import scratch_folder
 
 RESULT_FILE = "RESULT_FILE"
 """The environment variable that names the file for the result."""

@@ -4,6 +4,9 @@ Tasks can write in the folder of their run, so a task could put a link there and
 follow it. Below a guarded folder nothing in this module follows a link, not even in the middle of a path, and nothing
 but regular files is opened. Each part of a path is opened relative to the one before, so that none can be swapped
 between a check and its use.
+
+A scratch folder disappears with the process that made it, also after SIGKILL: the process keeps it locked, and the next
+process that needs one removes folders that nobody has locked.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -245,3 +250,52 @@ def files_sha256(folder: Path, names: Iterable[str], begin: bytes = b"") -> str:
 
 def _refused(path: Path) -> LinkError:
     return LinkError(errno.ELOOP, "a link or no regular file, and it is not followed", str(path))
+
+
+PREFIX = "tf-cluster-tmp-"
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Create a folder in the temporary folder, and remove it at the end. Forks keep it locked as well."""
+    remove_abandoned()
+    path, descriptor = _create()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of processes that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(path) as descriptor:
+            if descriptor is not None and os.fstat(descriptor).st_uid == os.geteuid():
+                shutil.rmtree(path, ignore_errors=True)  # it follows no link
+
+
+def _create() -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        with contextlib.suppress(FileNotFoundError):  # removed before it was locked
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            if _try_lock(descriptor) and path.exists():
+                return path, descriptor
+            os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder if its owner is killed
+        return lock(descriptor, 0.0)
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int | None]:
+    """Lock a folder; yield None where another process has."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor if lock(descriptor, 0.0) else None
+    finally:
+        os.close(descriptor)

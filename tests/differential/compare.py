@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.contract.run.folder import RunFolder
-from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json_lines
 from train.saving import files
 
 

@@ -16,7 +16,7 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.system import processes
 from cluster.system.json_files import read_json
-from cluster.system.process_table import ProcessTable
+from cluster.system.processes import ProcessTable
 from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, step_of, summary
 from tests.support.waiting import wait_for
 

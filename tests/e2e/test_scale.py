@@ -6,8 +6,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import supervisor
-from cluster.system.journal import read_json_lines
-from cluster.system.json_files import read_json
+from cluster.system.json_files import read_json, read_json_lines
 from tests.e2e.scenario import TRAINING, Clusters, losses, step_of, summary
 from tests.support.waiting import wait_for
 

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
-from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json_lines
 from tests.e2e.scenario import summary
 from tests.e2e.test_storms import EARLY_S, SLOW_MACHINE_S, calm, start
 

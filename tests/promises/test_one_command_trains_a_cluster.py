@@ -7,8 +7,7 @@ import subprocess
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.system.journal import read_json_lines
-from cluster.system.json_files import read_json
+from cluster.system.json_files import read_json, read_json_lines
 from tests.e2e.scenario import ENDLESS, STEPS, TRAINING, losses, step_of, summary
 from tests.support.waiting import wait_for
 from train.model import variables

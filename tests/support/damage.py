@@ -12,8 +12,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import Pace
 from cluster.host.runtime.local_runtime import processes_of
-from cluster.system.journal import append_json
-from cluster.system.json_files import write_json
+from cluster.system.json_files import append_json, write_json
 from cluster.system.processes import identity
 
 ABSENT_PID = 2**22 - 1

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from cluster.contract.run import liveness, provenance
+from cluster.contract.run import heartbeat, provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.liveness import LivenessMonitor
+from cluster.contract.run.heartbeat import HeartbeatWriter, LivenessMonitor
 from cluster.host.control import watch
 from cluster.host.launch import configuration
 from cluster.host.runtime import supervisor
@@ -107,7 +106,7 @@ def hurried(monkeypatch):
     ticks = itertools.count(0.0, 0.9)
     monkeypatch.setattr(watch, "POLL_S", 0.001)
     monkeypatch.setattr(watch, "LivenessMonitor", functools.partial(LivenessMonitor, clock=lambda: next(ticks)))
-    monkeypatch.setattr(liveness, "SECOND_LOOK_S", 0.05)
+    monkeypatch.setattr(heartbeat, "SECOND_LOOK_S", 0.05)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from cluster.contract.run import launch_records, records
+from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
@@ -81,7 +81,7 @@ def cut(
     model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None, pipelines: int = 1
 ) -> list[parts.Part]:
     """Return the model's stages as planned, according to the record of the run; see `find`."""
-    planned = records.read(run.stages, launch_records.stages, None) if run else None
+    planned = records.read(run.stages, records.stages, None) if run else None
     if planned is None and config.pipeline.partition_by == "measured":
         raise UsageError("--partition-by measured: no times of the blocks are recorded; start the run with `invoke up`")
     planned = planned or {"cut": [], "seconds": []}

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from cluster.contract.run import records
-from cluster.contract.run.fields import count, listing, mapping, one_of, record, seconds
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.schema import count, listing, mapping, one_of, record, seconds
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import make_folder, open_file
 from cluster.system.json_files import write_json

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.contract import user_code
 from cluster.contract.compatibility import precision_of
-from cluster.contract.run import launch_records, records
+from cluster.contract.run import records
 from cluster.system.errors import ClusterError, UsageError, nearest
 from cluster.system.messages import described
 from train import named
@@ -126,7 +126,7 @@ def _stages(
         tf.config.experimental.enable_op_determinism()
     with policy(precision_of(options.strategy, config.precision)):
         model, _ = without_values(new_model)
-    record = records.read(options.record, launch_records.stages, None) if options.record else None
+    record = records.read(options.record, records.stages, None) if options.record else None
     return model, describe(
         with_shape(model, feature_shape),
         config,

@@ -13,7 +13,7 @@ from tensorboard.plugins.hparams import api as hparams
 from tensorboard.plugins.pr_curve import summary as pr_curve
 
 from cluster.contract.run.folder import RunFolder
-from cluster.system.journal import append_json
+from cluster.system.json_files import append_json
 from cluster.system.messages import plain
 from train import presets
 from train.config import TrainConfig

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from cluster.agent.schedulers.lifecycle import await_begin, exit_code, go_on, run_agent
 from cluster.contract import settings, spec, tf_config
-from cluster.contract.run import launch_records, records
+from cluster.contract.run import records
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
@@ -63,7 +63,7 @@ def begin(run: RunFolder, given: Path) -> None:
         given: folder with its `cluster.json`, `config.json` and `started.json`. A run that continues takes the cluster
             from there, and keeps its configuration.
     """
-    cluster = records.read(given / "cluster.json", launch_records.cluster)
+    cluster = records.read(given / "cluster.json", records.cluster)
     if run.cluster.exists():
         if run.has_stopped:
             write_json(run.cluster, cluster.to_json())
@@ -71,8 +71,8 @@ def begin(run: RunFolder, given: Path) -> None:
         return
     run.path.mkdir(parents=True, exist_ok=True)
     run.create()
-    write_json(run.config, records.read(given / "config.json", launch_records.config))
-    started = records.read(given / "started.json", launch_records.started)
+    write_json(run.config, records.read(given / "config.json", records.config))
+    started = records.read(given / "started.json", records.started)
     write_json(run.control / "started.json", {"time": time.time()} | started)
     run.begin_generation(0)
     write_json(run.cluster, cluster.to_json())

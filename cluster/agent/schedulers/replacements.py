@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.agent import elastic
-from cluster.contract.run import launch_records, membership, records
+from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Place
 from cluster.system import processes
@@ -75,7 +75,7 @@ class Replacements:
     def _admit(self, name: str) -> None:
         """Put the place of a task that has started into the cluster."""
         path = self._folder / "cluster.json"
-        cluster = records.read(path, launch_records.cluster)
+        cluster = records.read(path, records.cluster)
         task, place = cluster.task(name), records.read(self._folder / f"{name}.json", Place.from_json, None)
         if place and (place.host, place.port) != (task.host, task.port):
             moved = replace(task, host=place.host, port=place.port)

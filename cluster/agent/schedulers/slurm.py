@@ -34,7 +34,7 @@ from cluster.agent.schedulers import lifecycle, probe, replacements
 from cluster.agent.schedulers.lifecycle import exit_code, go_on
 from cluster.agent.schedulers.replacements import Replacements
 from cluster.contract import settings, tf_config
-from cluster.contract.run import launch_records, membership, records
+from cluster.contract.run import membership, records
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import TASK_LOST, RunFolder
 from cluster.contract.run.records import AfterStop, Place
@@ -221,7 +221,7 @@ def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
     own = records.read(folder / f"{name}.json", Place.from_json)
 
     def complete() -> ClusterSpec | None:
-        cluster = records.read(folder / "cluster.json", launch_records.cluster, None)
+        cluster = records.read(folder / "cluster.json", records.cluster, None)
         task = cluster.task(name) if cluster else None
         return cluster if task and (task.host, task.port) == (own.host, own.port) else None
 

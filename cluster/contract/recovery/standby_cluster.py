@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.contract.run import launch_records, records
-from cluster.contract.run.fields import count, record
+from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.schema import count, record
 from cluster.contract.spec import ClusterSpec, Task
 from cluster.system.json_files import create_json, write_json
 from cluster.system.ports import PORTS
@@ -39,7 +39,7 @@ def possible(run: RunFolder, spec: ClusterSpec) -> bool:
     They cannot hold a second copy of the data of a GPU, a TPU or a stage, and while the training calls the user's code
     they call none of it, except to build the model.
     """
-    config = records.read(run.config, launch_records.config, {})
+    config = records.read(run.config, records.config, {})
     known = (config.get("loop"), config.get("source")) == ("custom", "memory")
     own = config.get("callbacks") or (config.get("best") or {}).get("metric")
     return known and not own and spec.kind.synchronous and not spec.kind.staged and not spec.kind.hardware

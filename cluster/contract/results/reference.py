@@ -6,9 +6,9 @@ from statistics import median
 from typing import Any
 
 from cluster.contract.run import membership, records
-from cluster.contract.run.fields import anything
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Summary
+from cluster.contract.schema import anything
 from cluster.system.json_files import DamagedError
 
 NO_EFFECT_ON_BITS = {"log_every", "checkpoint_every", "keep_checkpoints", "steps_per_loop"}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.contract.run import records
-from cluster.contract.run.fields import record, text
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.schema import record, text
 from cluster.system.errors import EXIT_PEER_LOST, ClusterError
 from cluster.system.files import make_folder
 from cluster.system.json_files import write_json

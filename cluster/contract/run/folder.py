@@ -18,9 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.contract.run import launch_records, records
-from cluster.contract.run.fields import count, record
-from cluster.contract.run.layout import Layout
+from cluster.contract.run import records
 from cluster.contract.run.records import (
     AfterStop,
     Generation,
@@ -32,11 +30,141 @@ from cluster.contract.run.records import (
     StopRequest,
     Summary,
 )
+from cluster.contract.schema import count, record
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import guard, make_folder, open_file, remove, rename
-from cluster.system.journal import Journal, append_json, read_json_lines
-from cluster.system.json_files import RESERVE, RESERVE_BYTES, create_json, write_json
+from cluster.system.json_files import (
+    RESERVE,
+    RESERVE_BYTES,
+    Journal,
+    append_json,
+    create_json,
+    read_json_lines,
+    write_json,
+)
+
+
+class _Within:
+    """A path within the run folder, as an attribute of `Paths`."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, paths: Paths, owner: type[Paths]) -> Path:
+        return paths.path.joinpath(*self._parts)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The paths of one run."""
+
+    path: Path
+
+    unfinished = _Within(".unfinished")
+    """There while the folder is being laid out or deleted."""
+    config = _Within("config.json")
+    """The resolved training configuration."""
+    cluster = _Within("cluster.json")
+    """The description of the cluster."""
+    stages = _Within("stages.json")
+    """Where a pipeline's model is cut, and the measured times of its blocks."""
+    compose = _Within("compose.json")
+    """How the tasks were started: the Compose overlay, or the list of local processes."""
+    manifest = _Within("manifest.json")
+    """Everything that determines the run's result: options, code, data, packages."""
+    environment = _Within("environment.json")
+    """The hardware and software that the chief ran on."""
+    summary = _Within("summary.json")
+    """How the run ended; missing until then."""
+    card = _Within("README.md")
+    """The configuration and result for people to read; missing until the end."""
+    events_log = _Within("events.jsonl")
+    """The run's life cycle, a JSON object per line."""
+    checkpoints = _Within("checkpoints")
+    """The shared checkpoint folder."""
+    init = _Within("init")
+    """The weights that training begins with, if they are not random."""
+    export = _Within("export")
+    """The SavedModel written at the end."""
+    control = _Within("control")
+    """The messages between agents: generations, the stop request, the outcome."""
+    stop = _Within("control", "stop.json")
+    """The request to save and stop."""
+    gang = _Within("control", "gang.json")
+    """Where the hub of the agents' connections listens."""
+    token = _Within("control", "token.json")
+    """The secret by which the agents of this run recognize each other."""
+    withdrawn_stop = _Within("control", "withdrawn.json")
+    """The generation in which a stop request was withdrawn."""
+    board = _Within("control", "tensorboard.json")
+    """The port of the TensorBoard that was started for it."""
+    replaced = _Within("control", "replaced.json")
+    """There while `invoke image.watch` replaces containers whose code has changed: no agent then takes its own end for
+    a request to stop the run."""
+    trace_request = _Within("control", "trace.json")
+    """The request for a trace of a task's next steps. The task removes it once it has answered."""
+    trace_answer = _Within("control", "traced.json")
+    """The answer to the newest request for a trace."""
+
+    def probe(self, task: str) -> Path:
+        """Return where a task records what its host has, for `invoke doctor`."""
+        return self.control / "check" / f"{task}.json"
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def scratch(self) -> Path:
+        """The folder that a script's containers use as /tmp.
+
+        It is outside the run's folder: the engine follows links on the way to what it mounts, and a task could put one
+        there.
+        """
+        return self.path.parent / ".scratch" / self.name
+
+    def status(self, task: str) -> Path:
+        """The task's heartbeat."""
+        return self.path / "status" / f"{task}.json"
+
+    def metrics(self, task: str) -> Path:
+        """The task's logged steps, a JSON object per line."""
+        return self.path / "metrics" / f"{task}.jsonl"
+
+    def programs(self, task: str) -> Path:
+        """The identities of the newest attempt's processes, as the task itself sees them."""
+        return self.control / "programs" / f"{task}.json"
+
+    def away(self, task: str) -> Path:
+        """There while a fault keeps the task away, so that its supervisor does not bring it back."""
+        return self.control / "away" / task
+
+    def log(self, task: str) -> Path:
+        """The output of the task's program."""
+        return self.path / "logs" / f"{task}.log"
+
+    def work(self, task: str) -> Path:
+        """The working folder of the task's script."""
+        return self.path / "work" / task
+
+    def tensorboard(self, task: str) -> Path:
+        """The task's TensorBoard event files."""
+        return self.path / "tensorboard" / task
+
+    def timeline(self, task: str) -> Path:
+        """The activity of the task's pipeline stages over time, for some steps."""
+        return self.path / "timeline" / f"{task}.json"
+
+    def traces(self, task: str) -> list[Path]:
+        """Return the folders of the task's profiler traces, oldest first."""
+        return sorted((self.tensorboard(task) / "plugins" / "profile").glob("*/"))
+
+    def ledger(self, generation: int) -> Path:
+        """The chief's time in a generation, by activity."""
+        return self.control / "ledgers" / f"{generation}.json"
+
 
 LOST_AFTER_S = 15.0
 """Seconds without a new heartbeat, by the watcher's clock, after which a task counts as lost."""
@@ -53,7 +181,7 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
 
 
 @dataclass(frozen=True)
-class RunFolder(Layout):
+class RunFolder(Paths):
     """One run."""
 
     _events: Journal = field(init=False, compare=False, repr=False)
@@ -113,7 +241,7 @@ class RunFolder(Layout):
         Raises:
             DamagedError: `cluster.json` has no valid one.
         """
-        return records.read(self.cluster, launch_records.cluster)
+        return records.read(self.cluster, records.cluster)
 
     def load_config(self) -> dict[str, Any]:
         """Return the run's configuration.
@@ -121,7 +249,7 @@ class RunFolder(Layout):
         Raises:
             DamagedError: `config.json` has no valid one.
         """
-        return records.read(self.config, launch_records.config)
+        return records.read(self.config, records.config)
 
     def load_started(self) -> dict[str, Any]:
         """Return how and when the run was started.
@@ -129,22 +257,22 @@ class RunFolder(Layout):
         Raises:
             DamagedError: `control/started.json` has no valid record.
         """
-        return records.read(self.control / "started.json", launch_records.started)
+        return records.read(self.control / "started.json", records.started)
 
     @property
     def started(self) -> dict[str, Any]:
         """How and when the run was started; empty if that is not known."""
-        return records.read(self.control / "started.json", launch_records.started, {})
+        return records.read(self.control / "started.json", records.started, {})
 
     @property
     def composed(self) -> dict[str, Any]:
         """The content of `compose.json`; empty without a valid one."""
-        return records.read(self.compose, launch_records.compose, {})
+        return records.read(self.compose, records.compose, {})
 
     @property
     def script(self) -> dict[str, Any] | None:
         """The script that every task runs instead of the training program, with its arguments; None without one."""
-        config = records.read(self.config, launch_records.config, {})
+        config = records.read(self.config, records.config, {})
         return config if "script" in config else None
 
     @property
@@ -155,7 +283,7 @@ class RunFolder(Layout):
     @property
     def board_port(self) -> int | None:
         """The port of the TensorBoard that was started for it; 0 if none was wanted, None if nothing is recorded."""
-        board = records.read(self.board, launch_records.board, None)
+        board = records.read(self.board, records.board, None)
         return board["port"] if board else None
 
     def load_summary(self) -> Summary | None:
@@ -165,7 +293,7 @@ class RunFolder(Layout):
     # Heartbeats and metrics
 
     def heartbeats(self) -> dict[str, Heartbeat]:
-        """Return the newest heartbeat of every task; `cluster/contract/run/liveness.py` judges which are silent."""
+        """Return the newest heartbeat of every task; `cluster/contract/run/heartbeat.py` judges which are silent."""
         names = (path.stem for path in sorted((self.path / "status").glob("*.json")))
         beats = {name: beat for name in names if _TASK.fullmatch(name) and (beat := self.heartbeat(name))}
         return dict(list(beats.items())[: 3 * MAX_TASKS])

@@ -1,15 +1,22 @@
-"""The heartbeat of a task: its state, step and speed, written every second."""
+"""Heartbeats: the state, step and speed of a task, written every second; and liveness, judged by them.
+
+A task is silent if a watcher sees its heartbeat unchanged, timed by the watcher's own clock, and only while it could
+look. The times in heartbeats may come from other machines, or from before a clock was set or this machine slept. They
+are shown, but decide nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
+from cluster.contract.run import claim
+from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
+from cluster.contract.run.records import FINAL_STATES, AfterStop, Heartbeat, TaskState
 from cluster.contract.spec import Task
 from cluster.system.json_files import write_json
 
@@ -107,3 +114,115 @@ class HeartbeatWriter:
             self._due.clear()
             if not self._stopped:
                 self.write()
+
+
+HANG_TIMEOUT_S = 60.0
+"""How long a task may take no step before it counts as hanging, unless `--hang-timeout` says otherwise."""
+
+LONGEST_LOOK_S = 1.0
+"""A watcher that did not look for longer was held up itself; only this much of the time counts as silence."""
+
+SECOND_LOOK_S = 3 * HEARTBEAT_S
+"""How long a single look watches tasks whose newest heartbeat seems old."""
+POLL_S = 0.1
+
+
+class LivenessMonitor:
+    """Watches the heartbeats of a run."""
+
+    def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to watch; `clock` returns the seconds of a clock that never jumps."""
+        self._run, self._clock = run, clock
+        self._looked = clock()
+        self._generation = -1
+        self._seen: dict[str, Heartbeat] = {}
+        self._silent_s: dict[str, float] = {}
+        self.silence_s = 0.0
+        """Seconds without a heartbeat of any task and without a new generation."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether any task has written a heartbeat."""
+        return bool(self._seen)
+
+    def look(self) -> dict[str, Heartbeat]:
+        """Look; return the newest heartbeats, with the state `lost` for silent tasks. To be called often."""
+        now = self._clock()
+        passed_s, self._looked = min(now - self._looked, LONGEST_LOOK_S), now
+        beats = self._run.heartbeats()
+        generation = self._run.generation
+        changed = {name for name, beat in beats.items() if self._seen.get(name) != beat}
+        self.silence_s = 0.0 if changed or generation != self._generation else self.silence_s + passed_s
+        self._generation = generation
+        self._silent_s = {name: 0.0 if name in changed else self._silent_s[name] + passed_s for name in beats}
+        self._seen = beats
+        lost = {name for name, silent_s in self._silent_s.items() if silent_s > LOST_AFTER_S}
+        return _shown(beats, lost)
+
+    def quiet_s(self, task: str) -> float:
+        """Return the seconds without a heartbeat of this task."""
+        return self._silent_s.get(task, 0.0)
+
+
+def look_once(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
+    """Return the newest heartbeats, with the state `lost` for silent tasks.
+
+    A task whose heartbeat seems old, or from the future, is watched for `SECOND_LOOK_S` before it counts as lost.
+
+    Args:
+        run: the run.
+        names: the tasks to look at; none means all.
+    """
+    beats = run.heartbeats()
+    doubtful = {name for name, beat in beats.items() if (not names or name in names) and _seems_lost(beat)}
+    first = {name: beats[name] for name in doubtful}
+    deadline = time.monotonic() + SECOND_LOOK_S
+    while doubtful and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        beats = run.heartbeats()
+        doubtful = {name for name in doubtful if beats.get(name) == first[name]}
+    return _shown(beats, doubtful)
+
+
+def silent(run: RunFolder) -> bool:
+    """Return whether no task of a run writes heartbeats: none has started yet, or all have ended.
+
+    A run that is being scaled is not silent, although none of its tasks may be alive for a moment.
+    """
+    if claim.scaling(run):
+        return False
+    beats = run.heartbeats()
+    if any(beat.state not in FINAL_STATES and not _seems_old(beat) for beat in beats.values()):
+        return False
+    deadline = time.monotonic() + SECOND_LOOK_S
+    while beats and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        if run.heartbeats() != beats:
+            return False
+    return True
+
+
+def final_state(run: RunFolder) -> str | None:
+    """Return how a run ended, also if nobody has written its summary; None while it continues."""
+    if summary := run.load_summary():
+        return summary.state
+    outcome = run.outcome
+    if not outcome or (run.continues_elsewhere and (run.after_stop == AfterStop.REQUEUE or claim.scaling(run))):
+        return None
+    return outcome.state
+
+
+def _shown(beats: dict[str, Heartbeat], lost: Collection[str]) -> dict[str, Heartbeat]:
+    return {
+        name: replace(beat, state=TaskState.LOST) if name in lost and beat.state not in FINAL_STATES else beat
+        for name, beat in beats.items()
+    }
+
+
+def _seems_lost(beat: Heartbeat) -> bool:
+    return beat.state not in FINAL_STATES and _seems_old(beat)
+
+
+def _seems_old(beat: Heartbeat) -> bool:
+    """Return whether a heartbeat is not recent, by the clocks."""
+    return abs(time.time() - beat.updated_at) > LOST_AFTER_S

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.system import process_table, processes
+from cluster.system import processes
 from cluster.system.files import remove
 from cluster.system.json_files import read_json, write_json
 
@@ -38,7 +38,7 @@ class Owner:
         """Whether the supervisor is alive."""
         return processes.alive(self.supervisor)
 
-    def processes(self, table: process_table.ProcessTable) -> list[int]:
+    def processes(self, table: processes.ProcessTable) -> list[int]:
         """Return the ids of the run's processes, the supervisor last: by it the others are recognized."""
         ids = table.with_environment(TOKEN, self.token)
         if self.supervisor and self.alive:

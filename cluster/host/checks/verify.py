@@ -23,7 +23,7 @@ from cluster.contract.strategies import STRATEGIES, Strategy
 from cluster.host.checks import documents
 from cluster.host.launch import folders
 from cluster.host.view.columns import columns
-from cluster.system import process_table
+from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_PREREQUISITE, RunFailed
 from cluster.system.messages import counted, short_path
 from cluster.system.paths import ROOT
@@ -158,7 +158,7 @@ def train(case: Case, runs: Path, limit_s: float) -> Ended:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            process_table.kill_with_environment("RUNS_DIR", str(runs))
+            processes.kill_with_environment("RUNS_DIR", str(runs))
             if up:  # Ctrl-C may come while it is being started
                 up.wait()
     printed = log.read_text(errors="replace").splitlines()

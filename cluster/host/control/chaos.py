@@ -19,7 +19,7 @@ from cluster.host.launch.teardown import in_progress
 from cluster.host.runtime import registry
 from cluster.host.runtime.injector import FaultInjector
 from cluster.system.errors import TimedOut, UsageError, nearest
-from cluster.system.journal import append_json
+from cluster.system.json_files import append_json
 from cluster.system.waiting import wait_until
 
 SLOW_S = 10.0

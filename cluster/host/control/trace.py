@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.liveness import look_once
+from cluster.contract.run.heartbeat import look_once
 from cluster.contract.run.records import FINAL_STATES
 from cluster.contract.spec import Role
 from cluster.host.control import trace_cache

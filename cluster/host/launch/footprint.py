@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.contract import user_code
 from cluster.contract.run import records
-from cluster.contract.run.fields import count, exactly, optional
+from cluster.contract.schema import count, exactly, optional
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.host.launch import folders
 from cluster.host.launch.plan import Plan

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract import tf_config
-from cluster.contract.run import launch_records, records
+from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import checkout, locks
 from cluster.host.launch.inputs import initial
@@ -53,7 +53,7 @@ def read(run: RunFolder) -> dict[str, Any]:
     Raises:
         DamagedError: there is none, or it holds none.
     """
-    return records.read(run.manifest, launch_records.manifest)
+    return records.read(run.manifest, records.manifest)
 
 
 def _code() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
-from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json_lines
 
 ORDER = ("dataset", "source", "seed", "global_batch")
 """What decides, with the step, which examples a step reads."""

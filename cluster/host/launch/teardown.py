@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.contract.results import summary
 from cluster.contract.run import claim, owner
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.liveness import final_state, silent
+from cluster.contract.run.heartbeat import final_state, silent
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime, Shell
 from cluster.system.errors import EXIT_FAILED, ClusterError, PrerequisiteError

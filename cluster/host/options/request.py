@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.contract import strategies
 from cluster.contract.recovery.attempts import MAX_EXTERNAL_RESTARTS, MAX_RESTARTS
-from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.spec import parse_count
 from cluster.host.options.option import Group, Needs, check_choices, declared, option, switch
 from cluster.host.runtime import registry, tensorboard

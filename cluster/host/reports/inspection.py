@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 from cluster.contract.run import provenance
-from cluster.contract.run.fields import Check, count, flag, listing, measured, number, optional, record, text
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.schema import Check, count, flag, listing, measured, number, optional, record, text
 from cluster.host.launch import folders
 from cluster.system import files, processes
 from cluster.system.errors import UsageError

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract.results import score
-from cluster.contract.run import launch_records, records
-from cluster.contract.run.fields import anything
+from cluster.contract.run import records
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
-from cluster.contract.run.liveness import final_state
+from cluster.contract.run.heartbeat import final_state
+from cluster.contract.schema import anything
 from cluster.host.view.columns import chosen_columns
 from cluster.system.json_files import DamagedError
 from cluster.system.messages import plain, size
@@ -68,7 +68,7 @@ def _state(run: RunFolder) -> str:
 
 def manifest(run: RunFolder) -> dict[str, Any]:
     """Return a run's manifest; empty without a valid one."""
-    return records.read(run.manifest, launch_records.manifest, {})
+    return records.read(run.manifest, records.manifest, {})
 
 
 def commit(run: RunFolder) -> str | None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from cluster.contract.results import score, stragglers
 from cluster.contract.run import records
-from cluster.contract.run.fields import anything
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Pace, Paces
+from cluster.contract.schema import anything
 from cluster.host.reports import charts, curves, inspection, listing, timeline
 from cluster.host.reports.comparison import flat, shareable
 from cluster.system.processes import describe_exit

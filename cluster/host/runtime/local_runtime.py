@@ -15,14 +15,14 @@ from typing import Any
 from cluster.contract import settings, tf_config
 from cluster.contract.findings import Finding
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.launch_records import TRAINER_IMPORTS
+from cluster.contract.run.records import TRAINER_IMPORTS
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu.placement import NO_DEVICE, Placement
 from cluster.host.runtime import resources, supervisor, toolkit
 from cluster.host.runtime.base import Availability, Remains, Runtime, Shell, Workload
 from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
 from cluster.host.runtime.resources import HOST, PRIVATE, Network
-from cluster.system import process_table, processes
+from cluster.system import processes
 from cluster.system.errors import ClusterError
 from cluster.system.ports import free_ports
 
@@ -169,7 +169,7 @@ class LocalProcesses(Runtime):
 
     def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
         """Return the runs of which a process is left, in one look at all processes."""
-        table = process_table.ProcessTable()
+        table = processes.ProcessTable()
         left = (name for name in names if supervisor.processes_left(RunFolder(runs_dir / name), table))
         return Remains(frozenset(left))
 

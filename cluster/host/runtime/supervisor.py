@@ -30,18 +30,17 @@ from typing import Any
 
 from cluster.contract.recovery import attempts, ends, step_record
 from cluster.contract.results import summary
-from cluster.contract.run import launch_records, owner, records
+from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import Attempt
 from cluster.host.runtime import inherited
 from cluster.host.runtime.resources import HOST, PRIVATE
-from cluster.system import fork_server, namespaces, process_table, processes
+from cluster.system import fork_server, namespaces, processes
 from cluster.system.errors import EXIT_FAILED, TimedOut
-from cluster.system.files import open_file
+from cluster.system.files import open_file, remove_abandoned, scratch_folder
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
-from cluster.system.scratch import remove_abandoned, scratch_folder
 from cluster.system.waiting import wait_until
 
 SUPERVISOR_STOPPED_S = 8.0
@@ -93,7 +92,7 @@ def _reap_until(child: int) -> int:
 
 def _kill_the_rest() -> None:
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while left := (table := process_table.ProcessTable()).descendants(os.getpid()):
+    while left := (table := processes.ProcessTable()).descendants(os.getpid()):
         for pid in left:
             table.kill(pid)
         with contextlib.suppress(ChildProcessError):
@@ -151,10 +150,10 @@ def running(run: RunFolder) -> bool:
     return owned is not None and owned.alive
 
 
-def processes_left(run: RunFolder, table: process_table.ProcessTable | None = None) -> list[int]:
+def processes_left(run: RunFolder, table: processes.ProcessTable | None = None) -> list[int]:
     """Return the ids of the run's processes, in a look at all processes that several runs can share."""
     owned = owner.read(run)
-    return owned.processes(table or process_table.ProcessTable()) if owned else []
+    return owned.processes(table or processes.ProcessTable()) if owned else []
 
 
 def kill(run: RunFolder) -> int:
@@ -164,7 +163,7 @@ def kill(run: RunFolder) -> int:
         TimedOut: some do not end.
     """
     owned = owner.read(run)
-    killed = process_table.kill_all(owned.processes, f"run {run.name}") if owned else 0
+    killed = processes.kill_all(owned.processes, f"run {run.name}") if owned else 0
     remove_abandoned()
     return killed
 
@@ -174,7 +173,7 @@ class Supervisor:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        how = records.read(run.compose, launch_records.compose)
+        how = records.read(run.compose, records.compose)
         self.preload: str = how.get("preload", "")
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.contract.results import goodput, stragglers
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.liveness import final_state, look_once
+from cluster.contract.run.heartbeat import final_state, look_once
 from cluster.contract.run.logs import last_line
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, Ledger, Paces, TaskState
 from cluster.host.runtime import registry, tensorboard

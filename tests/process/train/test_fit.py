@@ -15,8 +15,7 @@ from tensorflow import keras
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import build
-from cluster.system.journal import read_json_lines
-from cluster.system.json_files import read_json
+from cluster.system.json_files import read_json, read_json_lines
 from tests.support.tracking import Tracking
 from train import patches
 from train.config import Optimizer, TrainConfig

@@ -12,7 +12,7 @@ from tensorflow import keras
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import build
-from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json_lines
 from tests.support.small_training import strategy_called
 from train import patches
 from train.config import Optimizer, TrainConfig

@@ -19,7 +19,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.image import checkout
 from cluster.host.launch import folders
 from cluster.host.runtime import registry
-from cluster.system import process_table, processes
+from cluster.system import processes
 from cluster.system.errors import RunFailed, UsageError, nearest
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
@@ -90,7 +90,7 @@ def main(
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-        process_table.kill_with_environment("RUNS_DIR", str(runs))
+        processes.kill_with_environment("RUNS_DIR", str(runs))
         campaign.end()  # containers have not got that variable of the command that started them
         if kept or failed(rows):
             log(f"the folders of the runs that were lost or changed: {runs}")

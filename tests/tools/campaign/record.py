@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.host.checks import documents
-from cluster.system.journal import append_json, read_json_lines
+from cluster.system.json_files import append_json, read_json_lines
 from cluster.system.paths import ROOT
 from tests.tools.campaign.cases import CASES
 from tests.tools.campaign.volleys import PHASES, WEIGHTS

@@ -21,8 +21,7 @@ from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.host.view.ended import ended_lines
-from cluster.system.journal import append_json
-from cluster.system.json_files import read_json, write_json
+from cluster.system.json_files import append_json, read_json, write_json
 from tests.support.gang import SIGKILLED, Gang, assert_ended
 from tests.support.waiting import wait_for
 

@@ -14,8 +14,7 @@ from cluster.agent.gang.board import Board
 from cluster.agent.gang.roster import News
 from cluster.contract.recovery import ends
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.contract.run.heartbeat import HANG_TIMEOUT_S, HeartbeatWriter
 from cluster.contract.run.records import Heartbeat, TaskState
 from cluster.system.json_files import read_json, write_json
 from tests.support.waiting import wait_for

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cluster.system import journal
-from cluster.system.journal import LINE_BYTES, Journal, append_json, read_json_lines
+from cluster.system import json_files
+from cluster.system.json_files import LINE_BYTES, Journal, append_json, read_json_lines
 from tests.support.together import together
 
 
@@ -81,8 +81,8 @@ def test_an_absent_file_has_no_lines(path):
 
 def test_each_look_reads_only_what_is_new(path, monkeypatch):
     lines, parsed = Journal(path, known), []
-    real: Callable[..., Any] = journal.parse_json
-    monkeypatch.setattr(journal, "parse_json", lambda *words: parsed.append(words) or real(*words))
+    real: Callable[..., Any] = json_files.parse_json
+    monkeypatch.setattr(json_files, "parse_json", lambda *words: parsed.append(words) or real(*words))
     for step in range(1, 20):
         append_json(path, {"step": step})
         with path.open("ab") as file:
@@ -107,7 +107,7 @@ def test_a_file_that_is_replaced_or_cut_short_is_read_anew(path):
 
 def test_of_a_huge_file_the_newest_lines_are_read(path, monkeypatch):
     for bound in ("NEWEST_BYTES", "KEPT_BYTES"):
-        monkeypatch.setattr(journal, bound, 100)
+        monkeypatch.setattr(json_files, bound, 100)
     for step in range(1, 100):
         append_json(path, {"step": step})
     newest = [line["step"] for line in read_json_lines(path)]
@@ -117,9 +117,9 @@ def test_of_a_huge_file_the_newest_lines_are_read(path, monkeypatch):
 
 
 def test_whoever_keeps_the_lock_holds_up_nobody_for_long(path, monkeypatch):
-    monkeypatch.setattr(journal, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(json_files, "LOCK_TIMEOUT_S", 0.05)
     append_json(path, {"step": 1})
     with path.open("rb") as hoarder:
-        assert journal.lock(hoarder.fileno())
+        assert json_files.lock(hoarder.fileno())
         append_json(path, {"step": 2})
     assert 2 == len(list(read_json_lines(path)))

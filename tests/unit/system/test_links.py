@@ -18,7 +18,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, supervisor
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.host.view.logs import print_logs
-from cluster.system import files, journal, json_files
+from cluster.system import files, json_files
 from tests.support.launching import Commands
 
 SECRET = '{"state": "done", "task": "chief", "updated_at": 0, "step": 0, "secret": 1}\n'
@@ -119,7 +119,7 @@ WRITES = {
     "control": lambda run: run.end("stopped"),
     "control/generations": lambda run: run.begin_generation(1),
     "status": lambda run: json_files.write_json(run.status("chief"), {}),
-    "metrics": lambda run: journal.append_json(run.metrics("chief"), {}),
+    "metrics": lambda run: json_files.append_json(run.metrics("chief"), {}),
     "logs": lambda run: files.open_file(run.log("chief"), "ab"),
     "work": lambda run: files.make_folder(run.work("chief")),
 }

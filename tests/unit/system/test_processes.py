@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.system import processes
-from cluster.system.process_table import ProcessTable
+from cluster.system.processes import ProcessTable
 from tests.support.waiting import wait_for
 
 SLEEP = ["sleep", "60"]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.system.scratch import remove_abandoned, scratch_folder
+from cluster.system.files import remove_abandoned, scratch_folder
 
 HOLDS = """
 import sys, time
-from cluster.system.scratch import scratch_folder
+from cluster.system.files import scratch_folder
 with scratch_folder() as path:
     (path / "file").touch()
     print(path, flush=True)

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.agent.schedulers import replacements
 from cluster.agent.schedulers.replacements import Replacements
-from cluster.contract.run import launch_records, records
+from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
 
@@ -84,7 +84,7 @@ def test_a_task_is_where_its_replacement_is_only_while_the_run_does_without_it(s
     write_json(slurm.folder / "worker-1.json", place)
     for left_out, moved in (((), False), (("worker-1",), True)):
         slurm.look(*left_out)
-        cluster = records.read(slurm.folder / "cluster.json", launch_records.cluster)
+        cluster = records.read(slurm.folder / "cluster.json", records.cluster)
         assert moved == (cluster.task("worker-1").address == "node-9:20009")
     assert cluster.task("worker-0") == slurm.run.load_cluster().task("worker-0")
 

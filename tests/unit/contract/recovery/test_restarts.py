@@ -9,8 +9,7 @@ from cluster.contract.recovery import restarts
 from cluster.contract.results import summary
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
-from cluster.system.journal import append_json
-from cluster.system.json_files import read_json, write_json
+from cluster.system.json_files import append_json, read_json, write_json
 from tests.support.ending import end
 
 

@@ -15,12 +15,12 @@ from invoke import Exit, MockContext, Result
 
 import tasks
 from cluster.contract.results import summary
-from cluster.contract.run import liveness, logs
+from cluster.contract.run import heartbeat, logs
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import watch
 from cluster.host.runtime import registry, supervisor
 from cluster.host.runtime import resources as limits
-from cluster.system import files, journal
+from cluster.system import files, json_files
 from tests.support import damage
 from tests.support.gang import StartGang
 from tests.support.waiting import wait_for
@@ -59,14 +59,14 @@ CHANGING: dict[str, Callable[[Any, str], Any]] = {
 def commands(monkeypatch, resolved):
     """Nothing is started, nothing answers, and watchers are quickly at the end of their patience."""
     ticks = itertools.count(0.0, 60.0)
-    monkeypatch.setattr(liveness, "LONGEST_LOOK_S", 60.0)
-    monkeypatch.setattr(liveness, "SECOND_LOOK_S", 0.0)
+    monkeypatch.setattr(heartbeat, "LONGEST_LOOK_S", 60.0)
+    monkeypatch.setattr(heartbeat, "SECOND_LOOK_S", 0.0)
     monkeypatch.setattr(watch, "POLL_S", 0.0)
-    monkeypatch.setattr(watch, "LivenessMonitor", lambda run: liveness.LivenessMonitor(run, clock=lambda: next(ticks)))
+    monkeypatch.setattr(watch, "LivenessMonitor", lambda run: heartbeat.LivenessMonitor(run, clock=lambda: next(ticks)))
     monkeypatch.setattr(watch, "STOP_TIMEOUT_S", 1.0)
     monkeypatch.setattr(summary, "SETTLE_S", 0.0)
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(journal, "NEWEST_BYTES", 10**6)
+    monkeypatch.setattr(json_files, "NEWEST_BYTES", 10**6)
     monkeypatch.setattr(logs, "PART_BYTES", 10**6)
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     monkeypatch.setattr(limits, "check_free_memory", lambda *_, **__: None)

@@ -11,8 +11,7 @@ from cluster.host.checks import rerun
 from cluster.host.control import watch
 from cluster.host.launch import planning, startup
 from cluster.system.errors import UsageError
-from cluster.system.journal import append_json
-from cluster.system.json_files import read_json, write_json
+from cluster.system.json_files import append_json, read_json, write_json
 
 LOSSES = {1: 2.3, 2: 2.2, 3: 2.0}
 

@@ -17,7 +17,7 @@ import tasks
 from cluster.host.checks import documents as places
 from cluster.host.checks import verify
 from cluster.host.checks.verify import CASES, FAILED, OK, UNVERIFIED, Case, Ended
-from cluster.system import process_table
+from cluster.system import processes
 from cluster.system.errors import ClusterError, RunFailed
 
 FAKE_UP = """
@@ -217,7 +217,7 @@ def test_what_hangs_is_ended_with_everything_it_started(folder, up):
     ended = verify.train(MIRRORED, folder, 1)
     assert ended.code is None
     assert re.fullmatch(r"ended after [1-9]\d* s because it was not done: no task started", ended.problem)
-    assert [] == sorted(process_table.ProcessTable().with_environment("RUNS_DIR", str(folder)))
+    assert [] == sorted(processes.ProcessTable().with_environment("RUNS_DIR", str(folder)))
 
 
 def test_a_hang_says_what_every_task_was_doing(folder, monkeypatch, up):
@@ -245,7 +245,7 @@ def test_interrupted_it_ends_what_it_started(folder, monkeypatch, number):
     )
     with pytest.raises(KeyboardInterrupt):
         verify.examine(quiet)
-    assert [] == sorted(process_table.ProcessTable().with_environment("RUNS_DIR", made[0]))
+    assert [] == sorted(processes.ProcessTable().with_environment("RUNS_DIR", made[0]))
     assert [] == list(folder.iterdir())
     assert signal.SIG_DFL == signal.getsignal(signal.SIGTERM)
 

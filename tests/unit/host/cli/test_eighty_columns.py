@@ -20,8 +20,7 @@ from cluster.host.runtime import tensorboard
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.host.view.status import live_lines, read_status, status_table
-from cluster.system.journal import append_json
-from cluster.system.json_files import write_json
+from cluster.system.json_files import append_json, write_json
 from tests.support.beats import beat, save
 from tests.support.command_line import context, current
 from tests.support.launching import CONFIG

@@ -4,7 +4,7 @@ import threading
 import time
 from typing import Any
 
-from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json_lines
 from tests.support.gang import Gang, StartGang
 
 WORKS_ON = "train(6 if GENERATION else 5), work()"

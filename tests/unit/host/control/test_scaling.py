@@ -11,7 +11,7 @@ from invoke import Exit, MockContext
 
 import tasks
 from cluster.contract import spec
-from cluster.contract.run import claim, liveness, provenance
+from cluster.contract.run import claim, heartbeat, provenance
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.records import AfterStop
 from cluster.host.control import scaling, watch
@@ -181,10 +181,10 @@ def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(training, age_s):
     run.end("stopped", task="chief")
     resume = planning.Request(resume="run", runtime="local")
     with claimed_elsewhere(run):
-        assert None is liveness.final_state(run)
+        assert None is heartbeat.final_state(run)
         with pytest.raises(UsageError):
             planning.plan(resume)
-    assert "stopped" == liveness.final_state(run) == read_status(run)["state"] == listing.row(run)["result"]
+    assert "stopped" == heartbeat.final_state(run) == read_status(run)["state"] == listing.row(run)["result"]
     assert planning.plan(resume).resumes
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.run.records import AfterStop
 from cluster.host.control import scaling, watch
 from cluster.host.launch import planning, startup

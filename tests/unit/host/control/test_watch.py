@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.contract.run import liveness, owner
+from cluster.contract.run import heartbeat, owner
 from cluster.contract.run.folder import LOST_AFTER_S
-from cluster.contract.run.liveness import LONGEST_LOOK_S, LivenessMonitor, look_once, silent
+from cluster.contract.run.heartbeat import LONGEST_LOOK_S, LivenessMonitor, look_once, silent
 from cluster.host.control import watch
 from cluster.host.image import engine
 from cluster.system import processes
@@ -132,7 +132,7 @@ def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run, supervised):
 def test_whoever_asks_once_looks_twice(make_run, monkeypatch, age_s):
     run = make_run()
     beat(run, "chief", age_s=age_s)
-    monkeypatch.setattr(liveness.time, "sleep", lambda seconds: beat(run, "chief", age_s=age_s - 1))
+    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: beat(run, "chief", age_s=age_s - 1))
     assert "training" == look_once(run)["chief"].state
     assert not silent(run)
 

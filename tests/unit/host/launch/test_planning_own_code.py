@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.contract.run.liveness import HANG_TIMEOUT_S
+from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.host.launch import configuration, folders, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor

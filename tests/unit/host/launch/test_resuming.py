@@ -12,8 +12,7 @@ from cluster.host.launch import planning
 from cluster.host.launch.resuming import check
 from cluster.host.options.request import Request
 from cluster.system.errors import EXIT_USAGE, UsageError
-from cluster.system.journal import append_json
-from cluster.system.json_files import read_json, write_json
+from cluster.system.json_files import append_json, read_json, write_json
 from train.config import TrainConfig
 
 

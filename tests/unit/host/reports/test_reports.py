@@ -20,8 +20,7 @@ from cluster.host.view.ended import ended_lines
 from cluster.host.view.sparkline import sparkline, thinned
 from cluster.system import messages
 from cluster.system.errors import EXIT_USAGE
-from cluster.system.journal import append_json
-from cluster.system.json_files import write_json
+from cluster.system.json_files import append_json, write_json
 from train import inspection as weights
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()

@@ -20,8 +20,7 @@ from tensorflow import keras
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.errors import UsageError
-from cluster.system.journal import read_json_lines
-from cluster.system.json_files import read_json
+from cluster.system.json_files import read_json, read_json_lines
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, sources

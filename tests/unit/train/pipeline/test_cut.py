@@ -3,7 +3,7 @@
 import pytest
 from tensorflow import keras
 
-from cluster.contract.run import launch_records, records
+from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
@@ -118,7 +118,7 @@ def test_measured_times_choose_the_cut_and_are_kept(monkeypatch, tmp_path):
     run = RunFolder(tmp_path / "run")
     run.create()
     write_json(run.stages, described["record"])
-    kept = records.read(run.stages, launch_records.stages)
+    kept = records.read(run.stages, records.stages)
     monkeypatch.setattr(measure, "block_seconds", lambda *_: pytest.fail("measured again"))
     assert described == cut.describe(model, measured, 2, record=kept)
     assert ["embedding"] == layers_of(cut.cut(model, measured, 2, run)[0])

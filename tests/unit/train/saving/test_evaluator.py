@@ -15,7 +15,7 @@ from tensorflow import keras
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.system.journal import read_json_lines
+from cluster.system.json_files import read_json_lines
 from tests.support.waiting import wait_for
 from train import evaluator
 from train.config import TrainConfig
