@@ -61,7 +61,7 @@ def _first_step(run: RunFolder) -> float:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         for event in run.events():
-            if event["event"] == "first step":
-                return float(event["time"])
+            if event.event == "first step":
+                return float(event.time)
         time.sleep(POLL_S)
     raise TimedOut(f"{run.name} reports no first step")

@@ -110,7 +110,7 @@ class Decisions:
     def _passed_rendezvous(self, generation: int) -> frozenset[str]:
         """Return the tasks of which an attempt has passed the rendezvous of this generation."""
         complete = ("cluster complete", generation)
-        return frozenset(e["task"] for e in self.run.events() if (e["event"], e["generation"]) == complete)
+        return frozenset(e.task for e in self.run.events() if (e.event, e.generation) == complete)
 
     def _end_of(self, program: Program, code: int, generation: int) -> End:
         """Return the record of the program's end."""

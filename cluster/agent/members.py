@@ -96,7 +96,7 @@ class Members:
         """
         if os.environ.get("LOST_THEN") != AfterStop.REQUEUE:
             return False
-        met = {event["generation"] for event in self._run.events() if event["event"] == "cluster complete"}
+        met = {event.generation for event in self._run.events() if event.event == "cluster complete"}
         return generation < TRIES - 1 or bool(met & set(range(generation - TRIES + 1, generation)))
 
     def take_in_returned(self, recovery: Recovery, generation: int) -> None:

@@ -151,8 +151,8 @@ class ScriptAgent(Agent):
         A worker's agent writes both the event and its heartbeat, so no clocks of two machines are compared.
         """
         beats = self.run.heartbeats()
-        restarted = [e for e in self.run.events() if (e["event"], e["generation"]) == ("restarted", generation)]
-        return any(beats[e["task"]].updated_at - e["time"] < LONE_RESTART_S for e in restarted if e["task"] in beats)
+        restarted = [e for e in self.run.events() if (e.event, e.generation) == ("restarted", generation)]
+        return any(beats[e.task].updated_at - e.time < LONE_RESTART_S for e in restarted if e.task in beats)
 
 
 def _reported(end: End) -> str:

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 from cluster.system.errors import RunFailed
 from cluster.system.files import Folder, LinkError, lock, open_file, open_folder, read_start, remove
@@ -31,6 +31,8 @@ RECORD_BYTES = 2**24
 MAX_DEPTH = 40
 """How deeply a record may be nested."""
 MAX_WARNINGS = 1000
+
+T = TypeVar("T")
 
 _REQUIRED = object()
 _LOG = logging.getLogger("cluster")
@@ -264,10 +266,10 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         warn_once(DamagedError(path, getattr(error, "strerror", None) or str(error)))
 
 
-class Journal:
+class Journal(Generic[T]):
     """A growing JSON Lines file. Each read continues where the previous one stopped. Threads may share it."""
 
-    def __init__(self, path: Path, check: Callable[[Any], dict[str, Any]]) -> None:
+    def __init__(self, path: Path, check: Callable[[Any], T]) -> None:
         """Begin before the first line.
 
         Args:
@@ -278,7 +280,7 @@ class Journal:
         self._lock = threading.Lock()
         self._reset()
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[T]:
         """Return the values of all lines so far."""
         with self._lock:
             try:
@@ -294,7 +296,7 @@ class Journal:
     def _reset(self) -> None:
         self._file: tuple[int, int] | None = None
         self._offset = 0
-        self._values: list[dict[str, Any]] = []
+        self._values: list[T] = []
 
     def _continue(self, file: IO[bytes]) -> None:
         status = os.fstat(file.fileno())

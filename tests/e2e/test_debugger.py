@@ -19,7 +19,7 @@ def debug(clusters: Clusters, name: str, runtime: str, *, hold_s: float = 0) -> 
         *("--tensorboard-port=0", "--", *TRAINING),
     )
     try:
-        wait_for(lambda: "waits for a debugger" in [each["event"] for each in run.events()], "the task", 200)
+        wait_for(lambda: "waits for a debugger" in [each.event for each in run.events()], "the task", 200)
         client = Client(port)
         client.attach()
         client.request("setFunctionBreakpoints", breakpoints=[{"name": "_report_steps"}])

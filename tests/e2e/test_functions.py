@@ -155,7 +155,7 @@ def disturbed(own: Clusters, name: str, topology: str, kills: dict[str, int], ru
     run = own.run(name)
     assert "succeeded" == summary(run)["state"]
     assert 0 == run.generation  # they come back alone
-    assert sorted(kills) == sorted(event["task"] for event in run.events() if event["event"] == "restarted")
+    assert sorted(kills) == sorted(event.task for event in run.events() if event.event == "restarted")
     return run
 
 

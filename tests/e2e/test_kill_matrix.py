@@ -67,7 +67,7 @@ def test_a_task_killed_in_any_phase_must_not_stop_the_run(clusters, request, str
     assert ("succeeded", STEPS) == (ended["state"], ended["steps"])
     assert (run.export / "saved_model.pb").exists()
     assert {0} == set(ended["tasks"].values())
-    assert strategy != "ps" or "evaluated" in {event["event"] for event in run.events()}
+    assert strategy != "ps" or "evaluated" in {event.event for event in run.events()}
     for restart in ended["restarts"]:
         assert restart["task"] == task
         assert restart["steps_lost"] <= EVERY

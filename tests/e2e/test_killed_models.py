@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_must_end_with_the_same_bits(own, model, topology,
     ended, whole = summary(run), summary(own.run(f"{name}-whole"))
     assert ["chief"] == [restart["task"] for restart in ended["restarts"]]
     assert [] == whole["restarts"]
-    assert all(0 < event["step"] < STEPS for event in run.events() if event["event"] == "restored")
+    assert all(0 < event.step < STEPS for event in run.events() if event.event == "restored")
     assert (STEPS, whole["weights_sha256"]) == (ended["steps"], ended["weights_sha256"])
     assert whole["metrics"] == ended["metrics"]
     losses = own.run(f"{name}-whole").losses()

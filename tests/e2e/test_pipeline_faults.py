@@ -55,8 +55,8 @@ def test_a_standby_process_must_take_the_place_of_a_killed_stage_while_an_evalua
     assert {task: {pid} for task, pid in programs(run).items()} == waiting
     clusters.invoke("stop", "warm")
     check_against_one_device(clusters, run)
-    evaluated = [event for event in run.events() if event["event"] == "evaluated"]
-    assert summary(run)["steps"] == evaluated[-1]["step"]
+    evaluated = [event for event in run.events() if event.event == "evaluated"]
+    assert summary(run)["steps"] == evaluated[-1].step
 
 
 @pytest.mark.docker

@@ -31,11 +31,11 @@ def begin(clusters: Clusters, name: str, *options: str, runtime: str = "local") 
 def scale(clusters: Clusters, run: RunFolder, *options: str) -> int:
     """Scale a run; return the step at which it was."""
     output = clusters.invoke("scale", *options)
-    event = [event for event in run.events() if event["event"] == "scaled"][-1]
-    assert f" at step {event['step']}; every task trains again after " in output, output
+    event = [event for event in run.events() if event.event == "scaled"][-1]
+    assert f" at step {event.step}; every task trains again after " in output, output
     beats = run.heartbeats()
     assert {task.name for task in run.load_cluster().tasks} == set(beats)
-    return event["step"]
+    return event.step
 
 
 def check_curve(run: RunFolder, undisturbed: RunFolder, scaled_at: int) -> None:
@@ -95,7 +95,7 @@ def test_a_scaler_that_dies_must_leave_a_run_that_can_go_on(clusters, undisturbe
     clusters.invoke("stop", "orphan")
     assert "stopped" == summary(run)["state"]
     clusters.invoke("up", "--resume=orphan", "--workers=1", "--runtime=local", "--tensorboard-port=0")
-    check_curve(run, undisturbed, next(e["step"] for e in run.events() if e["event"] == "restored"))
+    check_curve(run, undisturbed, next(e.step for e in run.events() if e.event == "restored"))
 
 
 @pytest.mark.long

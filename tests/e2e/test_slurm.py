@@ -279,7 +279,7 @@ def test_a_job_at_its_time_limit_must_save_and_go_on(long_job, clusters):
 
 
 def steps_of(run: RunFolder, event: str) -> list[int]:
-    return [each["step"] for each in run.events() if (each["task"], each["event"]) == ("chief", event)]
+    return [each.step for each in run.events() if (each.task, each.event) == ("chief", event)]
 
 
 def limit(run: RunFolder, minutes: int) -> None:

@@ -140,7 +140,7 @@ def test_a_full_disk_must_end_the_run_and_lose_no_good_checkpoint(small):
     steps = run.saved_steps[-1] + 50
     small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", f"--max-steps={steps}")
     assert ("succeeded", steps) == (summary(run)["state"], summary(run)["steps"])
-    assert 50 <= next(event["step"] for event in run.events() if event["event"] == "restored")
+    assert 50 <= next(event.step for event in run.events() if event.event == "restored")
 
 
 @pytest.mark.alone
@@ -174,6 +174,6 @@ def five_steps_after(run: RunFolder, generation: int) -> list[int] | bool:
     if run.summary.exists():
         return []
     begun = ("restored", "initialized")
-    firsts = [e["step"] for e in run.events() if e["generation"] == generation and e["event"] in begun]
+    firsts = [e.step for e in run.events() if e.generation == generation and e.event in begun]
     beat = run.heartbeats().get("chief")
     return firsts if firsts and beat and beat.generation == generation and beat.step >= firsts[0] + 5 else False

@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_must_be_passed_over(clusters):
     clusters.invoke("up", "--resume=damaged", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps", "40")
     log = damaged.log("chief").read_text()
     assert "warning: checkpoint of step 30 is damaged (ckpt-30.data-00000-of-00001 has" in log
-    assert [20] == [event["step"] for event in damaged.events() if event["event"] == "restored"]
+    assert [20] == [event.step for event in damaged.events() if event.event == "restored"]
     assert summary(whole)["weights_sha256"] == summary(damaged)["weights_sha256"]
 
 

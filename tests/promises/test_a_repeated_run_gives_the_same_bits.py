@@ -45,7 +45,7 @@ def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local", e
     if ending == "stop":
         some_steps()
     clusters.invoke(ending, name)
-    assert len(others) == len([event for event in run.events() if event["event"] == "scaled"])
+    assert len(others) == len([event for event in run.events() if event.event == "scaled"])
     return run
 
 

@@ -75,7 +75,7 @@ def test_a_run_killed_inside_of_an_epoch_must_end_with_the_same_bits(own, worker
     ended, whole = summary(run), summary(own.run(f"whole-{workers}"))
     (restart,) = ended["restarts"]
     assert "chief" == restart["task"]
-    (restored_at,) = [event["step"] for event in run.events() if event["event"] == "restored"]
+    (restored_at,) = [event.step for event in run.events() if event.event == "restored"]
     assert 0 < restored_at < KILLED_AT
     assert (STEPS, whole["weights_sha256"]) == (ended["steps"], ended["weights_sha256"])
     assert whole["metrics"] == ended["metrics"]

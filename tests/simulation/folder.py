@@ -11,7 +11,7 @@ from cluster.contract.recovery.ends import End
 from cluster.contract.recovery.step_record import Progress
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import first_heartbeat
-from cluster.contract.run.records import FINAL_STATES, Generation, Heartbeat, Outcome, StopRequest
+from cluster.contract.run.records import FINAL_STATES, Event, Generation, Heartbeat, Outcome, StopRequest
 from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now, SimTask, World
 
@@ -183,11 +183,11 @@ class SimFolder(RunFolder):
     def event(self, task: str, event: str, *, step: Any = None, generation: int | None = None, **detail: Any) -> None:
         self.world.operation(f"event {event}")
         number = self.newest_generation if generation is None else generation
-        line = {"time": self.world.time(), "task": task, "event": event}
-        self.journal.append(line | {"generation": number, "step": step, "detail": detail})
+        now = self.world.time()
+        self.journal.append(Event(time=now, task=task, event=event, generation=number, step=step, detail=detail))
         self.world.log(task, f"event {event} in {number}: {detail.get('cause', '')}")
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         self.world.operation("read")
         return self.journal
 

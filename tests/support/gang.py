@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Heartbeat, Outcome, TaskState
+from cluster.contract.run.records import Event, Heartbeat, Outcome, TaskState
 from cluster.host.runtime import supervisor
 from cluster.system.json_files import read_json
 from tests.support.waiting import wait_for
@@ -60,9 +60,9 @@ class Gang:
         assert owned.supervisor
         return owned.supervisor
 
-    def events(self, event: str) -> list[dict[str, Any]]:
+    def events(self, event: str) -> list[Event]:
         """Return the events of one kind."""
-        return [found for found in self.run.events() if found["event"] == event]
+        return [found for found in self.run.events() if found.event == event]
 
 
 StartGang = Callable[..., Gang]

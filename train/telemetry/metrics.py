@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from tensorboard.plugins.hparams import api as hparams
 from tensorboard.plugins.pr_curve import summary as pr_curve
 
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Event
 from cluster.system.json_files import append_json
 from cluster.system.messages import plain
 from train import presets
@@ -93,10 +94,10 @@ class Metrics:
                 if (share := getattr(timing.generation(), name)) is not None:
                     tf.summary.scalar(f"perf/{name}", share)
 
-    def events(self, step: int, events: Sequence[Mapping[str, Any]]) -> None:
+    def events(self, step: int, events: Sequence[Event]) -> None:
         """Show events of the run, such as restarts and checkpoints, as a table in the Text tab."""
         names = ("step", "generation", "event", "task")
-        cells = [[*(event[name] for name in names), event["detail"].get("cause", "")] for event in events]
+        cells = [[*(getattr(event, name) for name in names), event.detail.get("cause", "")] for event in events]
         shown = [[plain(str(cell)).replace("|", "\\|") for cell in row] for row in cells]
         table = [f"| {' | '.join(row)} |" for row in ([*names, "cause"], ["---"] * 5, *shown)]
         with self._board.as_default(step):

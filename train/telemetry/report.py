@@ -269,7 +269,7 @@ class Report:
         """Show the run's new events; in a new generation all events."""
         if not self._context.chief:
             return
-        events = [event for event in self._context.run.events() if event["event"] in SHOWN_EVENTS]
+        events = [event for event in self._context.run.events() if event.event in SHOWN_EVENTS]
         if new := events[self._events_shown :]:
             self.metrics.events(step, new[-MAX_EVENTS:])
         self._events_shown = len(events)

@@ -15,11 +15,10 @@ then at 20, and gets no further.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from cluster.contract import settings
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Attempt, Generation
+from cluster.contract.run.records import Attempt, Event, Generation
 
 PROGRAM_FAILURE, EXTERNAL, LOST_CONTACT, PLANNED = "program failure", "external", "lost contact", "planned"
 
@@ -78,14 +77,14 @@ def of_gang(run: RunFolder, generation: int) -> list[Generation]:
 
 def of_task(run: RunFolder, task: str) -> list[Attempt]:
     """Return the attempts of a task that restarts alone, since `up` or `scale`."""
-    return [Attempt.from_json(event["detail"]) for event in restarted_alone(run, task)]
+    return [Attempt.from_json(event.detail) for event in restarted_alone(run, task)]
 
 
-def restarted_alone(run: RunFolder, task: str) -> list[dict[str, Any]]:
+def restarted_alone(run: RunFolder, task: str) -> list[Event]:
     """Return the events of a task's restarts alone since `up` or `scale`."""
     first = first_generation(run)
-    events = [e for e in run.events() if e["task"] == task and e["event"] == "restarted"]
-    return [e for e in events if e["generation"] >= first]
+    events = [e for e in run.events() if e.task == task and e.event == "restarted"]
+    return [e for e in events if e.generation >= first]
 
 
 def restarts(run: RunFolder, task: str) -> int:

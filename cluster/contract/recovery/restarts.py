@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Generation, Restart
+from cluster.contract.run.records import Event, Generation, Restart
 from cluster.contract.spec import ClusterSpec, Role
 
 
-def training_began(spec: ClusterSpec, events: list[dict[str, Any]]) -> float | None:
+def training_began(spec: ClusterSpec, events: list[Event]) -> float | None:
     """Return the time of the first finished step, or when every task's script had started; None before."""
     started: dict[str, float] = {}
     for event in events:
-        if event["event"] == "first step":
-            return float(event["time"])
-        if event["event"] == "script started":
-            started.setdefault(event["task"], event["time"])
+        if event.event == "first step":
+            return float(event.time)
+        if event.event == "script started":
+            started.setdefault(event.task, event.time)
     return max(started.values()) if len(started) == len(spec.tasks) else None
 
 
@@ -31,13 +31,13 @@ def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)
         started: seconds since the epoch.
         roles: tasks of these roles are included when they restart alone; restarts of the gang always are.
     """
-    events = [event for event in run.events() if event["time"] >= started]
+    events = [event for event in run.events() if event.time >= started]
     restarts = [(g.time, _gang_cost(run, g, events)) for g in run.generations() if g.task and g.cause]
     names = {task.name for task in run.load_cluster().tasks if task.role in roles}
     restarts += [
-        (event["time"], _lone_cost(run, event, events, events[at + 1 :]))
+        (event.time, _lone_cost(run, event, events, events[at + 1 :]))
         for at, event in enumerate(events)
-        if event["event"] == "restarted" and event["task"] in names
+        if event.event == "restarted" and event.task in names
     ]
     return [cost for moment, cost in sorted(restarts, key=lambda entry: entry[0]) if moment > started]
 
@@ -49,12 +49,12 @@ def failures(run: RunFolder, started: float) -> dict[int, float]:
     return {cost.generation: times[cost.generation] - (cost.detected_s or 0.0) for cost in gang}
 
 
-def _gang_cost(run: RunFolder, generation: Generation, events: list[dict[str, Any]]) -> Restart:
+def _gang_cost(run: RunFolder, generation: Generation, events: list[Event]) -> Restart:
     number = generation.generation
-    later = [e for e in events if e["generation"] == number and e["time"] >= generation.time]
+    later = [e for e in events if e.generation == number and e.time >= generation.time]
     failed_at = _injected(events, number - 1, generation.time) or generation.failure_time
     resumed_at = training_began(run.load_cluster(), later)
-    restored = next((e["step"] for e in later if e["event"] in ("restored", "initialized")), None)
+    restored = next((e.step for e in later if e.event in ("restored", "initialized")), None)
     return Restart(
         generation=number,
         task=generation.task or "",
@@ -70,32 +70,30 @@ def _resumption(run: RunFolder, failed_at: float, resumed_at: float | None) -> d
     return {"script_started_s" if run.script else "resumed_s": after_s}
 
 
-def _injected(events: list[dict[str, Any]], generation: int, until: float, task: str = "") -> float | None:
+def _injected(events: list[Event], generation: int, until: float, task: str = "") -> float | None:
     """Return when the fault was injected that caused a restart, if one was: agents only notice it later."""
     time = None
     for event in events:
-        if event["generation"] != generation or event["time"] >= until or task not in ("", event["task"]):
+        if event.generation != generation or event.time >= until or task not in ("", event.task):
             continue
-        if event["event"] == "fault" and event["detail"].get("kind") != "slow":
-            time = event["time"]
-        elif event["event"] == "restarted":
+        if event.event == "fault" and event.detail.get("kind") != "slow":
+            time = event.time
+        elif event.event == "restarted":
             time = None  # that restart was its consequence
     return time
 
 
-def _lone_cost(
-    run: RunFolder, event: dict[str, Any], events: list[dict[str, Any]], later: list[dict[str, Any]]
-) -> Restart:
+def _lone_cost(run: RunFolder, event: Event, events: list[Event], later: list[Event]) -> Restart:
     """Return the cost of the restart of one task alone: no steps, since the other tasks continued."""
-    injected = _injected(events, event["generation"], event["time"], event["task"])
-    failed_at = injected or event["detail"].get("failed_at", event["time"])
-    resumed = ("resumed", event["task"], event["generation"])
-    resumed_at = next((e["time"] for e in later if (e["event"], e["task"], e["generation"]) == resumed), None)
+    injected = _injected(events, event.generation, event.time, event.task)
+    failed_at = injected or event.detail.get("failed_at", event.time)
+    resumed = ("resumed", event.task, event.generation)
+    resumed_at = next((e.time for e in later if (e.event, e.task, e.generation) == resumed), None)
     return Restart(
-        generation=event["generation"],
-        task=event["task"],
-        cause=event["detail"].get("cause") or "",
-        detected_s=round(event["time"] - failed_at, 3),
+        generation=event.generation,
+        task=event.task,
+        cause=event.detail.get("cause") or "",
+        detected_s=round(event.time - failed_at, 3),
         steps_lost=None if run.script else 0,
         **_resumption(run, failed_at, resumed_at),
     )

@@ -36,7 +36,7 @@ def same_bits(run: RunFolder) -> bool | None:
 
 def fault_lines(run: RunFolder) -> list[str]:
     """Return the lines about injected faults to print at a run's end."""
-    faults = [event for event in run.events() if event["event"] == "fault"]
+    faults = [event for event in run.events() if event.event == "fault"]
     if not faults:
         return []
     line = f"faults       {len(faults)} injected"
@@ -53,7 +53,7 @@ def fault_lines(run: RunFolder) -> list[str]:
 
 def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
     summary = records.read(run.summary, Summary.from_json)
-    resized = any(event["event"] == "scaled" for event in run.events()) or membership.changes(run)
+    resized = any(event.event == "scaled" for event in run.events()) or membership.changes(run)
     if not _elastic(run) and resized:
         return None  # another number of workers sums in another order
     if not run.load_cluster().kind.synchronous or summary.state != "succeeded":

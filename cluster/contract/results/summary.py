@@ -29,7 +29,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> Summary:
     result = run.result
     started = _started(run)
     wall_s = max(0.0, outcome.time - started)  # records of tasks may be from the future
-    began = restarts.training_began(spec, [event for event in run.events() if event["time"] > started])
+    began = restarts.training_began(spec, [event for event in run.events() if event.time > started])
     members = [task.name for task in present.tasks]
     paces = {name: pace for name in members if name in beats and (pace := beats[name].pace)}
     cause = Cause(**{key: getattr(outcome, key) for key in ("task", "exit_code", "step", "error", "time")})

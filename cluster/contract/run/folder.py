@@ -21,6 +21,7 @@ from typing import Any
 from cluster.contract.run import records
 from cluster.contract.run.records import (
     AfterStop,
+    Event,
     Generation,
     Heartbeat,
     Ledger,
@@ -184,13 +185,13 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
 class RunFolder(Paths):
     """One run."""
 
-    _events: Journal = field(init=False, compare=False, repr=False)
+    _events: Journal[Event] = field(init=False, compare=False, repr=False)
     _begun: dict[int, Generation] = field(init=False, compare=False, repr=False, default_factory=dict)
     """The generations that were read or learned: their records never change."""
 
     def __post_init__(self) -> None:
         guard(self.path)
-        object.__setattr__(self, "_events", Journal(self.events_log, records.event))
+        object.__setattr__(self, "_events", Journal(self.events_log, Event.from_json))
 
     @property
     def incomplete(self) -> bool:
@@ -329,18 +330,12 @@ class RunFolder(Paths):
         self, task: str, event: str, *, step: int | None = None, generation: int | None = None, **detail: Any
     ) -> None:
         """Append to the run's life cycle; `generation` defaults to the current one."""
-        line = {
-            "time": time.time(),
-            "task": task,
-            "event": event,
-            "generation": self.generation if generation is None else generation,
-            "step": step,
-            "detail": detail,
-        }
+        number = self.generation if generation is None else generation
+        line = Event(time=time.time(), task=task, event=event, generation=number, step=step, detail=detail)
         with contextlib.suppress(OSError):  # a full disk must not end the agent
-            append_json(self.events_log, line)
+            append_json(self.events_log, line.to_json())
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         """Return the run's life cycle so far. Each call reads only new lines."""
         return self._events.read()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Annotated, Any, TypeVar, overload
 
 from cluster.contract.schema import (
     ABSENT,
@@ -216,10 +216,18 @@ _detail = record(
     },
 )
 
-event = record(
-    {"time": seconds, "task": text, "event": text},
-    {"generation": (count, 0), "step": (optional(count), None), "detail": (_detail, {})},
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Event(Record):
+    """A line of `events.jsonl`."""
+
+    time: Seconds
+    task: str
+    event: str
+    generation: Count = 0
+    step: Count | None = None
+    detail: Annotated[dict[str, Any], _detail] = field(default_factory=dict)
+
 
 row = record(
     {"step": count},

@@ -155,8 +155,8 @@ class _Before:
         if KINDS[fault.kind].elastic and fault.task in self._dispensable:
             return fault.task in membership.left_out(self._run)
         acted = ("restarted", "frozen", "silent", "hang")
-        recent = [e for e in self._run.events() if e["time"] > self.time and e["event"] in acted]
-        return self._run.generation > self.generation or any(e["task"] == fault.task for e in recent)
+        recent = [e for e in self._run.events() if e.time > self.time and e.event in acted]
+        return self._run.generation > self.generation or any(e.task == fault.task for e in recent)
 
     def costs(self) -> list[Restart]:
         alone = [Role.WORKER, *(role for role in Role if role.is_sidecar)]

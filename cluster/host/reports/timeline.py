@@ -18,12 +18,12 @@ MARKS = {"fault": "bad", "checkpoint": "good", "scaled": "c3", "left out": "bad"
 def draw(run: RunFolder) -> str:
     """Return a bar for each generation, a mark for each fault and checkpoint; empty where nothing was recorded."""
     generations = run.generations()[:MAX_GENERATIONS]
-    events = sorted(run.events(), key=lambda event: event["time"])
+    events = sorted(run.events(), key=lambda event: event.time)
     outcome = run.outcome
     if not generations:
         return ""
     began = run.started.get("time", generations[0].time)
-    times = [*(each.time for each in generations), *(event["time"] for event in events)]
+    times = [*(each.time for each in generations), *(event.time for event in events)]
     ended = max([*times, outcome.time if outcome else 0.0])
     ticks = charts.ticks(0.0, max(ended - began, 1.0))
 
@@ -37,7 +37,7 @@ def draw(run: RunFolder) -> str:
         parts.append(f'<line class="axis" x1="{x}" x2="{x}" y1="0" y2="{height - 22}"/>')
         anchor = "end" if tick == ticks[-1] else "middle"
         parts.append(f'<text class="soft" x="{x}" y="{height - 6}" text-anchor="{anchor}">{tick:g} s</text>')
-    firsts = {event["generation"]: event["time"] for event in reversed(events) if event["event"] == "first step"}
+    firsts = {event.generation: event.time for event in reversed(events) if event.event == "first step"}
     rows = {}
     for at, generation in enumerate(generations):
         y = rows[generation.generation] = at * ROW + 4
@@ -52,12 +52,12 @@ def draw(run: RunFolder) -> str:
                 f'<rect x="{x_at(start)}" y="{y}" width="{width}" height="16" fill="var(--c0)" opacity="{opacity}">'
                 f"<title>{title}</title></rect>"
             )
-    marked = [event for event in events if event["event"] in MARKS and event["generation"] in rows][:MAX_MARKS]
+    marked = [event for event in events if event.event in MARKS and event.generation in rows][:MAX_MARKS]
     for event in marked:
-        x, y = x_at(event["time"]), rows[event["generation"]]
-        words = [event["event"], event["detail"].get("kind", ""), event["task"], f"step {event['step']}"]
+        x, y = x_at(event.time), rows[event.generation]
+        words = [event.event, event.detail.get("kind", ""), event.task, f"step {event.step}"]
         parts.append(
-            f'<path d="M{x - 4} {y + 18}L{x + 4} {y + 18}L{x} {y + 9}Z" fill="var(--{MARKS[event["event"]]})">'
+            f'<path d="M{x - 4} {y + 18}L{x + 4} {y + 18}L{x} {y + 9}Z" fill="var(--{MARKS[event.event]})">'
             f"<title>{escape(' '.join(word for word in words if word))}</title></path>"
         )
     notes = ("generation, pale until its first step", "c0"), ("fault", "bad"), ("checkpoint", "good")

@@ -83,11 +83,11 @@ def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _last_event(run: RunFolder) -> dict[str, Any] | None:
-    newest = max(run.events(), key=lambda event: event["time"], default=None)
+    newest = max(run.events(), key=lambda event: event.time, default=None)
     if newest is None:
         return None
-    why = newest["detail"].get("cause") or newest["detail"].get("kind")
-    return {name: newest[name] for name in ("time", "task", "event", "step")} | {"cause": why}
+    why = newest.detail.get("cause") or newest.detail.get("kind")
+    return {name: getattr(newest, name) for name in ("time", "task", "event", "step")} | {"cause": why}
 
 
 @plain_lines

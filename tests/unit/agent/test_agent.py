@@ -170,13 +170,13 @@ def test_a_worker_under_ps_restarts_alone(start_gang):
     lines = """
 if NAME == 'worker-0' and not RESTARTS: train(3), die()
 if NAME.startswith(('worker', 'ps')): serve()
-train(3), until(lambda: any(event['event'] == 'resumed' for event in run.events())), meet(), finish()
+train(3), until(lambda: any(event.event == 'resumed' for event in run.events())), meet(), finish()
 """
     gang = start_gang(lines, workers=2, ps=1)
     summary = gang.summary()
     assert "succeeded" == summary["state"]
     assert 0 == gang.run.generation
-    assert [("worker-0", SIGKILLED)] == [(e["task"], e["detail"]["cause"]) for e in gang.events("restarted")]
+    assert [("worker-0", SIGKILLED)] == [(e.task, e.detail["cause"]) for e in gang.events("restarted")]
     assert {"worker-0": 1, "worker-1": 0, "ps-0": 0} == {
         name: beat.restarts for name, beat in gang.run.heartbeats().items() if name != "chief"
     }
@@ -230,7 +230,7 @@ def test_an_evaluator_never_fails_the_run(start_gang, end):
     lines = f"""
 if NAME == 'evaluator': until(lambda: run.newest_step == 3), {end}
 train(3)
-if NAME == 'chief': until(lambda: len([event for event in run.events() if event['event'] == 'restarted']) > 5)
+if NAME == 'chief': until(lambda: len([event for event in run.events() if event.event == 'restarted']) > 5)
 finish()
 """
     gang = start_gang(lines, workers=0, evaluator=True, max_restarts=1)

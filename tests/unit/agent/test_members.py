@@ -54,7 +54,7 @@ def test_a_run_goes_on_without_a_worker_that_stays_away(begin):
     assert 2 <= restart["detected_s"] < restart["resumed_s"]
     change = {"generation": 1, "step": 0, "lost": ["worker-0"], "regained": [], "left_out": ["worker-0"]}
     assert [change] == summary["membership"]
-    assert ["worker-0"] == [event["task"] for event in gang.events("left out")]
+    assert ["worker-0"] == [event.task for event in gang.events("left out")]
     assert 3 == len(gang.run.load_cluster().tasks)  # which is what was requested
 
 
@@ -78,7 +78,7 @@ def test_a_worker_that_returns_waits_and_a_failure_of_the_others_does_not_bring_
     gang.run.request_stop("a test")
     summary = gang.summary()
     assert "stopped" == summary["state"]
-    assert ["worker-0"] == [event["task"] for event in gang.events("returned")]
+    assert ["worker-0"] == [event.task for event in gang.events("returned")]
     assert {"chief": "stopped", "worker-0": "stopped", "worker-1": "stopped"} == {
         name: beat.state for name, beat in gang.run.heartbeats().items()
     }

@@ -34,12 +34,12 @@ def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang):
     assert ("succeeded", "worker-0") == (summary["state"], restart["task"])
     assert "for 8 s, stopped by a signal" in restart["cause"]
     assert 7 < restart["detected_s"] < 15
-    assert ["worker-0"] == [event["task"] for event in gang.events("frozen")]
+    assert ["worker-0"] == [event.task for event in gang.events("frozen")]
 
 
 def test_a_frozen_worker_of_parameter_servers_starts_again_alone(start_gang):
     gang = start_gang(
-        "if NAME == 'chief': until(lambda: any(e['event'] == 'resumed' for e in run.events())), train(3), finish()\n"
+        "if NAME == 'chief': until(lambda: any(e.event == 'resumed' for e in run.events())), train(3), finish()\n"
         "serve()",
         workers=1,
         ps=1,

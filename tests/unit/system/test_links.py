@@ -177,7 +177,7 @@ def test_a_run_may_itself_lie_behind_a_link(make_run, tmp_path):
     (tmp_path / "named").symlink_to(run.path)
     linked = RunFolder(tmp_path / "named")
     linked.event("chief", "noted")
-    assert ["noted"] == [event["event"] for event in run.events()]
+    assert ["noted"] == [event.event for event in run.events()]
 
 
 def test_a_full_disk_makes_no_room_outside(make_run, outside):

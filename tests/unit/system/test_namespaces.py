@@ -87,7 +87,7 @@ def under_way(gang: Gang) -> Gang:
 def test_no_port_of_a_run_in_its_own_network_is_reached_from_this_machine(private, start_gang):
     gang = under_way(start_gang("train(2), work()", workers=1, ps=1, network="private"))
     assert set() == reached(gang)
-    assert {"chief", "worker-0", "ps-0"} == {event["task"] for event in gang.events("cluster complete")}
+    assert {"chief", "worker-0", "ps-0"} == {event.task for event in gang.events("cluster complete")}
     gang.run.request_stop("a test")
     assert "stopped" == gang.summary()["state"]
 

@@ -104,9 +104,9 @@ def test_events_carry_time_task_generation_and_detail(run):
     run.event("chief", "first step", step=1)
     run.event("worker-0", "restarted", generation=0, cause="exit code 137")
     first, second = run.events()
-    assert abs(time.time() - first.pop("time")) < 60
-    assert {"task": "chief", "event": "first step", "generation": 1, "step": 1, "detail": {}} == first
-    assert (0, None, {"cause": "exit code 137"}) == (second["generation"], second["step"], second["detail"])
+    assert abs(time.time() - first.time) < 60
+    assert ("chief", "first step", 1, 1, {}) == (first.task, first.event, first.generation, first.step, first.detail)
+    assert (0, None, {"cause": "exit code 137"}) == (second.generation, second.step, second.detail)
 
 
 def test_one_failure_begins_one_generation(run):

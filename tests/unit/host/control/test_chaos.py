@@ -32,13 +32,13 @@ def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault
     assert program != gang.pid("worker-0")
     (fault,) = gang.events("fault")
     assert ("worker-0", 0, 5, {"kind": "kill", "whole": False}) == tuple(
-        fault[key] for key in ("task", "generation", "step", "detail")
+        getattr(fault, key) for key in ("task", "generation", "step", "detail")
     )
     assert [result.__dict__] == recorded(gang)
     (restart,) = stopped(gang)["restarts"]
     assert ("worker-0", 1, 3) == (restart["task"], restart["generation"], restart["steps_lost"])
     begun = gang.run.generations()[1].time
-    assert round(begun - fault["time"], 3) == restart["detected_s"] == result.detected_s
+    assert round(begun - fault.time, 3) == restart["detected_s"] == result.detected_s
     assert restart["resumed_s"] == result.resumed_s
 
 
@@ -58,7 +58,7 @@ def test_a_whole_task_that_is_killed_comes_back(start_gang):
     assert (3, None) == (result.steps_lost, result.ended)
     gang.await_step("worker-0", 6)
     assert agent != gang.pid("worker-0", "agent")
-    assert [True] == [fault["detail"]["whole"] for fault in gang.events("fault")]
+    assert [True] == [fault.detail["whole"] for fault in gang.events("fault")]
     (restart,) = stopped(gang)["restarts"]
     assert ("the whole task was killed", result.detected_s) == (restart["cause"], restart["detected_s"])
 
@@ -68,7 +68,7 @@ def test_a_task_that_is_stopped_stops_the_run_as_it_should(start_gang):
     result = chaos.inflict(gang.run, Fault("stop", "worker-0"))
     assert ("stopped", None, 0, True) == (result.ended, result.detected_s, result.steps_lost, result.as_it_should)
     assert result.resumed_s is not None and gang.run.outcome is not None
-    assert result.resumed_s == pytest.approx(gang.run.outcome.time - gang.events("fault")[0]["time"], abs=0.2)
+    assert result.resumed_s == pytest.approx(gang.run.outcome.time - gang.events("fault")[0].time, abs=0.2)
     assert [] == gang.summary()["restarts"]
 
 
@@ -124,9 +124,9 @@ def test_a_slow_task_that_dies_has_recovered_only_once_it_works_again(start_gang
     lines = """
 import time
 def fault():
-    return [event for event in run.events() if event["event"] == "fault"]
+    return [event for event in run.events() if event.event == "fault"]
 if NAME == "worker-0" and not RESTARTS: train(1), until(fault), die()
-if NAME == "worker-0": until(lambda: time.time() > fault()[0]["time"] + 1.5)
+if NAME == "worker-0": until(lambda: time.time() > fault()[0].time + 1.5)
 if NAME != "chief": serve()
 """
     gang = start_gang(lines + STEPS_ON, workers=1, ps=1)

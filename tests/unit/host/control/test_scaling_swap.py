@@ -85,8 +85,8 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(
     expected = started | {"hang_timeout_s": hang_timeout_s or HANG_TIMEOUT_S}
     assert expected == read_json(gang.run.control / "started.json")
     (scaled,) = gang.events("scaled")
-    assert ("chief", 1) == (scaled["task"], scaled["generation"])
-    assert {"workers_before": before, "workers_after": after, "ps_before": 0, "ps_after": 0} == scaled["detail"]
+    assert ("chief", 1) == (scaled.task, scaled.generation)
+    assert {"workers_before": before, "workers_after": after, "ps_before": 0, "ps_after": 0} == scaled.detail
     assert set(summary["tasks"]) == set(gang.run.heartbeats())
 
 
@@ -137,7 +137,7 @@ def test_the_step_is_that_of_the_newest_checkpoint(start_gang, scale, capsys):
     write_json(gang.run.checkpoints / "ckpt-3.json", {})
     scale(gang, workers="1")
     assert "scaled from 2 to 1 workers at step 3; every task trains again after " in capsys.readouterr().out
-    assert [3] == [event["step"] for event in gang.events("scaled")]
+    assert [3] == [event.step for event in gang.events("scaled")]
 
 
 def test_parameter_servers_are_mentioned(start_gang, scale, capsys):

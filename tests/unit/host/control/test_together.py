@@ -166,7 +166,7 @@ def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
     ((code, out, _),) = finished(watched)
     assert EXIT_HUNG_UP == code
     assert "goes on in the background" in out
-    assert ["SIGHUP"] == [event["detail"]["cause"] for event in run.events() if event["event"] == "unattended"]
+    assert ["SIGHUP"] == [event.detail["cause"] for event in run.events() if event.event == "unattended"]
     assert supervisor.running(run)
     (folder / "go").touch()
     assert "succeeded" == wait_for(lambda: read_json(run.summary, None), "the end")["state"]

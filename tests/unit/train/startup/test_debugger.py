@@ -35,7 +35,7 @@ def test_a_task_waits_until_a_debugger_is_attached(tmp_path):
         try:
             assert process.stdout
             assert f"worker-0 waits for a debugger on 127.0.0.1:{port}\n" == process.stdout.readline()
-            assert ["waits for a debugger"] == [each["event"] for each in RunFolder(tmp_path).events()]
+            assert ["waits for a debugger"] == [each.event for each in RunFolder(tmp_path).events()]
             client = Client(port)
             client.attach()
             assert process.poll() is None
