@@ -29,7 +29,7 @@ from cluster.system.errors import EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.system.json_files import read_json
 from cluster.system.messages import described, plain
 from train.config import TrainConfig
-from train.data import ready
+from train.data import shards
 from train.settings import overrides
 from train.startup import debugger, preload
 
@@ -76,7 +76,7 @@ def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
     return {
         "config": resolved.to_json(),
         "code_dirs": [str(folder) for folder in resolved.code_dirs()],
-        "data": ready.ready(options.data_dir, resolved.dataset, resolved.source),
+        "data": shards.describe_ready(options.data_dir, resolved.dataset, resolved.source),
     }
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cluster.contract import user_code
 from cluster.system import quiet
@@ -18,8 +18,7 @@ from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, Pre
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
 from train.data import arrays, shards
-from train.data.prepare.arrays import prepare, say
-from train.data.ready import in_words
+from train.data.prepare.preparation import prepare, say
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,20 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.umask(0o022)  # containers read files of root as another user
     try:
         arguments = _parser().parse_args(argv)
-        name, data_dir = arguments.name, arguments.data_dir
         if arguments.command == "verify":
-            _verify(name, data_dir)
-        elif arguments.command == "examine":
-            return _examine(arguments)
+            _verify(arguments.name, arguments.data_dir)
         elif arguments.command == "shard":
-            with quiet.imports():
-                from train.data.prepare.sharding import shard  # imports TensorFlow
-
-            say(
-                in_words(shard(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh))
-            )
+            say(_shard(arguments))
+        elif arguments.command == "examine":
+            return _in_another_process(arguments, _examine, num_outputs=arguments.num_outputs, seed=arguments.seed)
+        elif arrays.is_own(arguments.name):
+            return _in_another_process(arguments, _prepare)
         else:
-            return _prepare(arguments)
+            say(_prepare(arguments))
     except ClusterError as error:
         print_lines(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -59,39 +54,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_DONE
 
 
-def _prepare(arguments: argparse.Namespace) -> int:
-    """Prepare a dataset. The user's function runs in another process, because it may do anything."""
-
-    def prepared() -> str:
-        return in_words(prepare(arguments.name, arguments.data_dir, arguments.fresh))
-
-    if not arrays.is_own(arguments.name):
-        say(prepared())
-        return EXIT_DONE
-    if user_code.RESULT_FILE in os.environ:
-        return user_code.reply(prepared)
-    command = [sys.executable, "-m", "train.data", "prepare", f"--name={arguments.name}"]
-    command += [f"--data-dir={arguments.data_dir}", *(["--fresh"] if arguments.fresh else [])]
-    say(user_code.run(command, f"dataset {arguments.name}", "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
-    return EXIT_DONE
+def _prepare(arguments: argparse.Namespace) -> str:
+    return str(prepare(arguments.name, arguments.data_dir, arguments.fresh))
 
 
-def _examine(arguments: argparse.Namespace) -> int:
-    """Examine a dataset function in another process, because it may do anything."""
+def _shard(arguments: argparse.Namespace) -> str:
+    with quiet.imports():
+        from train.data.prepare.sharding import shard  # imports TensorFlow
     name, data_dir = arguments.name, arguments.data_dir
+    return str(shard(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh))
 
-    def examined() -> str:
-        with quiet.imports():
-            from train.data.function.examine import examine  # imports TensorFlow
-        outputs, seed = arguments.num_outputs, arguments.seed
-        return str(examine(name, data_dir.resolve(), outputs, seed=seed, fresh=arguments.fresh))
 
+def _examine(arguments: argparse.Namespace) -> str:
+    with quiet.imports():
+        from train.data.function.examine import examine  # imports TensorFlow
+    name, data_dir = arguments.name, arguments.data_dir.resolve()
+    return str(examine(name, data_dir, arguments.num_outputs, seed=arguments.seed, fresh=arguments.fresh))
+
+
+def _in_another_process(
+    arguments: argparse.Namespace, work: Callable[[argparse.Namespace], str], **options: Any
+) -> int:
+    """Do work that calls a user's function, which may do anything, in another process, and report its result."""
     if user_code.RESULT_FILE in os.environ:
-        return user_code.reply(examined)
-    command = [sys.executable, "-m", "train.data", "examine", f"--name={name}", f"--data-dir={data_dir}"]
-    command += [f"--num-outputs={arguments.num_outputs}", f"--seed={arguments.seed}"]
-    command += ["--fresh"] if arguments.fresh else []
-    say(user_code.run(command, f"dataset {name}", "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
+        return user_code.reply(lambda: work(arguments))
+    command = [sys.executable, "-m", "train.data", arguments.command, f"--name={arguments.name}"]
+    command += [f"--data-dir={arguments.data_dir}", *(["--fresh"] if arguments.fresh else [])]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    subject = f"dataset {arguments.name}"
+    say(user_code.run(command, subject, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
     return EXIT_DONE
 
 

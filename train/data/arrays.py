@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.system.errors import UsageError, nearest
 from cluster.system.files import sha256
 from train import named
-from train.data.prepare import store
+from train.data import store
 from train.named import Named
 
 if TYPE_CHECKING:
@@ -131,6 +131,11 @@ class ArraySet:
         """Whether examples are bytes of a text, and labels the following bytes."""
         return self.name in TEXTS
 
+    def __str__(self) -> str:
+        features = named.each(lambda file: f"{list(file.shape[1:])} {file.dtype}", self.train.features)
+        labels = named.each(lambda file: file.dtype, self.train.labels)
+        return describe(self, features, labels)
+
     def cut(self, context: int) -> ArraySet:
         """Return a text with examples of `context` bytes, a divisor of `WINDOW`, from the same files."""
 
@@ -162,6 +167,22 @@ def values_in(shape: Sequence[int]) -> int:
     return shape[-1] if shape else 1
 
 
+def describe(data: Any, features: Named, label_dtypes: Named) -> str:
+    """Describe prepared arrays or shards in a sentence."""
+
+    def outputs(label_dtype: str, count: int) -> str:
+        singular, plural = ("output", "outputs") if label_dtype == "float32" else ("class", "classes")
+        return f"{count} {singular if count == 1 else plural}"
+
+    def listed(value: Named) -> str:
+        return ", ".join(f"{name.strip()} {item}".strip() for name, item in named.in_words(value).items())
+
+    return (
+        f"{data.name} {data.version}: {data.train.num_examples} examples to train, {data.test.num_examples} to test, "
+        f"each {listed(features)}, {listed(named.each(outputs, label_dtypes, data.num_outputs))}"
+    )
+
+
 def size_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Return the size of an array's file."""
     return math.prod(shape) * ITEM_BYTES[dtype]
@@ -175,20 +196,12 @@ def is_own(name: str) -> bool:
 def newest(data_dir: Path, name: str) -> str:
     """Return the version of a dataset to use: the known one of TFDS, or the newest prepared one of the user's."""
     if is_own(name):
-        return store.read_pointer(pointer_of(data_dir, name), name, f"invoke data.prepare --name {name}")
+        return store.read_pointer(
+            store.pointer_of(data_dir, "arrays", name), name, f"invoke data.prepare --name {name}"
+        )
     if name not in VERSIONS:
         raise UsageError(f"unknown dataset {name!r}{nearest(name, VERSIONS)}, or your own package.module:function")
     return VERSIONS[name]
-
-
-def pointer_of(data_dir: Path, name: str) -> Path:
-    """Return the file that names the newest version of the user's dataset `name`."""
-    return data_dir / "arrays" / f"{store.slug(name)}.json"
-
-
-def folder_of(data_dir: Path, name: str, version: str) -> Path:
-    """Return the folder of the arrays of one version of a dataset, which may not exist."""
-    return data_dir / "arrays" / f"{store.slug(name)}-{version}"
 
 
 def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
@@ -199,7 +212,7 @@ def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
         version: the version; empty for the newest.
     """
     version = version or newest(data_dir, name)
-    folder = folder_of(data_dir, name, version)
+    folder = store.path_of(data_dir, "arrays", name, version)
     fix = f"copy {folder} from where it is" if is_own(name) else f"run `invoke data.prepare --name {name}`"
     again = f"run `invoke data.prepare --name {name} --fresh`"
     with store.index_errors(folder / INDEX, f"{name} {version} is not prepared in {data_dir}; {fix}", again):
@@ -229,7 +242,7 @@ def write(
         splits: features, labels and optional weights for "train" and "test"; see `Split`.
         source_files: the original files, below `data_dir`, and their sha256.
     """
-    partial, folder = scratch / "arrays", folder_of(data_dir, name, version)
+    partial, folder = scratch / "arrays", store.path_of(data_dir, "arrays", name, version)
     partial.mkdir()
     labels = [arrays[1] for arrays in splits.values()]
     index: dict[str, Any] = {"name": name, "version": version, "classes": classes}
@@ -245,7 +258,7 @@ def write(
     (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     store.replace_folder(partial, folder, scratch)
     if is_own(name):
-        store.write_pointer(pointer_of(data_dir, name), version, scratch)
+        store.write_pointer(store.pointer_of(data_dir, "arrays", name), version, scratch)
     return find(data_dir, name, version)
 
 

@@ -1,18 +1,21 @@
 """Batches, and the assignment of batches to the replicas of a task.
 
-Shapes: B replica batch, K labels of an example where it has more than one.
+Shapes: B replica batch, G global batch, L replicas of a task, K labels of an example where it has more than one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
 from train.named import Named
+
+EVAL_CACHE_BYTES = 1 << 30
+"""Largest part of the test examples that a task keeps in memory."""
 
 
 class Batch(NamedTuple):
@@ -90,6 +93,44 @@ class BatchSlice:
 def eval_batches(num_examples: int, *, replica_batch: int, num_replicas: int) -> int:
     """Return the number of global batches for `num_examples`, the last one padded."""
     return -(-num_examples // (replica_batch * num_replicas))
+
+
+def eval_dataset(
+    examples: tf.data.Dataset,
+    num_examples: int,
+    example_bytes: int,
+    replica_batch: int,
+    replicas: Replicas,
+    to_batch: Callable[[Any, tf.Tensor], Batch],
+) -> tf.data.Dataset:
+    """Return the test batches of replicas from a dataset of all examples, with the same number for every replica.
+
+    Over all replicas every example has weight 1 once; padding has weight 0. This task's part is converted once and kept
+    in memory if it fits `EVAL_CACHE_BYTES`; use the whole dataset each time.
+
+    Args:
+        to_batch: converts a replica's part of the examples and their weights, `[B, ...]`.
+    """
+    global_batch = replica_batch * replicas.total
+    num_batches = eval_batches(num_examples, replica_batch=replica_batch, num_replicas=replicas.total) * replicas.count
+
+    def task_part(examples_g: Any) -> tuple[Any, tf.Tensor]:
+        """Pad the last global batch with its last example, and return this task's part and its weights, `[L, B]`."""
+        positions_G, count = tf.range(global_batch), tf.shape(tf.nest.flatten(examples_g)[0])[0]
+
+        def cut(part: tf.Tensor) -> tf.Tensor:
+            shape = [replicas.total, replica_batch, *part.shape[1:]]
+            return tf.reshape(part, shape)[replicas.first : replicas.first + replicas.count]
+
+        padded = tf.nest.map_structure(lambda part: tf.gather(part, tf.minimum(positions_G, count - 1)), examples_g)
+        return tf.nest.map_structure(cut, padded), cut(tf.cast(positions_G < count, tf.float32))
+
+    parts = examples.batch(global_batch).map(task_part).unbatch()
+    dataset = parts.map(to_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
+    if num_batches * replica_batch * example_bytes <= EVAL_CACHE_BYTES:
+        dataset = dataset.cache()
+    return without_sharding(dataset.prefetch(tf.data.AUTOTUNE))
 
 
 def by_step(

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from cluster.system.errors import RunFailed
 from train.data import arrays, shards
-from train.data.prepare.store import BLOCK_BYTES
+from train.data.store import BLOCK_BYTES
 
 _DAMAGE = re.compile(r"damaged prepared data: block (\d+) of ([^\]\n]+)")
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.system.errors import ClusterError
+from train.data import arrays, store
 from train.data.arrays import ITEM_BYTES
-from train.data.prepare import store
 
 INDEX = "shards.json"
 
@@ -93,15 +94,23 @@ class ShardSet:
         """All shards."""
         return (*self.train.files, *self.test.files)
 
+    def __str__(self) -> str:
+        features = f"{list(self.train.feature_shape)} {self.train.feature_dtype}"
+        counts = f"{len(self.train.files)} and {len(self.test.files)}"
+        return f"{arrays.describe(self, features, self.train.label_dtype)}, in {counts} shards"
 
-def folder_of(data_dir: Path, name: str, version: str) -> Path:
-    """Return the folder of the shards of one version of a dataset, which may not exist."""
-    return data_dir / "shards" / f"{store.slug(name)}-{version}"
 
+def describe_ready(data_dir: Path, name: str, source: str) -> str:
+    """Describe a dataset that is prepared as `source`, `memory` or `stream`; empty if it must be prepared.
 
-def pointer_of(data_dir: Path, name: str) -> Path:
-    """Return the file that names the newest version of a dataset."""
-    return data_dir / "shards" / f"{store.slug(name)}.json"
+    A user's dataset is never ready, because its code may have changed.
+    """
+    if arrays.is_own(name):
+        return ""
+    try:
+        return str(find(data_dir, name) if source == "stream" else arrays.find(data_dir, name))
+    except ClusterError:
+        return ""  # preparing fixes or explains it
 
 
 def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
@@ -111,8 +120,8 @@ def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
         version: the version; empty for the newest.
     """
     command = f"invoke data.shard --name {name}"
-    version = version or store.read_pointer(pointer_of(data_dir, name), name, command)
-    folder = folder_of(data_dir, name, version)
+    version = version or store.read_pointer(store.pointer_of(data_dir, "shards", name), name, command)
+    folder = store.path_of(data_dir, "shards", name, version)
     missing, again = f"{name} {version} is not sharded in {data_dir}; run `{command}`", f"run `{command} --fresh`"
     with store.index_errors(folder / INDEX, missing, again):
         shard_set = _from_index(folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))

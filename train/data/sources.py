@@ -8,6 +8,7 @@ Shapes: B replica batch.
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,37 +23,27 @@ from cluster.system.json_files import create_json, read_json
 from train import named
 from train.config import TrainConfig
 from train.data import arrays, blocks, memory, own_dataset, shards, stream
-from train.data.batches import Batch, BatchSlice, Replicas, without_sharding
-from train.data.function import epochs, random_access
-from train.data.function import record as functions
-from train.data.function.service import Service, through
+from train.data.batches import Batch, BatchSlice, Replicas, random_number, without_sharding
+from train.data.function import calling, epochs, random_access
+from train.data.function.calling import Record
+from train.data.function.service import Service
 from train.elastic.virtual_shards import VirtualShards
 from train.named import Named
 
 
-@dataclass(frozen=True)
-class Source:
+@dataclass(frozen=True, kw_only=True)
+class Source(abc.ABC):
     """Examples to train on and to test on.
 
+    With several inputs or heads, the values that describe one are dictionaries.
+
     Attributes:
-        version: version of the prepared data.
         classes: names of the classes; empty without names.
         num_outputs: number of classes or of values to predict.
-        classifies: whether labels are classes.
-        feature_shape: one example's shape, a tuple; a dictionary for a model with several inputs. With several heads,
-            `label_shape`, `classes`, `num_outputs` and `classifies` are dictionaries.
-        label_shape: shape of one example's labels.
         train_examples: examples in an epoch.
-        test_examples: examples in the test split.
-        train_dataset: returns the batches of a `BatchSlice`, one for each replica step by step.
-        eval_dataset: returns the batches of the test split: (replica batch, `Replicas`) -> dataset.
-        arrays: the examples, if they fit in memory.
+        arrays: the examples, if they are gathered inside the step.
         weighted: whether training examples have weights.
         sharded: whether replicas read separate shards, so that batches depend on the number of replicas.
-        train_batch: returns one replica's batch of any step, if possible; the arguments are those of
-            `memory.train_batch` without the examples.
-        own_order: returns the batches of one of several workers that share no order, if they are not those of
-            `train_dataset` from a random step: (global batch, seed) -> dataset.
         num_shards: number of files of a stream, on which its order depends.
         files: all files with their sha256.
         made_from: the original files, which may be missing, with their sha256.
@@ -67,13 +58,9 @@ class Source:
     label_shape: Named
     train_examples: int
     test_examples: int
-    train_dataset: Callable[[BatchSlice], tf.data.Dataset]
-    eval_dataset: Callable[[int, Replicas], tf.data.Dataset]
+    weighted: bool
     arrays: arrays.ArraySet | None = None
-    weighted: bool = False
     sharded: bool = False
-    train_batch: Callable[..., Batch] | None = None
-    own_order: Callable[..., tf.data.Dataset] | None = None
     num_shards: int = 0
     files: Mapping[Path, str] = field(default_factory=dict)
     made_from: Mapping[str, str] = field(default_factory=dict)
@@ -89,80 +76,155 @@ class Source:
         """Whether examples are bytes of a text, and labels the following bytes."""
         return self.arrays is not None and self.arrays.is_text
 
+    @property
+    def train_batch(self) -> Callable[[tf.Tensor, tf.Tensor, BatchSlice], Batch] | None:
+        """Function of (step, replica, slice) that reads one replica's batch of any step in a graph, if possible."""
+        return None
 
-def _in_memory(array_set: arrays.ArraySet, context: int) -> Source:
-    if array_set.is_text:
-        array_set = array_set.cut(context)
-    return Source(
-        array_set.version,
-        array_set.classes,
-        array_set.num_outputs,
-        named.each(lambda file: file.dtype.startswith("int"), array_set.train.labels),
-        named.each(lambda file: file.shape[1:], array_set.train.features),
-        named.each(lambda file: file.shape[1:], array_set.train.labels),
-        array_set.train.num_examples,
-        array_set.test.num_examples,
-        functools.partial(memory.train_dataset, array_set.train),
-        functools.partial(memory.eval_dataset, array_set.test),
-        array_set,
-        weighted=array_set.train.weights is not None,
-        files={file.path: file.sha256 for file in array_set.files},
-        made_from=array_set.source_files,
-        again=f"run `invoke data.prepare --name {array_set.name} --fresh`",
-    )
+    @abc.abstractmethod
+    def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
+        """Return the batches of a slice: one for each replica, step by step."""
+
+    @abc.abstractmethod
+    def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
+        """Return the batches of the test split, with the same number for every replica."""
+
+    def shuffled_batches(self, global_batch: int, seed: int) -> tf.data.Dataset:
+        """Return infinite global batches for one of several equal workers, from a random place of the order.
+
+        All workers run the same graph and do not know their index. Each draws its place in each generation.
+        """
+        return self.train_dataset(BatchSlice(global_batch, seed, random_number(2**31)))
 
 
-def _streamed(shard_set: shards.ShardSet) -> Source:
-    return Source(
-        shard_set.version,
-        shard_set.classes,
-        shard_set.num_outputs,
-        shard_set.train.label_dtype.startswith("int"),
-        shard_set.train.feature_shape,
-        shard_set.train.label_shape,
-        shard_set.train.num_examples,
-        shard_set.test.num_examples,
-        functools.partial(stream.train_dataset, shard_set.train),
-        functools.partial(stream.eval_dataset, shard_set.test),
-        weighted=shard_set.train.weighted,
-        num_shards=len(shard_set.train.files),
-        files={file.path: file.sha256 for file in shard_set.files},
-        again=f"run `invoke data.shard --name {shard_set.name} --fresh`",
-    )
+@dataclass(frozen=True, kw_only=True)
+class ArraySource(Source):
+    """Examples that fit in memory."""
 
+    train: arrays.Split
+    test: arrays.Split
 
-def _called(record: functions.Record, data_dir: Path, seed: int, service: Service | None) -> Source:
-    """Return the source of a dataset function, and open its random-access source if it returns one."""
-    classifies = named.each(lambda dtype: dtype == "int64", functions.of_each(record.example["labels"], "dtype"))
-    shapes: dict[str, Any] = {
-        "version": record.version,
-        "classes": named.each(lambda _: (), classifies),
-        "num_outputs": record.num_outputs,
-        "classifies": classifies,
-        "feature_shape": functions.of_each(record.example["features"], "shape"),
-        "label_shape": functions.of_each(record.example["labels"], "shape"),
-        "train_examples": record.counts["train"],
-        "test_examples": record.counts["test"],
-        "weighted": "weights" in record.example,
-    }
-    if not record.random_access:
-        source = Source(
-            **shapes,
-            sharded=True,
-            train_dataset=functools.partial(epochs.train_dataset, record, data_dir),
-            eval_dataset=functools.partial(epochs.eval_dataset, record, data_dir),
-            own_order=functools.partial(epochs.own_order, record, data_dir),
+    @classmethod
+    def of(cls, array_set: arrays.ArraySet, context: int) -> ArraySource:
+        """Return the source of prepared arrays; `context` is the length of the examples of a text."""
+        if array_set.is_text:
+            array_set = array_set.cut(context)
+        train, test = array_set.train, array_set.test
+        return cls(
+            version=array_set.version,
+            classes=array_set.classes,
+            num_outputs=array_set.num_outputs,
+            classifies=named.each(lambda file: file.dtype.startswith("int"), train.labels),
+            feature_shape=named.each(lambda file: file.shape[1:], train.features),
+            label_shape=named.each(lambda file: file.shape[1:], train.labels),
+            train_examples=train.num_examples,
+            test_examples=test.num_examples,
+            weighted=train.weights is not None,
+            arrays=array_set,
+            files={file.path: file.sha256 for file in array_set.files},
+            made_from=array_set.source_files,
+            again=f"run `invoke data.prepare --name {array_set.name} --fresh`",
+            train=train,
+            test=test,
         )
-        return through(source, record, data_dir, service) if service else source
-    for split in record.counts:
-        random_access.open_split(record, split, data_dir, seed)
-    source = Source(
-        **shapes,
-        train_dataset=functools.partial(random_access.train_dataset, record),
-        eval_dataset=functools.partial(random_access.eval_dataset, record),
-        train_batch=functools.partial(random_access.train_batch, record),
-    )
-    return through(source, record, data_dir, service) if service else source
+
+    def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
+        return memory.train_dataset(self.train, batch_slice)
+
+    def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
+        return memory.eval_dataset(self.test, replica_batch, replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSource(Source):
+    """Examples in TFRecord shards."""
+
+    train: shards.ShardSplit
+    test: shards.ShardSplit
+
+    @classmethod
+    def of(cls, shard_set: shards.ShardSet) -> ShardSource:
+        """Return the source of prepared shards."""
+        train, test = shard_set.train, shard_set.test
+        return cls(
+            version=shard_set.version,
+            classes=shard_set.classes,
+            num_outputs=shard_set.num_outputs,
+            classifies=train.label_dtype.startswith("int"),
+            feature_shape=train.feature_shape,
+            label_shape=train.label_shape,
+            train_examples=train.num_examples,
+            test_examples=test.num_examples,
+            weighted=train.weighted,
+            num_shards=len(train.files),
+            files={file.path: file.sha256 for file in shard_set.files},
+            again=f"run `invoke data.shard --name {shard_set.name} --fresh`",
+            train=train,
+            test=test,
+        )
+
+    def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
+        return stream.train_dataset(self.train, batch_slice)
+
+    def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
+        return stream.eval_dataset(self.test, replica_batch, replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionSource(Source):
+    """Examples of a function of (split, shard), read by each task or prepared by data workers."""
+
+    record: Record
+    data_dir: Path
+    service: Service | None
+
+    @classmethod
+    def of(cls, record: Record, data_dir: Path, seed: int, service: Service | None) -> FunctionSource:
+        """Return the source of an examined function, and open its random-access source if it returns one."""
+        if record.random_access:
+            for split in record.counts:
+                random_access.open_split(record, split, data_dir, seed)
+        classifies = named.each(lambda dtype: dtype == "int64", calling.of_each(record.example["labels"], "dtype"))
+        return cls(
+            version=record.version,
+            classes=named.each(lambda _: (), classifies),
+            num_outputs=record.num_outputs,
+            classifies=classifies,
+            feature_shape=calling.of_each(record.example["features"], "shape"),
+            label_shape=calling.of_each(record.example["labels"], "shape"),
+            train_examples=record.counts["train"],
+            test_examples=record.counts["test"],
+            weighted="weights" in record.example,
+            sharded=not record.random_access,
+            record=record,
+            data_dir=data_dir,
+            service=service,
+        )
+
+    @property
+    def train_batch(self) -> Callable[[tf.Tensor, tf.Tensor, BatchSlice], Batch] | None:
+        if self.service or not self.record.random_access:
+            return None
+        return functools.partial(random_access.train_batch, self.record)
+
+    def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
+        if self.service:
+            return self.service.dataset(self.record, self.data_dir, batch_slice)
+        if self.record.random_access:
+            return random_access.train_dataset(self.record, batch_slice)
+        return epochs.train_dataset(self.record, self.data_dir, batch_slice)
+
+    def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
+        if self.record.random_access:
+            return random_access.eval_dataset(self.record, replica_batch, replicas)
+        return epochs.eval_dataset(self.record, self.data_dir, replica_batch, replicas)
+
+    def shuffled_batches(self, global_batch: int, seed: int) -> tf.data.Dataset:
+        if self.service:
+            return self.train_dataset(BatchSlice(global_batch, seed))
+        if self.record.random_access:
+            return super().shuffled_batches(global_batch, seed)
+        return epochs.shuffled_batches(self.record, self.data_dir, global_batch, seed)
 
 
 def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, service: Service | None = None) -> Source:
@@ -176,10 +238,11 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, serv
 
     def open_version(version: str = "") -> Source:
         if config.source == "stream":
-            return _streamed(shards.find(data_dir, config.dataset, version))
+            return ShardSource.of(shards.find(data_dir, config.dataset, version))
         if config.source == "function":
-            return _called(functions.find(data_dir, config.dataset, version), data_dir, config.seed, service)
-        return _in_memory(arrays.find(data_dir, config.dataset, version), config.transformer.context)
+            record = calling.find(data_dir, config.dataset, version)
+            return FunctionSource.of(record, data_dir, config.seed, service)
+        return ArraySource.of(arrays.find(data_dir, config.dataset, version), config.transformer.context)
 
     if run is None:
         return open_version()
@@ -204,7 +267,7 @@ def describe(config: TrainConfig, data_dir: Path) -> Source:
         return find(config, data_dir)
     dataset = own_dataset.read(config.dataset)
     array_set = arrays.unwritten(config.dataset, dataset.version, dataset.classes, dataset.splits)
-    return _in_memory(array_set, config.transformer.context)
+    return ArraySource.of(array_set, config.transformer.context)
 
 
 @dataclass(frozen=True)
@@ -243,7 +306,8 @@ def train_feed(
     parts = shards.total * micro_batches
     if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
         examples = memory.load(source.arrays.train)
-        return Feed(lambda: (), _gather(examples, BatchSlice(global_batch, seed, replicas=Replicas(parts))))
+        batch_slice = BatchSlice(global_batch, seed, replicas=Replicas(parts))
+        return Feed(lambda: (), lambda _next, step, part: memory.train_batch(examples, step, part, batch_slice))
     whole = cut is None and micro_batches == 1
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -309,12 +373,8 @@ def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_b
     """Return the test split's batches, which the step of `Feed.batch` counts. Every pass must take all of them."""
     replicas = strategy.num_replicas_in_sync if strategy else 1
     if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
-        examples = memory.load(source.arrays.test)
-
-        def batch(_next: Any, at: tf.Tensor, replica: tf.Tensor) -> Batch:
-            return memory.eval_batch(examples, at, replica, replica_batch=replica_batch, num_replicas=replicas)
-
-        return Feed(lambda: (), batch)
+        examples, sizes = memory.load(source.arrays.test), {"replica_batch": replica_batch, "num_replicas": replicas}
+        return Feed(lambda: (), lambda _next, at, replica: memory.eval_batch(examples, at, replica, **sizes))
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
         return source.eval_dataset(replica_batch, Replicas.of(context)).repeat()
@@ -324,13 +384,6 @@ def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_b
         strategy.distribute_datasets_from_function(dataset) if strategy else dataset(tf.distribute.InputContext())
     )
     return Feed(iterator.get_next, lambda batch, _at, _replica: batch)
-
-
-def _gather(examples: memory.Examples, batch_slice: BatchSlice) -> Callable[..., Batch]:
-    def batch(_next: Any, step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        return memory.train_batch(examples, step, replica, batch_slice)
-
-    return batch
 
 
 def explain(error: Exception) -> ClusterError | None:

@@ -18,17 +18,12 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from train.data import blocks
-from train.data.batches import Batch, BatchSlice, Replicas, eval_batches, without_sharding
-from train.data.shards import ShardSet, ShardSplit, find
-
-__all__ = ["ShardSet", "ShardSplit", "eval_dataset", "find", "train_dataset"]
+from train.data import batches, blocks
+from train.data.batches import Batch, BatchSlice, Replicas, without_sharding
+from train.data.shards import ShardSplit
 
 WINDOW_SHARDS = 4
 """Shards that are shuffled together."""
-
-EVAL_CACHE_BYTES = 1 << 30
-"""Largest part of the test examples that a task keeps in memory."""
 
 _BLOCK = 16  # examples to take from a shard before the next one
 
@@ -50,38 +45,20 @@ def train_dataset(split: ShardSplit, batch_slice: BatchSlice) -> tf.data.Dataset
     raw = raw.rebatch(global_batch, drop_remainder=True)
     if batch_slice.num_steps is not None:
         raw = raw.take(batch_slice.num_steps)
-    batches = raw.map(task_part).unbatch().map(parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    batches = batches.apply(tf.data.experimental.assert_cardinality(batch_slice.num_batches))
-    return without_sharding(batches.prefetch(tf.data.AUTOTUNE))
+    parsed = raw.map(task_part).unbatch().map(parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    parsed = parsed.apply(tf.data.experimental.assert_cardinality(batch_slice.num_batches))
+    return without_sharding(parsed.prefetch(tf.data.AUTOTUNE))
 
 
 def eval_dataset(split: ShardSplit, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-    """Return the test batches of replicas, with the same number for every replica.
-
-    Over all replicas every example has weight 1 once; padding has weight 0. This task's part is parsed once and kept in
-    memory if it fits `EVAL_CACHE_BYTES`; use the whole dataset each time.
-    """
-    global_batch = replica_batch * replicas.total
-    batches = eval_batches(split.num_examples, replica_batch=replica_batch, num_replicas=replicas.total)
+    """Return the test batches of replicas; see `batches.eval_dataset`."""
     parse = _parser(split, replica_batch)
 
-    def task_part(raw_g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Pad the last global batch with its last example, and return this task's part and its weights, `[L, B]`."""
-        positions_G, count = tf.range(global_batch), tf.size(raw_g)
-        padded = tf.gather(raw_g, tf.minimum(positions_G, count - 1)), tf.cast(positions_G < count, tf.float32)
-        raw, weights = (tf.reshape(part, [replicas.total, replica_batch]) for part in padded)
-        task_replicas = slice(replicas.first, replicas.first + replicas.count)
-        return raw[task_replicas], weights[task_replicas]
-
-    def weighed(raw_B: tf.Tensor, weights_B: tf.Tensor) -> Batch:
+    def to_batch(raw_B: tf.Tensor, weights_B: tf.Tensor) -> Batch:
         return parse(raw_B)._replace(weights=weights_B)
 
-    raw = _interleave(split, tf.range(len(split.files), dtype=tf.int64)).batch(global_batch).map(task_part).unbatch()
-    dataset = raw.map(weighed, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    dataset = dataset.apply(tf.data.experimental.assert_cardinality(batches * replicas.count))
-    if batches * replicas.count * replica_batch * split.example_bytes <= EVAL_CACHE_BYTES:
-        dataset = dataset.cache()
-    return without_sharding(dataset.prefetch(tf.data.AUTOTUNE))
+    raw = _interleave(split, tf.range(len(split.files), dtype=tf.int64))
+    return batches.eval_dataset(raw, split.num_examples, split.example_bytes, replica_batch, replicas, to_batch)
 
 
 def _num_windows(split: ShardSplit) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from train.data import memory
-from train.data.batches import Batch, BatchSlice, random_number
+from train.data.batches import Batch, BatchSlice
 from train.data.sources import Source
 from train.loops.steps import LoopResult, OwnSignals
 from train.loops.train_step import Computed, TrainStep, part_of, repeat
@@ -137,17 +137,6 @@ def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[],
     def batches() -> tf.data.Dataset:
         if source.train_batch:
             return tf.data.Dataset.from_tensors(0)  # each step reads its batch
-        return shuffled_batches(source, global_batch, seed)
+        return source.shuffled_batches(global_batch, seed)
 
     return examples if source.arrays else batches
-
-
-def shuffled_batches(source: Source, global_batch: int, seed: int) -> tf.data.Dataset:
-    """Return an infinite dataset of global batches, from a random place of the order of (seed, epoch).
-
-    All workers run the same graph and do not know their index. They differ by the place, which each of them draws at
-    random in each generation.
-    """
-    if source.own_order:
-        return source.own_order(global_batch, seed)
-    return source.train_dataset(BatchSlice(global_batch, seed, random_number(2**31)))

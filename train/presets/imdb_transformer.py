@@ -11,7 +11,7 @@ from typing import Any
 from train.config import Optimizer, TrainConfig
 
 VOCABULARY = 20_000
-"""Number of word ids, see `train/data/prepare/tfds_dataset.py`."""
+"""Number of word ids, see `train/data/prepare/tfds_datasets.py`."""
 WIDTH, HEADS, HIDDEN, DROPOUT = 32, 2, 32, 0.1
 
 

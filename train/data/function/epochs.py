@@ -20,13 +20,11 @@ import tensorflow as tf
 
 from cluster.system.errors import ClusterError, RunFailed, UsageError
 from train import named
-from train.data.batches import Batch, BatchSlice, Replicas, eval_batches, random_number, without_sharding
+from train.data import batches
+from train.data.batches import Batch, BatchSlice, Replicas, random_number, without_sharding
 from train.data.function import calling
-from train.data.function.calling import Shard
-from train.data.function.record import PARTS, Record, leaves
+from train.data.function.calling import PARTS, Record, Shard, leaves
 
-EVAL_CACHE_BYTES = 1 << 30
-"""Largest part of the test examples that a task keeps in memory."""
 _WRONG_COUNT = re.compile(r"expected to contain (\d+) elements? but contained (only |at least )?(\d+)")
 
 
@@ -58,12 +56,12 @@ def examples(record: Record, split: str, shard: Shard) -> tf.data.Dataset:
 def train_dataset(record: Record, data_dir: Path, batch_slice: BatchSlice) -> tf.data.Dataset:
     """Return one batch for each replica, step by step."""
     shards = [shard_batches(record, data_dir, batch_slice, replica) for replica in batch_slice.replicas.numbers]
-    batches = shards[0]
+    in_turn = shards[0]
     if len(shards) > 1:
-        batches = tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(len(shards)).repeat())
+        in_turn = tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(len(shards)).repeat())
     # A distributed dataset keeps the shapes of its batches if it is known to be infinite.
-    batches = batches.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-    return without_sharding(batches.take(batch_slice.num_batches).prefetch(tf.data.AUTOTUNE))
+    in_turn = in_turn.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+    return without_sharding(in_turn.take(batch_slice.num_batches).prefetch(tf.data.AUTOTUNE))
 
 
 def shard_batches(
@@ -89,9 +87,9 @@ def shard_batches(
     def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
         shard = Shard(index, count, epoch_seed(batch_slice.seed, epoch), data_dir)
         skipped = tf.maximum(batches_before(first_step) - batches_before(begin(epoch)), 0)
-        batches = batches_before(begin(epoch + 1)) - batches_before(begin(epoch))
-        whole = examples(record, "train", shard).repeat().take(batches * replica_batch)
-        whole = whole.apply(tf.data.experimental.assert_cardinality(batches * replica_batch))
+        num_examples_read = replica_batch * (batches_before(begin(epoch + 1)) - batches_before(begin(epoch)))
+        whole = examples(record, "train", shard).repeat().take(num_examples_read)
+        whole = whole.apply(tf.data.experimental.assert_cardinality(num_examples_read))
         return whole.skip(skipped * replica_batch).batch(replica_batch, drop_remainder=True)
 
     first_epoch = first_step * global_batch // num_examples
@@ -104,7 +102,7 @@ def epoch_seed(seed: int, epoch: tf.Tensor) -> tf.Tensor:
     return tf.random.stateless_uniform([], key, minval=1, maxval=2**31 - 1, dtype=tf.int64, alg="philox")
 
 
-def own_order(record: Record, data_dir: Path, global_batch: int, seed: int) -> tf.data.Dataset:
+def shuffled_batches(record: Record, data_dir: Path, global_batch: int, seed: int) -> tf.data.Dataset:
     """Return infinite global batches for one of several equal workers, from a random epoch.
 
     All workers run the same graph and do not know their index.
@@ -114,34 +112,18 @@ def own_order(record: Record, data_dir: Path, global_batch: int, seed: int) -> t
 
 
 def eval_dataset(record: Record, data_dir: Path, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-    """Return the test batches of replicas, like `memory.eval_dataset`.
+    """Return the test batches of replicas; see `batches.eval_dataset`.
 
     Every task reads the whole split, as shard 0 of 1, and takes its part, so that all have the same number of batches.
-    The part is kept in memory if it fits `EVAL_CACHE_BYTES`; use the whole dataset each time.
     """
-    count, global_batch = record.counts["test"], replica_batch * replicas.total
-    batches = eval_batches(count, replica_batch=replica_batch, num_replicas=replicas.total)
-    task_replicas = slice(replicas.first, replicas.first + replicas.count)
-
-    def task_part(batch: Batch) -> Batch:
-        """Pad the last global batch with its last example, and return this task's part, `[L, B, ...]`."""
-        positions_G, length = tf.range(global_batch), tf.size(batch.weights)
-
-        def cut(part: tf.Tensor) -> tf.Tensor:
-            filled_G = tf.gather(part, tf.minimum(positions_G, length - 1))
-            return tf.reshape(filled_G, [replicas.total, replica_batch, *part.shape[1:]])[task_replicas]
-
-        weights_RB = tf.reshape(tf.cast(positions_G < length, tf.float32), [replicas.total, replica_batch])
-        parts: Batch = tf.nest.map_structure(cut, batch._replace(weights=()))
-        return parts._replace(weights=weights_RB[task_replicas])
-
+    count = record.counts["test"]
     whole = examples(record, "test", Shard(0, 1, epoch_seed(0, tf.constant(0)), data_dir))
-    whole = whole.apply(tf.data.experimental.assert_cardinality(count)).batch(global_batch)
-    dataset = whole.map(task_part).unbatch()
-    dataset = dataset.apply(tf.data.experimental.assert_cardinality(batches * replicas.count))
-    if batches * replicas.count * replica_batch * example_bytes(record) <= EVAL_CACHE_BYTES:
-        dataset = dataset.cache()
-    return without_sharding(dataset.prefetch(tf.data.AUTOTUNE))
+    whole = whole.apply(tf.data.experimental.assert_cardinality(count))
+
+    def to_batch(part: Batch, weights_B: tf.Tensor) -> Batch:
+        return part._replace(weights=weights_B)
+
+    return batches.eval_dataset(whole, count, example_bytes(record), replica_batch, replicas, to_batch)
 
 
 def example_bytes(record: Record) -> int:

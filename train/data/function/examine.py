@@ -11,13 +11,11 @@ import tensorflow as tf
 
 from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed, UsageError
 from cluster.system.messages import described
-from train.data import arrays
+from train.data import arrays, store
 from train.data.batches import BatchSlice, Replicas
-from train.data.function import calling, epochs, random_access, record
-from train.data.function.calling import SPLITS, Shard
-from train.data.function.record import DATASET, RANDOM_ACCESS, Record
-from train.data.prepare import store
-from train.data.prepare.arrays import say
+from train.data.function import calling, epochs, random_access
+from train.data.function.calling import DATASET, RANDOM_ACCESS, SPLITS, Record, Shard
+from train.data.prepare.preparation import say
 
 
 def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, fresh: bool = False) -> Record:
@@ -60,7 +58,7 @@ def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, 
     if form == DATASET:
         _trace(new, data_dir, seed)
     with store.disk_errors(data_dir), store.lock(data_dir, say):
-        record.write(data_dir, new)
+        calling.write(data_dir, new)
     return new
 
 
@@ -83,7 +81,7 @@ def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bo
     """Return the number of examples of each split, and whether they were counted, now or before."""
     known: Record | None = None
     with contextlib.suppress(PrerequisiteError, RunFailed):
-        known = None if fresh else record.find(data_dir, name)
+        known = None if fresh else calling.find(data_dir, name)
     counts, counted = {}, False
     for split, data in returned.items():
         if not isinstance(data, tf.data.Dataset):
@@ -126,7 +124,7 @@ def _trace(new: Record, data_dir: Path, seed: int) -> None:
 
 def _outputs(name: str, labels: Mapping[str, Any], num_outputs: str) -> Any:
     """Return the number of classes or values to predict for each array of labels."""
-    heads = {"": labels} if record.is_leaf(labels) else dict(labels)
+    heads = {"": labels} if calling.is_leaf(labels) else dict(labels)
     settings = [item.partition("=") for item in num_outputs.replace(" ", "").split(",") if item]
     requested = {head if mark else "": count if mark else head for head, mark, count in settings}
     outputs = {}

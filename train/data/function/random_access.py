@@ -25,8 +25,7 @@ from train import named
 from train.data import memory
 from train.data.batches import Batch, BatchSlice, Replicas, by_step, eval_batches
 from train.data.function import calling
-from train.data.function.calling import Shard
-from train.data.function.record import PARTS, Record, leaves
+from train.data.function.calling import PARTS, Record, Shard, leaves
 
 _FAILURE = re.compile(r"RunFailed: (dataset [^\n]+)")
 _ELSEWHERE = "Could not find callback with key=pyfunc_"

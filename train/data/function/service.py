@@ -29,7 +29,7 @@ from tensorflow.python.ops import script_ops  # the registry of functions that g
 from cluster.contract.spec import ClusterSpec, Role
 from train.data.batches import Batch, BatchSlice, without_sharding
 from train.data.function import epochs, random_access
-from train.data.function.record import Record
+from train.data.function.calling import Record
 
 _WORKER_TAG = "tf-cluster data worker"
 _KEPT: list[Any] = []
@@ -153,18 +153,6 @@ def _without_repeats(part: tf.data.Dataset, worker: int, workers: int, first_ste
     start = tf.constant(_next(first_step, worker, workers), tf.int64)
     followed = part.scan(start, follow)
     return followed.filter(lambda new, _: new).map(lambda _, of_step: of_step)
-
-
-def through(source: Any, record: Record, data_dir: Path, service: Service) -> Any:
-    """Return a source whose training batches come from the data workers."""
-
-    def dataset(batch_slice: BatchSlice) -> tf.data.Dataset:
-        return service.dataset(record, data_dir, batch_slice)
-
-    def own_order(global_batch: int, seed: int) -> tf.data.Dataset:
-        return dataset(BatchSlice(global_batch, seed))
-
-    return dataclasses.replace(source, train_dataset=dataset, own_order=own_order, train_batch=None)
 
 
 def of(spec: ClusterSpec, generation: int) -> Service | None:

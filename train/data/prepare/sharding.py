@@ -21,10 +21,9 @@ import tensorflow as tf
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.files import sha256
-from train.data import arrays, blocks, shards
+from train.data import arrays, blocks, shards, store
 from train.data.own_dataset import array_of
-from train.data.prepare import store
-from train.data.prepare.arrays import prepare, say
+from train.data.prepare.preparation import prepare, say
 
 MAX_SHARDS = 512  # all are open while they are written, and Linux allows a process 1024 open files
 DEFAULT_SHARDS = 8
@@ -97,15 +96,15 @@ def shard(
             index = _write(partial, source, counts, num_shards, size)
             index = {"name": name, "version": source.version, "classes": source.classes, "asked": asked, **index}
             (partial / shards.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-            store.replace_folder(partial, shards.folder_of(data_dir, name, source.version), scratch)
-            store.write_pointer(shards.pointer_of(data_dir, name), source.version, scratch)
+            store.replace_folder(partial, store.path_of(data_dir, "shards", name, source.version), scratch)
+            store.write_pointer(store.pointer_of(data_dir, "shards", name), source.version, scratch)
     return shards.find(data_dir, name, source.version)
 
 
 def _open_source(name: str, data_dir: Path, size: int | None) -> Source:
     if arrays.is_own(name) or name in arrays.VERSIONS:
         return _Arrays(prepare(name, data_dir))
-    from train.data.prepare.tfds_source import TfdsSource  # imports TFDS, which takes seconds
+    from train.data.prepare.tfds_datasets import TfdsSource  # imports TFDS, which takes seconds
 
     return TfdsSource(name, data_dir, resized=size is not None)
 

@@ -16,7 +16,7 @@ from tensorflow import keras
 from train.context import TaskContext
 from train.data.batches import Batch, BatchSlice, Replicas
 from train.data.sources import joined
-from train.loops import callbacks, parameter_server
+from train.loops import callbacks
 from train.loops.callback_state import CallbackState
 from train.loops.keras_fit.fit_step import MicroBatches, separate_steps
 from train.loops.keras_fit.follower import Follower
@@ -191,7 +191,7 @@ def _data(context: TaskContext, first: int) -> Any:
 
     def task_dataset(pipeline: tf.distribute.InputContext) -> tf.data.Dataset:
         if context.asynchronous:
-            return parameter_server.shuffled_batches(source, config.global_batch, config.seed).map(pair_or_triple)
+            return source.shuffled_batches(config.global_batch, config.seed).map(pair_or_triple)
         replicas = Replicas.of(pipeline)
         batches = source.train_dataset(BatchSlice(config.global_batch, config.seed, first, replicas=replicas))
         if not context.spec.kind.collective:

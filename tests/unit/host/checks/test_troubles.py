@@ -248,7 +248,7 @@ def _(program: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> P
 
 @provokes("no source", EXIT_PREREQUISITE, "copy the folder")
 def _(tmp_path: Path) -> Provoked:
-    from train.data.prepare import arrays
+    from train.data.prepare import preparation
 
     def unreachable(*_: object) -> None:
         raise PrerequisiteError("no answer within 5 s")
@@ -258,7 +258,7 @@ def _(tmp_path: Path) -> Provoked:
 
     dataset = SimpleNamespace(decode=missing, source_files=list)
     folder = tmp_path / "fashion_mnist-3.0.1"
-    return refused(lambda: arrays._decode_first("fashion_mnist", dataset, {"TFDS": unreachable}, tmp_path, folder))
+    return refused(lambda: preparation._decode_first("fashion_mnist", dataset, {"TFDS": unreachable}, tmp_path, folder))
 
 
 @provokes("loss is nan", EXIT_FAILED)

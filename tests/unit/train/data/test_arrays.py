@@ -8,7 +8,7 @@ import pytest
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from train.data import arrays
-from train.data.ready import ready
+from train.data.shards import describe_ready
 
 IMAGES = np.arange(5 * 4 * 4 * 1, dtype=np.uint8).reshape(5, 4, 4, 1)
 LABELS = np.array([3, 1, 4, 1, 5], np.int64)
@@ -47,13 +47,15 @@ def test_what_is_found_is_what_was_written(tmp_path):
 
 
 def test_what_is_ready_is_reported_and_what_is_not_is_left_to_preparing(tmp_path):
-    assert "" == ready(tmp_path, "mnist", "memory")
+    assert "" == describe_ready(tmp_path, "mnist", "memory")
     written = write(tmp_path)
-    assert ready(tmp_path, "mnist", "memory").startswith("mnist 3.0.1: 5 examples to train, 2 to test, each [4, 4, 1]")
-    assert "" == ready(tmp_path, "mnist", "stream")
-    assert "" == ready(tmp_path, "nowhere:mine", "memory")
+    assert describe_ready(tmp_path, "mnist", "memory").startswith(
+        "mnist 3.0.1: 5 examples to train, 2 to test, each [4, 4, 1]"
+    )
+    assert "" == describe_ready(tmp_path, "mnist", "stream")
+    assert "" == describe_ready(tmp_path, "nowhere:mine", "memory")
     written.test.labels.path.write_bytes(b"")
-    assert "" == ready(tmp_path, "mnist", "memory")
+    assert "" == describe_ready(tmp_path, "mnist", "memory")
 
 
 def test_writing_again_replaces(tmp_path):

@@ -15,9 +15,9 @@ from cluster.system.files import sha256
 from cluster.system.json_files import read_json
 from train import program
 from train.config import TrainConfig
-from train.data import arrays, blocks, memory, sources
+from train.data import arrays, blocks, memory, sources, store
 from train.data.batches import BatchSlice, Replicas
-from train.data.prepare import sharding, store
+from train.data.prepare import sharding
 from train.telemetry import environment
 
 ARRAYS = TrainConfig(dataset="mnist")

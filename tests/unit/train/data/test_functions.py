@@ -13,7 +13,7 @@ from cluster.system.errors import RunFailed, UsageError
 from train.config import TrainConfig
 from train.data import own_dataset, sources
 from train.data.batches import BatchSlice, Replicas
-from train.data.function import epochs, random_access, record
+from train.data.function import calling, epochs, random_access
 from train.data.function.calling import Shard
 from train.data.function.examine import examine
 
@@ -265,7 +265,7 @@ def test_examples_are_counted_once_where_the_dataset_does_not_know(function, tmp
     name, folder = function(data), tmp_path / "data"
     assert ({"train": 10, "test": 4}, True) == ((found := examine(name, folder)).counts, found.counted)
     sizes["train"] = 12
-    assert found == examine(name, folder) == record.find(folder, name)
+    assert found == examine(name, folder) == calling.find(folder, name)
     assert 12 == examine(name, folder, fresh=True).counts["train"]
 
 

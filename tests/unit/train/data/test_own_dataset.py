@@ -14,7 +14,7 @@ import pytest
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from train.data import arrays, own_dataset
-from train.data.prepare import arrays as prepare
+from train.data.prepare import preparation as prepare
 
 ROOT = Path(__file__).parents[4]
 IMAGES = np.arange(48, dtype=np.uint8).reshape(3, 4, 4, 1)

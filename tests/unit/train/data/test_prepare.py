@@ -17,7 +17,7 @@ import pytest
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from tests import fast
 from train.data import arrays
-from train.data.prepare import arrays as prepare
+from train.data.prepare import preparation as prepare
 from train.data.prepare.download import SourceFile
 
 ROOT = Path(__file__).parents[4]
@@ -154,7 +154,7 @@ def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path):
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         import test_prepare
         from pathlib import Path
-        from train.data.prepare import store
+        from train.data import store
         def replace(source, target):
             os.kill(os.getpid(), signal.SIGKILL)
         store.os = type("os", (), {{"replace": replace}})

@@ -14,7 +14,7 @@ from cluster.system.ports import free_ports
 from train.config import TrainConfig
 from train.data import sources
 from train.data.batches import BatchSlice, Replicas
-from train.data.function import random_access, record, service
+from train.data.function import calling, random_access, service
 from train.data.function.examine import examine
 from train.data.function.service import Service
 from train.data.sources import Source
@@ -124,7 +124,7 @@ def test_data_workers_share_the_steps():
 def test_shards_of_two_data_workers_cover_the_steps(served):
     """Each worker's part, read here: every step once, from its own shards."""
     served.source("own_served:dataset")
-    known = record.find(served.tmp_path / "data", "own_served:dataset")
+    known = calling.find(served.tmp_path / "data", "own_served:dataset")
     seen: dict[int, Any] = {}
     for worker in range(2):
         prepare = service._by_shard(known, served.tmp_path, BatchSlice(8, 7), worker, 2)

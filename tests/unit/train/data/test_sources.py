@@ -11,7 +11,7 @@ import tensorflow as tf
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.json_files import read_json
 from train.config import TrainConfig
-from train.data import arrays, memory, sources
+from train.data import arrays, memory, sources, store
 from train.data.batches import BatchSlice, Replicas
 from train.data.prepare import sharding
 
@@ -135,7 +135,7 @@ def test_data_that_is_gone_is_asked_for_by_its_version(make_run, data_dir):
     run = make_run(workers=0)
     prepare(data_dir, "1", 1.0)
     sources.find(ARRAYS, data_dir, run)
-    arrays.folder_of(data_dir, "own:numbers", "1").rename(data_dir / "elsewhere")
+    store.path_of(data_dir, "arrays", "own:numbers", "1").rename(data_dir / "elsewhere")
     prepare(data_dir, "2", 2.0)
     with pytest.raises(PrerequisiteError, match="^own:numbers 1 is not prepared"):
         sources.find(ARRAYS, data_dir, run)

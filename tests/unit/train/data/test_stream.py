@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cluster.system.errors import UsageError
 from train.data import arrays, blocks, shards, stream
+from train.data import batches as batching
 from train.data.batches import BatchSlice, Replicas
 from train.data.prepare import sharding
 
@@ -236,7 +237,7 @@ def test_what_is_too_large_to_keep_is_read_again(numbers, monkeypatch):
         return False
 
     assert not second_pass_reads()
-    monkeypatch.setattr(stream, "EVAL_CACHE_BYTES", 6 * 4 * 8 - 1)
+    monkeypatch.setattr(batching, "EVAL_CACHE_BYTES", 6 * 4 * 8 - 1)
     assert second_pass_reads()
 
 

@@ -13,8 +13,8 @@ from tensorflow_datasets.core.download.download_manager import DownloadManager
 from cluster.system.errors import PrerequisiteError
 from train import presets
 from train.data import arrays, sources
-from train.data.prepare import table
-from train.data.prepare.tfds_dataset import VOCABULARY, WORDS, TfdsReviews, numbered
+from train.data.prepare import packaged
+from train.data.prepare.tfds_datasets import VOCABULARY, WORDS, TfdsReviews, numbered
 from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers
@@ -54,7 +54,7 @@ def test_a_preset_learns_from_a_table_of_the_same_form(tmp_path):
     rows = random.normal(size=(60, 30)) * np.logspace(-3, 3, 30)
     lines = ["60,30,malignant,benign", *(",".join(map(str, [*row, int(row[0] > 0)])) for row in rows)]
     (tmp_path / "table.csv").write_text("\n".join(lines) + "\n")
-    classes, splits = table.split(tmp_path / "table.csv")
+    classes, splits = packaged.split_table(tmp_path / "table.csv")
     assert ("malignant", "benign") == classes
     assert [(48, 30), (12, 30)] == [splits[name][0].shape for name in ("train", "test")]
     write(tmp_path, "breast_cancer", (classes, splits))
@@ -63,7 +63,7 @@ def test_a_preset_learns_from_a_table_of_the_same_form(tmp_path):
 
 
 def test_a_table_that_is_damaged_or_missing_is_fetched_again(tmp_path):
-    dataset = table.TableDataset("breast_cancer", "1.0.0", tmp_path)
+    dataset = packaged.PackagedDataset("breast_cancer", "1.0.0", tmp_path)
     with pytest.raises(PrerequisiteError, match="none there"):
         dataset.decode()
     (tmp_path / "sources").mkdir()

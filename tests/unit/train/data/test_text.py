@@ -9,9 +9,9 @@ import pytest
 
 from cluster.system.errors import PrerequisiteError
 from train.data import arrays, ngram
-from train.data.prepare import text
-from train.data.prepare.arrays import prepare
+from train.data.prepare import packaged
 from train.data.prepare.download import SourceFile
+from train.data.prepare.preparation import prepare
 
 TEXT = bytes(range(97, 123)) * 30
 
@@ -20,8 +20,8 @@ TEXT = bytes(range(97, 123)) * 30
 def short(monkeypatch):
     """Have the Jargon File be a short text."""
     file = SourceFile("jargon.dict", "", len(TEXT), hashlib.sha256(TEXT).hexdigest())
-    monkeypatch.setitem(text.TEXTS, "jargon_file", file)
-    monkeypatch.setattr(text.split, "__defaults__", (64,))
+    monkeypatch.setitem(packaged.FILES, "jargon_file", file)
+    monkeypatch.setattr(packaged.split_text, "__defaults__", (64,))
     return file
 
 
@@ -37,7 +37,7 @@ def test_only_the_trigrams_that_occur_take_memory():
 
 
 def test_labels_are_the_bytes_that_follow_and_splits_do_not_overlap():
-    splits = text.split(TEXT, 50)
+    splits = packaged.split_text(TEXT, 50)
     features = np.concatenate([splits[part][0].ravel() for part in ("train", "test")])
     labels = np.concatenate([splits[part][1].ravel() for part in ("train", "test")])
     assert features.tobytes() == TEXT[: len(features)]
@@ -47,7 +47,7 @@ def test_labels_are_the_bytes_that_follow_and_splits_do_not_overlap():
 
 @pytest.mark.slow
 def test_a_text_of_tfds_becomes_windows(monkeypatch, tmp_path):
-    from train.data.prepare.tfds_dataset import TfdsText
+    from train.data.prepare.tfds_datasets import TfdsText
 
     dataset = TfdsText("tiny_shakespeare", "1.0.0", tmp_path)
     (file,) = dataset.source_files()
@@ -91,9 +91,9 @@ def test_another_text_is_refused(short, tmp_path):
 
 
 def test_a_package_holds_the_text_compressed():
-    from train.data.prepare import debian
+    from train.data.prepare import download
 
-    assert TEXT == debian._original("jargon.dict", gzip.compress(TEXT))
+    assert TEXT == download._original("jargon.dict", gzip.compress(TEXT))
 
 
 def test_the_baseline_knows_what_follows_two_bytes():

@@ -15,7 +15,7 @@ from train import patches
 from train.config import TrainConfig
 from train.data import sources
 from train.data.batches import BatchSlice
-from train.data.prepare import arrays
+from train.data.prepare import preparation
 from train.loops import steps
 from train.loops.keras_fit import fit
 from train.loops.train_step import TrainStep, as_input
@@ -88,7 +88,7 @@ def trained(source: sources.Source, objective: objectives.Objective, micro_batch
 
 @pytest.fixture
 def source(own, tmp_path) -> sources.Source:
-    arrays.prepare("own_named:data", tmp_path)
+    preparation.prepare("own_named:data", tmp_path)
     return sources.find(config(), tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_a_model_whose_outputs_are_not_the_labels_is_refused(own, source, tmp_pa
 def test_data_whose_names_do_not_fit_is_refused(own, tmp_path, wrong):
     vars(own)["data"] = lambda: data() | wrong
     with pytest.raises(UsageError, match="^dataset own_named:data"):
-        arrays.prepare("own_named:data", tmp_path)
+        preparation.prepare("own_named:data", tmp_path)
 
 
 def test_a_best_metric_that_no_evaluation_has_is_refused_before_anything_starts(source, tmp_path):

@@ -15,7 +15,7 @@ from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.data import sources
 from train.data.batches import BatchSlice
-from train.data.prepare import arrays
+from train.data.prepare import preparation
 from train.loops import steps
 from train.loops.keras_fit import fit
 from train.loops.train_step import TrainStep
@@ -75,7 +75,7 @@ def config(**more: Any) -> TrainConfig:
 
 @pytest.mark.usefixtures("own")
 def test_a_language_model_is_tried_trained_and_evaluated_by_metrics_of_its_own(tmp_path):
-    arrays.prepare("own_words:data", tmp_path)
+    preparation.prepare("own_words:data", tmp_path)
     options = argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1)
     preflight.check(config(), options)
     source, strategy = sources.find(config(), tmp_path), tf.distribute.OneDeviceStrategy("/CPU:0")
@@ -131,7 +131,7 @@ def test_a_train_step_that_would_not_be_called_is_refused(own):
 
 @pytest.mark.usefixtures("own")
 def test_fit_gives_the_loss_and_the_score_of_the_custom_loop_on_tokens(tmp_path):
-    arrays.prepare("own_words:data", tmp_path)
+    preparation.prepare("own_words:data", tmp_path)
     source = sources.find(config(), tmp_path)
     objective = objectives.of(config(metrics=""), classifies=True, predicts_text=False)
     keras.utils.set_random_seed(1)

@@ -9,7 +9,7 @@ from cluster.contract import spec
 from cluster.host.launch import configuration
 from cluster.system.errors import TimedOut, UsageError
 from train.config import Optimizer, TrainConfig
-from train.data.prepare import arrays
+from train.data.prepare import preparation
 
 PARTS = """
 import sys, time
@@ -47,7 +47,7 @@ def check(tmp_path, monkeypatch) -> Callable[..., None]:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own_tried.py").write_text(PARTS)
     monkeypatch.syspath_prepend(tmp_path / "own")
-    arrays.prepare("own_tried:data", tmp_path / "data")
+    preparation.prepare("own_tried:data", tmp_path / "data")
 
     def of(model: str, loss: str = "own_tried:each", optimizer: str = "adam", workers: int = 0) -> None:
         settings = Optimizer(optimizer)

@@ -19,7 +19,7 @@ from tensorflow import keras
 
 from cluster.system.errors import UsageError
 from train.config import Optimizer, TrainConfig
-from train.data.prepare import arrays
+from train.data.prepare import preparation
 from train.startup import preflight
 
 layers = keras.layers
@@ -79,7 +79,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     def of(model: str, replicas: int = 1, largest: int = 9, **more: Any) -> None:
         split = np.array([[0, 1], [largest, 3]]), np.array([0, 1])
         module.data = lambda: {"train": split, "test": split}
-        arrays.prepare("tried_parts:data", tmp_path)
+        preparation.prepare("tried_parts:data", tmp_path)
         config = TrainConfig(
             dataset="tried_parts:data", model=f"tried_parts:{model}", optimizer=Optimizer("adam"), **more
         )

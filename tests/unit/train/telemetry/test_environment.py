@@ -3,9 +3,9 @@
 import getpass
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 from cluster.system.json_files import read_json, write_json
-from train.data.sources import Source
 from train.telemetry import environment
 
 
@@ -27,7 +27,7 @@ def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch):
 def test_the_manifest_gets_the_data_and_the_environment(make_run):
     run = make_run(workers=0)
     write_json(run.manifest, {"schema": 1})
-    source = Source("3.0.1", (), 1, True, (2,), (), 1, 1, lambda: None, lambda: None, files={Path("train.bin"): "ab"})
+    source = SimpleNamespace(version="3.0.1", arrays=None, files={Path("train.bin"): "ab"}, made_from={})
     environment.record(run, "fashion_mnist", source)
     manifest = read_json(run.manifest)
     assert 1 == manifest["schema"]

@@ -28,6 +28,16 @@ def slug(name: str) -> str:
     return name.replace(":", "-").replace("/", "-")
 
 
+def path_of(data_dir: Path, kind: str, name: str, version: str) -> Path:
+    """Return the path of one version of a dataset: `<data_dir>/<kind>/<name>-<version>`, which may not exist."""
+    return data_dir / kind / f"{slug(name)}-{version}"
+
+
+def pointer_of(data_dir: Path, kind: str, name: str) -> Path:
+    """Return the file that names the newest version of a dataset, `<data_dir>/<kind>/<name>.json`."""
+    return data_dir / kind / f"{slug(name)}.json"
+
+
 def check_sizes(expected: Mapping[Path, tuple[int, str]], again: str) -> None:
     """Compare the sizes of files with the expected ones, in bytes, each with a reason."""
     for path, (size_bytes, why) in expected.items():

@@ -7,8 +7,8 @@ Sources of a TFDS dataset, in order:
     4. Debian's package (Fashion-MNIST, the Jargon File, the table of breast cancers).
 Files from 3 and 4 must have the sha256 that TFDS records, and TFDS builds the dataset from them.
 
-Texts (`train.data.prepare.text`) and tables (`train.data.prepare.table`) are not in TFDS: source 3 does not apply, and
-the sha256 is recorded there.
+The datasets of `train.data.prepare.packaged` are not in TFDS: source 3 does not apply, and their sha256 is recorded
+there.
 
 A user's dataset, `package.module:function`, has one source: the function, which is called every time.
 """
@@ -27,27 +27,30 @@ from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
 from cluster.system.terminal import print_lines
 from train import named
-from train.data import arrays
-from train.data.prepare import debian, download, store
+from train.data import arrays, store
+from train.data.prepare import download
 from train.data.prepare.download import SourceFile
 
 if TYPE_CHECKING:
-    import numpy as np
+    from train.data.prepare.packaged import Decoded
 
 NEEDED_BYTES = 400_000_000
 """Required free disk space: Fashion-MNIST takes 90 MB, and 300 MB more while it is prepared."""
 
 Say = Callable[[str], None]
 Fetch = Callable[[str, Sequence[SourceFile], Path, Say], None]
-FETCHERS: Mapping[str, Fetch] = {"TFDS download": download.fetch, "Debian package": debian.fetch}
+FETCHERS: Mapping[str, Fetch] = {
+    "TFDS download": download.fetch_from_tfds,
+    "Debian package": download.fetch_from_debian,
+}
 
 
 class Dataset(Protocol):
-    """Interface of datasets such as `train.data.prepare.tfds_dataset.TfdsDataset`."""
+    """Interface of datasets such as `train.data.prepare.tfds_datasets.TfdsDataset`."""
 
     def source_files(self) -> tuple[SourceFile, ...]: ...
     def build(self, sources: Path, scratch: Path) -> None: ...
-    def decode(self) -> tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]: ...
+    def decode(self) -> Decoded: ...
     def files(self) -> tuple[Path, ...]: ...
 
 
@@ -107,7 +110,7 @@ def _prepare_own(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
             # Damaged arrays are written again.
             with contextlib.suppress(PrerequisiteError, RunFailed):
                 array_set = arrays.find(data_dir, name, dataset.version)
-                store.write_pointer(arrays.pointer_of(data_dir, name), dataset.version, scratch)
+                store.write_pointer(store.pointer_of(data_dir, "arrays", name), dataset.version, scratch)
                 return array_set
         store.check_space(data_dir, dataset.size_bytes)
         return arrays.write(
@@ -133,7 +136,7 @@ def _prepare(
     say(f"preparing {name} {version} in {data_dir}")
     dataset = open_dataset(name, version, data_dir)
     with store.scratch_folder(data_dir / f".{name}.partial") as scratch:
-        folder = arrays.folder_of(data_dir, name, version)
+        folder = store.path_of(data_dir, "arrays", name, version)
         source, (classes, splits) = _decode_first(name, dataset, fetchers, scratch, folder)
         source_files = {str(path.relative_to(data_dir)): sha256(path) for path in dataset.files()}
         array_set = arrays.write(
@@ -148,7 +151,7 @@ def _prepare(
 
 def _decode_first(
     name: str, dataset: Dataset, fetchers: Mapping[str, Fetch], scratch: Path, folder: Path
-) -> tuple[str, tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]]:
+) -> tuple[str, Decoded]:
     """Return the first source that works, and the decoded dataset."""
     attempts: dict[str, Fetch | None] = {"TFDS dataset in place": None, **fetchers}
     failures = []
@@ -180,15 +183,11 @@ def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
 
 
 def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:
-    from train.data.prepare import table, text  # imports NumPy
+    from train.data.prepare import packaged  # imports NumPy
 
-    if name in text.TEXTS:
-        return text.TextDataset
-    if name in table.TABLES:
-        return table.TableDataset
+    if name in packaged.FILES:
+        return packaged.PackagedDataset
     with quiet.imports():  # imports TensorFlow
-        from train.data.prepare.tfds_dataset import TfdsDataset, TfdsReviews, TfdsText
+        from train.data.prepare.tfds_datasets import TfdsDataset, TfdsReviews, TfdsText
 
-    if name in text.TFDS_TEXTS:
-        return TfdsText
-    return TfdsReviews if name == "imdb_reviews" else TfdsDataset
+    return {"tiny_shakespeare": TfdsText, "imdb_reviews": TfdsReviews}.get(name, TfdsDataset)
