@@ -1,9 +1,13 @@
-"""From a model and a configuration to the blocks of each stage; the same in every task."""
+"""Cuts a model into stages by its configuration, the same in every task, and finds what a call of each stage uses.
+
+Keras knows which layer created a variable, but not which layers read it: an output layer can multiply by the weights of
+the embedding. So each stage is traced once, with zeros for variables.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +18,52 @@ from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
-from train.model import masks, optimizers
-from train.pipeline import blocks, measure, parts, schedule
-from train.pipeline.blocks import ModelBlock
+from train.model import layer_state, masks, optimizers
+from train.patches import placed_seeds
+from train.pipeline import model_blocks, schedule
+from train.pipeline.model_blocks import ModelBlock
 from train.pipeline.partition import Block, Plan, Stage, limit, partition
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage of a model.
+
+    Attributes:
+        model: the model of the stage, with layers and variables of the whole model.
+        used: variables of the whole model that it has or reads, in the order of the whole model.
+        changed: variables that it assigns in training, such as averages of batch normalization.
+        drawn: number of seeds that a forward of all earlier stages draws from each generator, by its `id`.
+        regularized: variables whose regularizers count here, by `id`: the first of several stages adds them.
+    """
+
+    model: keras.Model
+    used: list[keras.Variable]
+    changed: list[keras.Variable]
+    drawn: Mapping[int, int]
+    regularized: frozenset[int]
+
+    @property
+    def trained(self) -> list[keras.Variable]:
+        """Its trainable variables."""
+        return [variable for variable in self.used if variable.trainable]
+
+    def losses(self) -> list[tf.Tensor]:
+        """Return the losses that the model's last call added, and those of its regularizers."""
+        weights = self._regularized_weights
+        terms = self.model.losses
+        added = len(terms) - len(weights)  # Keras lists those of regularizers last
+        pairs = zip(terms[added:], weights, strict=True)
+        return terms[:added] + [term for term, weight in pairs if id(weight) in self.regularized]
+
+    def penalty(self) -> float:
+        """Return the sum of the regularizers that count here, for the present weights."""
+        weights = [weight for weight in self._regularized_weights if id(weight) in self.regularized]
+        return sum(float(weight.regularizer(weight)) for weight in weights)
+
+    @property
+    def _regularized_weights(self) -> list[keras.Variable]:
+        return [weight for weight in self.model.trainable_weights if weight.regularizer is not None]
 
 
 @dataclass(frozen=True)
@@ -25,7 +71,7 @@ class Cut:
     """A model in stages.
 
     Attributes:
-        blocks: the model's blocks, from `blocks.chain`.
+        blocks: the model's blocks, from `model_blocks.split`.
         costs: the cost of each block.
         plan: how the stages run.
         stages: the blocks of each stage.
@@ -36,7 +82,7 @@ class Cut:
     costs: list[Block]
     plan: Plan
     stages: list[Stage]
-    parts: list[parts.Part]
+    parts: list[Part]
 
 
 def find(
@@ -57,29 +103,29 @@ def find(
         layers: the first layer of each stage but the first; None for those of the configuration.
         pipelines: number of pipelines that share each global batch.
     """
-    chain, pipeline = blocks.chain(model), config.pipeline
+    blocks, pipeline = model_blocks.split(model), config.pipeline
     if masks.of(model.outputs[0]) is not None:
         raise UsageError(
             f"--stages {stages}: a mask reaches the output of {model.layers[-1].name!r}, and no stage knows the "
             "unmasked positions of the whole batch; leave the mask out, or use another strategy"
         )
     names = [name.strip() for name in pipeline.cut.split(",") if name.strip()] if layers is None else layers
-    _check_chain(model, chain, stages, names)
+    _check_blocks(model, blocks, stages, names)
     plan = Plan(stages, pipeline.schedule, config.micro_batches, pipeline.remat, memory_bytes)
     copies = _slots(config) + (config.micro_batches > 1)  # a gradient, and the sum of the previous ones
     micro_batch = config.global_batch // (pipelines * config.micro_batches)
-    costs = blocks.estimate(chain, micro_batch, copies)
+    costs = model_blocks.estimate(blocks, micro_batch, copies)
     if len(seconds) == len(costs):
         costs = [dataclasses.replace(cost, seconds=measured) for cost, measured in zip(costs, seconds, strict=True)]
     chosen = partition(costs, plan, names)
-    built = parts.build(model, [chain[stage.first : stage.last] for stage in chosen], micro_batch)
-    parts.check(built, remat=pipeline.remat, asynchronous=pipeline.schedule == "pipedream", pipelines=pipelines)
-    return Cut(chain, costs, plan, chosen, built)
+    built = build_parts(model, [blocks[stage.first : stage.last] for stage in chosen], micro_batch)
+    check_parts(built, remat=pipeline.remat, asynchronous=pipeline.schedule == "pipedream", pipelines=pipelines)
+    return Cut(blocks, costs, plan, chosen, built)
 
 
 def cut(
     model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None, pipelines: int = 1
-) -> list[parts.Part]:
+) -> list[Part]:
     """Return the model's stages as planned, according to the record of the run; see `find`."""
     planned = records.read(run.stages, records.stages, None) if run else None
     if planned is None and config.pipeline.partition_by == "measured":
@@ -107,13 +153,14 @@ def describe(
         record: the record of an earlier generation, whose measured times remain valid; None if there is none.
     """
     measured = config.pipeline.partition_by == "measured"
-    conditions = measure.conditions(config) | {"pipelines": str(pipelines)}
+    conditions = model_blocks.conditions(config) | {"pipelines": str(pipelines)}
     seconds: list[float] = []
     if measured:
         find(model, config, stages, pipelines=pipelines)  # fails before measuring if the model cannot be cut
         still_valid = record and record["measured_for"] == conditions
         micro_batch = config.global_batch // (pipelines * config.micro_batches)
-        seconds = record["seconds"] if still_valid else measure.block_seconds(blocks.chain(model), micro_batch)
+        blocks = model_blocks.split(model)
+        seconds = record["seconds"] if still_valid else model_blocks.block_seconds(blocks, micro_batch)
     result = find(model, config, stages, memory_bytes=memory_bytes, seconds=seconds, pipelines=pipelines)
     return {
         "partition_by": config.pipeline.partition_by,
@@ -148,12 +195,12 @@ def _describe(result: Cut, stage: Stage) -> dict[str, Any]:
     }
 
 
-def _check_chain(model: keras.Model, chain: Sequence[ModelBlock], stages: int, names: Sequence[str]) -> None:
-    borders = {block.names[0] for block in chain}
+def _check_blocks(model: keras.Model, blocks: Sequence[ModelBlock], stages: int, names: Sequence[str]) -> None:
+    borders = {block.names[0] for block in blocks}
     inside = [name for name in names if name not in borders]
-    places = [blocks.crossing(model, name) for name in inside]
-    if stages > len(chain) == 1:
-        places.append(blocks.crossing(model))
+    places = [model_blocks.crossing(model, name) for name in inside]
+    if stages > len(blocks) == 1:
+        places.append(model_blocks.crossing(model))
     for layer, makers in filter(None, places):
         crossed = f"the outputs of {' and '.join(repr(name) for name in makers)} cross the cut before {layer!r}"
         option = f"--cut {layer!r}" if layer in inside else f"--stages {stages}"
@@ -166,3 +213,96 @@ def _slots(config: TrainConfig) -> int:
     optimizer = optimizers.build(config)
     optimizer.build([weight])
     return sum(tuple(variable.shape) == (2, 3) for variable in optimizer.variables)
+
+
+# What a stage uses
+
+
+def build_parts(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micro_batch: int) -> list[Part]:
+    """Build the parts of a model from the blocks of its stages, for `micro_batch` examples."""
+    parts, drawn, seen = [], dict[int, int](), set[int]()
+    for number, blocks in enumerate(stages):
+        model = model_blocks.stage_model(blocks, number)
+        before, (read, changed, graph) = dict(drawn), _observe(model, micro_batch, drawn)
+        for name in layer_state.assigned(layer_state.tensorflow_variables(model), graph):
+            raise UsageError(
+                f"--strategy pipeline: a forward assigns {name}, a tf.Variable; make it with "
+                "add_weight(trainable=False)"
+            )
+        stage_ids = {id(variable) for variable in model.variables}
+        used, assigned = (
+            [variable for variable in whole.variables if id(variable) in ids] for ids in (read | stage_ids, changed)
+        )
+        parts.append(Part(model, used, assigned, before, frozenset(stage_ids - seen)))
+        seen |= stage_ids
+    return parts
+
+
+def check_parts(parts: Sequence[Part], *, remat: bool, asynchronous: bool, pipelines: int) -> None:
+    """Check that training in stages gives the results of one device."""
+    changed = [variable for part in parts for variable in part.changed]
+    if changed and remat:
+        raise UsageError(
+            f"--remat: a forward changes {changed[0].path!r}, and would change it twice for each micro-batch; leave "
+            "--remat out"
+        )
+    if changed and pipelines > 1:
+        raise UsageError(
+            f"--workers for {pipelines} pipelines: a forward changes {changed[0].path!r}, which would differ between "
+            "them; use one pipeline"
+        )
+    for variable, numbers in shared(parts):
+        layers = " and ".join(repr(_user(parts[number].model, variable)) for number in numbers)
+        if any(variable is other for other in changed):
+            raise UsageError(
+                f"--strategy pipeline: a forward changes {variable.path!r}, which {layers} use in different stages; "
+                "use --cut to keep them in one stage"
+            )
+        if variable.trainable and asynchronous:
+            raise UsageError(
+                f"--schedule pipedream: {layers} use {variable.path!r} in different stages, and no stage waits for "
+                "another's gradient; use --schedule 1f1b"
+            )
+
+
+def shared(parts: Sequence[Part]) -> list[tuple[keras.Variable, list[int]]]:
+    """Return the variables that several stages use, and the numbers of those stages."""
+    users: dict[int, list[int]] = {}
+    for number, part in enumerate(parts):
+        for variable in part.used:
+            users.setdefault(id(variable), []).append(number)
+    used = {id(variable): variable for part in parts for variable in part.used}
+    return [(used[key], numbers) for key, numbers in users.items() if len(numbers) > 1]
+
+
+class _Reads(keras.StatelessScope):
+    """Records which variables are read and assigned, and reads variables without a value as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(initialize_variables=False)
+        self.read: set[int] = set()
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        self.read.add(id(variable))
+        if (assigned := super().get_current_value(variable)) is not None:
+            return assigned
+        return tf.zeros(variable.shape, variable.dtype) if variable._value is None else None
+
+
+def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tuple[set[int], set[int], Any]:
+    """Call a model in a graph, count its draws, and return the ids of variables it reads and assigns, and the graph."""
+    graph = tf.__internal__.FuncGraph("observed")
+    with graph.as_default(), _Reads() as scope:
+        zero = tf.zeros([], tf.int64)
+        with placed_seeds.random_place(zero, zero, zero, drawn) as place:
+            model(tf.zeros([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype), training=True)
+        drawn |= place.drawn
+    return scope.read, set(scope.state_mapping), graph
+
+
+def _user(model: keras.Model, variable: keras.Variable) -> str:
+    """Return the name of the first layer of a stage that uses a variable."""
+    for layer in model.layers:
+        if any(variable is other for other in layer.variables):
+            return str(layer.name)
+    return str(model.name)

@@ -19,10 +19,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Task
 from train.config import TrainConfig
 from train.patches import optimizer_averages
-from train.pipeline import blocks
-from train.pipeline.cut import cut
-from train.pipeline.measure import release
-from train.pipeline.parts import Part, shared
+from train.pipeline.cut import Part, cut, shared
+from train.pipeline.model_blocks import release, with_shape
 from train.saving.joint import Joint
 
 
@@ -67,7 +65,7 @@ class Division:
             feature_shape: shape of an example; None for the one that the model declares.
         """
         model, created = without_values(new_model)
-        shaped = blocks.with_shape(model, feature_shape)
+        shaped = with_shape(model, feature_shape)
         self.parts = cut(shaped, self._config, self.stages, self._run, self.pipelines)
         for number, part in enumerate(self.parts):
             for variable in part.used:

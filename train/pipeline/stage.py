@@ -22,9 +22,9 @@ import tensorflow as tf
 from train.loops.train_step import never_inlined
 from train.model.layer_state import LayerState
 from train.patches import placed_seeds
+from train.pipeline.cut import Part
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
 from train.pipeline.marks import Marks
-from train.pipeline.parts import Part
 from train.pipeline.schedule import Action, Instruction
 
 Features = Callable[[tf.Tensor], tf.Tensor]

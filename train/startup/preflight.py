@@ -115,9 +115,9 @@ def _stages(
     import tensorflow as tf
 
     from train import patches
-    from train.pipeline.blocks import with_shape
     from train.pipeline.cut import describe
     from train.pipeline.division import without_values
+    from train.pipeline.model_blocks import with_shape
     from train.strategy import policy
 
     patches.apply()

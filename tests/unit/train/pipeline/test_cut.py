@@ -10,7 +10,7 @@ from cluster.system.json_files import write_json
 from train import patches
 from train.config import Optimizer, Pipeline, TrainConfig, Transformer
 from train.model.transformer import transformer_lm
-from train.pipeline import blocks, cut, measure
+from train.pipeline import cut, model_blocks
 
 SIZE = {"layers": 2, "width": 8, "heads": 2}
 CONFIG = TrainConfig(model="transformer_lm", global_batch=8, micro_batches=4, transformer=Transformer(**SIZE))
@@ -86,7 +86,7 @@ def test_recomputing_activations_needs_less_memory():
 
 def test_attention_counts_its_scores():
     def attention(tokens):
-        estimated = blocks.estimate(blocks.chain(transformer_lm((tokens,), 11, **SIZE)), 2, 2)
+        estimated = model_blocks.estimate(model_blocks.split(transformer_lm((tokens,), 11, **SIZE)), 2, 2)
         return next(block for block in estimated if "layer_0_attention" in block.layers)
 
     short, long = attention(64), attention(128)
@@ -109,8 +109,8 @@ def layers_of(part):
 
 def test_measured_times_choose_the_cut_and_are_kept(monkeypatch, tmp_path):
     model, measured = new_model(), config(partition_by="measured")
-    count = len(blocks.chain(model))
-    monkeypatch.setattr(measure, "block_seconds", lambda *_: [9.0] + [1.0] * (count - 1))
+    count = len(model_blocks.split(model))
+    monkeypatch.setattr(model_blocks, "block_seconds", lambda *_: [9.0] + [1.0] * (count - 1))
     described = cut.describe(model, measured, 2)
     assert ["embedding"] == described["stages"][0]["layers"]
     assert [9.0, count - 1] == [stage["cost"] for stage in described["stages"]]
@@ -119,7 +119,7 @@ def test_measured_times_choose_the_cut_and_are_kept(monkeypatch, tmp_path):
     run.create()
     write_json(run.stages, described["record"])
     kept = records.read(run.stages, records.stages)
-    monkeypatch.setattr(measure, "block_seconds", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(model_blocks, "block_seconds", lambda *_: pytest.fail("measured again"))
     assert described == cut.describe(model, measured, 2, record=kept)
     assert ["embedding"] == layers_of(cut.cut(model, measured, 2, run)[0])
     scaled = cut.cut(model, measured, 3, run)
@@ -135,11 +135,11 @@ def test_a_measured_cut_without_its_record_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_every_block_takes_time_and_equal_ones_are_measured_once(monkeypatch):
-    chain = blocks.chain(new_model())
+    chain = model_blocks.split(new_model())
     measured = []
-    actual = measure._seconds
-    monkeypatch.setattr(measure, "_seconds", lambda block, size: measured.append(block) or actual(block, size))
-    seconds = measure.block_seconds(chain, 2)
+    actual = model_blocks._seconds
+    monkeypatch.setattr(model_blocks, "_seconds", lambda block, size: measured.append(block) or actual(block, size))
+    seconds = model_blocks.block_seconds(chain, 2)
     assert len(chain) == len(seconds)
     assert all(each > 0 for each in seconds)
     assert len(measured) < len(chain)
@@ -179,9 +179,9 @@ def test_a_model_that_leaves_a_size_open_is_cut_for_the_size_of_its_data():
     model = keras.Model(inputs, dense("last", 11)(hidden))
     with pytest.raises(UsageError):
         cut.find(model, config(), 2)
-    found = cut.find(blocks.with_shape(model, (6,)), config(), 2)
+    found = cut.find(model_blocks.with_shape(model, (6,)), config(), 2)
     assert [(None, 6, 8), (None, 6, 11)] == [part.model.outputs[0].shape for part in found.parts]
 
 
 def test_conditions_are_texts():
-    assert all(isinstance(value, str) for value in measure.conditions(CONFIG).values())
+    assert all(isinstance(value, str) for value in model_blocks.conditions(CONFIG).values())

@@ -9,7 +9,8 @@ from train import patches
 from train.loops.train_step import never_inlined
 from train.model.transformer import transformer_lm
 from train.patches import placed_seeds
-from train.pipeline import blocks, parts, schedule
+from train.pipeline import cut as cutting
+from train.pipeline import model_blocks, schedule
 from train.pipeline.edges import LocalEdges
 from train.pipeline.partition import Plan, partition
 from train.pipeline.stage import Stage, add
@@ -94,14 +95,14 @@ def of_one_device(task, step=0):
 
 
 def of_stages(task, number, name, remat=False, step=0, cut=()):
-    chain = blocks.chain(task.model)
-    found = partition(blocks.estimate(chain, MICRO, 2), Plan(number), cut)
+    chain = model_blocks.split(task.model)
+    found = partition(model_blocks.estimate(chain, MICRO, 2), Plan(number), cut)
     edges, gradients = LocalEdges(), {}
 
     def update(at):
         return lambda sums, _micro_batch: gradients.update({at: sums}) or tf.zeros([])
 
-    built = parts.build(task.model, [chain[each.first : each.last] for each in found], MICRO)
+    built = cutting.build_parts(task.model, [chain[each.first : each.last] for each in found], MICRO)
     stages = [
         Stage(
             built[each.number],
@@ -161,15 +162,15 @@ def test_random_layers_drop_by_step_and_micro_batch():
 
 def test_stage_models_have_the_variables_of_the_model_in_order():
     model = new_model()
-    chain = blocks.chain(model)
+    chain = model_blocks.split(model)
     assert len(chain) == 7
-    stages = [blocks.stage_model(part, at) for at, part in enumerate((chain[:2], chain[2:5], chain[5:]))]
+    stages = [model_blocks.stage_model(part, at) for at, part in enumerate((chain[:2], chain[2:5], chain[5:]))]
     own = [id(variable) for stage in stages for variable in stage.trainable_variables]
     assert own == [id(variable) for variable in model.trainable_variables]
 
 
 def test_a_residual_block_is_never_cut():
-    names = [block.names for block in blocks.chain(new_model())]
+    names = [block.names for block in model_blocks.split(new_model())]
     assert ("layer_0_attention_norm", "layer_0_attention", "layer_0_attention_add") in names
 
 
@@ -185,16 +186,16 @@ def test_only_a_layer_without_state_can_be_called_in_several_blocks(kind, expect
     inputs = keras.Input((4,))
     middle = keras.layers.Dense(4, name="middle")(keras.layers.Dense(4, name="first")(shared(inputs)))
     outputs = keras.layers.Dense(2, name="last")(shared(middle))
-    assert expected == [block.names for block in blocks.chain(keras.Model(inputs, outputs))]
+    assert expected == [block.names for block in model_blocks.split(keras.Model(inputs, outputs))]
 
 
 def of_pipedream(task, number):
     """Return the weights after one step of PipeDream on `number` stages within this process."""
-    chain = blocks.chain(task.model)
-    found = partition(blocks.estimate(chain, MICRO, 1), Plan(number))
+    chain = model_blocks.split(task.model)
+    found = partition(model_blocks.estimate(chain, MICRO, 1), Plan(number))
     edges = LocalEdges()
 
-    built = parts.build(task.model, [chain[each.first : each.last] for each in found], MICRO)
+    built = cutting.build_parts(task.model, [chain[each.first : each.last] for each in found], MICRO)
 
     def stage_of(each):
         model = built[each.number].model
@@ -234,9 +235,9 @@ def of_pipedream(task, number):
 
 def simulated_pipedream(task, number):
     """Return the same from one micro-batch after the other, with copies of the weights as old as they were there."""
-    chain = blocks.chain(task.model)
-    found = partition(blocks.estimate(chain, MICRO, 1), Plan(number))
-    models = [blocks.stage_model(chain[each.first : each.last], each.number) for each in found]
+    chain = model_blocks.split(task.model)
+    found = partition(model_blocks.estimate(chain, MICRO, 1), Plan(number))
+    models = [model_blocks.stage_model(chain[each.first : each.last], each.number) for each in found]
     variables = [variable.value for model in models for variable in model.trainable_variables]
     stage_of = [at for at, model in enumerate(models) for _ in model.trainable_variables]
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
