@@ -82,8 +82,6 @@ def problems(case: Case, found: dict[str, Any]) -> list[str]:
     bounds = {"weights": WEIGHTS, "optimizer": OPTIMIZER}
     wrong = [f"other bits than its twin: {', '.join(found['bits'][:5])}"] if found["bits"] else []
     for name, value in found.items():
-        if half and name == "weights" and case.optimizer == "lion":
-            continue  # each update is a sign, which rounding changes; its momentum is compared
         apart = max(value.values(), default=0.0) if isinstance(value, dict) else value
         if name.startswith(("losses", "scores", "eval", "weights", "optimizer")):
             bound = HALF if half else bounds.get(name, EVALUATIONS if name.startswith("eval") else LOSSES)

@@ -192,11 +192,16 @@ class Actions:
 
     def check_resumable(self, run: RunFolder, *, may_run: bool) -> None:
         """Check that a run can be resumed, unless it has processes."""
-        try:
-            planning.plan(Request(resume=run.name, runtime="local", tensorboard_port="0"))
-        except UsageError as error:
-            if not (may_run and "in progress" in str(error) and supervisor.processes_left(run)):
-                raise AssertionError(f"{run.name} is not resumable: {error}") from error
+        for may_end in (may_run, False):  # between the plan and the look for its processes
+            try:
+                planning.plan(Request(resume=run.name, runtime="local", tensorboard_port="0"))
+            except UsageError as error:
+                if may_run and "in progress" in str(error) and supervisor.processes_left(run):
+                    return
+                if not may_end:
+                    raise AssertionError(f"{run.name} is not resumable: {error}") from error
+            else:
+                return
 
     def folders(self) -> list[RunFolder]:
         """Return the folders in the runs folder."""

@@ -63,6 +63,8 @@ class TrainStep:
     num_replicas: int
     micro_batches: int = 1
     """Parts of a replica's batch, computed sequentially."""
+    unrolled: bool = False
+    """Whether the graph has each micro-batch once, instead of a loop."""
     as_function: bool = False
     """Whether forward and backward are separate functions, which give the same bits as a stage of a pipeline: where a
     value has several uses, TensorFlow adds up its gradients in another order in a function than in a tape. It costs
@@ -227,6 +229,10 @@ class TrainStep:
         def body(micro_batch: tf.Tensor, total: Any) -> Any:
             return run(function, (total, micro_batch, *args))
 
+        if self.unrolled:
+            for micro_batch in range(self.micro_batches):
+                start = body(tf.constant(micro_batch, tf.int64), start)
+            return start
         return repeat(tf.constant(self.micro_batches, tf.int64), body, start, parallel=1)
 
 

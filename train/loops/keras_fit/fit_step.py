@@ -41,7 +41,9 @@ class MicroBatches:
         replicas = 1 if context.asynchronous else replicas
         alone = replicas == 1 and not context.asynchronous
         parts = model, policy, context.objective, config.global_batch
-        self._step = TrainStep(*parts, replicas, config.micro_batches, as_function=alone)
+        # Loops of several replicas that read the same variables of one device wait for each other indefinitely.
+        central = isinstance(context.strategy, tf.distribute.experimental.CentralStorageStrategy)
+        self._step = TrainStep(*parts, replicas, config.micro_batches, unrolled=central, as_function=alone)
         self._means = [keras.metrics.Mean(name) for name in ("loss", context.objective.score_name)]
         self._separate = not context.asynchronous  # see `separate_steps`
         model.train_step = self._train
