@@ -72,7 +72,7 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         summed_gradients.take_summed_gradients(self.policy.optimizer)
-        central_storage.let_replicas_assign(self.model)
+        central_storage.let_replicas_assign([*self.model.variables, *self.policy.optimizer.variables])
 
     @functools.cached_property
     def state(self) -> LayerState:

@@ -38,7 +38,6 @@ class Training:
         with context.strategy.scope():
             batch_normalization.synchronize_batch_normalization(model, context.strategy.num_replicas_in_sync)
             if not is_legacy() and context.strategy.num_replicas_in_sync > 1:
-                central_storage.let_replicas_assign(model)
                 for variable in variables_of(model):
                     layer_aggregation.aggregate(variable)  # as `LayerState` does in the custom loop
         state = CallbackState() if context.config.callbacks else None
@@ -49,6 +48,8 @@ class Training:
         self._checkpoint = context.new_checkpoint(self._policy, state)
         self._first = context.restore(self._checkpoint)
         self._report = Report(context, self._first, self._policy)
+        if not is_legacy():
+            central_storage.let_replicas_assign([*model.variables, *optimizer.variables])
         with context.strategy.scope():
             micro_batches = MicroBatches(context, self._policy) if context.config.micro_batches > 1 else None
             if not micro_batches and not context.asynchronous:  # there Keras logs whole epochs only
