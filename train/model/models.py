@@ -13,46 +13,15 @@ from tensorflow import keras  # Keras 3, or tf_keras if `--loop fit` needs it
 from cluster.system.errors import UsageError, nearest
 from train import named
 from train.config import TrainConfig
-from train.model import inputs
-from train.model.resnet import resnet20, resnet50
-from train.model.transformer import transformer_lm
+from train.model import architectures, inputs
 from train.named import Named
 from train.settings import references
 
-
-def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:
-    """Return the two-conv CNN of TensorFlow's distributed-training tutorials.
-
-    Source: https://www.tensorflow.org/tutorials/distribute/custom_training
-
-    Args:
-        image_shape: (height, width, channels).
-
-    Returns:
-        A model from pixels `[B, H, W, C]` of 0 to 255, any numeric dtype, to logits `[B, num_classes] float32`.
-    """
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input(image_shape, dtype="float32", name="image"),
-            layers.Rescaling(1 / 255),  # inside the model: a served model takes raw pixels
-            layers.Conv2D(32, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Conv2D(64, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Flatten(),
-            layers.Dense(64, activation="relu"),
-            layers.Dense(num_classes, dtype="float32", name="logits"),  # in full precision under any policy
-        ],
-        name="two_conv_cnn",
-    )
-
-
 MODELS: dict[str, Callable[..., Any]] = {
-    "two_conv_cnn": two_conv_cnn,
-    "resnet20": resnet20,
-    "resnet50": resnet50,
-    "transformer_lm": transformer_lm,
+    "two_conv_cnn": architectures.two_conv_cnn,
+    "resnet20": architectures.resnet20,
+    "resnet50": architectures.resnet50,
+    "transformer_lm": architectures.transformer_lm,
 }
 
 

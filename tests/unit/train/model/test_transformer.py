@@ -9,7 +9,7 @@ import tensorflow as tf
 from cluster.system.errors import UsageError
 from train.config import TrainConfig, Transformer
 from train.model import inputs, models, objectives
-from train.model.transformer import transformer_lm
+from train.model.architectures import transformer_lm
 from train.settings.overrides import resolve
 
 

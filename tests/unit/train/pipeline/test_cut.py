@@ -9,7 +9,7 @@ from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
 from train import patches
 from train.config import Optimizer, Pipeline, TrainConfig, Transformer
-from train.model.transformer import transformer_lm
+from train.model.architectures import transformer_lm
 from train.pipeline import cut, model_blocks
 
 SIZE = {"layers": 2, "width": 8, "heads": 2}

@@ -13,7 +13,7 @@ from cluster.system.errors import RunFailed
 from train import patches
 from train.config import TrainConfig
 from train.model import export, initial
-from train.model.transformer import transformer_lm
+from train.model.architectures import transformer_lm
 from train.pipeline.division import Division, to_restore
 from train.saving import weights
 from train.saving.checkpoint import Checkpoint

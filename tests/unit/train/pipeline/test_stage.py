@@ -7,7 +7,7 @@ from tensorflow import keras
 
 from train import patches
 from train.loops.train_step import never_inlined
-from train.model.transformer import transformer_lm
+from train.model.architectures import transformer_lm
 from train.patches import placed_seeds
 from train.pipeline import cut as cutting
 from train.pipeline import model_blocks, schedule
