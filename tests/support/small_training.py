@@ -10,10 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.support import listed_examples
+from tests.support.listed_examples import ListedExamples
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
 from train.data import arrays, sources
-from train.data.prepare import sharding
 from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import outer, steps
@@ -49,23 +50,12 @@ def prepare(data_dir: Path) -> dict[str, sources.Source]:
     weights[:5] = 0
     found = {}
     for name, parts in {"own:plain": (features, labels), "own:weighted": (features, labels, weights)}.items():
-        (data_dir / "scratch").mkdir(parents=True, exist_ok=True)
         splits = {"train": tuple(x[:NUM_TRAIN] for x in parts), "test": tuple(x[NUM_TRAIN:] for x in parts)}
-        arrays.write(data_dir / "scratch", data_dir, name, "1", classes=(), splits=splits, source="", source_files={})
+        arrays.write(data_dir, name, "1", splits)
         found[name] = sources.find(TrainConfig(dataset=name), data_dir)
 
-    class Numbers:
-        """Example i has the features i and the label i."""
-
-        version, classes = "1", ()
-
-        def open(self) -> dict[str, int]:
-            return {"train": NUM_TRAIN, "test": 5}
-
-        def examples(self, split: str) -> Any:
-            return ((np.full(FEATURES, i, np.float32), i) for i in range(self.open()[split]))
-
-    sharding.shard("numbers", data_dir, num_shards=4, open_source=lambda *_: Numbers())
+    numbers = [(np.full(FEATURES, i, np.float32), i) for i in range(NUM_TRAIN)]
+    listed_examples.shard(data_dir, "numbers", ListedExamples(numbers, numbers[:5]))
     found["numbers"] = sources.find(TrainConfig(dataset="numbers", source="stream"), data_dir)
     return found
 

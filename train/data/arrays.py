@@ -222,43 +222,36 @@ def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
 
 
 def write(
-    scratch: Path,
     data_dir: Path,
     name: str,
     version: str,
-    *,
-    classes: Named,
     splits: Mapping[str, tuple[Named, ...]],
-    source: str,
-    source_files: Mapping[str, str],
+    *,
+    classes: Named = (),
+    source: str = "",
+    source_files: Mapping[str, str] | None = None,
 ) -> ArraySet:
-    """Write the arrays of a dataset, replacing earlier ones, and return them.
-
-    One rename puts them in place, so that an interrupted call leaves nothing.
+    """Write the arrays of a dataset, replacing earlier ones, and return them; an interrupted call leaves nothing.
 
     Args:
-        scratch: a temporary folder on the disk of `data_dir`.
-        classes: as in `ArraySet`.
         splits: features, labels and optional weights for "train" and "test"; see `Split`.
-        source_files: the original files, below `data_dir`, and their sha256.
+        classes, source, source_files: as in `ArraySet`.
     """
-    partial, folder = scratch / "arrays", store.path_of(data_dir, "arrays", name, version)
-    partial.mkdir()
     labels = [arrays[1] for arrays in splits.values()]
     index: dict[str, Any] = {"name": name, "version": version, "classes": classes}
     num_outputs = named.each(_num_outputs, classes, *labels)
-    index |= {"num_outputs": num_outputs, "source": source, "source_files": dict(source_files)}
-    index["splits"] = {
-        split: {
-            part: _write_part(partial, f"{split}_{part}", part_arrays, DTYPES[part])
-            for part, part_arrays in zip(DTYPES, arrays, strict=False)  # weights may be missing
+    index |= {"num_outputs": num_outputs, "source": source, "source_files": dict(source_files or {})}
+    with store.new_folder(data_dir, "arrays", name, version) as folder:
+        index["splits"] = {
+            split: {
+                part: _write_part(folder, f"{split}_{part}", part_arrays, DTYPES[part])
+                for part, part_arrays in zip(DTYPES, arrays, strict=False)  # weights may be missing
+            }
+            for split, arrays in splits.items()
         }
-        for split, arrays in splits.items()
-    }
-    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    store.replace_folder(partial, folder, scratch)
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     if is_own(name):
-        store.write_pointer(store.pointer_of(data_dir, "arrays", name), version, scratch)
+        store.write_pointer(data_dir, "arrays", name, version)
     return find(data_dir, name, version)
 
 

@@ -69,14 +69,6 @@ def verify(expected: Mapping[Path, str], again: str, say: Callable[[str], None])
         raise RunFailed(f"{', '.join(differing)}: changed since they were prepared; {again}")
 
 
-def replace_folder(partial: Path, folder: Path, scratch: Path) -> None:
-    """Replace `folder`, which may exist, by the complete folder `partial`, using `scratch`."""
-    folder.parent.mkdir(exist_ok=True)
-    if folder.exists():
-        os.replace(folder, scratch / "replaced")
-    os.replace(partial, folder)
-
-
 @contextlib.contextmanager
 def index_errors(path: Path, missing: str, again: str) -> Iterator[None]:
     """Report a missing index by the message `missing`, and an unreadable one with the fix `again`."""
@@ -94,22 +86,39 @@ def read_pointer(path: Path, name: str, command: str) -> str:
         return str(json.loads(path.read_text(encoding="utf-8"))["version"])
 
 
-def write_pointer(path: Path, version: str, scratch: Path) -> None:
-    """Write a version to a pointer file atomically."""
-    (scratch / path.name).write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
-    os.replace(scratch / path.name, path)
+def write_pointer(data_dir: Path, kind: str, name: str, version: str) -> None:
+    """Make a version the newest one of a dataset, atomically."""
+    path = pointer_of(data_dir, kind, name)
+    written = path.with_name(f".{path.name}")
+    written.write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
+    os.replace(written, path)
 
 
 @contextlib.contextmanager
-def scratch_folder(folder: Path) -> Iterator[Path]:
+def scratch_folder(data_dir: Path, name: str) -> Iterator[Path]:
     """Yield an empty folder, and delete it afterwards; also delete the files of a killed process."""
+    folder = data_dir / f".{slug(name)}.partial"
     if folder.exists():
         shutil.rmtree(folder)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(data_dir: Path, kind: str, name: str, version: str) -> Iterator[Path]:
+    """Yield a folder for a version of a dataset, which one rename puts in its place when it is complete."""
+    folder = path_of(data_dir, kind, name, version)
+    with scratch_folder(data_dir, name) as scratch:
+        partial = scratch / kind
+        partial.mkdir()
+        yield partial
+        folder.parent.mkdir(exist_ok=True)
+        if folder.exists():
+            os.replace(folder, scratch / "replaced")
+        os.replace(partial, folder)
 
 
 @contextlib.contextmanager

@@ -66,9 +66,7 @@ def prepare(data_dir: Path) -> None:
         random.integers(0, CLASSES, EXAMPLES),
         random.uniform(0, 3, EXAMPLES).astype(np.float32),
     )
-    (data_dir / "scratch").mkdir(parents=True)
-    where = data_dir / "scratch", data_dir, CONFIG.dataset, "1"
-    arrays.write(*where, classes=(), splits={"train": parts, "test": parts}, source="", source_files={})
+    arrays.write(data_dir, CONFIG.dataset, "1", {"train": parts, "test": parts})
 
 
 def new_model(dropout: float, *, plain: bool = False) -> keras.Model:

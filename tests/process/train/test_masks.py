@@ -37,9 +37,7 @@ def prepare(data_dir: Path) -> sources.Source:
     words = random.integers(1, WORDS, (EXAMPLES, LENGTH)).astype(np.int32)
     words[np.arange(LENGTH) >= random.integers(1, LENGTH + 1, (EXAMPLES, 1))] = 0
     split = words, random.integers(0, CLASSES, (EXAMPLES, LENGTH))
-    (data_dir / "scratch").mkdir(parents=True)
-    where = data_dir / "scratch", data_dir, "own:masked", "1"
-    arrays.write(*where, classes=(), splits={"train": split, "test": split}, source="", source_files={})
+    arrays.write(data_dir, "own:masked", "1", {"train": split, "test": split})
     return sources.find(TrainConfig(dataset="own:masked"), data_dir)
 
 

@@ -113,10 +113,8 @@ def counted() -> int:
 
 def data(folder: Path) -> sources.Source:
     """Write and return some examples to train on."""
-    (folder / "scratch").mkdir()
     parts = (np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32), np.arange(EXAMPLES) % 2)
-    where = folder / "scratch", folder, "own:numbers", "1"
-    arrays.write(*where, classes=(), splits={"train": parts, "test": parts}, source="", source_files={})
+    arrays.write(folder, "own:numbers", "1", {"train": parts, "test": parts})
     return sources.find(TrainConfig(dataset="own:numbers"), folder)
 
 

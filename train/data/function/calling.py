@@ -109,14 +109,13 @@ def find(data_dir: Path, name: str, version: str = "") -> Record:
 
 def write(data_dir: Path, record: Record) -> None:
     """Write a record as the newest of its function."""
-    name, version = record.name, record.version
-    folder = data_dir / "functions"
-    folder.mkdir(exist_ok=True)
-    with store.scratch_folder(data_dir / f".{store.slug(name)}.partial") as scratch:
+    path = _record_file(data_dir, record.name, record.version)
+    path.parent.mkdir(exist_ok=True)
+    with store.scratch_folder(data_dir, record.name) as scratch:
         written = scratch / "record.json"
         written.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
-        written.replace(_record_file(data_dir, name, version))
-        store.write_pointer(store.pointer_of(data_dir, "functions", name), version, scratch)
+        written.replace(path)
+    store.write_pointer(data_dir, "functions", record.name, record.version)
 
 
 def _record_file(data_dir: Path, name: str, version: str) -> Path:

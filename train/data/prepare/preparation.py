@@ -104,25 +104,15 @@ def _prepare_own(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
 
     say(f"calling {name}")
     dataset = own_dataset.read(name)
-    partial = data_dir / f".{store.slug(name)}.partial"
-    with store.disk_errors(data_dir), store.lock(data_dir, say), store.scratch_folder(partial) as scratch:
+    with store.disk_errors(data_dir), store.lock(data_dir, say):
         if not fresh:
-            # Damaged arrays are written again.
-            with contextlib.suppress(PrerequisiteError, RunFailed):
+            with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged arrays are written again
                 array_set = arrays.find(data_dir, name, dataset.version)
-                store.write_pointer(store.pointer_of(data_dir, "arrays", name), dataset.version, scratch)
+                store.write_pointer(data_dir, "arrays", name, dataset.version)
                 return array_set
         store.check_space(data_dir, dataset.size_bytes)
-        return arrays.write(
-            scratch,
-            data_dir,
-            name,
-            dataset.version,
-            classes=dataset.classes,
-            splits=dataset.splits,
-            source=f"calling {name}",
-            source_files={},
-        )
+        source = f"calling {name}"
+        return arrays.write(data_dir, name, dataset.version, dataset.splits, classes=dataset.classes, source=source)
 
 
 def _prepare(
@@ -135,13 +125,11 @@ def _prepare(
     started = time.monotonic()
     say(f"preparing {name} {version} in {data_dir}")
     dataset = open_dataset(name, version, data_dir)
-    with store.scratch_folder(data_dir / f".{name}.partial") as scratch:
+    with store.scratch_folder(data_dir, name) as scratch:
         folder = store.path_of(data_dir, "arrays", name, version)
         source, (classes, splits) = _decode_first(name, dataset, fetchers, scratch, folder)
-        source_files = {str(path.relative_to(data_dir)): sha256(path) for path in dataset.files()}
-        array_set = arrays.write(
-            scratch, data_dir, name, version, classes=classes, splits=splits, source=source, source_files=source_files
-        )
+    files = {str(path.relative_to(data_dir)): sha256(path) for path in dataset.files()}
+    array_set = arrays.write(data_dir, name, version, splits, classes=classes, source=source, source_files=files)
     for split in (array_set.train, array_set.test):
         for file in named.leaves(split.features):
             say(f"wrote {file.path} {list(file.shape)} and its labels")

@@ -90,14 +90,11 @@ def shard(
                     return existing_set
         counts = source.open()
         say(f"sharding {name} {source.version}: {counts['train']} examples to train, {counts['test']} to test")
-        with store.scratch_folder(data_dir / f".{store.slug(name)}.partial") as scratch:
-            partial = scratch / "shards"
-            partial.mkdir()
-            index = _write(partial, source, counts, num_shards, size)
+        with store.new_folder(data_dir, "shards", name, source.version) as folder:
+            index = _write(folder, source, counts, num_shards, size)
             index = {"name": name, "version": source.version, "classes": source.classes, "asked": asked, **index}
-            (partial / shards.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-            store.replace_folder(partial, store.path_of(data_dir, "shards", name, source.version), scratch)
-            store.write_pointer(store.pointer_of(data_dir, "shards", name), source.version, scratch)
+            (folder / shards.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        store.write_pointer(data_dir, "shards", name, source.version)
     return shards.find(data_dir, name, source.version)
 
 

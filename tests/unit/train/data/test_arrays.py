@@ -1,12 +1,11 @@
 """The prepared arrays: written whole or not at all, found with their sizes checked, verified byte by byte."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.system.errors import PrerequisiteError, RunFailed
 from train.data import arrays
 from train.data.shards import describe_ready
 
@@ -22,19 +21,12 @@ def write(
     classes: tuple[str, ...] = tuple("0123456789"),
 ) -> arrays.ArraySet:
     """Write `train`, and the first two of its examples to test on."""
-    scratch = data_dir / "scratch"
-    scratch.mkdir(parents=True)
     train = train or (IMAGES, LABELS)
     splits = {"train": train, "test": tuple(array[:2] for array in train)}
-    try:
-        return arrays.write(
-            scratch, data_dir, name, version, classes=classes, splits=splits, source="a test", source_files={}
-        )
-    finally:
-        shutil.rmtree(scratch)
+    return arrays.write(data_dir, name, version, splits, classes=classes, source="a test")
 
 
-def test_what_is_found_is_what_was_written(tmp_path):
+def test_written_arrays_are_found(tmp_path):
     written = write(tmp_path)
     found = arrays.find(tmp_path, "mnist")
     assert written == found
@@ -46,7 +38,7 @@ def test_what_is_found_is_what_was_written(tmp_path):
     assert tmp_path / "arrays" / "mnist-3.0.1" / "test_labels.bin" == found.test.labels.path
 
 
-def test_what_is_ready_is_reported_and_what_is_not_is_left_to_preparing(tmp_path):
+def test_only_a_complete_dataset_is_ready(tmp_path):
     assert "" == describe_ready(tmp_path, "mnist", "memory")
     written = write(tmp_path)
     assert describe_ready(tmp_path, "mnist", "memory").startswith(
@@ -97,7 +89,7 @@ def test_outputs_are_classes_or_quantities(tmp_path, labels, classes, outputs):
     assert outputs == write(tmp_path, IMAGES[: len(labels)], labels, classes=classes).num_outputs
 
 
-def test_of_ones_own_datasets_the_newest_is_found_or_the_one_asked_for(tmp_path):
+def test_the_newest_version_of_a_users_dataset_is_found_or_the_requested_one(tmp_path):
     write(tmp_path, name="mine:digits", version="aaa")
     write(tmp_path, IMAGES[:3], LABELS[:3], name="mine:digits", version="bbb")
     assert "bbb" == arrays.find(tmp_path, "mine:digits").version
@@ -107,7 +99,7 @@ def test_of_ones_own_datasets_the_newest_is_found_or_the_one_asked_for(tmp_path)
     assert {"mine-digits.json", "mine-digits-aaa", "mine-digits-bbb"} == names
 
 
-def test_ones_own_dataset_that_is_not_prepared_names_the_command(tmp_path):
+def test_a_users_dataset_that_is_not_prepared_names_the_command(tmp_path):
     with pytest.raises(PrerequisiteError, match=r"^mine:digits is not prepared: .*; run `invoke data\.prepare --name"):
         arrays.find(tmp_path, "mine:digits")
     with pytest.raises(PrerequisiteError, match=r"^mine:digits aaa is not prepared in .*; copy .*/mine-digits-aaa"):
@@ -116,16 +108,6 @@ def test_ones_own_dataset_that_is_not_prepared_names_the_command(tmp_path):
     (tmp_path / "arrays" / "mine-digits.json").write_text("{")
     with pytest.raises(RunFailed, match=r"mine-digits\.json cannot be read"):
         arrays.find(tmp_path, "mine:digits")
-
-
-def test_nothing_prepared_names_the_command(tmp_path):
-    with pytest.raises(PrerequisiteError, match=r"mnist 3\.0\.1 is not prepared in .*; run `invoke data\.prepare"):
-        arrays.find(tmp_path, "mnist")
-
-
-def test_an_unknown_name_offers_the_nearest(tmp_path):
-    with pytest.raises(UsageError, match="unknown dataset 'fashion-mnist'; did you mean 'fashion_mnist'"):
-        arrays.find(tmp_path, "fashion-mnist")
 
 
 @pytest.mark.parametrize("size", [0, 79, 81])
@@ -138,24 +120,12 @@ def test_a_file_of_the_wrong_size_is_named_with_both_sizes(tmp_path, size):
     assert expected == str(error.value)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    write(tmp_path).test.labels.path.unlink()
-    with pytest.raises(RunFailed, match=r"test_labels\.bin has 0 bytes, expected 16"):
-        arrays.find(tmp_path, "mnist")
-
-
-@pytest.mark.parametrize("index", ["", "{", "{}", "[]", "null"])
+@pytest.mark.parametrize("index", ["{", "{}", "null"])
 def test_an_index_that_cannot_be_read_is_named(tmp_path, index):
     write(tmp_path)
     (tmp_path / "arrays" / "mnist-3.0.1" / "arrays.json").write_text(index)
     with pytest.raises(RunFailed, match=r"arrays\.json cannot be read .* --fresh`"):
         arrays.find(tmp_path, "mnist")
-
-
-def test_verify_says_a_line_for_each_file(tmp_path):
-    lines: list[str] = []
-    arrays.verify(write(tmp_path), lines.append)
-    assert ["ok"] * 4 == [line.split()[0] for line in lines]
 
 
 def test_verify_names_the_file_of_which_one_byte_differs(tmp_path):

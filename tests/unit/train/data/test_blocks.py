@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import tensorflow as tf
 from cluster.system.errors import ClusterError, RunFailed
 from cluster.system.files import sha256
 from cluster.system.json_files import read_json
+from tests.support.listed_examples import ListedExamples, shard
 from train import program
 from train.config import TrainConfig
 from train.data import arrays, blocks, memory, sources, store
@@ -32,29 +31,16 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(module, "BLOCK_BYTES", 100)
 
 
-class Noise:
-    """Random images to shard, in which a flipped bit is valid data."""
-
-    version, classes = "1", ()
-
-    def open(self) -> dict[str, int]:
-        return {"train": 24, "test": 7}
-
-    def examples(self, split: str) -> Iterator[tuple[Any, ...]]:
-        random = np.random.default_rng(len(split))
-        return ((random.integers(0, 256, 50, np.uint8), i) for i in range(self.open()[split]))
-
-
 @pytest.fixture
 def data_dir(tmp_path) -> Path:
     folder = tmp_path / "data"
-    (folder / "scratch").mkdir(parents=True)
     images = np.random.default_rng(0).integers(0, 256, (50, 7, 7, 1), np.uint8)  # 24.5 blocks
     parts = (images, np.arange(50) % 10)
     splits = {"train": parts, "test": tuple(part[:9] for part in parts)}
-    where = folder / "scratch", folder, "mnist", "3.0.1"
-    arrays.write(*where, classes=(), splits=splits, source="a test", source_files={})
-    sharding.shard("noise", folder, num_shards=3, open_source=lambda *_: Noise())
+    arrays.write(folder, "mnist", "3.0.1", splits)
+    random = np.random.default_rng(5)
+    noise = [(random.integers(0, 256, 50, np.uint8), i) for i in range(24)]  # a flipped bit is valid data
+    shard(folder, "noise", ListedExamples(noise, noise[:7]), num_shards=3)
     return folder
 
 
@@ -122,7 +108,7 @@ def test_a_shard_in_the_place_of_another_is_never_trained_on(data_dir):
     assert f"{first} is damaged in block 0 " in str(program.explain(raised.value))
 
 
-def test_other_errors_of_tensorflow_are_no_damage():
+def test_other_errors_of_tensorflow_are_not_explained_as_damage():
     assert program.explain(tf.errors.InvalidArgumentError(None, None, "shapes differ")) is None
 
 
@@ -146,7 +132,7 @@ def test_an_index_with_too_few_blocks_is_reported(data_dir):
 
 
 @pytest.mark.parametrize("config", [ARRAYS, SHARDS], ids=["arrays", "shards"])
-def test_the_manifest_has_the_hashes_of_what_is_read(data_dir, config, make_run):
+def test_the_manifest_has_the_hashes_of_the_files(data_dir, config, make_run):
     run, source = make_run(workers=0), sources.find(config, data_dir)
     environment.record(run, config.dataset, source)
     assert {path.name: sha256(path) for path in source.files} == read_json(run.manifest)["data"]["files"]

@@ -241,7 +241,7 @@ class Sized:
         lambda split, shard: tf.data.Dataset.range(5).map(lambda i: (tf.zeros(2 if split == "train" else 3), i)),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(function, tmp_path, data):
+def test_unsuitable_functions_are_refused(function, tmp_path, data):
     with pytest.raises(UsageError):
         examine(function(data), tmp_path / "data", "3")
 
@@ -281,7 +281,7 @@ def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
         sources.find(config, tmp_path / "data")
 
 
-def test_a_function_of_split_and_shard_is_no_dataset_of_arrays(function):
+def test_a_function_of_split_and_shard_is_refused_as_a_dataset_of_arrays(function):
     with pytest.raises(UsageError, match="--source function"):
         own_dataset.read(function(numbers))
 

@@ -49,11 +49,7 @@ def weighted(tmp_path) -> arrays.Split:
 
 
 def write(data_dir: Path, *train: np.ndarray) -> arrays.Split:
-    (data_dir / "scratch").mkdir()
-    splits = {"train": train, "test": train}
-    return arrays.write(
-        data_dir / "scratch", data_dir, "mnist", "3.0.1", classes=(), splits=splits, source="", source_files={}
-    ).train
+    return arrays.write(data_dir, "mnist", "3.0.1", {"train": train, "test": train}).train
 
 
 def test_each_example_comes_once_an_epoch():
@@ -76,7 +72,7 @@ def test_any_replica_count_makes_the_same_global_batches(num_replicas):
     np.testing.assert_array_equal(global_batches(1, steps), global_batches(num_replicas, steps))
 
 
-def test_the_order_is_the_same_for_ever():
+def test_the_order_never_changes():
     assert [22_251, 26_678, 15_416, 5_932, 35_144] == epoch(0, 7, 60_000)[:5].tolist()
     assert [52_375, 58_519, 56_251, 38_255, 34_766] == epoch(1, 7, 60_000)[:5].tolist()
 
@@ -109,6 +105,8 @@ def test_a_split_is_loaded_as_it_was_written(split):
     assert weights is None
     assert (tf.uint8, (10, 2, 3, 1)) == (images_NHWC.dtype, tuple(images_NHWC.shape))
     assert (tf.int64, (10,)) == (labels_N.dtype, tuple(labels_N.shape))
+    batch = memory.train_batch(memory.load(split), tf.constant(0), tf.constant(0), BatchSlice(4, 7))
+    np.testing.assert_array_equal(np.ones(4, np.float32), batch.weights)
     np.testing.assert_array_equal(np.arange(10), images_NHWC.numpy()[:, 1, 2, 0])
     np.testing.assert_array_equal(np.arange(100, 110), labels_N.numpy())
 
@@ -183,12 +181,6 @@ def test_floats_vectors_and_weights_are_gathered_together(weighted):
     np.testing.assert_array_equal(10 + indices_B, batch.weights)
 
 
-def test_examples_without_weights_weigh_1(split):
-    examples = memory.load(split)
-    batch = memory.train_batch(examples, tf.constant(0), tf.constant(0), BatchSlice(4, 7))
-    np.testing.assert_array_equal(np.ones(4, np.float32), batch.weights)
-
-
 def test_evaluation_takes_no_notice_of_the_weights_for_training(weighted):
     examples = memory.load(weighted)
     batch = memory.eval_batch(examples, tf.constant(1), tf.constant(0), replica_batch=6, num_replicas=1)
@@ -209,13 +201,6 @@ def test_a_dataset_is_the_batches_of_its_replicas_step_by_step(weighted, part):
         expected = memory.train_batch(examples, 3 + step, replica, batch_slice)
         for one, other in zip(expected, batch, strict=True):
             np.testing.assert_array_equal(one, other)
-
-
-def test_a_dataset_without_end_goes_on(split):
-    dataset = memory.train_dataset(split, BatchSlice(5, 7))
-    assert tf.data.INFINITE_CARDINALITY == dataset.cardinality()
-    labels = np.concatenate([batch.labels for batch in dataset.take(40)])
-    np.testing.assert_array_equal(np.repeat(np.arange(100, 110), 20), np.sort(labels))
 
 
 @pytest.mark.parametrize(("first", "local"), [(0, 3), (0, 1), (1, 2)])

@@ -79,7 +79,7 @@ def test_the_first_source_that_works_is_used(tmp_path):
     assert {".prepare.lock", "arrays", "mnist"} == {path.name for path in tmp_path.iterdir()}
 
 
-def test_what_is_prepared_is_not_prepared_again(tmp_path):
+def test_prepared_data_is_not_prepared_again(tmp_path):
     first = run(tmp_path, web=Fetcher())
     web = Fetcher()
     assert first == run(tmp_path, web=web)

@@ -40,15 +40,6 @@ def losses(preset: str, data_dir: Path, batch: int, count: int) -> np.ndarray:
     return steps.SynchronousSteps(strategy, train_step, feed, count)(0, count, False).losses
 
 
-def write(data_dir: Path, name: str, decoded: tuple[tuple[str, ...], dict[str, tuple[np.ndarray, ...]]]) -> None:
-    (data_dir / "scratch").mkdir()
-    classes, splits = decoded
-    version = arrays.VERSIONS[name]
-    arrays.write(
-        data_dir / "scratch", data_dir, name, version, classes=classes, splits=splits, source="", source_files={}
-    )
-
-
 def test_a_preset_learns_from_a_table_of_the_same_form(tmp_path):
     random = np.random.default_rng(0)
     rows = random.normal(size=(60, 30)) * np.logspace(-3, 3, 30)
@@ -57,7 +48,7 @@ def test_a_preset_learns_from_a_table_of_the_same_form(tmp_path):
     classes, splits = packaged.split_table(tmp_path / "table.csv")
     assert ("malignant", "benign") == classes
     assert [(48, 30), (12, 30)] == [splits[name][0].shape for name in ("train", "test")]
-    write(tmp_path, "breast_cancer", (classes, splits))
+    arrays.write(tmp_path, "breast_cancer", "1.0.0", splits, classes=classes)
     found = losses("breast_cancer", tmp_path, 24, 30)
     assert found[-1] < found[0] / 2
 
@@ -107,6 +98,6 @@ def test_a_preset_learns_from_reviews_that_tfds_has_built(tmp_path, monkeypatch)
     assert [(16, WORDS), (4, WORDS)] == [splits[name][0].shape for name in ("train", "test")]
     labels_of = {tuple(words): label for words, label in zip(*splits["train"], strict=True)}
     assert {tuple(numbered(LONG_BAD)): 0, tuple(numbered(LONG_GOOD)): 1} == labels_of
-    write(tmp_path, "imdb_reviews", (classes, splits))
+    arrays.write(tmp_path, "imdb_reviews", "1.0.0", splits, classes=classes)
     found = losses("imdb_transformer", tmp_path, 8, 40)
     assert found[-1] < found[0] / 2

@@ -81,15 +81,6 @@ def test_a_text_is_prepared_from_a_package_and_found(short, tmp_path):
     assert "int64" == found.train.labels.dtype
 
 
-@pytest.mark.slow
-def test_another_text_is_refused(short, tmp_path):
-    def fetch(dataset, files, folder, say):
-        (folder / short.name).write_bytes(TEXT[::-1])
-
-    with pytest.raises(PrerequisiteError, match="sha256"):
-        prepare("jargon_file", tmp_path, fetchers={"package": fetch})
-
-
 def test_a_package_holds_the_text_compressed():
     from train.data.prepare import download
 

@@ -138,11 +138,9 @@ Train = Callable[..., Trained]
 def train(own_parts, make_run, tmp_path) -> Train:
     """Trains, or trains on, for some steps with callbacks of the user's own after a recording one."""
     run, data_dir = make_run(workers=0), tmp_path / "data"
-    (data_dir / "scratch").mkdir(parents=True)
     features = np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32)
     splits = {"train": (features, features[:, 0]), "test": (features[:7], features[:7, 0])}
-    scratch = data_dir / "scratch"
-    arrays.write(scratch, data_dir, CONFIG.dataset, "1", classes=(), splits=splits, source="", source_files={})
+    arrays.write(data_dir, CONFIG.dataset, "1", splits)
 
     def do(
         steps: int,

@@ -23,7 +23,7 @@ def test_two_tasks_must_get_the_bits_of_the_ring_without_it(tasks):
 
 
 @pytest.mark.parametrize("what", ["sparse", "large"])
-def test_slices_and_what_is_large_must_be_left_to_the_ring(tasks, what):
+def test_slices_and_large_tensors_must_be_left_to_the_ring(tasks, what):
     for task in tasks:
         sums, rings = task[what]
         assert 1 == rings

@@ -58,7 +58,7 @@ def test_all_weights_are_taken_from(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_match_stays_random_and_is_named(tmp_path, kind):
+def test_weights_that_do_not_match_stay_random_and_are_named(tmp_path, kind):
     first, second = new_model(seed=1), new_model(outputs=5, seed=2)
     before = second.get_layer("head").kernel.numpy()
     line = initial.load(second, save(kind, first, tmp_path / "init"))

@@ -69,13 +69,7 @@ def test_a_model_that_was_not_built_gets_its_variables(kind, build):
     np.testing.assert_allclose(outputs_BK, np.ones((2, 20)) @ weights[0] + weights[1], rtol=1e-5)
 
 
-def test_the_function_gets_the_shape_and_the_outputs(build):
-    calls = []
-    build(lambda *arguments: calls.append(arguments) or flat(OUTPUTS))
-    assert [(SHAPE, OUTPUTS)] == calls
-
-
-def test_what_is_no_model_is_refused(build):
+def test_a_result_that_is_not_a_model_is_refused(build):
     message = refusal(build, lambda shape, outputs: keras.layers.Dense(outputs))
     assert "expected a keras model; use `from tensorflow import keras`" in message
     assert "returned keras.src.layers.core.dense.Dense" in message

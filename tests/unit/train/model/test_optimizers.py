@@ -153,7 +153,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.usefixtures("own")
-def test_a_function_of_the_users_own_makes_the_optimizer_with_the_schedule(tmp_path: Path) -> None:
+def test_a_users_function_makes_the_optimizer_with_the_schedule(tmp_path: Path) -> None:
     config = configured(name="own_optimizers:nadam", schedule="cosine")
     whole = Trained(config, tmp_path).steps(0, 4)
     assert isinstance(whole.optimizer, keras.optimizers.Nadam)

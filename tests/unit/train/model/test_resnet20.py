@@ -1,38 +1,25 @@
 """The preset for CIFAR-10, on made-up images of its shape: the real ones are not to be had everywhere."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
+from tests.support.listed_examples import ListedExamples, shard
 from train.data import sources
-from train.data.prepare import sharding
 from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers
 from train.presets.cifar10_resnet import preset as cifar10_resnet
 
-EXAMPLES, BATCH, STEPS = {"train": 40, "test": 8}, 8, 12
-
-
-class Brightness:
-    """Images of 32x32x3 whose class is how bright they are."""
-
-    version, classes = "1", tuple("0123456789")
-
-    def open(self) -> dict[str, int]:
-        return EXAMPLES
-
-    def examples(self, split: str) -> Iterator[Any]:
-        for number in range(EXAMPLES[split]):
-            yield np.full((32, 32, 3), 25 * (number % 10), np.uint8), number % 10
+BATCH, STEPS = 8, 12
+IMAGES = [(np.full((32, 32, 3), 25 * (number % 10), np.uint8), number % 10) for number in range(40)]
+"""Images whose class is their brightness."""
 
 
 def test_the_preset_learns(tmp_path):
-    sharding.shard("cifar10", tmp_path, num_shards=2, open_source=lambda *_: Brightness())
+    shard(tmp_path, "cifar10", ListedExamples(IMAGES, IMAGES[:8], classes=tuple("0123456789")))
     preset = cifar10_resnet()
     config = dataclasses.replace(
         preset, global_batch=BATCH, optimizer=dataclasses.replace(preset.optimizer, warmup_steps=2, decay_steps=STEPS)

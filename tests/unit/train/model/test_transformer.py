@@ -34,7 +34,7 @@ def test_options_set_the_size():
     assert ("int32", (None, 8, 256)) == (inputs.dtypes(model, ()), model.output_shape)
 
 
-def test_examples_that_are_no_sequences_are_refused():
+def test_examples_must_be_sequences():
     with pytest.raises(UsageError):
         transformer_lm((28, 28, 1), 10)
 

@@ -19,13 +19,13 @@ def drawing(tmp_path, monkeypatch) -> str:
     return "drawing_for_a_test"
 
 
-def test_what_only_draws_is_taken_for_not_installed_until_later(drawing):
+def test_drawing_packages_seem_missing_until_later(drawing):
     with quick_imports.quick_imports(), pytest.raises(ModuleNotFoundError):
         importlib.import_module(drawing)
     assert 1 == importlib.import_module(drawing).pictures
 
 
-def test_what_was_imported_before_stays(drawing):
+def test_packages_imported_before_stay(drawing):
     before = importlib.import_module(drawing)
     with quick_imports.quick_imports():
         assert before is importlib.import_module(drawing)

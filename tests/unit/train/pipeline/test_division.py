@@ -95,7 +95,7 @@ def test_equal_stages_of_two_pipelines_hold_the_same_and_one_of_them_writes(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 2)])
-def test_what_some_stages_saved_others_restore(tmp_path, before, after):
+def test_a_checkpoint_of_some_stages_is_restored_by_another_number(tmp_path, before, after):
     holders = [Holder(tmp_path, task, before) for task in range(before)]
     for holder in holders:
         holder.change()

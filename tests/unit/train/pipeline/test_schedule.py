@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.system.errors import UsageError
 from train.pipeline import schedule
 from train.pipeline.schedule import Action
 
@@ -115,8 +114,3 @@ def test_stages_that_wait_for_each_other_are_noticed():
     programs[0] = [each for each in programs[0] if each.action is not Action.SEND_VALUES]
     with pytest.raises(RuntimeError):
         schedule.simulate(programs, [1.0, 1.0], [1.0, 1.0])
-
-
-def test_an_unknown_schedule_is_refused():
-    with pytest.raises(UsageError):
-        schedule.build("1b1f", 2, 2)
