@@ -205,12 +205,7 @@ def newest(data_dir: Path, name: str) -> str:
 
 
 def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
-    """Find the prepared arrays of a dataset, and compare every file's size with its shape.
-
-    Args:
-        name: a TFDS dataset, or `package.module:function`.
-        version: the version; empty for the newest.
-    """
+    """Find the prepared arrays of a dataset, and compare every file's size with its shape."""
     version = version or newest(data_dir, name)
     folder = store.path_of(data_dir, "arrays", name, version)
     fix = f"copy {folder} from where it is" if is_own(name) else f"run `invoke data.prepare --name {name}`"

@@ -139,11 +139,7 @@ def by_step(
     replicas: Replicas,
     first_step: int | tf.Tensor = 0,
 ) -> tf.data.Dataset:
-    """Return a dataset with one batch for each replica, step by step.
-
-    Args:
-        num_batches: length of the dataset, or `tf.data.INFINITE_CARDINALITY`.
-    """
+    """Return a dataset with one batch for each replica, step by step."""
     endless = num_batches == tf.data.INFINITE_CARDINALITY
     positions = tf.data.Dataset.counter() if endless else tf.data.Dataset.range(num_batches)
 

@@ -36,12 +36,7 @@ def check(path: Path, expected: Sequence[int]) -> None:
 
 
 def read(path: tf.Tensor | str, expected: tf.Tensor | Sequence[int]) -> tf.Tensor:
-    """Check a file's blocks and return its contents, a string scalar; eagerly or inside a graph.
-
-    Args:
-        path: string scalar.
-        expected: the hash of each block, `[blocks] int64`.
-    """
+    """Check a file's blocks and return its contents, a string scalar; eagerly or inside a graph."""
     raw, path, expected = tf.io.read_file(path), tf.convert_to_tensor(path), tf.convert_to_tensor(expected, tf.int64)
     starts = tf.range(tf.size(expected, tf.int64)) * BLOCK_BYTES
     current = tf.map_fn(lambda start: _hash(tf.strings.substr(raw, start, BLOCK_BYTES)), starts, parallel_iterations=1)

@@ -62,11 +62,6 @@ def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, 
 
     The concatenated global batches of all steps are one epoch after the other, each in a different order. Every example
     occurs once an epoch; a batch may end one epoch and begin the next.
-
-    Args:
-        step: optimizer updates before this one, integer scalar, from 0.
-        replica: number of the replica, integer scalar, from 0.
-        batch_slice: the sizes of batches and the seed of the shuffle.
     """
     replica_batch, num_replicas, seed = batch_slice.replica_batch, batch_slice.replicas.total, batch_slice.seed
     _check(num_examples, replica_batch)

@@ -157,12 +157,7 @@ def _part(subject: str, part: str, value: Any) -> Named:
 
 
 def array_of(subject: str, part: str, value: Any) -> np.ndarray:
-    """Convert a value to an array of a type that is suitable for training.
-
-    Args:
-        part: a key of `arrays.DTYPES`.
-        value: an array or a value that NumPy can convert to one.
-    """
+    """Convert a value to an array of a type that is suitable for training."""
     array = np.asarray(value)
     if array.ndim == 0:
         raise UsageError(f"{subject} are {type(value).__name__}, not an array; expected a NumPy array")

@@ -80,12 +80,7 @@ def _order(split: ShardSplit, seed: int, epoch: tf.Tensor) -> tf.Tensor:
 
 
 def _find_position(split: ShardSplit, seed: int, position: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the window of an example, counted over all epochs, and its index there.
-
-    Args:
-        split, seed: as for `train_dataset`.
-        position: position of the example in the concatenated epochs.
-    """
+    """Return the window of an example, counted over all epochs, and its index there."""
     with tf.device("CPU:0"):
         position = tf.cast(position, tf.int64)
         epoch, left = position // split.num_examples, position % split.num_examples

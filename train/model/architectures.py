@@ -102,13 +102,6 @@ def transformer_lm(
 ) -> keras.Model:
     """Return a Transformer whose output at each position depends only on the tokens up to that position.
 
-    Args:
-        feature_shape: (T,).
-        vocabulary: V.
-        layers: Transformer layers, each of an attention and a feed-forward block.
-        width: D, divisible by `heads`.
-        heads: heads of each attention.
-
     Returns:
         A model from tokens `[B, T] int32` of 0 to V-1 to logits `[B, T, V] float32`.
     """

@@ -89,11 +89,7 @@ class GradientPolicy:
         return [None if gradient is None else next(sums) for gradient in gradients]
 
     def apply(self, total: Gradients, variables: Sequence[Any]) -> None:
-        """Unscale and clip the gradient of the global batch, and apply it if it is finite.
-
-        Args:
-            total: gradients of the scaled loss, added up over all replicas.
-        """
+        """Unscale and clip the gradient of the global batch, and apply it if it is finite."""
         pairs = [pair for pair in zip(total, variables, strict=True) if pair[0] is not None]
         gradients, known = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         if self.loss_scale is None:

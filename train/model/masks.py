@@ -44,12 +44,7 @@ def keep(output: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
 
 
 def by_example(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-    """Return the mean of each example's values over its positions, `[B]`; a single value per example is unchanged.
-
-    Args:
-        values: `[B, ...]`.
-        mask: the mask of the outputs; masked positions do not count.
-    """
+    """Return the mean of each example's values over its positions, `[B]`; a single value per example is unchanged."""
     rank = values.shape.rank
     if mask is None or (rank == 1 and mask.shape.rank > 1):
         return _over_positions(tf.reduce_mean, values)

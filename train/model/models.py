@@ -52,12 +52,7 @@ def _check_compile(name: str, model: keras.Model) -> None:
 
 
 def freeze(model: keras.Model, names: str) -> None:
-    """Exclude layers from training.
-
-    Args:
-        model: a built model.
-        names: names or patterns of layers, separated by commas.
-    """
+    """Exclude layers with these names or patterns, separated by commas, from training."""
     layers = list(model._flatten_layers(include_self=False))  # nested ones too; several may have the same name
     for pattern in filter(None, (part.strip() for part in names.split(","))):
         if not (matching := [layer for layer in layers if fnmatch.fnmatch(layer.name, pattern)]):
@@ -69,13 +64,7 @@ def freeze(model: keras.Model, names: str) -> None:
 
 
 def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -> keras.Model:
-    """Return the model called `name`: a key of `MODELS`, or `package.module:function`.
-
-    Args:
-        feature_shape: one example's shape; for several inputs a dictionary of shapes.
-        num_outputs: number of classes or of values to predict; for several outputs a dictionary.
-        options: options of a built-in model.
-    """
+    """Return the model called `name`: a key of `MODELS`, or `package.module:function`."""
     function = MODELS[name] if name in MODELS else references.load("--model", name)
     model = references.call("--model", name, functools.partial(function, **options), feature_shape, num_outputs)
     if not isinstance(model, keras.Model):

@@ -104,12 +104,7 @@ LOSSES: dict[str, PerPosition] = {loss.__name__: loss for loss in (sparse_catego
 def of(
     config: TrainConfig, *, classifies: Named, predicts_text: bool, shapes: Callable[[], Shapes] | None = None
 ) -> Objective:
-    """Build the objective that a configuration describes, with the user's metrics; see `build`.
-
-    Args:
-        predicts_text: see `Objective`.
-        shapes: called for a user's loss, whose outputs may have any shape.
-    """
+    """Build the objective that a configuration describes, with the user's metrics; see `build`."""
     known = shapes() if shapes and ":" in config.loss else None
     if isinstance(classifies, Mapping):
         objective = build_heads(config.loss, config.loss_weights, classifies, known)
@@ -289,11 +284,6 @@ def global_mean(values_B: tf.Tensor, weights_B: tf.Tensor, global_batch: int) ->
     The shares of all replicas, which may have different numbers of examples, add up to
     `sum(weights * values) / global_batch`, which one device would compute for the whole batch
     (https://www.tensorflow.org/tutorials/distribute/custom_training#define_the_loss_function).
-
-    Args:
-        values_B: losses or scores of this replica's examples.
-        weights_B: their weights; 0 for padding.
-        global_batch: examples in the batch over all replicas, without padding.
     """
     return tf.nn.compute_average_loss(values_B, sample_weight=weights_B, global_batch_size=global_batch)
 

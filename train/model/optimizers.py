@@ -52,11 +52,7 @@ class RateSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def build(config: TrainConfig, total_steps: int = 1) -> keras.optimizers.Optimizer:
-    """Build the optimizer; call it inside the strategy's scope.
-
-    Args:
-        total_steps: steps of the training, over which the learning rate decays by default.
-    """
+    """Build the optimizer, whose learning rate decays over `total_steps`; call it inside the strategy's scope."""
     settings = config.optimizer
     rate = config.learning_rate if config.rate_is_set else RateSchedule(config, total_steps)
     if settings.own:
@@ -84,12 +80,7 @@ def build_for(
     total_steps: int = 1,
     make: Callable[[keras.optimizers.Optimizer, keras.Model], None] | None = None,
 ) -> keras.optimizers.Optimizer:
-    """Build the optimizer and its variables; call it inside the strategy's scope.
-
-    Args:
-        total_steps: as for `build`.
-        make: creates the variables of the optimizer for the model; None creates all of them.
-    """
+    """Build the optimizer and its variables, all of them or by `make`; call it inside the strategy's scope."""
     optimizer, variables = build(config, total_steps), model.trainable_variables
     if patterns := config.optimizer.excluded:
         paths = [getattr(variable, "path", variable.name) for variable in variables]

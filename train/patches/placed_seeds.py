@@ -71,12 +71,7 @@ def place() -> Place | None:
 
 
 def draw_seed(place: Place, generator: object, generator_seed: tf.Tensor) -> tf.Tensor:
-    """Return a seed `[2] uint32` for the next draw of a generator in a place.
-
-    Args:
-        generator: the generator that draws, of either Keras.
-        generator_seed: int64 scalar.
-    """
+    """Return a seed `[2] uint32` for the next draw of a generator in a place."""
     call = place.drawn.get(id(generator), 0)
     place.drawn[id(generator)] = call + 1
     draw = generator_seed * 1009 + call

@@ -68,15 +68,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Cut:
-    """A model in stages.
-
-    Attributes:
-        blocks: the model's blocks, from `model_blocks.split`.
-        costs: the cost of each block.
-        plan: how the stages run.
-        stages: the blocks of each stage.
-        parts: the model of each stage, and the variables that it uses.
-    """
+    """A model in stages."""
 
     blocks: list[ModelBlock]
     costs: list[Block]

@@ -58,12 +58,7 @@ class Division:
         return [part.model for part in self.parts]
 
     def build(self, new_model: Callable[[], keras.Model], feature_shape: Any = None) -> keras.Model:
-        """Build the model, with values only for the variables of this task's stages.
-
-        Args:
-            new_model: builds the model.
-            feature_shape: shape of an example; None for the one that the model declares.
-        """
+        """Build the model, with values only for the variables of this task's stages."""
         model, created = without_values(new_model)
         shaped = with_shape(model, feature_shape)
         self.parts = cut(shaped, self._config, self.stages, self._run, self.pipelines)

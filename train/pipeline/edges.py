@@ -107,11 +107,7 @@ def sum_over_pipelines(tensors: Sequence[tf.Tensor], stage: int, pipelines: int)
 
 
 def sum_over_stages(tensor: tf.Tensor, variable: int, users: int, pipeline: int) -> tf.Tensor:
-    """Add up a tensor over the stages of a pipeline that share a variable; each of them calls it.
-
-    Args:
-        variable: number of the variable among the shared ones.
-    """
+    """Add up a tensor over the stages of a pipeline that share a variable; each of them calls it."""
     return _sum(tensor, _keys(users, SHARED_KEYS + MOST_SHARED * pipeline + variable, 0))
 
 

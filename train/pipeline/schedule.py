@@ -51,11 +51,7 @@ class Instruction:
 
 
 def build(schedule: str, stages: int, micro_batches: int) -> list[list[Instruction]]:
-    """Return the instructions of each stage for one step, in order.
-
-    Args:
-        schedule: one of `SCHEDULES`.
-    """
+    """Return the instructions of each stage for one step, in order."""
     if schedule not in SCHEDULES:
         raise UsageError(f"--schedule {schedule!r}{nearest(schedule, SCHEDULES)}")
     return [_stage(schedule, stage, stages, micro_batches) for stage in range(stages)]

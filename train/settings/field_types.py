@@ -20,12 +20,7 @@ EXPECTED = {
 
 
 def check_types(config: Any, where: str = "", prefix: str = "") -> None:
-    """Check that every field of a dataclass has a value of its type, where a float may be a whole number.
-
-    Args:
-        config: the dataclass; nested dataclasses are checked as well.
-        prefix: prefix of the fields' names.
-    """
+    """Check that every field of a dataclass has a value of its type, where a float may be a whole number."""
     for name, hint in get_type_hints(type(config)).items():
         value, field = getattr(config, name), prefix + name
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):

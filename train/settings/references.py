@@ -27,13 +27,7 @@ all tasks, one of which may die at that moment."""
 
 
 def check(option: str, reference: str, built_in: Collection[str]) -> None:
-    """Check that a reference exists.
-
-    Args:
-        option: the option, such as `--model`.
-        reference: a name, or `package.module:name`.
-        built_in: names of built-in parts.
-    """
+    """Check that a reference exists."""
     if reference in built_in:
         return
     if ":" not in reference:

@@ -94,12 +94,7 @@ def of_each(described: Mapping[str, Any], key: str) -> Any:
 
 
 def find(data_dir: Path, name: str, version: str = "") -> Record:
-    """Find the record of a dataset function.
-
-    Args:
-        name: `package.module:function`.
-        version: the version; empty for the newest.
-    """
+    """Find the record of a dataset function."""
     command = f"invoke data.examine --name {name}"
     version = version or store.read_pointer(store.pointer_of(data_dir, "functions", name), name, command)
     path = _record_file(data_dir, name, version)

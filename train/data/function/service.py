@@ -17,6 +17,7 @@ Shapes: L replicas of a task, B replica batch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,7 @@ class Service:
         parts = []
         for worker in range(self.workers):
             job = f"{self.generation}/{first_step}/{replicas.first}/{worker}"
-            if record.random_access:
-                prepare = _by_step(record, batch_slice, worker, self.workers)
-            else:
-                prepare = _by_shard(record, data_dir, batch_slice, worker, self.workers)
+            prepare = functools.partial(_steps_of_worker, record, data_dir, batch_slice, worker, self.workers)
             part = _of_worker(worker, first_step, prepare).apply(
                 tf.data.experimental.service.distribute(
                     tf.data.experimental.service.ShardingPolicy.OFF,
@@ -97,37 +95,22 @@ def _of_worker(worker: int, first_step: int, prepare: Callable[[tf.Tensor], tf.d
     )
 
 
-def _by_step(
-    record: Record, batch_slice: BatchSlice, worker: int, workers: int
-) -> Callable[[tf.Tensor], tf.data.Dataset]:
-    """Return a function that prepares a data worker's steps of a random-access source, each with its number."""
+def _steps_of_worker(
+    record: Record, data_dir: Path, batch_slice: BatchSlice, worker: int, workers: int, first: tf.Tensor
+) -> tf.data.Dataset:
+    """Return the batches of a data worker's steps from step `first` on, each with its number."""
+    first = _next(first, worker, workers)
+    steps, replicas = tf.data.Dataset.range(first, tf.int64.max, workers), batch_slice.replicas.numbers
+    if record.random_access:
+        numbers = [tf.constant(replica, tf.int64) for replica in replicas]
 
-    def of_step(step: tf.Tensor) -> tuple[tf.Tensor, Batch]:
-        numbers = [tf.constant(replica, tf.int64) for replica in batch_slice.replicas.numbers]
-        return step, _stacked(*(random_access.train_batch(record, step, number, batch_slice) for number in numbers))
+        def read(step: tf.Tensor) -> tuple[tf.Tensor, Batch]:
+            return step, _stacked(*(random_access.train_batch(record, step, number, batch_slice) for number in numbers))
 
-    def prepare(first: tf.Tensor) -> tf.data.Dataset:
-        return tf.data.Dataset.range(_next(first, worker, workers), tf.int64.max, workers).map(of_step)
-
-    return prepare
-
-
-def _by_shard(
-    record: Record, data_dir: Path, batch_slice: BatchSlice, worker: int, workers: int
-) -> Callable[[tf.Tensor], tf.data.Dataset]:
-    """Return a function that prepares a data worker's steps from its shards of a dataset, each with its number."""
-
-    def prepare(first: tf.Tensor) -> tf.data.Dataset:
-        first = _next(first, worker, workers)
-        of_worker = dataclasses.replace(batch_slice, first_step=first)
-        shards = tuple(
-            epochs.shard_batches(record, data_dir, of_worker, replica, worker, workers)
-            for replica in batch_slice.replicas.numbers
-        )
-        steps = tf.data.Dataset.range(first, tf.int64.max, workers)
-        return tf.data.Dataset.zip((steps, tf.data.Dataset.zip(shards).map(_stacked)))
-
-    return prepare
+        return steps.map(read)
+    of_worker = dataclasses.replace(batch_slice, first_step=first)
+    shards = [epochs.shard_batches(record, data_dir, of_worker, replica, worker, workers) for replica in replicas]
+    return tf.data.Dataset.zip((steps, tf.data.Dataset.zip(tuple(shards)).map(_stacked)))
 
 
 def _stacked(*of_replicas: Batch) -> Batch:

@@ -155,11 +155,6 @@ def _original(name: str, content: bytes) -> bytes:
 def with_header(content: bytes, name: str, mtime: int) -> bytes:
     """Replace the name and the time in the header of a gzip file.
 
-    Args:
-        content: the file, with one gzip member.
-        name: the name of the uncompressed file, for the field FNAME.
-        mtime: the time of its last change, in seconds since 1970, for the field MTIME.
-
     Source: RFC 1952, section 2.3.
     """
     if content[:3] != b"\x1f\x8b\x08":

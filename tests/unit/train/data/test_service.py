@@ -127,8 +127,9 @@ def test_shards_of_two_data_workers_cover_the_steps(served):
     known = calling.find(served.tmp_path / "data", "own_served:dataset")
     seen: dict[int, Any] = {}
     for worker in range(2):
-        prepare = service._by_shard(known, served.tmp_path, BatchSlice(8, 7), worker, 2)
-        for step, batch in prepare(tf.constant(FIRST, tf.int64)).take(6):
+        first = tf.constant(FIRST, tf.int64)
+        steps = service._steps_of_worker(known, served.tmp_path, BatchSlice(8, 7), worker, 2, first)
+        for step, batch in steps.take(6):
             assert (1, 8, 2) == batch.features.shape
             assert int(step) % 2 == worker and np.all(batch.features[0, :, 0] % 2 == worker)
             seen[int(step)] = batch
