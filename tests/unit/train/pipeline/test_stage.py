@@ -94,40 +94,38 @@ def of_one_device(task, step=0):
     return run(tf.constant(step, tf.int64))
 
 
-def of_stages(task, number, name, remat=False, step=0, cut=()):
-    chain = model_blocks.split(task.model)
-    found = partition(model_blocks.estimate(chain, MICRO, 2), Plan(number), cut)
-    edges, gradients = LocalEdges(), {}
-
-    def update(at):
-        return lambda sums, _micro_batch: gradients.update({at: sums}) or tf.zeros([])
-
-    built = cutting.build_parts(task.model, [chain[each.first : each.last] for each in found], MICRO)
-    stages = [
-        Stage(
-            built[each.number],
-            each.number,
-            number,
-            MICRO,
-            edges,
-            features=task.batch,
-            loss=task.loss,
-            update=update(each.number),
-            remat=remat,
-        )
-        for each in found
+def new_stages(task, number, new_update, **options):
+    """Return the stages of a task; `new_update` returns the update of a stage, by its number and its model."""
+    blocks = model_blocks.split(task.model)
+    found = partition(model_blocks.estimate(blocks, MICRO, 2), Plan(number))
+    parts = cutting.build_parts(task.model, [blocks[each.first : each.last] for each in found], MICRO)
+    shared = {"edges": LocalEdges(), "features": task.batch, "loss": task.loss} | options
+    return [
+        Stage(part, at, number, MICRO, update=new_update(at, part.model), **shared) for at, part in enumerate(parts)
     ]
+
+
+def run_step(stages, name, gradients, step=0):
+    """Return the results of a step of all stages within this process, and the gradients that their updates recorded."""
 
     @tf.function(autograph=False)
     def run(step):
         for stage in stages:
             stage.begin(step)
-        for at, instruction in schedule.interleave(schedule.build(name, number, MICRO_BATCHES)):
+        for at, instruction in schedule.interleave(schedule.build(name, len(stages), MICRO_BATCHES)):
             stages[at].execute(instruction)
-        results = [stage.end() for stage in stages]
-        return tf.add_n(results), [gradient for at in range(number) for gradient in gradients[at]]
+        return tf.add_n([stage.end() for stage in stages]), [one for at in sorted(gradients) for one in gradients[at]]
 
     return run(tf.constant(step, tf.int64))
+
+
+def of_stages(task, number, name, remat=False, step=0):
+    gradients = {}
+
+    def new_update(at, _model):
+        return lambda sums, _micro_batch: gradients.update({at: sums}) or tf.zeros([])
+
+    return run_step(new_stages(task, number, new_update, remat=remat), name, gradients, step)
 
 
 def assert_same_bits(one, other):
@@ -191,14 +189,8 @@ def test_only_a_layer_without_state_can_be_called_in_several_blocks(kind, expect
 
 def of_pipedream(task, number):
     """Return the weights after one step of PipeDream on `number` stages within this process."""
-    chain = model_blocks.split(task.model)
-    found = partition(model_blocks.estimate(chain, MICRO, 1), Plan(number))
-    edges = LocalEdges()
 
-    built = cutting.build_parts(task.model, [chain[each.first : each.last] for each in found], MICRO)
-
-    def stage_of(each):
-        model = built[each.number].model
+    def new_update(_at, model):
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build(model.trainable_variables)
 
@@ -207,36 +199,16 @@ def of_pipedream(task, number):
             with tf.control_dependencies([optimizer.iterations.value.read_value()]):
                 return tf.zeros([])
 
-        return Stage(
-            built[each.number],
-            each.number,
-            number,
-            MICRO,
-            edges,
-            features=task.batch,
-            loss=task.loss,
-            update=update,
-            accumulates=False,
-        )
+        return update
 
-    stages = [stage_of(each) for each in found]
-
-    @tf.function(autograph=False)
-    def run(step):
-        for stage in stages:
-            stage.begin(step)
-        for at, instruction in schedule.interleave(schedule.build("pipedream", number, MICRO_BATCHES)):
-            stages[at].execute(instruction)
-        return tf.add_n([stage.end() for stage in stages])
-
-    run(tf.constant(0, tf.int64))
+    run_step(new_stages(task, number, new_update, accumulates=False), "pipedream", {})
     return [variable.numpy() for variable in task.model.trainable_variables]
 
 
 def simulated_pipedream(task, number):
     """Return the same from one micro-batch after the other, with copies of the weights as old as they were there."""
     chain = model_blocks.split(task.model)
-    found = partition(model_blocks.estimate(chain, MICRO, 1), Plan(number))
+    found = partition(model_blocks.estimate(chain, MICRO, 2), Plan(number))
     models = [model_blocks.stage_model(chain[each.first : each.last], each.number) for each in found]
     variables = [variable.value for model in models for variable in model.trainable_variables]
     stage_of = [at for at, model in enumerate(models) for _ in model.trainable_variables]
