@@ -23,10 +23,10 @@ from train import evaluator, patches, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
 from train.data import sources
-from train.data.function import service
+from train.data.function import data_service
 from train.loops import custom
 from train.loops.keras_fit import fit
-from train.model import initial, layer_state, models, objectives
+from train.model import initial_weights, layer_state, models, objectives
 from train.model.export import is_legacy
 from train.patches import exact_order
 from train.pipeline.division import Division
@@ -117,7 +117,7 @@ class Program:
             division = Division(self.spec, self.task, config, self.run)
         with scope_strategy.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
             model = division.build(new_model, source.feature_shape) if division else new_model()
-        self._began = initial.begin(model, self.run.init) if config.init_from else ""
+        self._began = initial_weights.begin(model, self.run.init) if config.init_from else ""
         shapes = (
             None
             if division
@@ -146,7 +146,7 @@ class Program:
             self.config,
             Path(os.environ.get("DATA_DIR", "data")),
             self.run,
-            service.of(self.spec, self.heartbeat.current.generation) if trains else None,
+            data_service.of(self.spec, self.heartbeat.current.generation) if trains else None,
         )
 
     def _prepare_data(self) -> None:
@@ -158,9 +158,9 @@ class Program:
             return beat.step if beat and beat.generation == generation else 0
 
         if self.task == dispatcher:
-            server = service.dispatcher(self.task.port, self.run.control / "data-service" / str(generation))
+            server = data_service.dispatcher(self.task.port, self.run.control / "data-service" / str(generation))
         else:
-            server = service.worker(self.task.index, self.task.address, dispatcher.address, newest_step)
+            server = data_service.worker(self.task.index, self.task.address, dispatcher.address, newest_step)
         server.join()
 
     def _strategy(self) -> tf.distribute.Strategy:

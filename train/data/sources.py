@@ -26,7 +26,7 @@ from train.data import arrays, blocks, memory, own_dataset, shards, stream
 from train.data.batches import Batch, BatchSlice, Replicas, random_number, without_sharding
 from train.data.function import calling, epochs, random_access
 from train.data.function.calling import Record
-from train.data.function.service import Service
+from train.data.function.data_service import Service
 from train.elastic.virtual_shards import VirtualShards
 from train.named import Named
 

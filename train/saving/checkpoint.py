@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import RunFailed
-from train.model import initial
+from train.model import initial_weights
 from train.saving.files import BEST, Saved, agreed, clean, keep_only, prune, set_aside, write
 from train.saving.joint import Joint
 from train.saving.mirror import Copy, Mirror
@@ -115,8 +115,8 @@ class Checkpoint:
         """
         if self._copy is None:
             names = {
-                id(weight if isinstance(weight, tf.Variable) else weight.value): initial.checkpoint_name(name)
-                for weight, name in initial.names(self._model)
+                id(weight if isinstance(weight, tf.Variable) else weight.value): initial_weights.checkpoint_name(name)
+                for weight, name in initial_weights.names(self._model)
             }
             self._copy = Copy(self._checkpoint, names)
         return self._copy

@@ -16,7 +16,7 @@ from cluster.system.errors import RunFailed, UsageError
 from cluster.system.json_files import read_json
 
 SUFFIXES = (".index", ".npz", ".h5", ".keras")
-"""Of a file with weights; `train/model/initial.py` reads them."""
+"""Of a file with weights; `train/model/initial_weights.py` reads them."""
 
 
 def find(name: str, previous: RunFolder | None = None) -> tuple[Path, ...]:

@@ -12,7 +12,7 @@ from cluster.contract import spec
 from cluster.system.errors import RunFailed
 from train import patches
 from train.config import TrainConfig
-from train.model import export, initial
+from train.model import export, initial_weights
 from train.model.architectures import transformer_lm
 from train.pipeline.division import Division, to_restore
 from train.saving import weights
@@ -132,16 +132,18 @@ def test_another_run_begins_with_the_weights_of_all_stages(tmp_path):
     save(holders, 7)
     model = new_model()
     count = len(model.weights)
-    assert f"began with {count} of the {count} weights" in initial.load(model, tmp_path / "ckpt-7.index")
+    assert f"began with {count} of the {count} weights" in initial_weights.load(model, tmp_path / "ckpt-7.index")
     saved = held(holders)
     assert all(saved[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
 
 
 def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path):
     first, second = (Holder(tmp_path, task, 2) for task in range(2))
-    arrays = {name: np.full(one.shape, 0.5, np.float32) for one, name in initial.names(first.model)}
+    arrays = {name: np.full(one.shape, 0.5, np.float32) for one, name in initial_weights.names(first.model)}
     np.savez(tmp_path / "weights.npz", **arrays)
-    assert initial.load(first.model, tmp_path / "weights.npz") == initial.load(second.model, tmp_path / "weights.npz")
+    assert initial_weights.load(first.model, tmp_path / "weights.npz") == initial_weights.load(
+        second.model, tmp_path / "weights.npz"
+    )
     for holder in (first, second):
         own = holder.division.models[holder.division.task].trainable_variables
         assert all((each.numpy() == 0.5).all() for each in own)

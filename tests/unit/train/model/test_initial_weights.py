@@ -10,7 +10,7 @@ from tensorflow import keras
 
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
-from train.model import initial, models, optimizers
+from train.model import initial_weights, models, optimizers
 from train.saving.checkpoint import Checkpoint
 
 
@@ -33,12 +33,12 @@ def save(kind: str, model: keras.Model, folder: Path) -> Path:
         saves.save(3)
         saves.wait()
     elif kind == ".npz":
-        np.savez(folder / "weights.npz", **{name: variable.numpy() for variable, name in initial.names(model)})
+        np.savez(folder / "weights.npz", **{name: variable.numpy() for variable, name in initial_weights.names(model)})
     elif kind == ".weights.h5":
         model.save_weights(folder / "model.weights.h5")
     else:
         model.save(folder / f"model{kind}")
-    path = initial.file_in(folder)
+    path = initial_weights.file_in(folder)
     assert path is not None
     return path
 
@@ -50,7 +50,7 @@ KINDS = (".index", ".npz", ".weights.h5", ".keras", ".h5")
 def test_all_weights_are_taken_from(tmp_path, kind):
     first, second = new_model(seed=1), new_model(seed=2)
     first.get_layer("norm").moving_mean.assign([1.0, 2.0, 3.0])
-    line = initial.load(second, save(kind, first, tmp_path / "init"))
+    line = initial_weights.load(second, save(kind, first, tmp_path / "init"))
     assert line.startswith("began with 8 of the 8 weights from ")
     assert ";" not in line
     for mine, theirs in zip(first.get_weights(), second.get_weights(), strict=True):
@@ -61,7 +61,7 @@ def test_all_weights_are_taken_from(tmp_path, kind):
 def test_weights_that_do_not_match_stay_random_and_are_named(tmp_path, kind):
     first, second = new_model(seed=1), new_model(outputs=5, seed=2)
     before = second.get_layer("head").kernel.numpy()
-    line = initial.load(second, save(kind, first, tmp_path / "init"))
+    line = initial_weights.load(second, save(kind, first, tmp_path / "init"))
     assert line.startswith("began with 6 of the 8 weights from ")
     assert "head/kernel (3, 5) (in the file (3, 2))" in line
     np.testing.assert_array_equal(before, second.get_layer("head").kernel.numpy())
@@ -74,14 +74,14 @@ def test_weights_that_do_not_match_stay_random_and_are_named(tmp_path, kind):
 def test_a_file_of_another_model_is_refused(tmp_path):
     other = keras.Sequential([keras.Input((7,)), keras.layers.Dense(9, name="other")])
     with pytest.raises(UsageError, match=r"^--init-from weights\.npz: none of its weights"):
-        initial.load(new_model(), save(".npz", other, tmp_path / "init"))
+        initial_weights.load(new_model(), save(".npz", other, tmp_path / "init"))
 
 
 @pytest.mark.parametrize("name", ["weights.npz", "model.keras", "model.h5", "ckpt-1.index"])
 def test_a_file_that_holds_no_weights_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"no weights")
     with pytest.raises(UsageError, match=f"^--init-from {name}: it cannot be read"):
-        initial.load(new_model(), tmp_path / name)
+        initial_weights.load(new_model(), tmp_path / name)
 
 
 # Layers that are not trained

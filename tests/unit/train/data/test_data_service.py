@@ -14,9 +14,9 @@ from cluster.system.ports import free_ports
 from train.config import TrainConfig
 from train.data import sources
 from train.data.batches import BatchSlice, Replicas
-from train.data.function import calling, random_access, service
+from train.data.function import calling, data_service, random_access
+from train.data.function.data_service import Service
 from train.data.function.examine import examine
-from train.data.function.service import Service
 from train.data.sources import Source
 
 GLOBAL_BATCH, FIRST = 8, 3
@@ -55,8 +55,8 @@ class Served:
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path, self.newest = tmp_path, 0
         self.ports = free_ports(2)
-        self.dispatcher = service.dispatcher(self.ports[0], tmp_path / "journal")
-        self.worker = service.worker(0, f"127.0.0.1:{self.ports[1]}", self.address, lambda: self.newest)
+        self.dispatcher = data_service.dispatcher(self.ports[0], tmp_path / "journal")
+        self.worker = data_service.worker(0, f"127.0.0.1:{self.ports[1]}", self.address, lambda: self.newest)
 
     @property
     def address(self) -> str:
@@ -100,14 +100,14 @@ def test_a_data_worker_that_begins_again_repeats_nothing():
     sent = tf.data.Dataset.from_tensor_slices([1, 3, 5, 7, 3, 5, 7, 9, 11]).map(
         lambda step: (tf.cast(step, tf.int64), step)
     )
-    taken = [int(step) for step, _ in service._without_repeats(sent, 1, 2, 0)]
+    taken = [int(step) for step, _ in data_service._without_repeats(sent, 1, 2, 0)]
     assert [1, 3, 5, 7, 9, 11] == taken
 
 
 def test_a_step_that_is_left_out_is_an_error():
     sent = tf.data.Dataset.from_tensor_slices([0, 1, 3]).map(lambda step: (tf.cast(step, tf.int64), step))
     with pytest.raises(tf.errors.InvalidArgumentError):
-        list(service._without_repeats(sent, 0, 1, 0))
+        list(data_service._without_repeats(sent, 0, 1, 0))
 
 
 def test_a_data_worker_begins_at_the_newest_step(served):
@@ -117,7 +117,7 @@ def test_a_data_worker_begins_at_the_newest_step(served):
 
 
 def test_data_workers_share_the_steps():
-    steps = [[service._next(first, worker, 3) for worker in range(3)] for first in (0, 1, 2, 7)]
+    steps = [[data_service._next(first, worker, 3) for worker in range(3)] for first in (0, 1, 2, 7)]
     assert [[0, 1, 2], [3, 1, 2], [3, 4, 2], [9, 7, 8]] == steps
 
 
@@ -128,7 +128,7 @@ def test_shards_of_two_data_workers_cover_the_steps(served):
     seen: dict[int, Any] = {}
     for worker in range(2):
         first = tf.constant(FIRST, tf.int64)
-        steps = service._steps_of_worker(known, served.tmp_path, BatchSlice(8, 7), worker, 2, first)
+        steps = data_service._steps_of_worker(known, served.tmp_path, BatchSlice(8, 7), worker, 2, first)
         for step, batch in steps.take(6):
             assert (1, 8, 2) == batch.features.shape
             assert int(step) % 2 == worker and np.all(batch.features[0, :, 0] % 2 == worker)
@@ -137,7 +137,7 @@ def test_shards_of_two_data_workers_cover_the_steps(served):
 
 
 def test_a_cluster_without_data_workers_has_no_service():
-    make: Callable[..., Service | None] = service.of
+    make: Callable[..., Service | None] = data_service.of
     assert make(spec.build(1), 0) is None
     assert Service("data-dispatcher:2222", 2, 3) == make(spec.build(1, data_workers=2), 3)
     shared = make(spec.build(1, ps=1, data_workers=1), 0)
