@@ -3,7 +3,7 @@
 Defect: Grappler's arithmetic optimization combines several sums into one, in another order. Its memory optimization
 adds up three or more values in the order in which they arrive, if it estimates that a graph takes more than 200 MB.
 Versions: TensorFlow 2.21.0.
-Test: tests/unit/train/patches/test_exact_order.py
+Test: tests/unit/train/patches/test_gradients.py::test_only_sums_that_must_repeat_are_not_rewritten
 Not applied: without micro-batches, unless the training must be deterministic.
 """
 

@@ -2,7 +2,7 @@
 
 Defect: oneDNN's ReLU and max-pooling turn NaN into numbers, so that the loss of broken weights can look sound.
 Versions: TensorFlow 2.21.0.
-Test: tests/unit/train/patches/test_nan_gradients.py
+Test: tests/unit/train/patches/test_gradients.py::test_the_loss_is_nan_if_a_gradient_is_not_finite
 Not applied: to steps with loss scaling, which checks the gradients itself.
 """
 

@@ -4,7 +4,7 @@ Defect: an embedding's gradient names a row as often as the batch has it. Keras 
 then adds up the squares of a row's parts instead of squaring their sum: its steps are several times too large, and
 depend on how a batch is cut.
 Versions: Keras 3.15.1.
-Test: tests/unit/train/patches/test_repeated_rows.py::test_keras_itself_does_a_larger_one
+Test: tests/unit/train/patches/test_gradients.py::test_keras_itself_does_a_larger_step_of_adam
 Not applied: if `TFOptimizer._distributed_tf_update_step` converts gradients to tensors.
 """
 

@@ -1,0 +1,74 @@
+"""Patches of gradients: not finite ones show in the loss, repeated rows are summed, and sums keep their order."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from tensorflow import keras
+from tensorflow.python.eager import context
+
+from train.patches import nan_gradients, repeated_rows
+from train.patches.exact_order import keep_order_of_sums
+
+GOOD = tf.constant([1.0, -3e38])
+SLICES = tf.IndexedSlices(tf.ones([4, 2]), tf.constant([1, 0, 1, 1]), tf.constant([3, 2]))
+
+
+def loss_after(*gradients: Any) -> float:
+    return float(nan_gradients.nan_if_broken(tf.constant(0.25), gradients))
+
+
+def test_the_loss_stays_if_every_gradient_is_finite():
+    sparse = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, 4]))
+    assert 0.25 == loss_after(GOOD, None, sparse, tf.ones([2], tf.bfloat16))
+    assert 0.25 == loss_after(None)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_the_loss_is_nan_if_a_gradient_is_not_finite(broken):
+    assert math.isnan(loss_after(GOOD, tf.constant([[0.0], [broken]])))
+    assert math.isnan(loss_after(GOOD, tf.IndexedSlices(tf.constant([[broken]]), tf.constant([3]))))
+
+
+def test_infinities_that_cancel_are_reported():
+    assert math.isnan(loss_after(tf.constant([math.inf]), tf.constant([-math.inf])))
+
+
+def step_of_adam(gradient: tf.Tensor | tf.IndexedSlices) -> np.ndarray:
+    weights = keras.Variable(np.zeros([3, 2], np.float32))
+    optimizer = keras.optimizers.Adam(0.1)
+    optimizer.build([weights])
+    optimizer.apply([gradient], [weights])
+    return np.asarray(weights.numpy())
+
+
+def test_adam_does_the_step_of_the_sum_of_repeated_rows(monkeypatch):
+    monkeypatch.setattr(TFOptimizer, "_distributed_tf_update_step", repeated_rows.update)
+    np.testing.assert_array_equal(step_of_adam(tf.convert_to_tensor(SLICES)), step_of_adam(SLICES))
+
+
+def test_keras_itself_does_a_larger_step_of_adam(monkeypatch):
+    monkeypatch.setattr(TFOptimizer, "_distributed_tf_update_step", repeated_rows.keras_update)
+    ratio = step_of_adam(SLICES)[1, 0] / step_of_adam(tf.convert_to_tensor(SLICES))[1, 0]
+    assert ratio == pytest.approx(3**0.5, rel=1e-3)
+
+
+@pytest.fixture
+def rewrites() -> Iterator[Any]:
+    """The options of graph rewrites for all functions of this process, which are restored."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context.context(), "_config", None)
+        patch.setattr(context.context(), "_optimizer_experimental_options", {})
+        yield lambda: context.context().config.graph_options.rewrite_options
+    tf.config.optimizer.set_experimental_options({})  # makes the change take effect
+
+
+@pytest.mark.parametrize(("micro_batches", "deterministic"), [(1, True), (2, False), (1, False)])
+def test_only_sums_that_must_repeat_are_not_rewritten(rewrites, micro_batches, deterministic):
+    keep_order_of_sums(micro_batches, deterministic=deterministic)
+    assert (rewrites().memory_optimization == rewrites().NO_MEM_OPT) is (micro_batches > 1 or deterministic)
+    assert (rewrites().arithmetic_optimization == rewrites().OFF) is (micro_batches > 1)
