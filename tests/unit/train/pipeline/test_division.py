@@ -107,17 +107,24 @@ def test_a_checkpoint_of_some_stages_is_restored_by_another_number(tmp_path, bef
     assert not list(tmp_path.glob(".ckpt-*"))  # nothing is left of what was joined
 
 
-@pytest.mark.slow
-def test_what_was_restored_without_first_values_is_the_whole_model(tmp_path):
-    holders = [Holder(tmp_path, task, 2) for task in range(2)]
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[str, dict[str, bytes]]:
+    """The checkpoint of two stages, and the values of all variables."""
+    folder = tmp_path_factory.mktemp("saved")
+    holders = [Holder(folder, task, 2) for task in range(2)]
     for holder in holders:
         holder.change()
     save(holders, 7)
+    return str(folder / "ckpt-7"), held(holders)
+
+
+@pytest.mark.slow
+def test_a_model_restored_without_first_values_is_the_whole_model(tmp_path, saved):
+    prefix, values = saved
     model = to_restore(new_model)
     assert not any(variable.value.is_initialized() for variable in model.variables)
-    weights.read_trained(model, str(tmp_path / "ckpt-7"))
-    saved = held(holders)
-    assert all(saved[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
+    weights.read_trained(model, prefix)
+    assert all(values[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
     export.export(model, tmp_path / "export", (6,), ())
     tokens_BT = np.arange(12, dtype=np.int32).reshape(2, 6) % 11
     served = tf.saved_model.load(str(tmp_path / "export"))
@@ -125,16 +132,12 @@ def test_what_was_restored_without_first_values_is_the_whole_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_run_begins_with_the_weights_of_all_stages(tmp_path):
-    holders = [Holder(tmp_path, task, 2) for task in range(2)]
-    for holder in holders:
-        holder.change()
-    save(holders, 7)
+def test_another_run_begins_with_the_weights_of_all_stages(saved):
+    prefix, values = saved
     model = new_model()
     count = len(model.weights)
-    assert f"began with {count} of the {count} weights" in initial_weights.load(model, tmp_path / "ckpt-7.index")
-    saved = held(holders)
-    assert all(saved[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
+    assert f"began with {count} of the {count} weights" in initial_weights.load(model, Path(f"{prefix}.index"))
+    assert all(values[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
 
 
 def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path):
