@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(_shard(arguments))
         elif arguments.command == "examine":
             return _in_another_process(arguments, _examine, num_outputs=arguments.num_outputs, seed=arguments.seed)
-        elif arrays.is_own(arguments.name):
+        elif arrays.is_user_dataset(arguments.name):
             return _in_another_process(arguments, _prepare)
         else:
             say(_prepare(arguments))

@@ -188,14 +188,14 @@ def size_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
-def is_own(name: str) -> bool:
+def is_user_dataset(name: str) -> bool:
     """Whether a name is a user's dataset, `package.module:function`."""
     return ":" in name
 
 
 def newest(data_dir: Path, name: str) -> str:
     """Return the version of a dataset to use: the known one of TFDS, or the newest prepared one of the user's."""
-    if is_own(name):
+    if is_user_dataset(name):
         return store.read_pointer(
             store.pointer_of(data_dir, "arrays", name), name, f"invoke data.prepare --name {name}"
         )
@@ -208,7 +208,7 @@ def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
     """Find the prepared arrays of a dataset, and compare every file's size with its shape."""
     version = version or newest(data_dir, name)
     folder = store.path_of(data_dir, "arrays", name, version)
-    fix = f"copy {folder} from where it is" if is_own(name) else f"run `invoke data.prepare --name {name}`"
+    fix = f"copy {folder} from where it is" if is_user_dataset(name) else f"run `invoke data.prepare --name {name}`"
     again = f"run `invoke data.prepare --name {name} --fresh`"
     with store.index_errors(folder / INDEX, f"{name} {version} is not prepared in {data_dir}; {fix}", again):
         array_set = _from_index(data_dir, folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
@@ -245,7 +245,7 @@ def write(
             for split, arrays in splits.items()
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    if is_own(name):
+    if is_user_dataset(name):
         store.write_pointer(data_dir, "arrays", name, version)
     return find(data_dir, name, version)
 

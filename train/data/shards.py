@@ -105,7 +105,7 @@ def describe_ready(data_dir: Path, name: str, source: str) -> str:
 
     A user's dataset is never ready, because its code may have changed.
     """
-    if arrays.is_own(name):
+    if arrays.is_user_dataset(name):
         return ""
     try:
         return str(find(data_dir, name) if source == "stream" else arrays.find(data_dir, name))

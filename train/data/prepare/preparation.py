@@ -67,7 +67,7 @@ def prepare(
     Of several processes that call this at the same time, one prepares the arrays and the others wait.
 
     Args:
-        name: a TFDS dataset, or `package.module:function`, see `train.data.own_dataset`.
+        name: a TFDS dataset, or `package.module:function`, see `train.data.user_dataset`.
         data_dir: the folder of prepared data, which is created if necessary.
         fresh: whether to decode prepared data again. Intact TFDS files are used, damaged ones are replaced.
         open_dataset: replaces `TfdsDataset` in tests.
@@ -79,8 +79,8 @@ def prepare(
         PrerequisiteError: no source has it; the message has the reason for each.
         RunFailed: existing arrays are damaged and `fresh` was not requested, or the disk is full.
     """
-    if arrays.is_own(name):
-        return _prepare_own(name, data_dir, fresh)
+    if arrays.is_user_dataset(name):
+        return _prepare_user_dataset(name, data_dir, fresh)
     version = arrays.newest(data_dir, name)
     with contextlib.suppress(PrerequisiteError):
         if not fresh:
@@ -98,12 +98,12 @@ def say(message: str) -> None:
     print_lines(f"data: {message}")
 
 
-def _prepare_own(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
+def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
     """Call the user's function, and write its result unless it is prepared."""
-    from train.data import own_dataset  # imports NumPy
+    from train.data import user_dataset  # imports NumPy
 
     say(f"calling {name}")
-    dataset = own_dataset.read(name)
+    dataset = user_dataset.read(name)
     with store.disk_errors(data_dir), store.lock(data_dir, say):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged arrays are written again

@@ -22,8 +22,8 @@ import tensorflow as tf
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.files import sha256
 from train.data import arrays, blocks, shards, store
-from train.data.own_dataset import array_of
 from train.data.prepare.preparation import prepare, say
+from train.data.user_dataset import array_of
 
 MAX_SHARDS = 512  # all are open while they are written, and Linux allows a process 1024 open files
 DEFAULT_SHARDS = 8
@@ -99,7 +99,7 @@ def shard(
 
 
 def _open_source(name: str, data_dir: Path, size: int | None) -> Source:
-    if arrays.is_own(name) or name in arrays.VERSIONS:
+    if arrays.is_user_dataset(name) or name in arrays.VERSIONS:
         return _Arrays(prepare(name, data_dir))
     from train.data.prepare.tfds_datasets import TfdsSource  # imports TFDS, which takes seconds
 

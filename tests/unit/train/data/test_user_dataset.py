@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
-from train.data import arrays, own_dataset
+from train.data import arrays, user_dataset
 from train.data.prepare import preparation as prepare
 
 ROOT = Path(__file__).parents[4]
@@ -46,11 +46,11 @@ def returns(tmp_path, monkeypatch) -> Callable[[Any], str]:
 
 
 def test_types_become_ones_that_can_be_trained_on(returns):
-    dataset = own_dataset.read(returns({"train": (FLOATS, FLOATS[:, 0], [1, 2, 3]), "test": (FLOATS, FLOATS[:, 1])}))
+    dataset = user_dataset.read(returns({"train": (FLOATS, FLOATS[:, 0], [1, 2, 3]), "test": (FLOATS, FLOATS[:, 1])}))
     assert ["float32"] * 5 == [array.dtype.name for split in dataset.splits.values() for array in split]
     np.testing.assert_array_equal(FLOATS.astype(np.float32), dataset.splits["train"][0])
     for labels in (LABELS, LABELS.astype(bool), LABELS.astype(np.int16), LABELS.tolist()):
-        dataset = own_dataset.read(returns({"train": (IMAGES, labels), "test": (IMAGES, labels)}))
+        dataset = user_dataset.read(returns({"train": (IMAGES, labels), "test": (IMAGES, labels)}))
         assert (np.uint8, np.int64) == tuple(array.dtype for array in dataset.splits["train"])
 
 
@@ -61,7 +61,7 @@ def test_features_of_any_numeric_type_keep_their_values(dtype, returns):
     limits = np.iinfo(dtype) if np.dtype(dtype).kind in "iu" else None
     most = min(limits.max, 2**63 - 1) if limits else 1
     features = np.array([[limits.min if limits else 0], [most]], dtype)
-    dataset = own_dataset.read(returns({split: (features, [0, 1]) for split in ("train", "test")}))
+    dataset = user_dataset.read(returns({split: (features, [0, 1]) for split in ("train", "test")}))
     stored = dataset.splits["train"][0]
     assert stored.dtype.name in arrays.DTYPES["features"]
     assert features.tolist() == stored.tolist()
@@ -83,10 +83,10 @@ def test_a_function_may_have_optional_arguments(returns, monkeypatch):
         lambda *sizes, seed=0: GOOD,
     ):
         monkeypatch.setattr("own_module.data", function)
-        assert own_dataset.read(name).version == own_dataset.read(returns(GOOD)).version
+        assert user_dataset.read(name).version == user_dataset.read(returns(GOOD)).version
     monkeypatch.setattr("own_module.data", lambda split, shard: GOOD)
     with pytest.raises(UsageError, match="--source function"):
-        own_dataset.read(name)
+        user_dataset.read(name)
 
 
 def test_a_package_that_is_missing_names_the_option_that_installs_it(returns, tmp_path):
@@ -94,7 +94,7 @@ def test_a_package_that_is_missing_names_the_option_that_installs_it(returns, tm
     (tmp_path / "modules" / "needs_later.py").write_text("def data():\n    import no_such_package\n")
     for name in ("needs_package:data", "needs_later:data"):
         with pytest.raises(UsageError, match="--requirements"):
-            own_dataset.read(name)
+            user_dataset.read(name)
 
 
 def test_the_version_follows_the_contents(returns):
@@ -106,10 +106,10 @@ def test_the_version_follows_the_contents(returns):
         {split: (value[0].reshape(-1, 16), value[1]) for split, value in GOOD.items()},
         {split: (value[0].astype(np.int32), value[1]) for split, value in GOOD.items()},
     ]
-    versions = [own_dataset.read(returns(variant)).version for variant in variants]
+    versions = [user_dataset.read(returns(variant)).version for variant in variants]
     assert len(set(versions)) == len(variants)
     assert all(re.fullmatch("[0-9a-f]{12}", version) for version in versions)
-    assert versions[0] == own_dataset.read(returns({**GOOD, "train": (np.asfortranarray(IMAGES), LABELS)})).version
+    assert versions[0] == user_dataset.read(returns({**GOOD, "train": (np.asfortranarray(IMAGES), LABELS)})).version
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_version_follows_the_contents(returns):
 )
 def test_unsuitable_data_is_reported_in_one_line(returns, value, message):
     with pytest.raises(UsageError) as error:
-        own_dataset.read(returns(value))
+        user_dataset.read(returns(value))
     assert str(error.value).startswith("dataset own_module:data")
     assert message in str(error.value) and str(error.value).isprintable()
 
@@ -176,13 +176,13 @@ def test_unsuitable_data_is_reported_in_one_line(returns, value, message):
 def test_a_function_that_is_not_there_is_reported(returns, name, message):
     returns(GOOD)
     with pytest.raises(UsageError, match=message):
-        own_dataset.read(name)
+        user_dataset.read(name)
 
 
 def test_a_module_that_fails_names_the_line(returns, tmp_path):
     (tmp_path / "modules" / "broken_module.py").write_text("\n1 / 0\n")
     with pytest.raises(UsageError, match=r"ZeroDivisionError: division by zero \(.*/broken_module\.py:2\)$"):
-        own_dataset.read("broken_module:data")
+        user_dataset.read("broken_module:data")
 
 
 def test_the_same_contents_are_written_once(returns, tmp_path):

@@ -33,7 +33,7 @@ SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True)
-class OwnDataset:
+class UserDataset:
     """The checked result of the function; see `train.data.arrays.Split` for the arrays."""
 
     classes: Named
@@ -48,7 +48,7 @@ class OwnDataset:
         return sum(array.nbytes for part in parts for array in named.leaves(part))
 
 
-def read(name: str) -> OwnDataset:
+def read(name: str) -> UserDataset:
     """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`."""
     function = _function(name)
     if _needs_two(function):
@@ -78,7 +78,7 @@ def _needs_two(function: Callable[..., Any]) -> bool:
     return len([item for item in required if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]) == 2
 
 
-def _checked(name: str, returned: Any) -> OwnDataset:
+def _checked(name: str, returned: Any) -> UserDataset:
     if not isinstance(returned, Mapping) or not set(SPLITS) <= set(returned) <= {*SPLITS, "classes"}:
         got = f"the keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else type(returned).__name__
         raise UsageError(
@@ -87,7 +87,7 @@ def _checked(name: str, returned: Any) -> OwnDataset:
     splits = {split: _split(f"dataset {name}: {split}", returned[split]) for split in SPLITS}
     classes = _classes(name, returned.get("classes", ()), splits["train"][1])
     _check(name, classes, splits)
-    return OwnDataset(classes, splits, _version(classes, splits))
+    return UserDataset(classes, splits, _version(classes, splits))
 
 
 def _classes(name: str, returned: Any, labels: Named) -> Named:
