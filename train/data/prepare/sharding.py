@@ -33,7 +33,7 @@ Example = tuple[Any, ...]
 """Features, label and an optional weight."""
 
 
-class Source(Protocol):
+class ExampleSource(Protocol):
     """A source of examples."""
 
     version: str
@@ -53,7 +53,7 @@ def shard(
     num_shards: int | None = None,
     size: int | None = None,
     fresh: bool = False,
-    open_source: Callable[[str, Path, int | None], Source] | None = None,
+    open_source: Callable[[str, Path, int | None], ExampleSource] | None = None,
 ) -> shards.ShardSet:
     """Return the shards of a dataset in `data_dir`; write them unless they exist as requested.
 
@@ -98,7 +98,7 @@ def shard(
     return shards.find(data_dir, name, source.version)
 
 
-def _open_source(name: str, data_dir: Path, size: int | None) -> Source:
+def _open_source(name: str, data_dir: Path, size: int | None) -> ExampleSource:
     if arrays.is_user_dataset(name) or name in arrays.VERSIONS:
         return _Arrays(prepare(name, data_dir))
     from train.data.prepare.tfds_datasets import TfdsSource  # imports TFDS, which takes seconds
@@ -183,7 +183,7 @@ def resized(subject: str, image: Any, size: int | None) -> np.ndarray:
 
 
 def _write(
-    folder: Path, source: Source, counts: Mapping[str, int], num_shards: int, size: int | None
+    folder: Path, source: ExampleSource, counts: Mapping[str, int], num_shards: int, size: int | None
 ) -> dict[str, Any]:
     """Write the shards of both splits and return their entries of the index."""
     layout, splits = _Layout(size), {}

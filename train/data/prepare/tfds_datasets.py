@@ -128,7 +128,7 @@ def numbered(review: bytes) -> list[int]:
 
 
 class TfdsSource:
-    """See `train.data.prepare.sharding.Source`."""
+    """See `train.data.prepare.sharding.ExampleSource`."""
 
     def __init__(self, name: str, data_dir: Path, *, resized: bool) -> None:
         try:
