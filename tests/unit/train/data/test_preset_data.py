@@ -119,7 +119,9 @@ GOOD, BAD = b"A wonderful, <br />moving film", b"a dull film"
 LONG_GOOD, LONG_BAD = 50 * (GOOD + b" "), 50 * (BAD + b" ")
 
 
-def trained(config: TrainConfig, data_dir: Path, batch: int, count: int) -> tuple[keras.Model, np.ndarray]:
+def trained(
+    config: TrainConfig, data_dir: Path, batch: int, count: int, seed: int = 7
+) -> tuple[keras.Model, np.ndarray]:
     """Return the model and the losses of some steps of a preset, with this global batch."""
     source, strategy = sources.find(config, data_dir), tf.distribute.OneDeviceStrategy("/CPU:0")
     with strategy.scope():
@@ -127,7 +129,7 @@ def trained(config: TrainConfig, data_dir: Path, batch: int, count: int) -> tupl
         model = models.of(config, source.feature_shape, source.num_outputs)
         policy = optimizers.policy(config, optimizers.build_for(config, model))
     objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
-    feed = sources.train_feed(strategy, source, 0, batch, 7)
+    feed = sources.train_feed(strategy, source, 0, batch, seed)
     train_step = TrainStep(model, policy, objective, batch, 1)
     return model, steps.SynchronousSteps(strategy, train_step, feed, count)(0, count, False).losses
 
@@ -140,8 +142,8 @@ def preset(name: str, **settings: Any) -> TrainConfig:
 
 def test_the_preset_of_images_learns(tmp_path):
     images = [(np.full((32, 32, 3), 25 * (number % 10), np.uint8), number % 10) for number in range(40)]
-    shard(tmp_path, "cifar10", ListedExamples(images, images[:8], classes=tuple("0123456789")))
-    model, losses = trained(preset("cifar10_resnet", warmup_steps=2, decay_steps=12), tmp_path, 8, 12)
+    shard(tmp_path, "cifar10", ListedExamples(images, images[:8], classes=tuple("0123456789")), num_shards=2)
+    model, losses = trained(preset("cifar10_resnet", warmup_steps=2, decay_steps=12), tmp_path, 8, 12, seed=42)
     assert losses[-3:].sum() < losses[:3].sum()
     assert sum(int(np.prod(variable.shape)) for variable in model.trainable_variables) == 272_474  # the paper: 0.27 M
 
