@@ -17,8 +17,9 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.contract import user_code
 from cluster.contract.recovery import standby_cluster
@@ -32,9 +33,6 @@ from train.config import TrainConfig
 from train.data import shards
 from train.settings import overrides
 from train.startup import debugger, preload
-
-if TYPE_CHECKING:  # it imports TensorFlow
-    from train.program import Program
 
 EXIT_BUG = 70
 """An unknown error (EX_SOFTWARE of sysexits.h), after which the agent tries again."""
@@ -85,9 +83,9 @@ def train(run: RunFolder) -> int:
     preload.load(run)  # imports TensorFlow, unless this process was forked from one that has
     from train import program
 
-    prepared = None
+    standby = None
     if standby_cluster.VARIABLE in os.environ:
-        prepared = _stand_by(run)
+        standby = _stand_by(run)
     else:
         if "STANDBY_PROCESS" in os.environ:
             program.rehearse(run)
@@ -98,7 +96,10 @@ def train(run: RunFolder) -> int:
     task = cluster.task(os.environ.get("TASK", "chief"))
     debugger.wait_for_client(run, task.name)
     try:
-        (prepared or program.Program(run, task)).main()
+        if standby:
+            standby()
+        else:
+            program.Program(run, task).main()
     except ClusterError:
         raise
     except SystemExit as error:  # otherwise the agent would interpret its exit code
@@ -115,8 +116,8 @@ def train(run: RunFolder) -> int:
     return 0
 
 
-def _stand_by(run: RunFolder) -> Program:
-    """Form the cluster of the standby processes, prepare to train with it, and wait at the gate.
+def _stand_by(run: RunFolder) -> Callable[[], None]:
+    """Form the cluster of the standby processes, prepare to train with it, and wait at the gate; return the training.
 
     Messages during that time, such as the end of this cluster, are irrelevant for the log.
     """
@@ -127,10 +128,10 @@ def _stand_by(run: RunFolder) -> Program:
         del os.environ["TF_CONFIG"]
     with quiet.silence():
         program = Program(run, run.load_cluster().task(os.environ.get("TASK", "chief")))
-        program.stand_by()
+        rehearsed = program.stand_by()
         wait_at_gate()
     program.begin()
-    return program
+    return lambda: program.main(rehearsed)
 
 
 def wait_at_gate() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.contract.recovery.step_record import StepRecord
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import ClusterSpec, Role, Task
@@ -20,8 +21,6 @@ from train.model import optimizers
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective
 from train.pipeline.division import Division
-from train.saving import checkpoint
-from train.saving.timer import Past, SaveTimer
 
 EVALUATION_BATCH = 500
 
@@ -128,45 +127,10 @@ class TaskContext:
             optimizer = optimizers.build_for(self.config, self.model, self.total_steps, build)
             return optimizers.policy(self.config, optimizer)
 
-    def new_checkpoint(
-        self, policy: GradientPolicy, callbacks: tf.Module | None = None, best: tf.Module | None = None
-    ) -> checkpoint.Checkpoint:
-        """Build the checkpoint of the training, including the state of callbacks and early stopping."""
-        with self.strategy.scope():
-            done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
-        return checkpoint.Checkpoint(
-            self.model,
-            policy.optimizer,
-            done,
-            self.run.checkpoints,
-            keep=self.config.keep_checkpoints,
-            writes=self.chief,
-            generation=self.generation,
-            saved=lambda step: self.run.event(self.task.name, "checkpoint", step=step),
-            loss_scale=policy.loss_scale,
-            callbacks=callbacks,
-            best=best,
-            joint=None if self.division is None or self.division.whole else self.division.joint(),
-        )
-
-    def gathering(self) -> Callable[[int], list[int]]:
-        """Return a function from this task's number to the numbers of all tasks; all tasks call it."""
-        alone = self.asynchronous or len(self.spec.members) < 2
-        return (lambda number: [number]) if alone else steps.gathering(self.gang)
-
-    def restore(self, saves: checkpoint.Checkpoint, gather: Callable[[int], list[int]] | None = None) -> int:
-        """Restore the checkpoint that all tasks agree on, if there is one; return the number of its steps.
-
-        Args:
-            gather: the function of `gathering`, if the caller has it.
-        """
-        saves.generation = self.generation
-        return saves.restore(gather or self.gathering())
-
-    def new_save_timer(self, saves: checkpoint.Checkpoint, first: int) -> SaveTimer:
-        """Build the save timer of a training from step `first`; only the chief's decides."""
-        past = Past.read(self.run, self.generation, first) if self.chief else None
-        return SaveTimer(self.config.checkpoint_every, past, writing=lambda: saves.writing)
+    def worker_records(self) -> list[StepRecord]:
+        """Return the records of the steps of parameter servers' workers; otherwise none."""
+        workers = self.spec.of(Role.WORKER) if self.asynchronous else ()
+        return [StepRecord(self.run, worker.name, self.generation) for worker in workers]
 
     def new_evaluation(self) -> Callable[[], dict[str, float]]:
         """Return a function that evaluates the model on the whole test split; all tasks call it."""

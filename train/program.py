@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import tensorflow as tf
@@ -24,8 +25,9 @@ from train.config import TrainConfig
 from train.context import TaskContext
 from train.data import sources
 from train.data.function import data_service
-from train.loops import custom
-from train.loops.keras_fit import fit
+from train.loops import custom, fit
+from train.loops.loop import Steps
+from train.loops.training import Setup
 from train.model import initial_weights, layer_state, models, objectives
 from train.model.export import is_legacy
 from train.patches import exact_order
@@ -34,6 +36,14 @@ from train.startup import rehearsal
 from train.telemetry import environment
 
 tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and every second trace
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A training that a standby process has prepared and traced."""
+
+    setup: Setup
+    steps: Steps
 
 
 class Program:
@@ -48,23 +58,21 @@ class Program:
         configure_threads(self.config)
         self.heartbeat = HeartbeatWriter(run, task, generation, restarts)
         self.stop = threading.Event()
-        self._prepared: tuple[TaskContext, custom.Training] | None = None
 
-    def stand_by(self) -> None:
+    def stand_by(self) -> Rehearsed:
         """Form a cluster with the other standby processes and prepare everything except the newest checkpoint."""
-        context = self._task_context()
-        training = custom.Training(context)
-        training.rehearse()
-        self._prepared = context, training
+        setup = custom.prepare(self._task_context())
+        rehearsed = Rehearsed(setup, custom.rehearse(setup))
         number = int(os.environ[standby_cluster.NUMBER])
         standby_cluster.report(self.run, self.task.name, self.heartbeat.current.generation, number)
+        return rehearsed
 
     def begin(self) -> None:
         """Join the generation that the environment now names."""
         self.heartbeat.update(generation=int(os.environ["GENERATION"]), restarts=int(os.environ["RESTARTS"]))
 
-    def main(self) -> None:
-        """Do this task's part of the run."""
+    def main(self, rehearsed: Rehearsed | None = None) -> None:
+        """Do this task's part of the run; `rehearsed` is what this process has prepared as a standby process."""
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.spec.serves(self.task):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a server has nothing to save
@@ -76,7 +84,7 @@ class Program:
                 self._prepare_data()
             strategy.serve(self.task, self.config.threads)
         self.heartbeat.start()
-        context, training = self._prepared or (self._task_context(), None)
+        context = rehearsed.setup.context if rehearsed else self._task_context()
         # Set the handler again, because TensorFlow's server replaces it to detect preemption.
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.run.stop_requested:
@@ -90,9 +98,11 @@ class Program:
             evaluator.evaluate_checkpoints(context)
             self.heartbeat.update(state="done")
         elif self.config.loop == "fit":
-            fit.Training(context).run()
+            fit.train(context)
+        elif rehearsed:
+            custom.train(rehearsed.setup, rehearsed.steps)
         else:
-            (training or custom.Training(context)).run()
+            custom.train(custom.prepare(context))
         self.heartbeat.stop()
 
     def _task_context(self) -> TaskContext:

@@ -10,19 +10,20 @@ import signal
 import sys
 
 from train import __main__ as program
+from train.loops.loop import Progress
 from train.telemetry import metrics, report
 
 
 def main() -> None:
     """Train."""
-    killed_at, steps = int(os.environ["KILLED_AT"]), report.Report.steps
+    killed_at, after = int(os.environ["KILLED_AT"]), report.Report.after
 
-    def reported(self: report.Report, first: int, losses: object, *args: object, **more: object) -> None:
-        steps(self, first, losses, *args, **more)
-        if killed_at and first + len(losses) >= killed_at:
+    def reported(self: report.Report, progress: Progress) -> None:
+        after(self, progress)
+        if killed_at and progress.step >= killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    report.Report.steps = reported
+    report.Report.after = reported
     report.Report._export = lambda *_: None
     metrics.Metrics.graph = lambda *_: None
     report.Report._serving_graph = lambda *_: None

@@ -14,10 +14,11 @@ from train.config import TrainConfig
 from train.data import memory
 from train.data.batches import Batch, BatchSlice
 from train.data.sources import Feed
-from train.loops import outer, steps
+from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers
 from train.model.gradients import GradientPolicy
+from train.saving.weights import weights_sha256
 from train.startup import rehearsal
 
 
@@ -50,7 +51,7 @@ def main(result: Path, rehearses: bool) -> None:
     losses = steps.SynchronousSteps(strategy, train_step, Feed(lambda: (), batch), 2)(0, 2, False).losses
     found = {
         "losses": losses.tolist(),
-        "weights_sha256": outer.weights_sha256(model),
+        "weights_sha256": weights_sha256(model),
         "names": [weight.path for weight in model.trainable_variables],
         "tasks": strategy.cluster_resolver.cluster_spec().as_dict(),
     }

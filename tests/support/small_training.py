@@ -17,10 +17,11 @@ from train.config import Optimizer, TrainConfig
 from train.data import arrays, sources
 from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
-from train.loops import outer, steps
+from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import gradients, objectives, optimizers
 from train.patches import batch_normalization
+from train.saving.weights import weights_sha256
 
 SEED, GLOBAL_BATCH = 7, 12
 NUM_TRAIN, NUM_TEST = 40, 1003  # neither a multiple of the global batch
@@ -115,12 +116,12 @@ class Training:
 
     def trained(self) -> dict[str, Any]:
         """Do all steps; return the results."""
-        result, model = self.run(0, STEPS, False), self.train_step.model
+        result, model = self.run(0, STEPS), self.train_step.model
         return {
             "losses": result.losses.tolist(),
-            "scores": result.scores.tolist(),
+            "scores": result.values["accuracy"].tolist(),
             "weights": weights_of(model),
-            "weights_sha256": outer.weights_sha256(model),
+            "weights_sha256": weights_sha256(model),
             "averages": [one.numpy().tolist() for one in model.non_trainable_variables if "moving" in one.path],
             "skipped": self.scale.metrics()["skipped_steps"] if self.scale else 0,
             "dtypes": sorted({variable.dtype for variable in model.trainable_variables}),
@@ -156,4 +157,4 @@ def training(
         else TrainStep(*what, replicas, micro_batches)
     )
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards, micro_batches)
-    return Training(train_step, policy.around(steps.SynchronousSteps(strategy, train_step, feed, STEPS)))
+    return Training(train_step, steps.SynchronousSteps(strategy, train_step, feed, STEPS))

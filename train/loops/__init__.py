@@ -1,1 +1,1 @@
-"""The training loops: the loop around a generation, the outer and the inner loop."""
+"""The training loops: the loop with its actions, and the steps that it calls."""

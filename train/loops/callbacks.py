@@ -1,11 +1,18 @@
-"""Keras callbacks: those of TensorFlow's tutorials, and the hooks that call any callback from the custom loop."""
+"""Keras callbacks: those of TensorFlow's tutorials, and the action that calls any callback from both loops.
+
+Their state is a part of the checkpoint, because a restart must not change when training stops. The attributes of a
+callback that have changed since it was created are saved, as far as `plain_values.py` can encode them. Everything else,
+such as open files, is created by each generation, and is reported.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +22,17 @@ from tensorflow import keras
 
 from cluster.system.errors import UsageError
 from train.context import TaskContext
-from train.loops.callback_state import CallbackState, appending, attributes, restore, size_of
-from train.loops.outer import Inner
-from train.loops.steps import LoopResult
+from train.loops import plain_values
+from train.loops.loop import Action, Periodic, Progress, Stop
+from train.saving.checkpoint import Encoded
 from train.settings import references
+from train.telemetry.report import Report
+
+_WITHOUT_STATE = {
+    keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
+    keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
+}
+"""Attributes of Keras's callbacks that belong to a process."""
 
 
 def build(context: TaskContext) -> list[keras.callbacks.Callback]:
@@ -89,15 +103,41 @@ class PrintRate(keras.callbacks.Callback):
         print(f"learning rate of epoch {epoch + 1}: {rate:g}", flush=True)
 
 
-class Hooks:
+@dataclass
+class CallbackProgress:
+    """The state of callbacks in a checkpoint."""
+
+    epoch: int = -1
+    """Index of the current epoch; -1 before training."""
+    steps: int = 0
+    """Steps done in this epoch; 0 once callbacks were called for its end."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Sum over those steps of each logged value."""
+    epoch_logs: dict[str, float] = field(default_factory=dict)
+    """Logs of the newest finished epoch."""
+    results: dict[str, float] = field(default_factory=dict)
+    """The newest evaluation."""
+    evaluated_at: int = -1
+    """Steps done at the newest evaluation."""
+    ended_at: int = 0
+    """Total steps of the training that a callback ended; 0 if none did."""
+    callbacks: list[dict[str, bytes]] = field(default_factory=list)
+    """The changed attributes of each callback, encoded."""
+    classes: list[str] = field(default_factory=list)
+    """Names of the callbacks' classes."""
+    sizes: list[int] = field(default_factory=list)
+    """Size of each CSVLogger's file in bytes; -1 for another callback or a missing file."""
+
+
+class Callbacks(Action):
     """Calls the user's callbacks as `Model.fit` does, from both loops, and saves and restores their state.
 
     To callbacks, an inner call of the custom loop is one batch of several steps, as with Keras's `steps_per_execution`.
     """
 
-    def __init__(self, context: TaskContext, state: CallbackState) -> None:
+    def __init__(self, context: TaskContext, state: Encoded, report: Report) -> None:
         """Create the callbacks. Call once the model is compiled, because they use its optimizer."""
-        self._context, self._model, self._state = context, context.model, state
+        self._context, self._model, self._state, self._report = context, context.model, state, report
         self._callbacks = build(context)
         try:
             with context.strategy.scope():
@@ -112,22 +152,22 @@ class Hooks:
             raise UsageError(f"--callbacks {context.config.callbacks!r}: {error}") from None
         self._made = [attributes(callback)[0] for callback in self._callbacks]
         self._lost: set[str] = set()
-        self._progress = state.read()
-        self.results, self.evaluated_at = self._progress.results, self._progress.evaluated_at
-        """The newest evaluation in the restored checkpoint, and the steps done at it."""
-        self.enough = self._progress.ended_at == context.total_steps
+        encoded = state.encoded.numpy()
+        self._progress = CallbackProgress(**plain_values.decode(encoded)) if encoded else CallbackProgress()
+        report.results, report.evaluated_at = self._progress.results, self._progress.evaluated_at
+        self.stops = self._progress.ended_at == context.total_steps
         """Whether a callback has requested the end of training."""
 
-    def begin(self, first: int, newest: Callable[[], dict[str, float]]) -> None:
+    def begin(self, first: int, evaluate: Callable[[], None]) -> None:
         """Begin training after `first` steps, or resume it with the state that callbacks had then.
 
         Args:
-            newest: evaluates if that is due and returns the newest results on the test split; every task calls it.
+            evaluate: evaluates on the test split if that is due; every task calls it.
         """
         restored, epoch = self._progress, self._context.epoch_of(first)
         classes = [type(callback).__name__ for callback in self._callbacks]
         resumes = restored.epoch >= 0 and restored.classes == classes
-        within = first < self._context.total_steps and not self.enough and restored.epoch == epoch
+        within = first < self._context.total_steps and not self.stops and restored.epoch == epoch
         self._model.stop_training = False
         with contextlib.ExitStack() as stack:
             if resumes:  # they have had their effect; these calls only open files and the like
@@ -143,8 +183,9 @@ class Hooks:
         self._model.stop_training = False
         self._encoded()
         if restored.steps and not within:  # it was saved at the end of an epoch, before callbacks were called for that
-            self.end_epoch(first, newest())
-        if not within and first < self._context.total_steps and not self.enough:
+            evaluate()
+            self.end_epoch(first)
+        if not within and first < self._context.total_steps and not self.stops:
             self.begin_epoch(first)
 
     def _warn(self, problem: str, attributes: Iterable[str]) -> None:
@@ -171,12 +212,18 @@ class Hooks:
         self._progress.epoch, self._progress.steps, self._progress.sums = self._context.epoch_of(step), 0, {}
         self._list.on_epoch_begin(self._progress.epoch)
 
-    def begin_batch(self, step: int) -> None:
+    def before(self, step: int) -> None:
         """Begin a batch after `step` steps."""
         self._list.on_train_batch_begin(step - self._context.epoch_begin(step))
 
+    def after(self, progress: Progress) -> None:
+        """End the batch of a call."""
+        values = progress.result.values.items()
+        sums = {name: float(array.sum(dtype=np.float64)) for name, array in values}
+        self.end_batch(progress.step, len(progress.result.losses), sums)
+
     def end_batch(self, step: int, count: int, sums: Mapping[str, float]) -> None:
-        """End a batch of `count` steps with `step`."""
+        """End a batch of `count` steps with `step`; `sums` are those of the steps' values."""
         self.add(count, sums)
         self._list.on_train_batch_end(step - 1 - self._context.epoch_begin(step - 1), self._logs())
         self._note_stop()
@@ -186,39 +233,26 @@ class Hooks:
         self._progress.steps += count
         self._progress.sums = {name: self._progress.sums.get(name, 0.0) + value for name, value in sums.items()}
 
-    def around(self, inner: Inner) -> Inner:
-        """Wrap the inner loop so that it calls the callbacks."""
-
-        def hooked(first: int, count: int, stop: bool) -> LoopResult:
-            self.begin_batch(first)
-            result = inner(first, count, stop)
-            values = {"loss": result.losses, self._context.objective.score_name: result.scores}
-            sums = {name: float(array.sum(dtype=np.float64)) for name, array in values.items()}
-            self.end_batch(first + count, len(result.losses), sums)
-            return result
-
-        return hooked
-
     @contextlib.contextmanager
-    def evaluating(self, results: Callable[[], dict[str, float]]) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Call callbacks before and after an evaluation, such as those that evaluate by averages of the weights."""
         self._list.on_test_begin()
         yield
-        self._list.on_test_end({name.removeprefix("eval_"): value for name, value in results().items()})
+        self._list.on_test_end({name.removeprefix("eval_"): value for name, value in self._report.results.items()})
 
-    def end_epoch(self, step: int, results: Mapping[str, float]) -> None:
-        """End the epoch of `step`; `results` are the newest on the test split."""
-        logs = self._logs() | {re.sub("^eval_", "val_", name): value for name, value in results.items()}
+    def end_epoch(self, step: int) -> None:
+        """End the epoch of `step`."""
+        logs = self._logs() | {re.sub("^eval_", "val_", name): value for name, value in self._report.results.items()}
         self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
         self._progress.epoch_logs = logs
         self._note_stop()
         self._progress.steps, self._progress.sums = 0, {}
 
-    def end(self, step: int, results: Mapping[str, float], *, stopped: bool) -> bool:
+    def end(self, step: int, *, stopped: bool) -> bool:
         """End training after `step`: the epoch too, unless it has ended already or the run will be resumed.
 
         Returns:
-            Whether callbacks changed the weights after `results`, such as to the best ones.
+            Whether callbacks changed the weights after the newest evaluation, such as to the best ones.
         """
         if stopped:  # the next generation continues from the checkpoint, which has these weights
             with self._same_variables():
@@ -226,25 +260,26 @@ class Hooks:
             return False
         before = self._weights()
         if self._progress.steps:
-            self.end_epoch(step, results)
+            self.end_epoch(step)
+        self.stops |= step < self._context.total_steps  # callbacks of another task or early stopping may have ended it
         self._list.on_train_end(self._progress.epoch_logs)
         return self._weights() != before
 
     def _weights(self) -> list[bytes]:
         return [hashlib.sha256(_value(variable).tobytes()).digest() for variable in self._model.variables]
 
-    def keep(self, results: dict[str, float], evaluated_at: int) -> None:
+    def keep(self) -> None:
         """Store the state of the callbacks, and the newest evaluation, in the next checkpoint."""
         progress = self._progress
-        progress.results, progress.evaluated_at = results, evaluated_at
-        progress.ended_at = self._context.total_steps if self.enough else 0
+        progress.results, progress.evaluated_at = self._report.results, self._report.evaluated_at
+        progress.ended_at = self._context.total_steps if self.stops else 0
         progress.classes = [type(callback).__name__ for callback in self._callbacks]
         progress.callbacks = [
             {name: encoded for name, encoded in now.items() if made.get(name) != encoded}
             for now, made in zip(self._encoded(), self._made, strict=True)
         ]
         progress.sizes = [size_of(callback) for callback in self._callbacks]
-        self._state.write(progress)
+        self._state.encoded.assign(plain_values.encode(vars(progress)))
 
     def _encoded(self) -> list[dict[str, bytes]]:
         """Return the encoded attributes of each callback; warn once of those that cannot be encoded."""
@@ -259,7 +294,7 @@ class Hooks:
 
     def _note_stop(self) -> None:
         """Record that a callback ends the training, which all tasks then end together."""
-        self.enough |= bool(self._model.stop_training)
+        self.stops |= bool(self._model.stop_training)
         self._model.stop_training = False
 
     def _logs(self) -> dict[str, float]:
@@ -267,5 +302,71 @@ class Hooks:
         return {name: total / steps for name, total in self._progress.sums.items()} if steps else {}
 
 
+class CallEpochs(Periodic):
+    """Calls the user's callbacks between two epochs."""
+
+    def __init__(self, context: TaskContext, callbacks: Callbacks, any_stops: Callable[[], bool]) -> None:
+        """`any_stops`: whether callbacks of any task end the training."""
+        super().__init__(context.epoch_end)
+        self._callbacks, self._any_stops = callbacks, any_stops
+
+    def after(self, progress: Progress) -> Stop | None:
+        if not self.due(progress):
+            return None
+        self._callbacks.end_epoch(progress.step)
+        if self._any_stops():
+            return Stop.END
+        self._callbacks.begin_epoch(progress.step)
+        return None
+
+
 def _value(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable))
+
+
+def attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the encoded attributes of a callback, and the types of those that cannot be encoded."""
+    encoded, lost = {}, {}
+    skipped = {name for kind, names in _WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
+    for name, value in plain_values.attributes_of(callback).items():
+        if name in skipped:
+            continue
+        try:
+            encoded[name] = plain_values.encode(value, in_place=True)
+        except (TypeError, RecursionError):
+            lost[name] = type(value).__name__
+    return encoded, lost
+
+
+def restore(callbacks: Sequence[Any], progress: CallbackProgress) -> list[str]:
+    """Restore the attributes of callbacks; return the names of those that could not be restored."""
+    lost = []
+    for callback, values in zip(callbacks, progress.callbacks, strict=True):
+        for name, encoded in values.items():
+            try:
+                setattr(callback, name, plain_values.decode(encoded, getattr(callback, name, None)))
+            except ValueError:
+                lost.append(f"{type(callback).__name__}.{name}")
+    return lost
+
+
+def size_of(callback: Any) -> int:
+    """Return the size of a CSVLogger's file; -1 for another callback."""
+    path = Path(callback.filename) if isinstance(callback, keras.callbacks.CSVLogger) else None
+    return path.stat().st_size if path and path.is_file() else -1
+
+
+@contextlib.contextmanager
+def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
+    """Make each CSVLogger that is opened inside truncate its file to the saved size and append to it."""
+    loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=False) if size >= 0]
+    before = [callback.append for callback, _ in loggers]
+    for callback, size in loggers:
+        callback.append = True
+        if size_of(callback) > size:
+            os.truncate(callback.filename, size)
+    try:
+        yield
+    finally:
+        for (callback, _), append in zip(loggers, before, strict=True):
+            callback.append = append

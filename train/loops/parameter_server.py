@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from cluster.contract.recovery.step_record import StepRecord
 from train.data import memory
 from train.data.batches import Batch, BatchSlice
 from train.data.sources import Source
-from train.loops.steps import LoopResult, OwnSignals
+from train.loops.steps import LoopResult, Request, no_request
 from train.loops.train_step import Computed, TrainStep, part_of, repeat
 
 
 class AsynchronousSteps:
-    """Does asynchronous steps: (steps done before, steps to do, stop?) -> result.
+    """Does asynchronous steps: (steps done before, steps to do, requests of the chief) -> result.
 
     A step is one worker's update from a whole global batch. With arrays and random-access sources, the batch follows
     from the step's number, and each example is seen once an epoch with any number of workers. With a stream or the
@@ -34,22 +35,15 @@ class AsynchronousSteps:
         strategy: tf.distribute.ParameterServerStrategy,
         train_step: TrainStep,
         source: Source,
+        workers: Sequence[StepRecord],
         *,
         seed: int,
         steps_per_loop: int,
-        workers: int,
-        signals: OwnSignals,
-        worked: Callable[[int, int], None],
     ) -> None:
-        """Prepare the steps.
-
-        Args:
-            signals: the chief's requests after the steps; it decides alone.
-            worked: called once all slices are done, with the index of a worker and the last step of each of its slices.
-        """
+        """Prepare the steps; the records of the workers get the last step of each slice once all are done."""
         self._strategy, self._train_step, self._source = strategy, train_step, source
         self._batch_slice = BatchSlice(train_step.global_batch, seed)
-        self._workers, self._signals, self._worked = workers, signals, worked
+        self._workers = workers
         self._no_results = tf.fill([steps_per_loop, 2], math.nan)  # NaN: not done yet
         with strategy.scope():
             self._recorded_S2 = tf.Variable(self._no_results, trainable=False, name="recorded")
@@ -60,10 +54,10 @@ class AsynchronousSteps:
         dataset = worker_dataset(source, train_step.global_batch, seed)
         self._iterator = iter(self._coordinator.create_per_worker_dataset(dataset))
 
-    def __call__(self, first: int, count: int, stop: bool) -> LoopResult:
+    def __call__(self, first: int, count: int, request: Request = no_request) -> LoopResult:
         """Do steps."""
         # Two slices per worker: a fast worker takes another one while a slow one finishes.
-        size = max(1, count // (2 * self._workers))
+        size = max(1, count // (2 * len(self._workers)))
         slices = [(at, min(size, first + count - at)) for at in range(first, first + count, size)]
         self._recorded_S2.assign(self._no_results)
         pending = []
@@ -73,10 +67,11 @@ class AsynchronousSteps:
         self._coordinator.join()
         results = []
         for value, (at, length) in zip(pending, slices, strict=True):
-            self._worked(_worker_of(value), at + length)
+            self._workers[_worker_of(value)].done(at + length)
             results.append(value.fetch()[:length])
         results_S2 = np.concatenate(results)
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], self._signals(stop, 0))
+        values = {"loss": results_S2[:, 0], self._train_step.objective.score_name: results_S2[:, 1]}
+        return LoopResult(values, request(count, 0))  # the chief decides alone
 
     def _trace_slice(self, iterator: Any, first: tf.Tensor, place: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         examples = iterator.get_next() if self._source.arrays else None

@@ -21,7 +21,7 @@ from train.context import TaskContext, evaluation_batch, regularized
 from train.data import memory
 from train.data.batches import Batch, BatchSlice, Replicas, eval_batches
 from train.loops import steps, train_step
-from train.loops.steps import LoopResult, Signals
+from train.loops.steps import LoopResult, Request, Signals, no_request
 from train.model.gradients import GradientPolicy
 from train.model.objectives import global_mean
 from train.patches import nan_gradients, optimizer_rate, summed_gradients
@@ -34,11 +34,11 @@ from train.telemetry.timing import Times
 class Pipeline:
     """This task's part of a pipeline: one stage, or all stages if it trains alone."""
 
-    def __init__(self, context: TaskContext, policy: GradientPolicy, signals: Callable[[bool, int], Signals]) -> None:
+    def __init__(self, context: TaskContext, policy: GradientPolicy) -> None:
         # It rewrites sums, which changes bits.
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         assert context.division is not None
-        self._context, self._policy, self._signals, self._division = context, policy, signals, context.division
+        self._context, self._policy, self._division = context, policy, context.division
         summed_gradients.take_summed_gradients(policy.optimizer)
         config, division = context.config, context.division
         self._parts = division.pipelines * config.micro_batches
@@ -56,16 +56,17 @@ class Pipeline:
         self._loop = self._trace_loop()
         self._total = steps.total(context.gang)
 
-    def run(self, first: int, count: int, stop: bool) -> LoopResult:
-        """Do optimizer steps: the inner loop of `outer.run`."""
-        signals_3 = tf.constant(self._signals(stop, count).to_array())
+    def run(self, first: int, count: int, request: Request = no_request) -> LoopResult:
+        """Do optimizer steps."""
+        signals_3 = tf.constant(request(count, count).to_array())
         marked = count - 1 if marks_call(self._calls) else -1
         began = time.perf_counter()
         results_S2 = self._loop(*(tf.constant(number, tf.int64) for number in (first, count, marked)))
         flat = self._total(tf.concat([tf.reshape(results_S2, [-1]), signals_3], 0)).numpy()
         times = self._times(first + count, (time.perf_counter() - began) / count)
         results_S2 = flat[:-3].reshape(-1, 2)[:count]
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]), times)
+        values = {"loss": results_S2[:, 0], self._context.objective.score_name: results_S2[:, 1]}
+        return LoopResult(values, Signals.from_sum(flat[-3:]), times)
 
     def _times(self, step: int, seconds: float) -> Times | None:
         """Return the times of the marked step of a call, whose steps took `seconds`; None without one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,31 +47,35 @@ class Signals:
         return cls(*(sum_3 > 0).tolist())
 
 
-OwnSignals = Callable[[bool, int], Signals]
-"""Returns the requests of this task: (whether it must stop, steps until the tasks act on that) -> signals."""
+Request = Callable[[int, int], Signals]
+"""Returns the requests of this task: (steps of the call, steps until the tasks act on them) -> signals."""
 
 
-def stop_signal(stop: bool, _steps: int) -> Signals:
-    """Request only to stop."""
-    return Signals(stop)
+def no_request(_count: int, _until: int) -> Signals:
+    """Request nothing."""
+    return Signals()
 
 
 @dataclass(frozen=True)
 class LoopResult:
     """Results of optimizer steps, over all replicas."""
 
-    losses: np.ndarray
-    """`[S] float32`: loss of each step's global batch before its update, including regularization."""
-    scores: np.ndarray
-    """`[S] float32`: mean score of each step's global batch."""
+    values: Mapping[str, np.ndarray]
+    """`[S] float32` each: `loss` of each step's global batch before its update, including regularization; mean score of
+    the batch, by the score's name."""
     signals: Signals
     """Requests of any task."""
     times: Times | None = None
     """How long the steps took this task, if that can be measured."""
 
+    @property
+    def losses(self) -> np.ndarray:
+        """The loss of each step."""
+        return self.values["loss"]
+
 
 class SynchronousSteps:
-    """Does synchronous steps in one call: (steps done before, steps to do, stop?) -> result.
+    """Does synchronous steps in one call: (steps done before, steps to do, requests of this task) -> result.
 
     The call is one `tf.function`, which is traced once for any number of steps. It exchanges gradients with the other
     tasks in every step, and results and signals once at its end. A call of 0 steps only traces and compiles.
@@ -83,11 +87,9 @@ class SynchronousSteps:
         train_step: TrainStep,
         feed: Feed,
         steps_per_loop: int,
-        signals: OwnSignals = stop_signal,
     ) -> None:
-        """Prepare the steps; `signals` returns the requests of this task before each call."""
         self._strategy, self._train_step, self._feed = strategy, train_step, feed
-        self._steps_per_loop, self._signals = steps_per_loop, signals
+        self._steps_per_loop = steps_per_loop
         self._timer = StepTimer(strategy)
         self._in_parts = train_step.accumulates or train_step.parts > 1
         # A separate call, so that all of its work is done when its results are there.
@@ -96,9 +98,9 @@ class SynchronousSteps:
         self._input: Any = None if feed.ahead else ()
         """The input of the next step, if the feed is called one step ahead."""
 
-    def __call__(self, first: int, count: int, stop: bool) -> LoopResult:
+    def __call__(self, first: int, count: int, request: Request = no_request) -> LoopResult:
         """Do steps."""
-        signals_3 = tf.constant(self._signals(stop, count).to_array())
+        signals_3 = tf.constant(request(count, count).to_array())
         numbers = [tf.constant(number, tf.int64) for number in (first, count, self._timer.every)]
         began = time.perf_counter()
         step_input = self._feed.next() if self._input is None else self._input
@@ -106,7 +108,8 @@ class SynchronousSteps:
         flat = flat.numpy()
         times = self._timer.take(count, time.perf_counter() - began)
         results_S2 = flat[:-3].reshape(self._steps_per_loop, self._train_step.parts, 2)[:count].sum(1)
-        return LoopResult(results_S2[:, 0], results_S2[:, 1], Signals.from_sum(flat[-3:]), times)
+        values = {"loss": results_S2[:, 0], self._train_step.objective.score_name: results_S2[:, 1]}
+        return LoopResult(values, Signals.from_sum(flat[-3:]), times)
 
     def _trace_loop(
         self, first: tf.Tensor, count: tf.Tensor, signals_3: tf.Tensor, every: tf.Tensor, step_input: Any

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from train.model import exchange
@@ -158,19 +157,6 @@ class GradientPolicy:
         """Raise an error if gradients overflow at any scale."""
         if self.loss_scale is not None and self.loss_scale.exhausted:
             raise diverged(f"gradients overflow float16 at step {step} even at loss scale 1 (bf16 has float32's range)")
-
-    def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the inner loop so that an exhausted loss scale ends the training with an error that names the step."""
-        if self.loss_scale is None:
-            return inner
-
-        def run(first: int, count: int, stop: bool) -> Any:
-            result = inner(first, count, stop)
-            bad = np.flatnonzero(~np.isfinite(result.losses))
-            self.check_scale(first + int(bad[0] if bad.size else count - 1) + 1)
-            return result
-
-        return run
 
 
 def _apply_summed(apply_gradients: Callable[..., Any]) -> Callable[[Any, Any], None]:

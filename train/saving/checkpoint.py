@@ -28,6 +28,16 @@ def diverged(problem: str) -> RunFailed:
     )
 
 
+class Encoded(tf.Module):
+    """A variable of the checkpoint that holds encoded state."""
+
+    def __init__(self, name: str) -> None:
+        """Call outside the strategy's scope: the variable belongs to this task."""
+        super().__init__(name=name)
+        with tf.device("CPU:0"):
+            self.encoded = tf.Variable(b"", trainable=False, dtype=tf.string)
+
+
 class Checkpoint:
     """Saves and restores the training state.
 

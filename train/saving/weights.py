@@ -1,7 +1,10 @@
-"""The weights of a checkpoint for evaluation and export."""
+"""The weights of a checkpoint for evaluation and export, and the hash of a model's weights."""
 
 from __future__ import annotations
 
+import hashlib
+
+import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
@@ -38,3 +41,11 @@ def use_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
         tf.train.Checkpoint(optimizer=optimizer).read(prefix).assert_existing_objects_matched().expect_partial()
         for variable, mean in zip(model.trainable_variables, means, strict=True):
             variable.assign(mean)
+
+
+def weights_sha256(model: keras.Model) -> str:
+    """Return the hash of the trainable variables' bytes in creation order."""
+    digest = hashlib.sha256()
+    for variable in model.trainable_variables:
+        digest.update(np.ascontiguousarray(variable.numpy()).tobytes())
+    return digest.hexdigest()

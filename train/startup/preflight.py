@@ -66,7 +66,7 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     import tensorflow as tf
 
     from train.data import sources
-    from train.loops.keras_fit import fit_step
+    from train.loops import fit
     from train.model import masks, models, objectives, optimizers
 
     source = sources.find(config, options.data_dir)
@@ -83,7 +83,7 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         parts = max(options.replicas * config.micro_batches, config.bitwise_elastic)
         _check_state(model, source.feature_shape, parts, config)
         if config.loop == "fit" and config.micro_batches > 1:
-            fit_step.check(model, options.replicas, config.micro_batches)
+            fit.check_micro_batches(model, options.replicas, config.micro_batches)
     _check_ranges(config, model, source)
     outputs = models.call(model, source.feature_shape)
     shapes = source.label_shape, models.output_shapes(outputs)

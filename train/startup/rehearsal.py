@@ -48,7 +48,7 @@ def rehearse() -> None:
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
     train_step = TrainStep(model, policy, objective, EXAMPLES, 1)
     steps.gathering(strategy)(0)
-    steps.SynchronousSteps(strategy, train_step, _feed(), 1)(0, 1, False)
+    steps.SynchronousSteps(strategy, train_step, _feed(), 1)(0, 1)
     keras.backend.clear_session()
     context._reset_context()  # a cluster can only be formed before any device is used
 

@@ -13,13 +13,15 @@ from tensorflow import keras
 
 from cluster.contract.recovery.step_record import StepRecord
 from cluster.contract.run.heartbeat import HEARTBEAT_S
+from cluster.system.errors import PrerequisiteError
 from cluster.system.json_files import write_json
 from train.context import TaskContext
 from train.data import memory
-from train.loops import outer
+from train.loops.loop import Action, Progress
 from train.loops.train_step import full_precision
 from train.model import export, inputs, optimizers
 from train.model.gradients import GradientPolicy
+from train.pipeline import timeline
 from train.pipeline.division import to_restore
 from train.saving import weights as saved_weights
 from train.saving.checkpoint import Checkpoint
@@ -50,7 +52,7 @@ MAX_EVENTS = 100
 """Most events that are shown at once."""
 
 
-class Report:
+class Report(Action):
     """Writes the progress of one generation's training to the run folder."""
 
     def __init__(
@@ -94,27 +96,13 @@ class Report:
         """Record the steps done immediately, because the next one may end this process."""
         self._done.done(step)
 
-    def steps(
-        self,
-        first: int,
-        values: Mapping[str, np.ndarray],
-        seconds: float,
-        *,
-        compiled: bool,
-        times: Times | None = None,
-    ) -> None:
-        """Report the steps after `first`.
-
-        Args:
-            values: `[S] float32` each: the loss and further values of the steps, by name.
-            compiled: whether it includes tracing and compiling.
-            times: times of the steps, or of a sample of them.
-        """
-        losses = values["loss"]
-        step = first + len(losses)
+    def after(self, progress: Progress) -> None:
+        """Report the steps of a call."""
+        first, values, seconds = progress.first, progress.result.values, progress.seconds
+        losses, step = progress.result.losses, progress.step
         self.done(step)
         rate = None
-        if compiled:
+        if progress.compiled:
             # Written immediately, so that a failure now counts for this generation.
             self._heartbeat.update(state="training", step=step)
             if self._ledger:
@@ -126,7 +114,7 @@ class Report:
             self._train_seconds += seconds
             self._timed_steps += len(losses)
             rate = len(losses) * self._config.global_batch / seconds
-            self._report_timing(len(losses), seconds, times)
+            self._report_timing(len(losses), seconds, progress.result.times)
         self._heartbeat.update(step=step, loss=float(losses[-1]), examples_per_s=rate)
         total = self._context.total_steps
         scale = {} if self._loss_scale is None else self._loss_scale.metrics()
@@ -162,11 +150,14 @@ class Report:
             self._evaluated(step, evaluation())
 
     def _evaluated(self, step: int, results: dict[str, float]) -> None:
-        self.results, self.evaluated_at = results, step
-        if self._context.chief:
-            self.metrics.log(step, self._epoch(step), self._context.total_steps, dict(results))
+        context, self.results, self.evaluated_at = self._context, results, step
+        if context.chief:
+            self.metrics.log(step, self._epoch(step), context.total_steps, dict(results))
         self._show_events(step)
         self._show_predictions(step)
+        if context.spec.kind.staged and context.chief:
+            with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
+                self.metrics.picture(step, "stages/timeline", timeline.picture_of(context.run)[1])
         self.metrics.timing(step, self._timing)
         self._heartbeat.update(state="training")
 
@@ -182,7 +173,7 @@ class Report:
             if divided:  # only the checkpoint of this step has the whole model
                 model = trained = to_restore(context.new_model)
                 saved_weights.read_trained(model, Saved(context.run.checkpoints, step).prefix)
-            digest = outer.weights_sha256(trained)
+            digest = saved_weights.weights_sha256(trained)
             if not stopped:
                 self._heartbeat.update(state="saving")
                 self._export(model or context.new_model(), weights, step)
@@ -215,9 +206,7 @@ class Report:
             if time.monotonic() - self._timing_shown_at > HEARTBEAT_S / 2:
                 self._update_timing()
         if self._ledger:
-            # With Keras's loop, `seconds` include work between the steps, such as saving.
-            spent_s = seconds if times is None or times.inputs is not None else float(times.steps.sum())
-            self._ledger.steps(count, spent_s, spent_s * times.input_share if times else 0.0)
+            self._ledger.steps(count, seconds, seconds * times.input_share if times else 0.0)
 
     def _update_timing(self) -> None:
         if self._timing.steps:

@@ -1,6 +1,6 @@
 """Traces of some steps of one task by TensorFlow's profiler during the training, as `invoke profile` requests.
 
-Only this task's calls are wrapped, and their numbers of steps do not change, so that other tasks are not affected.
+Requests do not change the number of steps of a call, so that other tasks are not affected.
 """
 
 from __future__ import annotations
@@ -11,55 +11,42 @@ import tensorflow as tf
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, write_json
-from train.loops.outer import Inner
-from train.loops.steps import LoopResult
+from train.loops.loop import Action, Progress
 
 
-class Tracer:
+class Trace(Action):
     """Handles requests for a trace between two calls of the training."""
 
     def __init__(self, run: RunFolder, task: str) -> None:
         self._run = run
         self._task = task
+        self._compiled = False
         self._request: dict[str, Any] | None = None
         self._first = 0
         self._call: Any = None
 
-    def around(self, inner: Inner) -> Inner:
-        """Wrap the inner loop to handle requests before every call except the first, which compiles."""
-        compiled = False
-
-        def traced(first: int, count: int, stop: bool) -> LoopResult:
-            nonlocal compiled
-            self.before(first, compiles=not compiled)
-            result = inner(first, count, stop)
-            compiled = True
-            self.after(first + count)
-            return result
-
-        return traced
-
-    def before(self, step: int, *, compiles: bool) -> None:
-        """Begin a trace if one is requested, before a call from step `step`."""
-        if self._request is None and not compiles and self._run.trace_request.exists():
+    def before(self, step: int) -> None:
+        """Begin a trace if one is requested, unless the call compiles."""
+        if self._request is None and self._compiled and self._run.trace_request.exists():
             self._begin(step)
         if self._request is not None:
             self._call = tf.profiler.experimental.Trace("train", step_num=step, _r=1)
             self._call.__enter__()
 
-    def after(self, step: int) -> None:
-        """End the trace after a call, at `step`, if it contains the requested steps."""
+    def after(self, progress: Progress) -> None:
+        """End the trace after a call if it contains the requested steps."""
+        self._compiled = True
         if self._request is None:
             return
         self._call.__exit__(None, None, None)
-        if step - self._first >= self._request["steps"]:
+        if progress.step - self._first >= self._request["steps"]:
             request, self._request = self._request, None
             try:
                 tf.profiler.experimental.stop()
             except tf.errors.OpError as error:
                 self._answer(request, error=error.message)
             else:
-                self._answer(request, first=self._first + 1, last=step)
+                self._answer(request, first=self._first + 1, last=progress.step)
 
     def _begin(self, step: int) -> None:
         request = read_json(self._run.trace_request, {})

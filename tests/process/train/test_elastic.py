@@ -25,9 +25,10 @@ from train.data import sources
 from train.elastic.exact_sum import exact_sum
 from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
-from train.loops import outer, steps
+from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model.gradients import GradientPolicy
+from train.saving.weights import weights_sha256
 
 DEVICES = 3
 SHARDS, STEPS = 4, 6
@@ -67,14 +68,14 @@ def trained(where: str, kind: str, source: sources.Source, virtual: bool = True)
     shards = VirtualShards(SHARDS, replicas)
     train_step = ElasticTrainStep(*what, SHARDS, shards=shards) if virtual else TrainStep(*what, replicas)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards if virtual else None)
-    result = steps.SynchronousSteps(strategy, train_step, feed, STEPS)(0, STEPS, False)
+    result = steps.SynchronousSteps(strategy, train_step, feed, STEPS)(0, STEPS)
     fixed = model.non_trainable_variables
     others = [np.ascontiguousarray(variable.numpy()).tobytes() for variable in [*fixed, *optimizer.variables]]
     return {
         "losses": result.losses.tolist(),
-        "scores": result.scores.tolist(),
+        "scores": result.values["accuracy"].tolist(),
         "weights": [variable.numpy().tolist() for variable in model.trainable_variables],
-        "weights_sha256": outer.weights_sha256(model),
+        "weights_sha256": weights_sha256(model),
         "others_sha256": hashlib.sha256(b"".join(others)).hexdigest(),
         "averages": [v.numpy().tolist() for v in fixed if "moving" in v.path],
         "fixed": [v.numpy().tolist() for v in fixed if v.shape == (2,) and v.dtype == "float32"],

@@ -24,7 +24,7 @@ from train.data import (
     arrays,
     sources,
 )
-from train.loops.keras_fit import fit
+from train.loops import fit
 from train.model import objectives
 
 DEVICES = 2
@@ -104,7 +104,7 @@ def train(
         heartbeat=HeartbeatWriter(run, spec.task("chief"), 0),
         stop=threading.Event(),
     )
-    fit.Training(context).run()
+    fit.train(context)
     rows = [row for row in read_json_lines(run.metrics("chief")) if "loss" in row]
     return {
         "weights_sha256": read_json(run.control / "result.json")["weights_sha256"],

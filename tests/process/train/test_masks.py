@@ -21,8 +21,7 @@ from train.data import arrays, sources
 from train.data.batches import BatchSlice
 from train.elastic.train_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
-from train.loops import steps
-from train.loops.keras_fit import fit
+from train.loops import fit, steps
 from train.loops.train_step import TrainStep
 from train.model import masks, objectives
 from train.model.gradients import GradientPolicy
@@ -87,14 +86,14 @@ def custom(
         ElasticTrainStep(*what, shards, micro_batches, shards=cut) if cut else TrainStep(*what, replicas, micro_batches)
     )
     feed = sources.train_feed(strategy, source, 0, BATCH, SEED, cut, micro_batches)
-    result = steps.SynchronousSteps(strategy, step, feed, STEPS)(0, STEPS, False)
+    result = steps.SynchronousSteps(strategy, step, feed, STEPS)(0, STEPS)
     measure = steps.evaluation(
         strategy, model, objective, sources.eval_feed(strategy, source, 5), num_examples=EXAMPLES, batch=5
     )
     evaluation = regularized(measure, lambda: regularization(model))()
     return {
         "losses": result.losses.tolist(),
-        "scores": result.scores.tolist(),
+        "scores": result.values["accuracy"].tolist(),
         "weights": weights_of(model),
         "evaluated": {name.removeprefix("eval_"): value for name, value in evaluation.items()},
     }
@@ -130,7 +129,7 @@ def by_fit(data_dir: Path, strategy: tf.distribute.Strategy, micro_batches: int 
         heartbeat=HeartbeatWriter(run, spec.task("chief"), 0),
         stop=threading.Event(),
     )
-    fit.Training(context).run()
+    fit.train(context)
     rows = list(read_json_lines(run.metrics("chief")))
     return {
         "losses": [row["loss"] for row in rows if "loss" in row],

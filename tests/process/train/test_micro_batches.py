@@ -88,7 +88,7 @@ def accumulated(source: sources.Source, micro_batches: int) -> list[float]:
         model, optimizers.GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, 1, micro_batches=micro_batches
     )
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, None, micro_batches)
-    steps.SynchronousSteps(strategy, train_step, feed, 1)(0, 1, False)
+    steps.SynchronousSteps(strategy, train_step, feed, 1)(0, 1)
     return kept[0].numpy().ravel().tolist()
 
 

@@ -16,7 +16,7 @@ from train import patches, program
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, sources
-from train.loops import parameter_server, steps
+from train.loops import parameter_server
 from train.loops.train_step import TrainStep
 from train.model import objectives, optimizers
 from train.model.gradients import GradientPolicy
@@ -24,6 +24,7 @@ from train.saving.checkpoint import Checkpoint
 
 EXAMPLES = 10
 SLICES = 4
+WORKERS: list[Any] = [SimpleNamespace(done=lambda step: None)] * 2
 UPDATES = 150
 """In each slice."""
 
@@ -128,7 +129,6 @@ def trained(source: sources.Source, times: int, micro_batches: int = 1) -> dict[
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
     train_step = TrainStep(model, GradientPolicy(optimizer), objective, EXAMPLES, 1, micro_batches)
     once = tf.distribute.coordinator.ClusterCoordinator.schedule
-    worked: list[tuple[int, int]] = []
 
     def schedule(self: Any, *arguments: Any) -> Any:
         for _ in range(times):
@@ -142,13 +142,11 @@ def trained(source: sources.Source, times: int, micro_batches: int = 1) -> dict[
             strategy,
             train_step,
             source,
+            WORKERS,
             seed=7,
             steps_per_loop=8,
-            workers=2,
-            signals=lambda stop, _count: steps.Signals(stop),
-            worked=lambda worker, step: worked.append((worker, step)),
         )
-        results = [inner(first, 8, False) for first in (0, 8)]
+        results = [inner(first, 8) for first in (0, 8)]
     finally:
         tf.distribute.coordinator.ClusterCoordinator.schedule = once
     return {
@@ -174,11 +172,9 @@ def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
             strategy,
             TrainStep(model, policy, objective, EXAMPLES, 1),
             source,
+            WORKERS,
             seed=7,
             steps_per_loop=1,  # one after the other, so that the bits can be compared
-            workers=2,
-            signals=lambda stop, _count: steps.Signals(stop),
-            worked=lambda worker, step: None,
         )
         saves = Checkpoint(model, policy.optimizer, step, folder, keep=1, writes=True)
         return saves, inner, [*model.variables, *policy.optimizer.variables]
@@ -188,16 +184,16 @@ def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
 
     _, inner, whole = begun()
     for step in range(6):
-        inner(step, 1, False)
+        inner(step, 1)
     saves, inner, half = begun()
     for step in range(3):
-        inner(step, 1, False)
+        inner(step, 1)
     saves.save(3)
     saves.wait()
     saves, inner, resumed = begun()
     done = saves.restore()
     for step in range(done, 6):
-        inner(step, 1, False)
+        inner(step, 1)
     return {"same": bits(whole) == bits(resumed), "moved": bits(half) != bits(resumed)}
 
 

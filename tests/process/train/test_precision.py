@@ -30,6 +30,8 @@ from train import patches
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
 from train.data import sources
+from train.loops.actions import CheckFinite
+from train.loops.loop import Progress
 from train.model import gradients, optimizers
 from train.patches import variable_updates
 
@@ -64,7 +66,7 @@ def overflowing(where: str, source: sources.Source, *, elastic: bool = False) ->
     for step, name in enumerate(("first", "second")):
         if step:
             done.scale.scale.assign(2.0**10)
-        losses = done.run(step, 1, False).losses.tolist()
+        losses = done.run(step, 1).losses.tolist()
         slots = [np.abs(variable.numpy()).max().item() for variable in done.train_step.policy.optimizer.variables[2:]]
         found[name] = {
             "losses": losses,
@@ -109,7 +111,7 @@ def averaged(where: str, source: sources.Source, name: str) -> dict[str, list[fl
     """Return the weights that an optimizer reaches, and their averages."""
     settings = Optimizer(name=name, learning_rate=0.05, warmup_steps=1, ema=0.5, **OPTIMIZERS[name])
     done = training(where, source, settings)
-    done.run(0, STEPS, False)
+    done.run(0, STEPS)
     model = done.train_step.model
     with optimizers.averaged(TrainConfig(optimizer=settings), model, done.train_step.policy.optimizer):
         averages = weights_of(model)
@@ -211,8 +213,9 @@ def test_a_training_that_overflows_at_scale_1_ends(source):
     done = training("one", source, PLAIN, "fp16", objective=STEEP)
     done.scale.scale.assign(2.0)
     before = weights_of(done.train_step.model)
+    result = done.run(0, STEPS)
     with pytest.raises(RunFailed, match="step 2 "):
-        done.run(0, STEPS, False)
+        CheckFinite(done.train_step.policy).after(Progress(0, result, 1.0, compiled=True))
     assert weights_of(done.train_step.model) == before
 
 
@@ -222,7 +225,7 @@ def test_the_scale_doubles_after_many_good_steps(source):
     done.scale.good_steps.assign(gradients.GROWS_AFTER - 2)
     scales = []
     for step in range(3):
-        done.run(step, 1, False)
+        done.run(step, 1)
         scales.append(float(done.scale.scale.numpy()))
     assert [2.0**15, 2.0**16, 2.0**16] == scales
 

@@ -77,7 +77,7 @@ def shapes(source: sources.Source) -> dict[str, Any]:
     """Return the shapes of what the updates of two replicas work on, and of what evaluation does."""
     strategy = tf.distribute.MirroredStrategy([f"/CPU:{index}" for index in range(REPLICAS)])
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
-    losses = steps.SynchronousSteps(strategy, new_step(strategy, Watched), feed, 2)(0, 2, False).losses
+    losses = steps.SynchronousSteps(strategy, new_step(strategy, Watched), feed, 2)(0, 2).losses
     evaluation: list[list[int | None]] = []
 
     @tf.function
@@ -117,7 +117,7 @@ def in_bfloat16(source: sources.Source) -> dict[str, Any]:
     with strategies.policy(compatibility.precision_of("tpu", "fp32")):
         train_step = new_step(strategy)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
-    losses = steps.SynchronousSteps(strategy, train_step, feed, 2)(0, 2, False).losses
+    losses = steps.SynchronousSteps(strategy, train_step, feed, 2)(0, 2).losses
     found = {
         "computes": sorted({layer.compute_dtype for layer in train_step.model.layers if layer.weights}),
         "variables": sorted({keras.backend.standardize_dtype(one.dtype) for one in train_step.model.variables}),

@@ -92,7 +92,7 @@ def normalized(name: str, guarded: bool, found: dict[str, sources.Source]) -> di
         optimizer.build(model.trainable_variables)
     train_step = TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
     feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED)
-    result = steps.SynchronousSteps(strategy, train_step, feed, STEPS)(0, STEPS, False)
+    result = steps.SynchronousSteps(strategy, train_step, feed, STEPS)(0, STEPS)
     averages = [variable.numpy().tolist() for variable in model.non_trainable_variables]
     return {"changed": changed, "averages": averages, "losses": result.losses.tolist()}
 

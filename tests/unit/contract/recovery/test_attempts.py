@@ -1,7 +1,6 @@
 """How often what failed is started again: what counts, what progress is, and that storms never end a run."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,8 +10,9 @@ from cluster.contract.recovery import attempts, ends, step_record
 from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, Attempt
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
-from train.loops import outer
-from train.loops.steps import LoopResult, Signals
+from train.loops import loop
+from train.loops.actions import EndTraining
+from train.loops.steps import LoopResult, Request, Signals, no_request
 
 
 def own(last_step: int, saved: int = -1) -> Attempt:
@@ -96,6 +96,28 @@ def test_failures_before_a_resume_do_not_count(make_run):
 # Attempts of a run, without processes
 
 
+class Record(loop.Action):
+    """Records each call's last step."""
+
+    def __init__(self, record: step_record.StepRecord) -> None:
+        self._record = record
+
+    def after(self, progress: loop.Progress) -> None:
+        self._record.done(progress.step)
+
+
+class Save(loop.Periodic):
+    """Saves an empty checkpoint."""
+
+    def __init__(self, run: RunFolder, steps: int) -> None:
+        super().__init__(loop.every(steps))
+        self._run = run
+
+    def after(self, progress: loop.Progress) -> None:
+        if self.due(progress):
+            (self._run.checkpoints / f"ckpt-{progress.step}.json").write_text("{}")
+
+
 @dataclass
 class Story:
     """A run of a training that saves, dies and is restored, by the real loop, records and decisions."""
@@ -118,17 +140,12 @@ class Story:
         ends_at = first + self.kills.pop() if self.kills else self.total + 1
         recovery = Recovery(run, run.load_cluster(), run.load_cluster().task("chief"))
         try:
-            outer.run(
-                self._inner(ends_at),
+            loop.Loop(
                 first,
-                self.total,
+                [Record(record), EndTraining(self.total, lambda: False), Save(run, self.save_every)],
                 steps_per_loop=self.steps_per_loop,
-                every=[outer.Every(self.save_every, self._save)],
-                report=lambda progress: record.done(progress.step),
-                stop=lambda: False,
-                save=lambda step: None,
                 single=step_record.single_steps(run, generation, self.steps_per_loop),
-            )
+            ).run(self._steps(ends_at), no_request)
         except RuntimeError:
             self.own_failures += 1
             kind = PROGRAM_FAILURE
@@ -139,8 +156,8 @@ class Story:
         recovery.restart_gang(generation, recovery.end(generation, kind, "it died"))
         return run.outcome is None
 
-    def _inner(self, ends_at: int) -> Callable[[int, int, bool], LoopResult]:
-        def inner(first: int, count: int, _stop: bool) -> LoopResult:
+    def _steps(self, ends_at: int) -> loop.Steps:
+        def steps(first: int, count: int, _request: Request) -> LoopResult:
             import numpy as np
 
             for step in range(first + 1, first + count + 1):
@@ -148,12 +165,9 @@ class Story:
                     raise KeyboardInterrupt
                 if step == self.crash_at:
                     raise RuntimeError
-            return LoopResult(np.zeros(count, np.float32), np.zeros(count, np.float32), Signals())
+            return LoopResult({"loss": np.zeros(count, np.float32)}, Signals())
 
-        return inner
-
-    def _save(self, step: int) -> None:
-        (self.run.checkpoints / f"ckpt-{step}.json").write_text("{}")
+        return steps
 
 
 @pytest.mark.parametrize("killed_share", [0, 0.6])

@@ -263,9 +263,9 @@ def _(tmp_path: Path) -> Provoked:
 
 @provokes("loss is nan", EXIT_FAILED)
 def _() -> Provoked:
-    from train.loops import outer
+    from train.loops import actions
 
-    error = outer.not_finite(float("nan"), 7)
+    error = actions.not_finite(float("nan"), 7)
     return str(error), error.exit_code
 
 

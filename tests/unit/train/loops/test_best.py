@@ -10,15 +10,15 @@ from tensorflow import keras
 
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
-from train.loops.best import Best, BestState, check_metric
+from train.loops.actions import EarlyStop, check_metric
 from train.model import objectives, optimizers
-from train.saving.checkpoint import Checkpoint
+from train.saving.checkpoint import Checkpoint, Encoded
 from train.saving.files import BEST, finished
 from train.settings.stopping import Best as Settings
 
 
-def followed(values: list[float], total: int = 100, state: BestState | None = None, **settings: Any) -> Best:
-    best = Best(Settings(**{"metric": "eval_loss"} | settings), total, state or BestState())
+def followed(values: list[float], total: int = 100, state: Encoded | None = None, **settings: Any) -> EarlyStop:
+    best = EarlyStop(Settings(**{"metric": "eval_loss"} | settings), total, state or Encoded("best"))
     for step, value in enumerate(values, start=1):
         best.follow(step, {"eval_loss": value, "eval_accuracy": value})
     return best
@@ -40,23 +40,23 @@ def test_the_best_is_the_first_that_is_better_by_enough(settings, value, step):
 
 @pytest.mark.parametrize(("patience", "enough"), [(0, False), (2, True), (3, False)])
 def test_training_ends_after_as_many_evaluations_without_a_better_one(patience, enough):
-    assert enough == followed([1.0, 0.5, 0.6, 0.7], patience=patience).enough
+    assert enough == followed([1.0, 0.5, 0.6, 0.7], patience=patience).stops
 
 
 def test_a_resumed_training_goes_on_counting():
-    state = BestState()
+    state = Encoded("best")
     followed([1.0, 0.1 + 0.2, 0.5], state=state, patience=2).keep()
-    again = Best(Settings(metric="eval_loss", patience=2), 100, state)
-    assert (0.1 + 0.2, 2, False) == (again.value, again.step, again.enough)
+    again = EarlyStop(Settings(metric="eval_loss", patience=2), 100, state)
+    assert (0.1 + 0.2, 2, False) == (again.value, again.step, again.stops)
     assert not again.follow(4, {"eval_loss": 0.4})
-    assert again.enough
+    assert again.stops
 
 
 def test_a_training_that_has_ended_stays_so_unless_it_gets_more_steps():
-    state = BestState()
+    state = Encoded("best")
     followed([1.0, 2.0], state=state, patience=1).keep()
-    assert Best(Settings(metric="eval_loss", patience=1), 100, state).enough
-    assert not Best(Settings(metric="eval_loss", patience=1), 200, state).enough
+    assert EarlyStop(Settings(metric="eval_loss", patience=1), 100, state).stops
+    assert not EarlyStop(Settings(metric="eval_loss", patience=1), 200, state).stops
 
 
 def test_a_metric_that_the_evaluations_do_not_have_is_refused():
@@ -72,9 +72,9 @@ def test_a_metric_that_the_evaluations_do_not_have_is_refused():
 
 def test_one_best_checkpoint_is_kept_beside_the_newest_with_what_was_counted(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    state = BestState()
+    state = Encoded("best")
 
-    def saving(own: BestState) -> Checkpoint:
+    def saving(own: Encoded) -> Checkpoint:
         parts = model, optimizers.build_for(TrainConfig(), model), tf.Variable(0, dtype=tf.int64)
         return Checkpoint(*parts, tmp_path, keep=2, writes=True, best=own)
 
@@ -87,6 +87,6 @@ def test_one_best_checkpoint_is_kept_beside_the_newest_with_what_was_counted(tmp
     saves.wait()
     assert [4, 3] == [saved.step for saved in finished(tmp_path)]
     assert [3] == [saved.step for saved in finished(tmp_path / BEST)]
-    restored = BestState()
+    restored = Encoded("best")
     assert 4 == saving(restored).restore()
-    assert 0.5 == Best(Settings(metric="eval_loss"), 100, restored).value
+    assert 0.5 == EarlyStop(Settings(metric="eval_loss"), 100, restored).value

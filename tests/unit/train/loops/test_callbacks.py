@@ -24,8 +24,7 @@ from cluster.system.json_files import read_json, read_json_lines
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, sources
-from train.loops import callbacks, custom
-from train.loops.keras_fit import fit
+from train.loops import callbacks, custom, fit
 from train.model import objectives
 
 EXAMPLES, GLOBAL_BATCH = 18, 4
@@ -180,7 +179,10 @@ def train(own_parts, make_run, tmp_path) -> Train:
             stop=own_parts.stop,
         )
         try:
-            (fit if config.loop == "fit" else custom).Training(context).run()
+            if config.loop == "fit":
+                fit.train(context)
+            else:
+                custom.train(custom.prepare(context))
         except Killed:
             for thread in threading.enumerate():
                 if thread.name == "checkpoint":

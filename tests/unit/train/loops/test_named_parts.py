@@ -16,8 +16,7 @@ from train.config import TrainConfig
 from train.data import sources
 from train.data.batches import BatchSlice
 from train.data.prepare import preparation
-from train.loops import steps
-from train.loops.keras_fit import fit
+from train.loops import fit, steps
 from train.loops.train_step import TrainStep, as_input
 from train.model import export, models, objectives, optimizers
 from train.settings.optimization import Optimizer
@@ -83,7 +82,7 @@ def trained(source: sources.Source, objective: objectives.Objective, micro_batch
         policy = optimizers.policy(config(), optimizers.build_for(config(), built))
     train_step = TrainStep(built, policy, objective, BATCH, 1, micro_batches)
     feed = sources.train_feed(strategy, source, 0, BATCH, 7, micro_batches=micro_batches)
-    return built, steps.SynchronousSteps(strategy, train_step, feed, 60)(0, 60, False).losses
+    return built, steps.SynchronousSteps(strategy, train_step, feed, 60)(0, 60).losses
 
 
 @pytest.fixture

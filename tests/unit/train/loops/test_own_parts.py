@@ -16,8 +16,7 @@ from train.config import TrainConfig
 from train.data import sources
 from train.data.batches import BatchSlice
 from train.data.prepare import preparation
-from train.loops import steps
-from train.loops.keras_fit import fit
+from train.loops import fit, steps
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers
 from train.settings.optimization import Optimizer
@@ -85,7 +84,7 @@ def test_a_language_model_is_tried_trained_and_evaluated_by_metrics_of_its_own(t
         policy = optimizers.policy(config(), optimizers.build_for(config(), built))
     train_step = TrainStep(built, policy, objective, 12, 1)
     feed = sources.train_feed(strategy, source, 0, 12, 7)
-    losses = steps.SynchronousSteps(strategy, train_step, feed, 40)(0, 40, False).losses
+    losses = steps.SynchronousSteps(strategy, train_step, feed, 40)(0, 40).losses
     assert losses[0] == pytest.approx(math.log(V), rel=0.1)
     assert losses[-1] < 0.1
     results = steps.evaluation(

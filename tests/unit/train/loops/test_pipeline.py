@@ -17,7 +17,6 @@ from train.config import Optimizer, Pipeline, TrainConfig
 from train.data import memory
 from train.data.batches import BatchSlice, Replicas
 from train.loops import pipeline
-from train.loops.steps import Signals
 from train.model import objectives, optimizers
 from train.model.gradients import GradientPolicy
 from train.patches import placed_seeds
@@ -86,10 +85,10 @@ class InStages(Setting):
             model=self.model,
         )
         policy = optimizers.policy(self.config, self.optimizer)
-        self._pipeline = pipeline.Pipeline(context, policy, lambda stop, count: Signals())
+        self._pipeline = pipeline.Pipeline(context, policy)
 
     def losses(self, first: int, count: int) -> np.ndarray:
-        return self._pipeline.run(first, count, False).losses
+        return self._pipeline.run(first, count).losses
 
 
 class Reference(Setting):

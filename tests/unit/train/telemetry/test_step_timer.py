@@ -73,7 +73,7 @@ def train(
         feed = Feed(iterator.get_next, lambda given, _step, _replica: given, ahead=True)
     inner = steps.SynchronousSteps(strategy, train_step, feed, STEPS)
     for call in range(calls):
-        result = inner(call * STEPS, STEPS, False)
+        result = inner(call * STEPS, STEPS)
     return result
 
 

@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, write_json
+from train.loops.loop import Progress
 from train.loops.steps import LoopResult, Signals
-from train.telemetry.trace import Tracer
+from train.telemetry.trace import Trace
 
 
 @pytest.fixture
@@ -34,13 +35,11 @@ def ask(run: RunFolder, steps: int, task: str = "chief") -> None:
 def train(run: RunFolder, calls: list[Any], *counts: int) -> None:
     """Call the inner loop for these numbers of steps, as the chief."""
 
-    def inner(first: int, count: int, stop: bool) -> LoopResult:
-        calls.append((first, count))
-        return LoopResult(np.zeros(count), np.zeros(count), Signals())
-
-    traced, step = Tracer(run, "chief").around(inner), 0
+    trace, step = Trace(run, "chief"), 0
     for count in counts:
-        traced(step, count, False)
+        trace.before(step)
+        calls.append((step, count))
+        trace.after(Progress(step, LoopResult({"loss": np.zeros(count)}, Signals()), 1.0, compiled=not step))
         step += count
 
 

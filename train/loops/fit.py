@@ -1,0 +1,342 @@
+"""`--loop fit`: Keras's `Model.fit`, with the same data order, actions and report as the custom loop.
+
+Keras 3 provides it, repaired for several tasks by `train/patches/`. Under parameter servers tf_keras provides it,
+because Keras 3 does not support them. The choice is made before TensorFlow is imported (`train/startup/preload.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.system.errors import UsageError
+from train.context import TaskContext
+from train.data.batches import Batch, BatchSlice, Replicas
+from train.data.sources import joined
+from train.loops.loop import Loop, Stop
+from train.loops.steps import LoopResult
+from train.loops.train_step import Computed, TrainStep, as_input, full_precision, part_of
+from train.loops.training import Setup, Training
+from train.model import masks
+from train.model.export import is_legacy
+from train.model.gradients import GradientPolicy
+from train.model.layer_state import variables_of
+from train.model.objectives import PerExample
+from train.patches import batch_normalization, central_storage, layer_aggregation, placed_seeds
+from train.telemetry.timing import Times
+
+
+def train(context: TaskContext) -> None:
+    """Train from the newest checkpoint to the end or to a stop, then save, evaluate and report."""
+    config, model = context.config, context.model
+    with context.strategy.scope():
+        batch_normalization.synchronize_batch_normalization(model, context.strategy.num_replicas_in_sync)
+        if not is_legacy() and context.strategy.num_replicas_in_sync > 1:
+            for variable in variables_of(model):
+                layer_aggregation.aggregate(variable)  # as `LayerState` does in the custom loop
+    setup = Setup(context)
+    optimizer = setup.policy.optimizer
+    if config.micro_batches == 1:
+        setup.policy.install()
+    first = setup.restore()
+    if not is_legacy():
+        central_storage.let_replicas_assign([*model.variables, *optimizer.variables])
+    with context.strategy.scope():
+        micro_batches = MicroBatches(context, setup.policy) if config.micro_batches > 1 else None
+        if not micro_batches and not context.asynchronous:  # there Keras logs whole epochs only
+            separate_steps(model, optimizer)
+        # XLA over collectives on CPU crashes the process.
+        model.compile(optimizer, **_compiled(context), jit_compile=False)
+        model.optimizer = optimizer  # without Keras's loss scaling, see `train/model/gradients.py`
+    evaluation = context.new_evaluation()  # not in the strategy's scope, as inside `fit`
+    training = Training(setup, first, lambda: evaluation)
+    setup.checkpoint.prepare()
+    training.begin()
+    loop = Loop(first, training.actions(batches=False), steps_per_loop=config.steps_per_loop)
+    callback = ActionsCallback(context, training, loop, micro_batches)
+    while callback.stop is None:
+        count, times = callback.next_epochs()
+        model.fit(
+            _data(context, loop.step),
+            epochs=times,
+            steps_per_epoch=count,
+            callbacks=[callback],
+            shuffle=False,  # the data is in its order already
+            verbose=0,
+        )
+    training.end(loop.step, callback.stop)
+
+
+class ActionsCallback(keras.callbacks.Callback):
+    """Keras's only callback, which runs the actions of the training between some of Keras's batches.
+
+    A call of the loop is several of Keras's batches; under parameter servers, where Keras calls back only when an epoch
+    ends, it is one of Keras's epochs. The user's callbacks are called for each batch and do not notice these epochs.
+    """
+
+    def __init__(
+        self, context: TaskContext, training: Training, loop: Loop, micro_batches: MicroBatches | None
+    ) -> None:
+        super().__init__()
+        self._context, self._training, self._loop, self._micro_batches = context, training, loop, micro_batches
+        self._workers = context.worker_records()
+        self._began = 0.0
+        self._call_steps = 0
+        self._results: list[dict[str, float]] = []
+        """Values of each step of the call so far."""
+        self._batch_s: list[float] = []
+        self.stop = Stop.END if training.finished else None
+        """The reason if training stops."""
+        if not context.asynchronous:
+            # Under parameter servers Keras refuses callbacks that have these methods.
+            self.on_train_batch_begin = self._on_batch_begin
+            self.on_train_batch_end = self._on_batch_end
+
+    def next_epochs(self) -> tuple[int, int]:
+        """Return the steps of Keras's next epoch, and the number of such epochs in one call of `fit`.
+
+        Under parameter servers an epoch is as short as a call of the custom loop, unless the user's callbacks count in
+        epochs, which have different lengths, so that each needs a separate call.
+        """
+        context, step = self._context, self._loop.step
+        left = context.total_steps - step
+        if not context.asynchronous:
+            return left, 1
+        if self._training.callbacks:
+            return min(context.epoch_end(step) - step, left), 1
+        if step == self._training.first and self._training.save.timer.due(0):  # until there is a checkpoint
+            return 1, 1
+        count = min(context.config.steps_per_loop, left)
+        return count, left // count
+
+    def on_epoch_begin(self, _epoch: int, _logs: Any = None) -> None:
+        if self._micro_batches:
+            self._micro_batches.reset()
+        if self._context.asynchronous:
+            self._loop.begin_call()
+            self._began = time.perf_counter()
+
+    def _on_batch_begin(self, *_batch: int, **_logs: Any) -> None:
+        if not self._results:
+            self._call_steps = self._loop.begin_call()
+        if self._training.callbacks:
+            self._training.callbacks.before(self._loop.step + len(self._results))
+        self._began = time.perf_counter()
+
+    def _on_batch_end(self, _batch: int, logs: dict[str, float] | None = None) -> None:
+        self._batch_s.append(time.perf_counter() - self._began)
+        values = self._add(1, logs)
+        step = self._loop.step + len(self._results)
+        self._training.report.done(step)
+        if self._training.callbacks:
+            self._training.callbacks.end_batch(step, 1, values)
+        if len(self._results) == self._call_steps:
+            # The parts of a step are unknown: Keras gets the batch from the iterator inside it.
+            self._end_call(sum(self._batch_s), Times(np.array(self._batch_s)))
+
+    def on_epoch_end(self, _epoch: int, logs: dict[str, float] | None = None) -> None:
+        """End a call under parameter servers."""
+        if not self._context.asynchronous:
+            return
+        seconds, count = time.perf_counter() - self._began, self.params["steps"]
+        values = self._add(count, logs)
+        for worker in self._workers:  # Keras does not report which worker did which step
+            worker.done(self._loop.step + count)
+        if self._training.callbacks:
+            self._training.callbacks.add(count, {name: count * value for name, value in values.items()})
+        self._end_call(seconds, None)
+
+    def _add(self, count: int, logs: Mapping[str, Any] | None) -> dict[str, float]:
+        """Add the values of the newest steps: of one step, except under parameter servers."""
+        values = {name: float(value) for name, value in (logs or {}).items()}
+        if "loss" not in values:
+            raise UsageError(
+                f"--model {self._context.config.model}: its train_step returned {', '.join(values) or 'nothing'}; "
+                "expected 'loss' among them"
+            )
+        self._results += [values] * count
+        return values
+
+    def _end_call(self, seconds: float, times: Times | None) -> None:
+        names = {name: None for values in self._results for name in values}
+        values = {name: np.array([step.get(name, np.nan) for step in self._results], np.float32) for name in names}
+        signals = self._training.agree(self._training.request(len(self._results), 0))
+        self._results, self._batch_s = [], []
+        self.stop = self._loop.end_call(LoopResult(values, signals, times), seconds)
+        self.model.stop_training = self.stop is not None
+
+
+def _compiled(context: TaskContext) -> dict[str, Any]:
+    """Return the losses and scores for `compile`: one, or one for each of several outputs.
+
+    Scores are unweighted, as in evaluation and in the custom loop. Of several heads only the first one's score is
+    computed, as in the custom loop.
+    """
+    objective, classifies, shapes = context.objective, context.source.classifies, context.source.label_shape
+    if not isinstance(classifies, Mapping):
+        score = _Score(_Compared(objective.score, classifies, shapes), objective.score_name)
+        return {"loss": _Loss(_Compared(objective.loss, classifies, shapes)), "metrics": [score]}
+    first, first_head = next(iter(objective.heads.items()))
+    # With several heads, Keras puts the head's name before that of a metric.
+    score_name = first_head.score_name if len(classifies) > 1 else objective.score_name
+    return {
+        "loss": {
+            name: _Loss(_Compared(head.loss, classifies[name], shapes[name])) for name, head in objective.heads.items()
+        },
+        "loss_weights": {name: head.weight for name, head in objective.heads.items()},
+        "metrics": {first: [_Score(_Compared(first_head.score, classifies[first], shapes[first]), score_name)]},
+    }
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A function of labels and outputs, as Keras passes them."""
+
+    function: PerExample
+    classifies: bool
+    label_shape: tuple[int, ...]
+
+    def __call__(self, labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
+        """Return the values, `[B] float32`. Keras may have changed the labels to the rank and type of the outputs."""
+        labels = tf.reshape(labels, [-1, *self.label_shape])
+        return self.function(tf.cast(labels, tf.int64) if self.classifies else labels, full_precision(outputs_BK))
+
+
+class _Loss(keras.losses.Loss):
+    """A loss of each example for Keras, which takes its mean over the global batch."""
+
+    def __init__(self, function: _Compared) -> None:
+        super().__init__(name="loss")
+        self._function = function
+
+    def __call__(self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
+        """Return the mean. Keras would apply the mask again, by each replica's number of positions."""
+        self._mask = masks.of(y_pred)
+        return super().__call__(y_true, tf.identity(y_pred), sample_weight)
+
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        if self._mask is not None:
+            y_pred._keras_mask = self._mask
+        return self._function(y_true, y_pred)
+
+
+class _Score(keras.metrics.Mean):
+    """The mean of a score of each example."""
+
+    def __init__(self, function: _Compared, name: str) -> None:
+        super().__init__(name)
+        self._function = function
+
+    def update_state(self, y_true: tf.Tensor, y_pred: tf.Tensor, **_weights: Any) -> Any:
+        return super().update_state(self._function(y_true, y_pred))
+
+
+def _data(context: TaskContext, first: int) -> Any:
+    """Return the infinite training data from step `first`, in the form that `fit` takes under this strategy."""
+    config, source = context.config, context.source
+
+    def pair_or_triple(batch: Batch) -> tuple[tf.Tensor, ...]:
+        features = as_input(context.model, batch.features)
+        return (features, batch.labels, batch.weights) if source.weighted else (features, batch.labels)
+
+    def task_dataset(pipeline: tf.distribute.InputContext) -> tf.data.Dataset:
+        if context.asynchronous:
+            return source.shuffled_batches(config.global_batch, config.seed).map(pair_or_triple)
+        replicas = Replicas.of(pipeline)
+        batches = source.train_dataset(BatchSlice(config.global_batch, config.seed, first, replicas=replicas))
+        if not context.spec.kind.collective:
+            batches = joined(batches, replicas.count)
+        return batches.map(pair_or_triple)
+
+    if is_legacy():
+        return keras.utils.experimental.DatasetCreator(task_dataset)
+    if context.spec.kind.collective:  # each task prepares its part of every batch
+        return context.strategy.distribute_datasets_from_function(task_dataset)
+    # Keras 3 divides global batches itself. The number of shards is that of the custom loop.
+    replicas = context.strategy.num_replicas_in_sync if source.sharded else 1
+    return task_dataset(tf.distribute.InputContext(num_replicas_in_sync=replicas))
+
+
+def separate_steps(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+    """Make Keras log the loss and score of each step, as the custom loop does, not means since the epoch began.
+
+    Random numbers follow from the step and the replica, see `train/patches/placed_seeds.py`.
+    """
+    train_step = model.train_step
+
+    def separate(data: Any) -> Any:
+        for metric in model.metrics:
+            metric.reset_state()
+        with placed_seeds.random_place(tf.cast(optimizer.iterations, tf.int64), _replica()):
+            return train_step(data)
+
+    model.train_step = separate
+
+
+class MicroBatches:
+    """Replaces a model's `train_step` by the one of the custom loop, and keeps its metrics."""
+
+    def __init__(self, context: TaskContext, policy: GradientPolicy) -> None:
+        """Call inside the strategy's scope, with a model that passes `check_micro_batches`."""
+        config, model = context.config, context.model
+        replicas = context.strategy.num_replicas_in_sync
+        replicas = 1 if context.asynchronous else replicas
+        alone = replicas == 1 and not context.asynchronous
+        parts = model, policy, context.objective, config.global_batch
+        # Loops of several replicas that read the same variables of one device wait for each other indefinitely.
+        central = isinstance(context.strategy, tf.distribute.experimental.CentralStorageStrategy)
+        self._step = TrainStep(*parts, replicas, config.micro_batches, unrolled=central, as_function=alone)
+        self._means = [keras.metrics.Mean(name) for name in ("loss", context.objective.score_name)]
+        self._separate = not context.asynchronous  # see `separate_steps`
+        model.train_step = self._train
+
+    def reset(self) -> None:
+        """Reset the metrics."""
+        for mean in self._means:
+            mean.reset_state()
+
+    def _train(self, data: Any) -> dict[str, tf.Tensor]:
+        step, replica = tf.cast(self._step.policy.optimizer.iterations, tf.int64), _replica()
+        examples = self._step.global_batch // self._step.num_replicas
+        data = tf.nest.map_structure(lambda tensor: tf.ensure_shape(tensor, [examples, *tensor.shape[1:]]), data)
+        features, labels, *weights = data
+        batch = Batch(features, labels, weights[0] if weights else tf.ones([examples]))
+
+        def compute(micro_batch: tf.Tensor) -> Computed:
+            def batch_of(_part: tf.Tensor) -> Batch:
+                return part_of(batch, micro_batch, self._step.micro_batches)
+
+            return self._step.compute(batch_of, step, replica, micro_batch)
+
+        shares_12 = self._step.update(self._step.accumulated(compute, lambda function, args: function(*args), ()))
+        if self._separate:
+            self.reset()
+        for mean, share in zip(self._means, tf.unstack(shares_12[0]), strict=True):
+            mean.update_state(share * self._step.num_replicas, sample_weight=examples)
+        return {mean.name: mean.result() for mean in self._means}
+
+
+def _replica() -> tf.Tensor:
+    return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+
+
+def check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) -> None:
+    """Check that a model can be trained in micro-batches by this loop.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    option = f"--micro-batches {micro_batches} with --loop fit"
+    if type(model).train_step is not keras.Model.train_step:
+        raise UsageError(
+            f"{option}: {type(model).__name__} overrides train_step, which takes whole batches; leave --micro-batches "
+            "out"
+        )
+    if replicas > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
+        raise UsageError(f"{option}: BatchNormalization over {replicas} replicas needs --loop custom")

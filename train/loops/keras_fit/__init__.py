@@ -1,1 +1,0 @@
-"""`--loop fit`: Keras's own `Model.fit`, and the work between its batches."""

@@ -1,0 +1,129 @@
+"""The loop of a training: calls of many optimizer steps, and actions before and after each call.
+
+`--loop custom` runs it with `Loop.run`. Keras's `fit` runs the steps itself, and its callback calls `begin_call` and
+`end_call` (`train/loops/fit.py`), so that both loops have the same actions (`train/loops/actions.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from train.loops.steps import LoopResult, Request
+from train.saving.timer import following_steps
+
+Steps = Callable[[int, int, Request], LoopResult]
+"""Does optimizer steps: (steps done before, steps to do, requests of this task) -> result."""
+
+
+class Stop(enum.Enum):
+    """Reason to stop training."""
+
+    END = "end"
+    """The last step is done, or a callback or early stopping ends the training."""
+    REQUESTED = "requested"
+    """A task must stop; the run can be resumed."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The optimizer steps of the newest call."""
+
+    first: int
+    """Steps done before them."""
+    result: LoopResult
+    seconds: float
+    compiled: bool
+    """Whether their time includes tracing and compiling."""
+
+    @property
+    def step(self) -> int:
+        """Steps done after them."""
+        return self.first + len(self.result.losses)
+
+
+class Action:
+    """Work before and after calls; by default none. All tasks have the same actions in the same order."""
+
+    def next(self, _step: int) -> int:
+        """Return the first step after this one at which a call must end."""
+        return sys.maxsize
+
+    def before(self, step: int) -> None:
+        """Prepare a call after `step` steps."""
+
+    def after(self, progress: Progress) -> Stop | None:
+        """Act on a call. A reason to stop, the same in all tasks, ends the training before the following actions."""
+
+
+class Periodic(Action):
+    """An action that is due at some steps. A call ends at each of them."""
+
+    def __init__(self, following: Callable[[int], int]) -> None:
+        """`following` returns the next of these steps after a step."""
+        self._following = following
+
+    def next(self, step: int) -> int:
+        return self._following(step)
+
+    def due(self, progress: Progress) -> bool:
+        """Whether the call reached one of these steps."""
+        return self.next(progress.first) <= progress.step
+
+
+def every(steps: int) -> Callable[[int], int]:
+    """Return the function from a step to the next multiple of `steps`; there is none for 0."""
+    return lambda step: (step // steps + 1) * steps if steps else sys.maxsize
+
+
+class Loop:
+    """The position of a training in its calls.
+
+    The number of steps of a call follows from the step and from signals that all tasks share, so that all tasks make
+    the same calls.
+    """
+
+    def __init__(self, first: int, actions: Sequence[Action], *, steps_per_loop: int, single: range = range(0)) -> None:
+        """Begin after step `first`.
+
+        Args:
+            steps_per_loop: most steps of a call.
+            single: steps after each of which a call is a single step.
+        """
+        self.step = self._first = first
+        """Steps done."""
+        self._actions, self._steps_per_loop, self._single = actions, steps_per_loop, single
+        self._most = 1  # the first call compiles: keep it short
+
+    def begin_call(self) -> int:
+        """Prepare the next call; return the number of its steps."""
+        for action in self._actions:
+            action.before(self.step)
+        most = 1 if self.step in self._single else self._most
+        end = min([self.step + most, *(action.next(self.step) for action in self._actions)])
+        if self.step < self._single.start < end:
+            end = self._single.start
+        return end - self.step
+
+    def end_call(self, result: LoopResult, seconds: float) -> Stop | None:
+        """Let the actions follow a call that took `seconds`; return the reason if training stops."""
+        progress = Progress(self.step, result, seconds, compiled=self.step == self._first)
+        self.step = progress.step
+        self._most = following_steps(self._most, self._steps_per_loop, brief=result.signals.brief)
+        for action in self._actions:
+            if (stop := action.after(progress)) is not None:
+                return stop
+        return None
+
+    def run(self, steps: Steps, request: Request) -> Stop:
+        """Train until an action stops it."""
+        stop = None
+        while stop is None:
+            count = self.begin_call()
+            began = time.perf_counter()
+            result = steps(self.step, count, request)
+            stop = self.end_call(result, time.perf_counter() - began)
+        return stop

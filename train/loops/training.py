@@ -1,0 +1,152 @@
+"""A training of either loop: its parts before and after the newest checkpoint is restored, its actions and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from train.context import TaskContext
+from train.loops import steps
+from train.loops.actions import CheckFinite, EarlyStop, EndTraining, Evaluate, Save, check_metric
+from train.loops.callbacks import Callbacks, CallEpochs
+from train.loops.loop import Action, Stop
+from train.saving.checkpoint import Checkpoint, Encoded
+from train.telemetry.report import Report
+from train.telemetry.trace import Trace
+
+
+class Setup:
+    """The parts of a training that exist before the newest checkpoint is restored."""
+
+    def __init__(self, context: TaskContext) -> None:
+        self.context, config, division = context, context.config, context.division
+        self.policy = context.new_policy()
+        self.callback_state = Encoded("callbacks") if config.callbacks else None
+        self.early_stop_state = Encoded("best") if config.best.metric else None
+        with context.strategy.scope():
+            done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
+        self.checkpoint = Checkpoint(
+            context.model,
+            self.policy.optimizer,
+            done,
+            context.run.checkpoints,
+            keep=config.keep_checkpoints,
+            writes=context.chief,
+            saved=lambda step: context.run.event(context.task.name, "checkpoint", step=step),
+            loss_scale=self.policy.loss_scale,
+            callbacks=self.callback_state,
+            best=self.early_stop_state,
+            joint=None if division is None or division.whole else division.joint(),
+        )
+        alone = context.asynchronous or len(context.spec.members) < 2
+        self.gather: Callable[[int], list[int]] = (lambda number: [number]) if alone else steps.gathering(context.gang)
+        """Returns the numbers of all tasks for that of this task; all tasks call it."""
+
+    def restore(self) -> int:
+        """Restore the checkpoint that all tasks agree on, if there is one; return the number of its steps."""
+        self.checkpoint.generation = self.context.generation
+        return self.checkpoint.restore(self.gather)
+
+
+class Training:
+    """One generation's training from step `first`, to the end or to a stop."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        first: int,
+        new_evaluation: Callable[[], Callable[[], dict[str, float]]],
+        outputs: Callable[[np.ndarray], Any] | None = None,
+    ) -> None:
+        """Prepare the actions. With callbacks, the model must be compiled.
+
+        Args:
+            new_evaluation: returns a function that evaluates on the test split; all tasks call it.
+            outputs: see `Report`.
+        """
+        self._setup, self._context, self.first = setup, setup.context, first
+        context, checkpoint = setup.context, setup.checkpoint
+        self.report = Report(context, first, setup.policy, outputs)
+        self.callbacks = Callbacks(context, setup.callback_state, self.report) if setup.callback_state else None
+        self._early_stop: EarlyStop | None = None
+        if setup.early_stop_state is not None:
+            check_metric(context)
+            best = context.config.best
+            self._early_stop = EarlyStop(best, context.total_steps, setup.early_stop_state, self._any_stops)
+        self._evaluate = Evaluate(
+            context, self.report, setup.checkpoint, new_evaluation, self.callbacks, self._early_stop
+        )
+        parts = [part for part in (self.callbacks, self._early_stop) if part is not None]
+        self.save = Save(context, self.report, checkpoint, first, parts)
+        # Under parameter servers the chief decides alone.
+        self.agree: Callable[[steps.Signals], steps.Signals] = (
+            (lambda signals: signals) if context.asynchronous else steps.agreement(context.gang)
+        )
+        """Returns the requests of any task for those of this one; all tasks call it at the same step."""
+
+    def begin(self) -> None:
+        """Begin the training, or resume it with the state of its callbacks."""
+        if self.callbacks:
+            self.callbacks.begin(self.first, lambda: self._evaluate.catch_up(self.first))
+        if self.callbacks or self._early_stop:
+            self._evaluate.catch_up(self.first)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is no step to do."""
+        return self.first >= self._context.total_steps or self._stops
+
+    def actions(self, *, batches: bool) -> list[Action]:
+        """Return the actions in their order.
+
+        Args:
+            batches: whether a call is a batch for the user's callbacks.
+        """
+        context = self._context
+        every_call: list[Action] = [CheckFinite(self._setup.policy), Trace(context.run, context.task.name)]
+        if self.callbacks and batches:
+            every_call.append(self.callbacks)
+        every_call += [self.report, EndTraining(context.total_steps, self._any_stops)]
+        periodic = [
+            self._evaluate,
+            self._early_stop,
+            CallEpochs(context, self.callbacks, self._any_stops) if self.callbacks else None,
+            self.save,  # last, to include changes by callbacks
+        ]
+        return [*every_call, *(action for action in periodic if action is not None)]
+
+    def request(self, count: int, until: int) -> steps.Signals:
+        """Return the requests of this task, see `steps.Request`."""
+        timer = self.save.timer
+        return steps.Signals(self._context.stop.is_set() or self._stops, timer.due(until), timer.brief(count))
+
+    @property
+    def _stops(self) -> bool:
+        return any(part is not None and part.stops for part in (self.callbacks, self._early_stop))
+
+    def _any_stops(self) -> bool:
+        """Whether callbacks or early stopping of any task end the training; all tasks call it at the same step."""
+        return self.agree(steps.Signals(stop=self._stops)).stop
+
+    def end(self, step: int, stop: Stop) -> None:
+        """Save, evaluate and report after the last step."""
+        stopped, report = stop is Stop.REQUESTED, self.report
+        if self._early_stop and not stopped and report.evaluated_at != step:
+            self._evaluate.evaluate(step)  # so that the last checkpoint includes it
+        if self.save.saved_at != step and (stopped or not self.callbacks):
+            self.save.save(step)
+        if not stopped and report.evaluated_at != step:
+            self._evaluate.evaluate(step)
+        if self.callbacks:
+            changed = self.callbacks.end(step, stopped=stopped)
+            if not stopped:
+                if self.agree(steps.Signals(stop=changed)).stop:
+                    self._evaluate.evaluate(step)
+                self.save.save(step)  # callbacks may have changed weights at the end, such as to the best ones
+        self._setup.checkpoint.release()
+        if self._context.division and not self._context.division.whole:
+            self._context.division.release()  # the chief needs memory for the whole model
+        report.end(step, stopped=stopped)
