@@ -1,6 +1,6 @@
 """Will it fit? What each task of a plan holds in memory, against what it may use.
 
-TensorFlow counts the model's parts in a process of its own (`train/startup/footprint.py`). The answer is kept beside
+TensorFlow counts the model's parts in a process of its own (`train/startup/preflight.py`). The answer is kept beside
 the runs: a built-in model has the same sizes until the training program changes. The user's own are counted anew.
 """
 
@@ -111,10 +111,11 @@ def _read(plan: Plan) -> dict[str, Any]:
     if not own and (kept := records.read(path, _sizes, None)):
         return dict(kept)
     words = ["--config", json.dumps(plan.config), "--strategy", plan.cluster.strategy]
+    words += ["--data-dir", str(folders.data_dir())]
     print_wait("counting what the model holds in memory, once")
     value: dict[str, Any] = _sizes(
         user_code.run(
-            [sys.executable, "-m", "train.startup.footprint", *words, "--data-dir", str(folders.data_dir())],
+            [sys.executable, "-m", "train.startup.preflight", "--memory", *words],
             f"--model {plan.config['model']!r}",
             "PRESET_TIMEOUT_S",
             cwd=ROOT,
