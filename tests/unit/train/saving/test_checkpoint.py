@@ -10,12 +10,10 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import RunFailed
-from cluster.system.json_files import read_json
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import checkpoint
 from train.saving.checkpoint import Checkpoint
 from train.saving.files import Saved, finished, newest_good
-from train.saving.mirror import Copy
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 
@@ -143,29 +141,6 @@ def test_what_a_killed_save_left_goes_when_the_writer_starts(tmp_path):
     assert 9 == len(list(tmp_path.iterdir()))
 
 
-def test_what_writing_takes_is_known_afterwards(tmp_path):
-    saves = saving(tmp_path, parts())
-    saves.save(1)
-    saves.wait()
-    assert saves.writing_s is not None
-    assert 0 < saves.writing_s < 60
-
-
-@pytest.mark.usefixtures("three")
-def test_an_unfinished_one_does_not_count(tmp_path):
-    (tmp_path / "ckpt-3.json").unlink()
-    assert [2, 1] == [saved.step for saved in finished(tmp_path)]
-
-
-def test_only_so_many_are_kept(tmp_path):
-    saves = saving(tmp_path, parts(), keep=2)
-    for step in (5, 10, 15, 20):
-        saves.save(step)
-    saves.wait()
-    assert [20, 15] == [saved.step for saved in finished(tmp_path)]
-    assert 6 == len(list(tmp_path.iterdir()))
-
-
 def test_a_task_that_does_not_write_leaves_nothing(tmp_path):
     saves = saving(tmp_path, parts(), writes=False)
     saves.save(1)
@@ -207,20 +182,3 @@ def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, three, br
     with pytest.raises(RunFailed, match=r"bias is not finite after step 4; lower --optimizer.learning-rate"):
         saves.wait()
     assert [3, 2, 1] == [saved.step for saved in finished(tmp_path)]
-
-
-def test_a_copy_is_of_plain_variables(tmp_path):
-    model, optimizer, step = parts()
-    copy = Copy(tf.train.Checkpoint(step=step, model=model, optimizer=optimizer))
-    copy.update()
-    copy.checkpoint.write(str(tmp_path / "copy"))
-    assert {"step", "model", "optimizer"} <= {
-        name.split("/")[0] for name, _ in tf.train.list_variables(str(tmp_path / "copy"))
-    }
-
-
-@pytest.mark.usefixtures("three")
-def test_a_record_names_every_file(tmp_path):
-    record = read_json(Saved(tmp_path, 3).record)
-    assert 3 == record["step"]
-    assert {"ckpt-3.index", "ckpt-3.data-00000-of-00001"} == set(record["files"])
