@@ -15,7 +15,7 @@ from tests.support.listed_examples import ListedExamples
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
 from train.data import arrays, sources
-from train.elastic.train_step import ElasticTrainStep
+from train.elastic.shard_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import steps
 from train.loops.train_step import TrainStep

@@ -10,12 +10,11 @@ import tensorflow as tf
 
 from train.context import TaskContext
 from train.loops import steps
-from train.loops.actions import CheckFinite, EarlyStop, EndTraining, Evaluate, Save, check_metric
+from train.loops.actions import CheckFinite, EarlyStop, EndTraining, Evaluate, Save, Trace, check_metric
 from train.loops.callbacks import Callbacks, CallEpochs
 from train.loops.loop import Action, Stop
 from train.saving.checkpoint import Checkpoint, Encoded
 from train.telemetry.report import Report
-from train.telemetry.trace import Trace
 
 
 class Setup:

@@ -23,7 +23,7 @@ from tensorflow import keras
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from cluster.system.errors import RunFailed, UsageError
-from train.saving.mirror import has_value
+from train.saving.trees import has_value
 
 SHOWN = 6
 _NAMED = "weights/"

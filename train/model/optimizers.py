@@ -13,7 +13,7 @@ from tensorflow import keras
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model.gradients import GradientPolicy, LossScale
-from train.saving.mirror import has_value
+from train.saving.trees import has_value
 from train.settings import references
 
 CLASSES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "sgd": "SGD"}

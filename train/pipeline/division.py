@@ -21,7 +21,7 @@ from train.config import TrainConfig
 from train.patches import optimizer_averages
 from train.pipeline.cut import Part, cut, shared
 from train.pipeline.model_blocks import release, with_shape
-from train.saving.joint import Joint
+from train.saving.trees import Joint
 
 
 class Division:

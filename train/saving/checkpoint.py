@@ -16,8 +16,7 @@ from tensorflow import keras
 from cluster.system.errors import RunFailed
 from train.model import initial_weights
 from train.saving.files import BEST, Saved, agreed, clean, keep_only, prune, set_aside, write
-from train.saving.joint import Joint
-from train.saving.mirror import Copy, Mirror
+from train.saving.trees import Copy, Joint, Mirror
 
 
 def diverged(problem: str) -> RunFailed:

@@ -16,7 +16,7 @@ def split(
 
     Args:
         started, ended: seconds since the epoch.
-        ledgers: the chief's records, one for each generation (`train/telemetry/ledger.py`), also before `started`.
+        ledgers: the chief's records, one for each generation (`train/telemetry/report.py`), also before `started`.
         failures: the generations that failures began, and when each failure happened.
 
     Returns:

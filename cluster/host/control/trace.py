@@ -1,7 +1,7 @@
 """`invoke profile`: requests the TensorFlow profiler's trace of a task's next steps, and waits for it.
 
 One request at a time lies in the run folder. The task answers between two calls of its training loop
-(`train/telemetry/trace.py`).
+(`train/loops/actions.py`).
 """
 
 from __future__ import annotations

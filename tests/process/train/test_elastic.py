@@ -23,7 +23,7 @@ from tests.support.small_training import (
 from train import patches
 from train.data import sources
 from train.elastic.exact_sum import exact_sum
-from train.elastic.train_step import ElasticTrainStep
+from train.elastic.shard_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import steps
 from train.loops.train_step import TrainStep

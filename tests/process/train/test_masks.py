@@ -19,7 +19,7 @@ from train.config import Optimizer, TrainConfig
 from train.context import TaskContext, regularization, regularized
 from train.data import arrays, sources
 from train.data.batches import BatchSlice
-from train.elastic.train_step import ElasticTrainStep
+from train.elastic.shard_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import fit, steps
 from train.loops.train_step import TrainStep

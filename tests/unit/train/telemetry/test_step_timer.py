@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from train.data.batches import Batch
 from train.data.sources import Feed
-from train.elastic.train_step import ElasticTrainStep
+from train.elastic.shard_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import steps
 from train.loops.train_step import TrainStep

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, write_json
+from train.loops.actions import Trace
 from train.loops.loop import Progress
 from train.loops.steps import LoopResult, Signals
-from train.telemetry.trace import Trace
 
 
 @pytest.fixture
