@@ -66,24 +66,12 @@ def _one_device(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strateg
     return tf.distribute.OneDeviceStrategy(f"/{devices[0]}")
 
 
-def _mirrored(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
-    return tf.distribute.MirroredStrategy([f"/{device}" for device in devices])
-
-
-def _central(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
-    return tf.distribute.experimental.CentralStorageStrategy([f"/{device}" for device in devices])
-
-
 def _multiworker(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
     implementation = tf.distribute.experimental.CommunicationImplementation
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=implementation.NCCL if devices[0].startswith("GPU") else implementation.RING
     )
     return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-
-
-def _parameter_server(_spec: ClusterSpec, _devices: list[str]) -> tf.distribute.Strategy:
-    return tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
 
 def _pipeline(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
@@ -131,10 +119,10 @@ def _tpu(spec: ClusterSpec, _devices: list[str]) -> tf.distribute.Strategy:
 
 BUILDERS: dict[str, Callable[[ClusterSpec, list[str]], tf.distribute.Strategy]] = {
     "one": _one_device,
-    "mirrored": _mirrored,
-    "central": _central,
+    "mirrored": lambda _, devices: tf.distribute.MirroredStrategy([f"/{device}" for device in devices]),
+    "central": lambda _, devices: tf.distribute.experimental.CentralStorageStrategy([f"/{name}" for name in devices]),
     "multiworker": _multiworker,
-    "ps": _parameter_server,
+    "ps": lambda *_: tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver()),
     "tpu": _tpu,
     "pipeline": _pipeline,
 }

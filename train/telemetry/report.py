@@ -148,21 +148,19 @@ class Report(Action):
             self._event("best checkpoint", step)
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
+        context = self._context
         with self._spending("evaluate"), self._averaged():
             self._heartbeat.update(state="evaluating")
-            self._evaluated(step, evaluation())
-
-    def _evaluated(self, step: int, results: dict[str, float]) -> None:
-        context, self.results, self.evaluated_at = self._context, results, step
-        if context.chief:
-            self.metrics.log(step, self._epoch(step), context.total_steps, dict(results))
-        self._show_events(step)
-        self._show_predictions(step)
-        if context.spec.kind.staged and context.chief:
-            with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
-                self.metrics.picture(step, "stages/timeline", timeline.picture_of(context.run)[1])
-        self.metrics.timing(step, self._timing)
-        self._heartbeat.update(state="training")
+            self.results, self.evaluated_at = evaluation(), step
+            if context.chief:
+                self.metrics.log(step, self._epoch(step), context.total_steps, dict(self.results))
+            self._show_events(step)
+            self._show_predictions(step)
+            if context.spec.kind.staged and context.chief:
+                with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
+                    self.metrics.picture(step, "stages/timeline", timeline.picture_of(context.run)[1])
+            self.metrics.timing(step, self._timing)
+            self._heartbeat.update(state="training")
 
     def end(self, step: int, *, stopped: bool) -> None:
         """Export the model unless the training was stopped, and write the result. The chief leaves the cluster last."""

@@ -12,7 +12,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from train.loops import steps
 from train.model import export, inputs, objectives
-from train.prediction import _in_words, predict
+from train.saved import _in_words, predict
 
 BEYOND_INT32 = 2**31 + 7
 
