@@ -101,7 +101,7 @@ def test_the_cases_differ(prepared):
 
 
 @pytest.mark.parametrize("where", WHERES)
-def test_what_a_task_wants_comes_back_as_what_any_wants(prepared, where):
+def test_signals_of_one_task_reach_every_task(prepared, where):
     """From a call of the inner loop and from asking: nothing, a checkpoint, an end, and both.
 
     Every replica of the task reports what it wants, so that several of them come back added up.

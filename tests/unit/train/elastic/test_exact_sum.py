@@ -41,7 +41,7 @@ def test_float32_alone_must_not_pass():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_must_stay_so(bad):
+def test_numbers_that_are_not_finite_must_stay_so(bad):
     """A gradient that overflows must end the run, not become a number."""
     good = tf.constant([[1.0], [2.0]])
     sums = exact_sum([tf.constant([[[1.0, 2.0]], [[bad, 3.0]]]), good], 2)

@@ -43,7 +43,7 @@ def test_training_ends_after_as_many_evaluations_without_a_better_one(patience, 
     assert enough == followed([1.0, 0.5, 0.6, 0.7], patience=patience).stops
 
 
-def test_a_resumed_training_goes_on_counting():
+def test_a_resumed_training_continues_to_count():
     state = Encoded("best")
     followed([1.0, 0.1 + 0.2, 0.5], state=state, patience=2).keep()
     again = EarlyStop(Settings(metric="eval_loss", patience=2), 100, state)
@@ -70,7 +70,7 @@ def test_a_metric_that_the_evaluations_do_not_have_is_refused():
                 check_metric(context)
 
 
-def test_one_best_checkpoint_is_kept_beside_the_newest_with_what_was_counted(tmp_path):
+def test_one_best_checkpoint_is_kept_next_to_the_newest(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     state = Encoded("best")
 

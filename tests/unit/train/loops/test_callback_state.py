@@ -22,7 +22,7 @@ def saved(callback: Any, made: dict[str, bytes]) -> CallbackProgress:
     return CallbackProgress(**decode(encode(vars(CallbackProgress(callbacks=[changed])))))
 
 
-def test_a_restored_plateau_counts_on():
+def test_a_restored_plateau_continues_to_count():
     def plateau() -> keras.callbacks.ReduceLROnPlateau:
         callback = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=9, min_delta=0.5)
         callback.set_model(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
@@ -83,7 +83,7 @@ def test_arrays_keep_their_type_and_bits(array):
         (lambda: np.random.RandomState(3), lambda generator: generator.randn()),
     ],
 )
-def test_random_generators_go_on_with_their_numbers(make, draw):
+def test_random_generators_continue_their_sequence(make, draw):
     generator, shared = make(), make()
     draw(generator)
     encoded = encode(generator)
@@ -148,7 +148,7 @@ def test_objects_closures_variables_and_private_attributes_are_restored():
     assert undisturbed.change() == resumed.change()
 
 
-def test_what_cannot_be_saved_is_named(tmp_path):
+def test_attributes_that_cannot_be_saved_are_named(tmp_path):
     callback = Everything()
     assert {} == attributes(callback)[1]
     with (tmp_path / "log").open("w") as callback.file:
@@ -156,7 +156,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
         assert {"file": "TextIOWrapper", "groups": "list"} == attributes(callback)[1]
 
 
-def test_what_is_another_object_now_is_not_restored():
+def test_an_attribute_of_another_type_is_not_restored():
     first, other = Everything(), Everything()
     made = attributes(first)[0]
     first.window.values[1] = 1.0

@@ -258,7 +258,7 @@ def test_the_callbacks_of_the_tutorial_work(train, capsys):
     assert list(run.path.glob("tensorboard/chief/keras/train/events*"))
 
 
-def test_a_training_resumed_inside_of_an_epoch_goes_on_with_its_number(train):
+def test_a_training_resumed_inside_an_epoch_keeps_its_number(train):
     train(7)
     resumed = train(13).recorder
     expected = [
@@ -271,7 +271,7 @@ def test_a_training_resumed_inside_of_an_epoch_goes_on_with_its_number(train):
 
 
 @pytest.mark.parametrize("loop", ["custom", "fit"])
-def test_as_many_epochs_are_heard_of_as_are_trained(train, loop):
+def test_callbacks_get_every_epoch(train, loop):
     """4.5 steps are an epoch: rounded up, 10 of them would be 9."""
     recorder = train(10_000, epochs=10, steps_per_loop=5, loop=loop).recorder
     assert 1 == recorder.names.count(("train begins", -1)) == recorder.names.count(("train ends", -1))
@@ -437,7 +437,7 @@ def test_killed_runs_end_with_the_weights_and_files_of_undisturbed_ones(train, t
 
 
 @pytest.mark.parametrize("loop", ["custom", "fit"])
-def test_a_training_that_a_callback_ended_is_not_gone_on_with(train, loop):
+def test_a_training_that_a_callback_ended_is_not_resumed(train, loop):
     """A task that dies after its last checkpoint, before it could say so, starts once more."""
     early = {"monitor": "val_loss", "mode": "max", "patience": 1}
     assert EPOCH_ENDS[2] == train(25, keras.callbacks.EarlyStopping(**early), loop=loop).steps
@@ -502,7 +502,7 @@ def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weigh
     assert evaluations == whole.evaluations
 
 
-def test_other_callbacks_than_those_of_the_checkpoint_begin_anew(train, capsys):
+def test_other_callbacks_than_those_of_the_checkpoint_start_over(train, capsys):
     train(7, Count())
     early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1)
     assert EPOCH_ENDS[3] == train(25, early).steps
@@ -519,7 +519,7 @@ def test_other_callbacks_than_those_of_the_checkpoint_begin_anew(train, capsys):
         ([keras.callbacks.TerminateOnNaN(), "early stopping"], "returned [<keras.src.callbacks"),
     ],
 )
-def test_what_is_no_list_of_callbacks_is_refused_in_one_line(made, shown, own_parts):
+def test_an_invalid_list_of_callbacks_is_refused_in_one_line(made, shown, own_parts):
     own_parts.callbacks = lambda run, task: made  # type: ignore[attr-defined]
     with pytest.raises(UsageError) as refused:
         callbacks.build(_as_far_as_build("own_parts:callbacks"))

@@ -142,7 +142,7 @@ def test_fit_gives_the_losses_and_the_score_of_the_custom_loop(source):
     assert float(np.mean(objective.score(batch.labels, outputs))) == pytest.approx(logs[objective.score_name][0])
 
 
-def test_losses_are_weighed_and_one_of_the_users_takes_all(source):
+def test_losses_are_weighted_and_one_function_may_take_all_heads(source):
     labels = {"kind": tf.constant([1], tf.int64), "size": tf.constant([3.0])}
     outputs = {"kind": tf.constant([[0.0, 0.0, 0.0]]), "size": tf.constant([[1.0]])}
     plain, weighed = objective_of(source), objective_of(source, loss_weights="size=0.5")
@@ -170,7 +170,7 @@ def test_losses_that_do_not_fit_the_heads_are_refused(source, more, option):
 
 
 @pytest.mark.parametrize("more", [{"loss": "a="}, {"loss": "a=b,a=c"}, {"loss_weights": "a"}, {"loss_weights": "a=-1"}])
-def test_losses_that_are_no_heads_losses_are_refused(more):
+def test_malformed_losses_of_heads_are_refused(more):
     with pytest.raises(UsageError, match="^--loss"):
         config(**more)
 

@@ -96,7 +96,7 @@ def test_a_language_model_is_tried_trained_and_evaluated_by_metrics_of_its_own(t
 
 
 @pytest.mark.parametrize("made", [None, {}, {"Upper": abs}, {"twos": 2}, {"accuracy": abs}])
-def test_metrics_that_are_none_are_refused(own, made):
+def test_invalid_metrics_are_refused(own, made):
     vars(own)["metrics"] = lambda: made
     with pytest.raises(UsageError, match="^--metrics 'own_words:metrics'"):
         objectives.of(config(), classifies=True, predicts_text=False)

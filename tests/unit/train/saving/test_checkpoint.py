@@ -53,13 +53,13 @@ def test_the_newest_is_restored_with_all_of_its_state(tmp_path, three):
         np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
-def test_what_is_saved_has_the_keys_of_tensorflow_s_own_checkpoint(tmp_path, three):
+def test_a_checkpoint_has_the_keys_of_tensorflow_s_own(tmp_path, three):
     model, optimizer, step = three
     tf.train.Checkpoint(step=step, model=model, optimizer=optimizer).write(str(tmp_path / "own"))
     assert tf.train.list_variables(str(tmp_path / "own")) == tf.train.list_variables(str(tmp_path / "ckpt-3"))
 
 
-def test_a_loss_scale_is_restored_and_missed_by_nobody(tmp_path):
+def test_a_loss_scale_is_restored_and_optional(tmp_path):
     """A run may be resumed in another precision: to float16 from a checkpoint without a scale, and back."""
     own, scale = parts(), LossScale()
     scale.scale.assign(4.0)
@@ -103,7 +103,7 @@ def change(path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("three")
-def test_a_damaged_one_is_passed_over_and_named(tmp_path, damage, name, message):
+def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path, damage, name, message):
     damage(tmp_path / name)
     warnings: list[str] = []
     found = newest_good(tmp_path, warnings.append)
@@ -114,7 +114,7 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path, damage, name, message)
 
 
 @pytest.mark.usefixtures("three")
-def test_without_a_good_one_training_begins_anew(tmp_path):
+def test_without_a_good_checkpoint_training_starts_over(tmp_path):
     for saved in finished(tmp_path):
         cut(Path(saved.prefix + ".index"))
     assert 0 == saving(tmp_path, parts()).restore()
@@ -132,7 +132,7 @@ def test_all_restore_what_is_good_for_all_and_the_writer_sets_aside_what_is_newe
 
 
 @pytest.mark.usefixtures("three")
-def test_what_a_killed_save_left_goes_when_the_writer_starts(tmp_path):
+def test_leftovers_of_a_killed_save_are_deleted_when_the_writer_starts(tmp_path):
     (tmp_path / ".ckpt-0-abc").mkdir()
     (tmp_path / "ckpt-9.index").touch()
     saving(tmp_path, parts(), writes=False).restore()
@@ -148,7 +148,7 @@ def test_a_task_that_does_not_write_leaves_nothing(tmp_path):
     assert [] == list(tmp_path.iterdir())
 
 
-def test_training_goes_on_while_what_was_is_written(tmp_path, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     go, write = threading.Event(), checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *given: (go.wait(20), write(*given)))
     own, saved = parts(), list[int]()

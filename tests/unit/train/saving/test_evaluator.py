@@ -95,7 +95,7 @@ def rows(run: RunFolder) -> list[tuple[int, float]]:
     return [(row["step"], row["eval_loss"]) for row in read_json_lines(run.metrics("evaluator"))]
 
 
-def test_each_new_checkpoint_is_evaluated_once_over_all_lives(
+def test_each_new_checkpoint_is_evaluated_once_over_all_generations(
     run: RunFolder, evaluating: Callable[[], Evaluator]
 ) -> None:
     save(run, 10)
@@ -111,9 +111,7 @@ def test_each_new_checkpoint_is_evaluated_once_over_all_lives(
     assert [(10, 10.0), (20, 20.0), (30, 30.0)] == rows(run)
 
 
-def test_what_was_saved_last_is_evaluated_although_it_shall_stop(
-    run: RunFolder, evaluating: Callable[[], Evaluator]
-) -> None:
+def test_the_last_checkpoint_is_evaluated_before_a_stop(run: RunFolder, evaluating: Callable[[], Evaluator]) -> None:
     one = evaluating()
     save(run, 10, 20)
     one.end()
@@ -122,7 +120,7 @@ def test_what_was_saved_last_is_evaluated_although_it_shall_stop(
 
 @pytest.mark.parametrize("name", ["ckpt-20.index", "ckpt-20.data-00000-of-00001", "ckpt-20.json"])
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"\0" * path.stat().st_size)])
-def test_what_cannot_be_read_is_passed_over_and_read_no_more(
+def test_an_unreadable_checkpoint_is_skipped_and_read_once(
     run: RunFolder,
     evaluating: Callable[[], Evaluator],
     monkeypatch: pytest.MonkeyPatch,
@@ -150,7 +148,7 @@ def test_what_cannot_be_read_is_passed_over_and_read_no_more(
     one.end()
 
 
-def test_one_that_vanishes_while_it_is_read_is_no_error(
+def test_a_checkpoint_that_vanishes_while_it_is_read_is_ignored(
     run: RunFolder,
     evaluating: Callable[[], Evaluator],
     monkeypatch: pytest.MonkeyPatch,

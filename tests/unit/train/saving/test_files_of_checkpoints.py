@@ -113,7 +113,7 @@ def small_disk(mount_disk) -> Path:
     return mount_disk("400k")
 
 
-def test_a_full_disk_leaves_the_good_one(small_disk):
+def test_a_full_disk_does_not_damage_the_good_checkpoint(small_disk):
     save(small_disk, 4, 5)
     before = contents(small_disk)
     for step in (5, 6):
@@ -154,7 +154,7 @@ def test_the_best_checkpoint_is_alone(tmp_path):
     assert [5] == steps_of(tmp_path)
 
 
-def test_a_kill_at_any_moment_leaves_a_good_one_and_nothing_for_ever(tmp_path):
+def test_a_kill_at_any_moment_leaves_a_good_checkpoint_and_no_leftovers(tmp_path):
     """With one checkpoint kept: writing, switching and pruning are all cut short somewhere."""
     random_, last = random.Random(4), 0
     for generation in range(12):
@@ -176,7 +176,7 @@ def test_a_kill_at_any_moment_leaves_a_good_one_and_nothing_for_ever(tmp_path):
     assert sorted(path.name for path in newest.paths()) == sorted(path.name for path in tmp_path.iterdir())
 
 
-def test_a_kill_before_the_record_counts_leaves_nothing_for_ever(tmp_path, monkeypatch):
+def test_a_kill_before_the_record_is_complete_leaves_no_leftovers(tmp_path, monkeypatch):
     save(tmp_path, 4)
     before = contents(tmp_path)
     replace = os.replace
@@ -207,7 +207,7 @@ def test_only_so_many_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_what_was_just_written_is_kept_whatever_else_there_is(tmp_path, keep):
+def test_the_checkpoint_just_written_is_always_kept(tmp_path, keep):
     save(tmp_path, 5, 90, 100)
     cut(tmp_path, 100)
     save(tmp_path, 10, keep=keep)
@@ -222,7 +222,7 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path):
     assert [4, 1] == steps_of(tmp_path)
 
 
-def test_what_killed_saves_left_is_deleted_but_nothing_else(tmp_path):
+def test_only_leftovers_of_killed_saves_are_deleted(tmp_path):
     save(tmp_path, 4, 5)
     Saved(tmp_path, 4).record.write_text("{")
     kept = contents(tmp_path)
@@ -239,7 +239,7 @@ def test_what_killed_saves_left_is_deleted_but_nothing_else(tmp_path):
     assert (tmp_path / ".ckpt-3-mine").is_dir()
 
 
-def test_one_that_an_older_copy_of_the_writer_deletes_meanwhile_stops_nothing(tmp_path, monkeypatch):
+def test_cleaning_survives_a_concurrent_deletion(tmp_path, monkeypatch):
     save(tmp_path, 4, 5)
 
     def listed(folder: Path) -> list[Saved]:
@@ -252,7 +252,7 @@ def test_one_that_an_older_copy_of_the_writer_deletes_meanwhile_stops_nothing(tm
     assert [5] == steps_of(tmp_path)
 
 
-def test_what_a_restore_passed_over_is_set_aside_and_never_wins_again(tmp_path):
+def test_skipped_checkpoints_are_set_aside_and_never_restored(tmp_path):
     save(tmp_path, 1, 2, 3, 4)
     cut(tmp_path, 4)
     set_aside(tmp_path, 2)
@@ -311,7 +311,7 @@ def test_the_newest_that_is_good_for_all_is_taken(views):
     assert [10] * 3 == agree(*views)
 
 
-def test_without_a_good_one_for_anybody_training_begins_anew(views):
+def test_if_no_task_has_a_good_checkpoint_training_starts_over(views):
     for folder in views:
         for step in (10, 20, 30):
             change(folder, step)
@@ -336,7 +336,7 @@ def test_a_bound_leaves_out_what_is_newer(tmp_path):
     assert [Saved(tmp_path, 2), Saved(tmp_path, 1), None] == [newest_good(tmp_path, up_to=step) for step in (2, 1, 0)]
 
 
-def test_a_record_that_is_no_record_is_damage(tmp_path):
+def test_a_malformed_record_counts_as_damage(tmp_path):
     save(tmp_path, 1)
     for text in ("", "[]", "{}", '{"files": []}', '{"files": {"ckpt-1.index": 5}}', "\0" * 100):
         Saved(tmp_path, 1).record.write_text(text)

@@ -42,7 +42,7 @@ def timer(every: int | str, past: Past | None, clock: Clock) -> SaveTimer:
 @pytest.mark.parametrize(
     ("every", "expected"), [("auto", (0, 0)), (200, (200, 0)), ("200", (200, 0)), ("30s", (0, 30)), ("0.1s", (0, 0.1))]
 )
-def test_what_is_asked_for_is_steps_or_seconds_or_neither(every, expected):
+def test_an_interval_is_steps_or_seconds_or_auto(every, expected):
     assert expected == parse(every)
 
 
@@ -71,12 +71,12 @@ def test_saves_follow_each_other_no_faster_than_they_are_written():
     assert LEAST_SECONDS == best_interval_s(0.0001, 0.0, 0.001)
 
 
-def test_no_more_is_lost_than_the_bound_unless_saves_are_dear():
+def test_the_interval_has_a_bound_unless_saves_are_expensive():
     assert MOST_S == best_interval_s(1.0, 0.0, 1e9)
     assert 3000 == best_interval_s(300.0, 0.0, 1e9)
 
 
-def test_where_a_save_costs_as_much_as_there_is_time_it_is_tried_once_a_failure():
+def test_expensive_saves_happen_once_per_failure():
     assert 10 == best_interval_s(20.0, 0.0, 10.0)
 
 
@@ -131,12 +131,12 @@ def test_the_interval_follows_what_saves_cost():
     assert {"every_s": expected, "cost_s": 0.1, "writing_s": 0.5} == saves.saves
 
 
-def test_what_the_life_before_measured_is_believed_until_this_one_has():
+def test_the_previous_generation_s_cost_counts_until_this_one_has_saved():
     assert 2.0 == timer("auto", Past(cost_s=2.0), Clock()).saves["cost_s"]
 
 
 @pytest.mark.parametrize(("before_s", "due"), [(None, False), (70.0, False), (61.0, True), (0.5, True)])
-def test_nothing_is_due_while_the_last_one_is_being_written(before_s, due):
+def test_no_checkpoint_is_due_while_the_last_one_is_being_written(before_s, due):
     """Unless writing will be done by then, as far as is known."""
     clock, writing = Clock(), [True]
     saves = SaveTimer("10s", Past(writing_s=before_s), writing=lambda: writing[0], clock=clock)
@@ -215,7 +215,7 @@ def test_the_past_is_what_failures_ended(make_run):
 
 
 @pytest.mark.parametrize(("first", "stuck"), [(10, True), (0, True), (11, False)])
-def test_a_run_is_stuck_where_it_goes_on_from_where_it_did_before(make_run, first, stuck):
+def test_a_run_that_resumes_from_the_same_step_again_is_stuck(make_run, first, stuck):
     run = make_run()
     ledger(run, 0, 10)
     fail(run, 1)

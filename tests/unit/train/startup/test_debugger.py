@@ -47,7 +47,7 @@ def test_a_task_waits_until_a_debugger_is_attached(tmp_path):
             process.kill()
 
 
-def test_other_tasks_go_on_at_once(monkeypatch, tmp_path):
+def test_other_tasks_continue_at_once(monkeypatch, tmp_path):
     monkeypatch.delenv("DEBUGPY_LISTEN", raising=False)
     debugger.wait_for_client(RunFolder(tmp_path), "worker-0")
     assert [] == list(RunFolder(tmp_path).events())

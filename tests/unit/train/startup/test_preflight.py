@@ -57,7 +57,7 @@ def check(tmp_path, monkeypatch) -> Callable[..., None]:
     return of
 
 
-def test_what_fits_passes(check, capfd):
+def test_matching_parts_pass(check, capfd):
     check("own_tried:good")
     assert "" == capfd.readouterr().out
 
@@ -72,14 +72,14 @@ def test_what_fits_passes(check, capfd):
         ("own_tried:good", "own_tried:fails", "--loss"),
     ],
 )
-def test_what_does_not_fit_is_refused(check, model, loss, named):
+def test_parts_that_do_not_match_are_refused(check, model, loss, named):
     with pytest.raises(UsageError) as refused:
         check(model, loss)
     assert named in str(refused.value)
     assert str(refused.value).isprintable()
 
 
-def test_what_takes_one_replica_is_refused_on_several(check):
+def test_parts_for_one_replica_are_refused_on_several(check):
     """An optimizer that accumulates by itself, and a layer that assigns its state inside a condition."""
     check("own_tried:conditional", optimizer="own_tried:accumulating")
     with pytest.raises(UsageError, match="gradient_accumulation_steps"):
@@ -94,7 +94,7 @@ def test_a_model_that_never_returns_is_ended(check, monkeypatch):
         check("own_tried:sleeps")
 
 
-def test_what_is_built_in_is_not_tried(monkeypatch, tmp_path):
+def test_built_in_parts_are_not_tried(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "Popen", None)
     for config in (TrainConfig(), TrainConfig(dataset="train.data.synthetic:imagenet", model="resnet50")):
         configuration.check(config.to_json(), spec.build(workers=0), [], tmp_path)

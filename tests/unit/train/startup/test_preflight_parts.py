@@ -105,7 +105,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("of_int32", {"largest": 2**31 - 1}, {"largest": 2**31}, str(2**31)),
     ],
 )
-def test_what_cannot_be_divided_or_held_is_refused(
+def test_parts_that_cannot_be_divided_or_represented_are_refused(
     check: Callable[..., None], model: str, taken: dict[str, Any], refused: dict[str, Any], named: str
 ) -> None:
     check(model, **taken)

@@ -86,7 +86,7 @@ def test_restarts_and_checkpoints_are_a_table_that_no_cause_breaks(make_run):
     assert [r"killed | twice\nby somebody"] == cells[9:]
 
 
-def test_a_confusion_matrix_is_blue_on_its_diagonal_and_red_beside_it():
+def test_a_confusion_matrix_is_blue_on_its_diagonal_and_red_elsewhere():
     names = ["boot", "bag", "coat"]
     picture_HWC = pictures.confusion(names, np.array([0, 1, 2, 2]), np.array([0, 1, 1, 1]))
     left = picture_HWC.shape[1] - pictures.CELL * len(names) - pictures.MARGIN
@@ -97,7 +97,7 @@ def test_a_confusion_matrix_is_blue_on_its_diagonal_and_red_beside_it():
 
 
 @pytest.mark.parametrize("names", [["a", "b", "c"], ["boot", "a name of twenty letters and more"]])
-def test_the_legend_of_a_confusion_matrix_is_beside_the_names(names):
+def test_the_legend_of_a_confusion_matrix_does_not_cover_the_names(names):
     picture_HWC = pictures.confusion(names, np.array([0, 1]), np.array([0, 1]))
     left = picture_HWC.shape[1] - pictures.CELL * len(names) - pictures.MARGIN
     shortest = left - pictures.MARGIN - len(names[0]) * pictures.LETTER

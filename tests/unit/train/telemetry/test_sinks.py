@@ -34,7 +34,7 @@ def test_csv_has_a_row_a_step_and_a_column_a_value(make_run):
     ] == rows(run.path / "metrics" / "worker-0.csv")
 
 
-def test_csv_goes_on_after_the_last_step_that_was_not_lost(tmp_path):
+def test_csv_continues_after_the_last_step_that_was_not_lost(tmp_path):
     path = tmp_path / "chief.csv"
     first = sinks.Csv(path, 0)
     for step in (1, 2, 3):
@@ -60,7 +60,7 @@ class Library(SimpleNamespace):
         return called
 
 
-def test_mlflow_goes_on_with_its_run(make_run, monkeypatch):
+def test_mlflow_continues_its_run(make_run, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run, config = make_run("demo"), TrainConfig(log_to="mlflow")
     for known in (None, "id-7"):
@@ -128,7 +128,7 @@ def test_a_service_that_fails_costs_rows_and_not_the_training(capsys):
     assert all("--log-to mlflow" in line and "refused" in line for line in said)
 
 
-def test_a_service_that_hangs_holds_up_neither_the_training_nor_its_end(capsys, monkeypatch):
+def test_a_hanging_service_delays_neither_the_training_nor_its_end(capsys, monkeypatch):
     monkeypatch.setattr(sinks, "WAITING", 2)
     monkeypatch.setattr(sinks, "CLOSE_S", 0.05)
     server = Server(waits_at=1)
@@ -141,7 +141,7 @@ def test_a_service_that_hangs_holds_up_neither_the_training_nor_its_end(capsys, 
     server.released.set()
 
 
-def test_a_service_that_is_away_does_not_end_a_training_that_goes_on(make_run, monkeypatch):
+def test_an_unreachable_service_does_not_end_a_resumed_training(make_run, monkeypatch):
     server, answers = Server(), iter([False, False, True])
 
     def begin(run: RunFolder, config: TrainConfig) -> Server:

@@ -90,14 +90,14 @@ def test_each_step_is_marked_when_its_batch_and_its_gradients_are_there(marks):
     assert (result.times.busy <= result.times.steps).all()
 
 
-def test_every_virtual_shard_s_part_of_the_batch_is_waited_for(marks):
+def test_waiting_for_every_virtual_shard_s_part_is_marked(marks):
     made: list[tuple[str, float]] = []
     train(made, shards=2)
     step = ["begin", *["asks", "made", "batch"] * 2, "computed"]
     assert [*step * STEPS, "begin"] == order(marks, made)
 
 
-def test_a_stream_s_next_batch_is_asked_for_during_a_step(marks, monkeypatch):
+def test_a_stream_s_next_batch_is_requested_during_a_step(marks, monkeypatch):
     monkeypatch.setattr(step_timer, "COST_SHARE", 1.0)  # mark every step, however short
     made: list[tuple[str, float]] = []
     train(made, streams=True, calls=2)
@@ -109,7 +109,7 @@ def test_a_stream_s_next_batch_is_asked_for_during_a_step(marks, monkeypatch):
     assert [*step * STEPS, "begin"] * 2 == [what for what, _ in marks]
 
 
-def test_what_a_step_waits_for_the_next_one_s_batch_is_input(marks):
+def test_waiting_for_the_next_batch_counts_as_input(marks):
     times = train([], streams=True, slow_s=0.05).times
     assert STEPS == len(times.steps)
     assert (times.inputs[1:] > 0.03).all()  # the first two were made while the step was traced
