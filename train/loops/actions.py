@@ -87,19 +87,22 @@ class Trace(Action):
             self._call.__enter__()
 
     def after(self, progress: Progress) -> None:
-        """End the trace after a call if it contains the requested steps."""
+        self.end(progress.step)
+
+    def end(self, step: int) -> None:
+        """End the trace after a call, at `step`, if it contains the requested steps."""
         self._compiled = True
         if self._request is None:
             return
         self._call.__exit__(None, None, None)
-        if progress.step - self._first >= self._request["steps"]:
+        if step - self._first >= self._request["steps"]:
             request, self._request = self._request, None
             try:
                 tf.profiler.experimental.stop()
             except tf.errors.OpError as error:
                 self._answer(request, error=error.message)
             else:
-                self._answer(request, first=self._first + 1, last=progress.step)
+                self._answer(request, first=self._first + 1, last=step)
 
     def _begin(self, step: int) -> None:
         request = read_json(self._run.trace_request, {})

@@ -125,8 +125,10 @@ class ActionsCallback(keras.callbacks.Callback):
     def _on_batch_begin(self, *_batch: int, **_logs: Any) -> None:
         if not self._results:
             self._call_steps = self._loop.begin_call()
+        step = self._loop.step + len(self._results)
         if self._training.callbacks:
-            self._training.callbacks.before(self._loop.step + len(self._results))
+            self._training.callbacks.before(step)
+        self._training.trace.before(step)
         self._began = time.perf_counter()
 
     def _on_batch_end(self, _batch: int, logs: dict[str, float] | None = None) -> None:
@@ -134,6 +136,7 @@ class ActionsCallback(keras.callbacks.Callback):
         values = self._add(1, logs)
         step = self._loop.step + len(self._results)
         self._training.report.done(step)
+        self._training.trace.end(step)
         if self._training.callbacks:
             self._training.callbacks.end_batch(step, 1, values)
         if len(self._results) == self._call_steps:

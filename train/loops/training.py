@@ -69,6 +69,7 @@ class Training:
         self._setup, self._context, self.first = setup, setup.context, first
         context, checkpoint = setup.context, setup.checkpoint
         self.report = Report(context, first, setup.policy, outputs)
+        self.trace = Trace(context.run, context.task.name)
         self.callbacks = Callbacks(context, setup.callback_state, self.report) if setup.callback_state else None
         self._early_stop: EarlyStop | None = None
         if setup.early_stop_state is not None:
@@ -102,20 +103,23 @@ class Training:
         """Return the actions in their order.
 
         Args:
-            batches: whether a call is a batch for the user's callbacks.
+            batches: whether traces and the user's callbacks take a call as a batch; otherwise the caller calls them.
         """
         context = self._context
-        every_call: list[Action] = [CheckFinite(self._setup.policy), Trace(context.run, context.task.name)]
-        if self.callbacks and batches:
-            every_call.append(self.callbacks)
-        every_call += [self.report, EndTraining(context.total_steps, self._any_stops)]
+        every_call = [
+            CheckFinite(self._setup.policy),
+            self.trace if batches else None,
+            self.callbacks if batches else None,
+            self.report,
+            EndTraining(context.total_steps, self._any_stops),
+        ]
         periodic = [
             self._evaluate,
             self._early_stop,
             CallEpochs(context, self.callbacks, self._any_stops) if self.callbacks else None,
             self.save,  # last, to include changes by callbacks
         ]
-        return [*every_call, *(action for action in periodic if action is not None)]
+        return [action for action in (*every_call, *periodic) if action is not None]
 
     def request(self, count: int, until: int) -> steps.Signals:
         """Return the requests of this task, see `steps.Request`."""
