@@ -139,7 +139,7 @@ def largest_temporary(micro_batches: int) -> int:
 
     TrainStep.compute = watched  # type: ignore[method-assign]
     try:
-        steps.SynchronousSteps(strategy, train_step, sources.Feed(lambda: (), batch), 1)(0, 1, False)
+        steps.SynchronousSteps(strategy, train_step, sources.Feed(lambda: (), batch), 1)(0, 1)
     finally:
         TrainStep.compute = compute  # type: ignore[method-assign]
     return max(made)

@@ -131,7 +131,7 @@ def trained(
     objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text)
     feed = sources.train_feed(strategy, source, 0, batch, seed)
     train_step = TrainStep(model, policy, objective, batch, 1)
-    return model, steps.SynchronousSteps(strategy, train_step, feed, count)(0, count, False).losses
+    return model, steps.SynchronousSteps(strategy, train_step, feed, count)(0, count).losses
 
 
 def preset(name: str, **settings: Any) -> TrainConfig:
