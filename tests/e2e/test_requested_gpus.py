@@ -11,7 +11,7 @@ import pytest
 from invoke import Config, Context, Exit
 
 import tasks
-from cluster.host.checks.gpu import inside
+from cluster.host.checks import gpu_image
 from cluster.host.cli.command_line import shell
 from cluster.host.gpu import placement
 from cluster.host.image import build, engine, images
@@ -112,7 +112,7 @@ def test_an_evaluator_must_ask_for_none(clusters, noted, host, monkeypatch, way)
 
 
 def test_the_doctor_must_find_every_way_that_the_engine_can(noted):
-    assert set(placement.DEVICE_REQUESTS) == set(inside.ways())
+    assert set(placement.DEVICE_REQUESTS) == set(gpu_image.device_requests())
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,10 @@ def test_the_doctor_must_find_every_way_that_the_engine_can(noted):
     ],
 )
 def test_the_doctor_s_container_must_ask_for_the_gpus_that_it_looks_at(noted, host, way, ids, expected):
-    code, name = inside.run(way, ids, {}, "-c", "import socket; print(socket.gethostname())", timeout_s=60)
+    code, name = gpu_image.run_image(way, ids, {}, "-c", "import socket; print(socket.gethostname())", timeout_s=60)
     assert (0, {way: expected}) == (code, requested(noted, name))
 
 
 def test_the_doctor_must_report_why_its_container_does_not_start(noted, host):
-    finding = inside.judge(*inside.run("cdi", ("9",), {}, "-c", "", timeout_s=60), count=1)
+    finding = gpu_image.judge_image(*gpu_image.run_image("cdi", ("9",), {}, "-c", "", timeout_s=60), count=1)
     assert "unresolvable CDI devices nvidia.com/gpu=9" in finding.detail

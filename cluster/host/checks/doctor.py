@@ -11,8 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.contract.findings import Finding
-from cluster.host.checks.gpu import bandwidth as allreduce
-from cluster.host.checks.gpu import host as gpu_host
+from cluster.host.checks import gpu_image, gpu_settings
 from cluster.host.image import locks
 from cluster.host.launch import folders
 from cluster.host.runtime import registry, tensorboard
@@ -23,10 +22,10 @@ LOCKS = ("host", "train-cpu", "tensorboard")
 
 
 def examine(port: int = tensorboard.PORT) -> list[Finding]:
-    """Return what this machine has and lacks. Nothing is changed, and only `gpu_host` starts a container."""
+    """Return what this machine has and lacks. Nothing is changed, and only `gpu_settings` starts a container."""
     machine = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
     found = [each for runtime in registry.RUNTIMES.values() for each in runtime.examine()]
-    return [*machine, *found, *gpu_host.examine()]
+    return [*machine, *found, *gpu_settings.examine()]
 
 
 def look(*, bandwidth: bool = False, gpus: str = "", runtime: str = "") -> dict[str, Any]:
@@ -36,15 +35,12 @@ def look(*, bandwidth: bool = False, gpus: str = "", runtime: str = "") -> dict[
         runtime: whose nodes are examined, too; empty for none.
         bandwidth: whether the all-reduce between GPUs is measured, too.
         gpus: between which; empty for all.
-
-    Raises:
-        UsageError: GPUs are named, and nothing is measured between them.
     """
     if gpus and not bandwidth:
         raise UsageError(
             f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
         )
-    measured = [allreduce.examine(gpus)] if bandwidth else []
+    measured = [gpu_image.examine_bandwidth(gpus)] if bandwidth else []
     remote = registry.get(runtime).examine_hosts(folders.runs_dir(), folders.data_dir()) if runtime else []
     return report([*examine(), *remote, *measured])
 

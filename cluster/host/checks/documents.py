@@ -17,11 +17,7 @@ def begin(command: str) -> str:
 
 
 def written(path: Path, begin: str) -> list[str]:
-    """Return the table that a document has after the line `begin`.
-
-    Raises:
-        ClusterError: it has no place for one.
-    """
+    """Return the table that a document has after the line `begin`."""
     _, found, rest = path.read_text().partition(f"{begin}\n")
     inside, end, _ = rest.partition(f"{END}\n")
     if not found or not end:

@@ -195,9 +195,6 @@ def of_text(text: str, source: str, strategy: str = "", *, reach: bool = False) 
         source: of the text, in words.
         strategy: that is to train on it; empty where that is not known.
         reach: whether to try every address.
-
-    Raises:
-        UsageError: the strategy is unknown.
     """
     explained = Explained(source, strategies.requested(strategy) if strategy else None)
     _read(text, explained)
@@ -211,11 +208,7 @@ def of_text(text: str, source: str, strategy: str = "", *, reach: bool = False) 
 
 
 def of_cluster(cluster: ClusterSpec, source: str, task: str = "", *, reach: bool = False) -> Explained:
-    """Return the explanation of one of our clusters, from the TF_CONFIG that one of its tasks gets.
-
-    Raises:
-        UsageError: the cluster has no such task.
-    """
+    """Return the explanation of one of our clusters, from the TF_CONFIG that one of its tasks gets."""
     member = cluster.task(task) if task else cluster.tasks[0]
     text = tf_config.dumps(cluster, member)
     if text is None:
@@ -229,11 +222,7 @@ def of_cluster(cluster: ClusterSpec, source: str, task: str = "", *, reach: bool
 
 
 def read_file(name: str) -> str:
-    """Return the text of a file, or of standard input for the name `-`.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Return the text of a file, or of standard input for the name `-`."""
     if name == "-":
         return sys.stdin.read(MAX_BYTES)
     try:

@@ -76,9 +76,6 @@ def rerun(
 
     Returns:
         The new run, and the verdict; None where it did not succeed.
-
-    Raises:
-        UsageError: there is nothing to compare with.
     """
     _check(run)
     runtime = runtime or str(manifest.read(run).get("runtime", "auto"))
@@ -97,11 +94,7 @@ def rerun(
 
 
 def parse_tolerance(text: str) -> float:
-    """Return a tolerance as a number.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Return a tolerance as a number."""
     with contextlib.suppress(ValueError):
         if 0 <= (value := float(text)) < math.inf:
             return value

@@ -237,11 +237,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def write(rows: list[Row]) -> list[str]:
-    """Renew the table in every document; return their paths as they are shown.
-
-    Raises:
-        RunFailed: a row failed, so nothing is written.
-    """
+    """Renew the table in every document; return their paths as they are shown."""
     if count := failed(rows):
         raise RunFailed(f"{counted(count, 'row')} failed, so no table is written; correct that and try again")
     documents.renew(DOCUMENTS, BEGIN, table(rows))

@@ -261,7 +261,7 @@ def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
     trusts = runtime.is_remote or not run.started.get("hang_timeout_s", 1)  # no task is heard while one is debugged
     if monitor.silence_s <= patience_s or (trusts and runtime.alive(run)):
         return
-    cause = runtime.situation(run) or "no task writes heartbeats: the engine or the supervisor stopped"
+    cause = runtime.scheduler_status(run) or "no task writes heartbeats: the engine or the supervisor stopped"
     if run.continues_elsewhere and run.after_stop == AfterStop.SCALE:
         cause = "every task saved and ended to be scaled, but `invoke scale` ended before it started them again"
         write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})

@@ -1,11 +1,17 @@
-"""The GPUs of this machine as `nvidia-smi` reports them, and which of them NVLink connects."""
+"""The GPUs of this machine as `nvidia-smi` reports them, which of them NVLink connects, and who can use them."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
+from cluster.host.image import engine
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError
 
@@ -62,9 +68,6 @@ def machine(what: str, *, with_instances: bool = False) -> Machine:
     Args:
         what: the option that needs them.
         with_instances: whether MIG instances are listed, too.
-
-    Raises:
-        PrerequisiteError: there is none, or no driver that reports it.
     """
     code, text = ask(*QUERY)
     if code:
@@ -81,11 +84,7 @@ def machine(what: str, *, with_instances: bool = False) -> Machine:
 
 
 def inventory(text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs that `nvidia-smi --query-gpu` printed.
-
-    Raises:
-        ClusterError: it printed something else.
-    """
+    """Return the GPUs that `nvidia-smi --query-gpu` printed."""
     found = []
     for line in filter(str.strip, text.splitlines()):
         cells = [cell.strip() for cell in line.split(",")]
@@ -124,3 +123,46 @@ def _cells(line: str) -> Iterator[str]:
     for cell in re.split(r"\t" if "\t" in plain else r"\s{2,}", plain):
         if cell.strip():
             yield cell.strip()
+
+
+_HOOK = "nvidia-container-runtime-hook"
+CONFIGURE = "`nvidia-ctk runtime configure --runtime=docker` and restart the engine"
+_ENABLE = '`"features": {"cdi": true}`'
+SPECIFY = "`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
+
+
+def check_engine(way: str) -> None:
+    """Check that the engine can hand GPUs to containers in this way (a value of `--gpu-runtime`)."""
+    code, text = engine.ask("info", "--format", "{{json .}}")
+    info: dict[str, Any] = json.loads(text) if code == 0 and text.startswith("{") else {}
+    has_runtime = "nvidia" in (info.get("Runtimes") or {})
+    if way == "cdi":
+        if not _has_cdi_devices(info):
+            raise PrerequisiteError(
+                "--gpu-runtime cdi: the engine knows no CDI device of NVIDIA's; install NVIDIA's container toolkit, "
+                f"run {SPECIFY}, have CDI on in the engine: before Docker Engine 28.2 by {_ENABLE} in its daemon.json"
+            )
+    elif not has_runtime and not (way == "reserve" and shutil.which(_HOOK)):
+        raise PrerequisiteError(
+            f"--gpu-runtime {way}: the engine has no NVIDIA runtime, so containers get no GPU; install NVIDIA's "
+            f"container toolkit, then {CONFIGURE}"
+        )
+
+
+def _has_cdi_devices(info: dict[str, Any]) -> bool:
+    """Whether the engine finds a CDI specification of NVIDIA's devices."""
+    if any("nvidia.com/gpu" in str(device.get("ID")) for device in info.get("DiscoveredDevices") or []):
+        return True
+    folders = [Path(folder) for folder in info.get("CDISpecDirs") or []]
+    return any("nvidia" in path.name for folder in folders if folder.is_dir() for path in folder.iterdir())
+
+
+def check_environment() -> None:
+    """Check that processes of this environment can use GPUs."""
+    try:
+        metadata.version("tensorflow")
+    except metadata.PackageNotFoundError as error:
+        raise PrerequisiteError(
+            "--gpus with local processes: this environment has tensorflow-cpu, which uses no GPU; use --runtime "
+            "docker, or an environment made from requirements/train-gpu.lock"
+        ) from error

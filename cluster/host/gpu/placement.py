@@ -100,11 +100,7 @@ def ids_in(compose: Mapping[str, Any]) -> list[str]:
 
 
 def parse(gpus: str, per_task: str) -> GpuRequest | None:
-    """Return what `--gpus` and `--gpus-per-task` request; None if that is no GPU at all.
-
-    Raises:
-        UsageError: they are not understood, or contradict each other.
-    """
+    """Return what `--gpus` and `--gpus-per-task` request; None if that is no GPU at all."""
     words = [f"--gpus {gpus}"] * bool(gpus) + [f"--gpus-per-task {per_task}"] * bool(per_task)
     each = parse_count("gpus-per-task", per_task, 1, MAX_DEVICES) if per_task else 0
     request = GpuRequest(" ".join(words), per_task=each)
@@ -137,11 +133,7 @@ def inherit(recorded: Mapping[str, str], per_task: int) -> GpuRequest | None:
 
 
 def device_handling(runtime: str, nccl_debug: str) -> tuple[str, str]:
-    """Return `--gpu-runtime` and `--nccl-debug`, or their defaults.
-
-    Raises:
-        UsageError: there is no such value.
-    """
+    """Return `--gpu-runtime` and `--nccl-debug`, or their defaults."""
     given = {
         "gpu-runtime": (runtime or DEVICE_REQUEST, DEVICE_REQUESTS),
         "nccl-debug": ((nccl_debug or NCCL_LEVEL).upper(), NCCL_LEVELS),
@@ -162,9 +154,6 @@ def place(
         machine: what there is.
         cluster: the tasks.
         busy: the GPUs that other runs train on, each with the name of its run.
-
-    Raises:
-        UsageError: this machine's GPUs cannot be shared out as requested.
     """
     tasks = [task.name for task in (*cluster.of(Role.CHIEF), *cluster.of(Role.WORKER))]
     pool = _named(request, machine) if request.ids else _free(request, machine, len(tasks), busy or {})

@@ -24,21 +24,13 @@ _FORMAT = "--showformat=${Package} ${Version}\\n"
 
 
 def check() -> None:
-    """Check that the base on this engine holds what is on record.
-
-    Raises:
-        PrerequisiteError: it does not, or there is none.
-    """
+    """Check that the base on this engine holds what is on record."""
     if problem := difference(_installed(), RECORD.read_text()):
         raise PrerequisiteError(problem)
 
 
 def renew() -> None:
-    """Record what the base on this engine holds.
-
-    Raises:
-        PrerequisiteError: there is none.
-    """
+    """Record what the base on this engine holds."""
     RECORD.write_text(_installed())
 
 

@@ -26,9 +26,6 @@ def build(sh: Callable[[str], object], accelerator: str = "cpu", *, renew: bool 
         accelerator: of the tasks' image.
         renew: whether they are built anew where they are not current; otherwise only where the tasks' is gone, so that
             more tasks of a run are like the first.
-
-    Raises:
-        PrerequisiteError: they cannot be built here.
     """
     if not renew and engine.ask("image", "inspect", images.train_image(accelerator))[0] == 0:
         return

@@ -110,11 +110,7 @@ def saved(image: str, sh: Shell) -> Image:
 
 
 def read(path: Path) -> Image:
-    """Return the contents of an archive of one image.
-
-    Raises:
-        UsageError: it is not such an archive.
-    """
+    """Return the contents of an archive of one image."""
     try:
         with tarfile.open(path) as archive:
             manifest = json.load(member(archive, "manifest.json"))
@@ -133,11 +129,7 @@ def read(path: Path) -> Image:
 
 
 def member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
-    """Open a file of an archive.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Open a file of an archive."""
     stream = archive.extractfile(name)
     if stream is None:
         raise ValueError(f"{name} is no file")

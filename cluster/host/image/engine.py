@@ -75,11 +75,7 @@ def memory_bytes() -> int:
 
 
 def demand(what: str) -> None:
-    """Raise an error if no engine answers.
-
-    Raises:
-        PrerequisiteError: none does.
-    """
+    """Raise an error if no engine answers."""
     answer = probe()
     if not answer.ready:
         raise PrerequisiteError(f"{what}: {answer.detail}; {fix(answer.detail)}")

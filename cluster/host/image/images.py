@@ -58,11 +58,7 @@ class Base:
 
 
 def name(image: str, accelerator: str) -> str:
-    """Return the name of one of `IMAGES`.
-
-    Raises:
-        UsageError: there is no such image, or none for this accelerator.
-    """
+    """Return the name of one of `IMAGES`."""
     if image not in IMAGES:
         raise UsageError(f"--image {image!r} is no image{nearest(image, IMAGES)}")
     return train_image(accelerator) if image == "train" else tensorboard_image()
@@ -79,11 +75,7 @@ def tensorboard_image() -> str:
 
 
 def train_image(accelerator: str) -> str:
-    """Return the name of the image that tasks run in.
-
-    Raises:
-        UsageError: there is none for this accelerator.
-    """
+    """Return the name of the image that tasks run in."""
     if accelerator not in ACCELERATORS:
         raise UsageError(f"accelerator {accelerator!r} has no image{nearest(accelerator, ACCELERATORS)}")
     return f"{namespace()}/train:{accelerator}"
@@ -94,10 +86,6 @@ def default_base(requested: str = "") -> Base:
 
     Images on this engine come first, so that a machine without a registry waits for one only once; then the official
     Python image, pinned to the digest that its tag has now; then a Debian base that `base_commands` makes.
-
-    Raises:
-        UsageError: the requested one is no image's name.
-        PrerequisiteError: the requested image is not available, or a base must be made and mmdebstrap is not installed.
     """
     requested = requested or os.environ.get("BASE_IMAGE", "")
     if requested and not re.fullmatch(_REFERENCE, requested):
@@ -144,21 +132,13 @@ def base_commands() -> list[str]:
 
 
 def build_commands(accelerator: str, base: Base) -> list[str]:
-    """Return the commands that build both images, after the base where it is missing; run them from the root.
-
-    Raises:
-        UsageError: there is no image for this accelerator.
-    """
+    """Return the commands that build both images, after the base where it is missing; run them from the root."""
     build = [build_command(image, accelerator, base, f"--tag={name(image, accelerator)}") for image in IMAGES]
     return [*(base_commands() if base.missing else []), *build]
 
 
 def build_command(image: str, accelerator: str, base: Base, *options: str) -> str:
-    """Return the command that builds one of `IMAGES`; run it from the root.
-
-    Raises:
-        UsageError: there is no such image, or none for this accelerator.
-    """
+    """Return the command that builds one of `IMAGES`; run it from the root."""
     name(image, accelerator)
     labels = _labels(base, checkout.commit_time_s()) | {INPUTS_LABEL: inputs_sha256(base)}
     words = ["docker", "build", "--file=docker/Dockerfile"]
@@ -262,9 +242,6 @@ def inspect(image: str) -> dict[str, str]:
     """Return what the manifest records of an image: its name, id, revision, base and the base's digest.
 
     A base that was never in a registry has no digest there; the digest of its content stands for it.
-
-    Raises:
-        PrerequisiteError: the image is not on this engine.
     """
     code, text = engine.ask("image", "inspect", "--format={{json .}}", image)
     if code != 0:

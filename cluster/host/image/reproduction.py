@@ -66,11 +66,7 @@ class Verdict:
 
 
 def chosen(image: str, against: str) -> tuple[str, ...]:
-    """Return which images are to be built.
-
-    Raises:
-        UsageError: there is no such image, or both are to be compared with one.
-    """
+    """Return which images are to be built."""
     if image not in (*images.IMAGES, BOTH):
         raise UsageError(f"--image {image!r} is no image{nearest(image, (*images.IMAGES, BOTH))}")
     if image == BOTH and against:
@@ -86,10 +82,6 @@ def examine(image: str, accelerator: str, against: str, sh: contents.Shell) -> V
         accelerator: of the training image.
         against: an image's name, id or archive to compare one build with; empty: a second build.
         sh: runs commands.
-
-    Raises:
-        UsageError: there is no image for this accelerator, or `against` is none.
-        PrerequisiteError: no engine answers, there is nothing to build on, or its packages are not those on record.
     """
     called = images.name(image, accelerator)
     engine.demand("building an image")

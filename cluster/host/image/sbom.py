@@ -36,11 +36,7 @@ Json = dict[str, Any]
 
 
 def output(requested: str, image: str, accelerator: str) -> Path:
-    """Return the file to write.
-
-    Raises:
-        UsageError: it cannot be written, or there is no such image.
-    """
+    """Return the file to write."""
     images.name(image, accelerator)
     if not requested:
         (ROOT / FOLDER).mkdir(exist_ok=True)
@@ -52,11 +48,7 @@ def output(requested: str, image: str, accelerator: str) -> Path:
 
 
 def write(path: Path, image: str, accelerator: str, sh: contents.Shell) -> str:
-    """Write the packages of an image to a file; return a summary.
-
-    Raises:
-        PrerequisiteError: no engine answers, the image is not built, or syft is not installed.
-    """
+    """Write the packages of an image to a file; return a summary."""
     name = images.name(image, accelerator)
     engine.demand("listing an image's packages")
     images.inspect(name)

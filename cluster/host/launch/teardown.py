@@ -124,10 +124,10 @@ def leftovers(runs_dir: Path) -> Leftovers:
     found: dict[str, list[Runtime]] = {}
     unreachable: dict[str, str] = {}
     for runtime in registry.RUNTIMES.values():
-        remains = runtime.remains(runs_dir, names)
+        remains = runtime.find_leftovers(runs_dir, names)
         for name in remains.names:
             found.setdefault(name, []).append(runtime)
         if remains.unreachable:
-            why = f"{runtime.tasks}, which may go on: {remains.unreachable}"
+            why = f"{runtime.tasks}, which may continue: {remains.unreachable}"
             unreachable |= {run.name: why for run in recorded if registry.of(run) is runtime}
     return Leftovers(dict(sorted(found.items())), unreachable)

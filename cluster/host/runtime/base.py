@@ -26,7 +26,7 @@ from cluster.host.runtime import resources
 from cluster.host.runtime.debugger import Debugger
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.payload import Payload
-from cluster.host.runtime.resources import NO_JOB, Job, Memory, Network
+from cluster.host.runtime.resources import Job, Memory, Network
 from cluster.system.errors import PrerequisiteError, UsageError
 
 Shell = Callable[[str], object]
@@ -45,11 +45,16 @@ class Workload:
     gpus: Placement
     memory: Memory
     network: Network
-    job: Job = NO_JOB
+    job: Job = field(default_factory=Job)
     elastic: Mapping[str, Any] = field(default_factory=dict)
-    """Without how many workers it goes on, as in `started.json`; empty if it needs all of them."""
+    """How many workers it may lose, as in `started.json`; empty if it needs all of them."""
     debugger: Debugger | None = None
     """The task that waits for a debugger."""
+
+    @property
+    def accelerator(self) -> str:
+        """Which image the tasks need: all the same, so that all compute with one TensorFlow."""
+        return "gpu" if self.job.gpus_per_task else self.gpus.accelerator
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,10 @@ class Availability:
 
 
 @dataclass(frozen=True)
-class Remains:
-    """What a runtime still has of the runs of a folder."""
+class RunsLeft:
+    """The runs of a folder of which a runtime still has something."""
 
-    names: frozenset[str]
+    names: frozenset[str] = frozenset()
     unreachable: str = ""
     """Why it cannot say, and what to do; empty where it can."""
 
@@ -81,11 +86,11 @@ class Runtime(ABC):
         automatic: whether `--runtime auto` may choose it.
         reaches_hardware: whether its tasks can use this machine's TPU.
         limits_memory: whether `--memory` limits its tasks.
-        publishes_ports: whether a task in a network of its own can have a port on this machine.
-        python: the version of Python that its tasks run with, for which packages of the user's are installed.
+        publishes_ports: whether a task in a private network can have a port on this machine.
+        python: the version of Python that its tasks run with, for which the user's packages are installed.
         is_remote: whether its tasks run on machines that a scheduler chooses, with their own GPUs.
         job_options: what can be requested of that scheduler, fields of `Job`.
-        board: what runs TensorBoard beside it, a key of `tensorboard.BOARDS`.
+        board: what runs TensorBoard next to it, a key of `tensorboard.BOARDS`.
     """
 
     name: str
@@ -108,14 +113,11 @@ class Runtime(ABC):
         return []
 
     def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:  # noqa: ARG002
-        """Return what the other machines that it runs tasks on have of what a run needs, from a task on each.
+        """Return what the other machines that it runs tasks on lack, from a task on each.
 
         Args:
             runs_dir: the folder of all runs.
             data_dir: the folder of prepared data.
-
-        Raises:
-            UsageError: it has no other machines.
         """
         raise UsageError(f"--runtime {self.name}: it has no other machines; leave it out")
 
@@ -126,23 +128,23 @@ class Runtime(ABC):
 
         Args:
             requested: `--memory`, a valid amount or empty.
-            previous: what was requested when the run began, for one that goes on.
+            previous: what was requested when the run began, for one that is resumed.
             num_tasks: that share the machine.
         """
         return Memory(requested or previous)
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
-        """Return the network of the tasks; by default one of their own, which is not theirs to choose.
+        """Return the network of the tasks; by default a private one, without a choice.
 
         Args:
             requested: `--network`; empty where it was left out.
-            previous: what was requested when the run began, for one that goes on.
+            previous: what was requested when the run began, for one that is resumed.
             way_out: what the tasks must reach outside of this machine, in words; empty where that is nothing.
             serves: whether TensorFlow's servers run.
 
         Raises:
-            UsageError: the request is no network, or cannot be met by any machine.
-            PrerequisiteError: this machine cannot meet it.
+            UsageError: there is no such network, on any machine.
+            PrerequisiteError: this machine cannot provide it.
         """
         resources.check_network(requested)
         if requested == resources.HOST:
@@ -152,11 +154,7 @@ class Runtime(ABC):
         return Network(resources.PRIVATE, requested or previous)
 
     def ports(self, num_tasks: int) -> tuple[int, ...] | None:  # noqa: ARG002
-        """Return a free port of 127.0.0.1 for each task; None where every task has a host name of its own.
-
-        Raises:
-            PrerequisiteError: there are not that many.
-        """
+        """Return a free port of 127.0.0.1 for each task; None where every task has its own host name."""
         return None
 
     def seen(self, payload: Payload) -> Payload:
@@ -191,11 +189,11 @@ class Runtime(ABC):
         Args:
             work: what is to be started.
             sh: runs commands.
-            renew: whether what is there is made anew where this checkout has changed.
+            renew: whether to make it again where this checkout has changed.
         """
 
     def image(self, work: Workload) -> dict[str, Any] | None:  # noqa: ARG002
-        """Return what the manifest says of the image that tasks run in; None where there is none."""
+        """Return what the manifest records of the tasks' image; None where there is none."""
         return None
 
     @abstractmethod
@@ -212,7 +210,7 @@ class Runtime(ABC):
     # A run that was started
 
     def watch(self, run: RunFolder) -> str:
-        """Return the command that starts the run's tasks again whenever their code changes here; it does not end.
+        """Return the command that restarts the run's tasks whenever their code changes here; it does not end.
 
         Raises:
             UsageError: nothing does so for these tasks.
@@ -227,10 +225,10 @@ class Runtime(ABC):
     def alive(self, run: RunFolder) -> bool:
         """Whether anything of the run that was started still runs."""
 
-    def situation(self, run: RunFolder) -> str:  # noqa: ARG002
-        """Return what a scheduler says of a run of which no task is heard, in a line; empty where nothing does.
+    def scheduler_status(self, run: RunFolder) -> str:  # noqa: ARG002
+        """Return a scheduler's status of a run without heartbeats, in a line; empty where there is no scheduler.
 
-        It may say again for a while what it said before.
+        It may be a few seconds old.
         """
         return ""
 
@@ -238,7 +236,7 @@ class Runtime(ABC):
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
         """End and remove everything of the run but its folder; return once that is gone.
 
-        Whether something was there does not matter. The run's own records are not believed: tasks can rewrite them.
+        Whether something was there does not matter. The run's own records are not trusted: tasks can rewrite them.
 
         Args:
             run: the run.
@@ -251,7 +249,7 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> RunsLeft:
         """Return the runs of a folder of which anything is left.
 
         Args:
@@ -261,19 +259,14 @@ class Runtime(ABC):
 
     @abstractmethod
     def faults(self, run: RunFolder) -> FaultInjector:
-        """Return what injects faults into the run's tasks."""
-
-
-def recorded_runtime(run: RunFolder) -> str:
-    """Return the name of the runtime that a run was started on; empty where its records are damaged."""
-    if owned := owner.read(run):
-        return owned.runtime
-    rendered = run.composed
-    return str(rendered.get("x-runtime") or rendered.get("runtime") or "")
+        """Return the injector of faults into the run's tasks."""
 
 
 class ScheduledRuntime(Runtime):
-    """A runtime whose tasks run where a scheduler places them.
+    """A runtime whose tasks run where a scheduler places them: Slurm, or a Docker Swarm.
+
+    A scheduler knows a run by a name, such as a job's or a stack's, and may be slow or away. So it is asked seldom, and
+    never about runs that it cannot have.
 
     Attributes:
         look_s: how long an answer about a run is used again.
@@ -290,14 +283,14 @@ class ScheduledRuntime(Runtime):
 
     @abstractmethod
     def scheduled_name(self, run: RunFolder) -> str:
-        """Return what the scheduler knows the run by."""
+        """Return the name by which the scheduler knows the run."""
 
     @abstractmethod
     def has_tasks(self, name: str) -> bool:
         """Return whether tasks of this name run, or are about to.
 
         Raises:
-            PrerequisiteError: the scheduler does not say.
+            PrerequisiteError: the scheduler does not answer.
         """
 
     @abstractmethod
@@ -305,11 +298,11 @@ class ScheduledRuntime(Runtime):
         """Return the names that the scheduler has anything of.
 
         Raises:
-            PrerequisiteError: it does not say.
+            PrerequisiteError: it does not answer.
         """
 
     def alive(self, run: RunFolder) -> bool:
-        """Whether tasks of the run run, or are about to; also where the scheduler does not say."""
+        """Whether tasks of the run run, or are about to; also where the scheduler does not answer."""
         name, now = self.scheduled_name(run), time.monotonic()
         if name not in self._seen or now - self._seen[name][0] > self.look_s:
             try:
@@ -318,15 +311,23 @@ class ScheduledRuntime(Runtime):
                 self._seen[name] = (now, True)
         return self._seen[name][1]
 
-    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> RunsLeft:
         """Return the runs that the scheduler has something of, by one question; none if no run can be one of its."""
         runs = [RunFolder(runs_dir / name) for name in names]
         # The record of a run is kept until nothing of it is left.
         ours = [run for run in runs if owner.record_path(run).exists() and recorded_runtime(run) == self.name]
         if not ours:
-            return Remains(frozenset())
+            return RunsLeft()
         try:
             scheduled = self.scheduled()
         except PrerequisiteError as error:
-            return Remains(frozenset(), f"{error}; {self.way_back}")
-        return Remains(frozenset(run.name for run in ours if self.scheduled_name(run) in scheduled))
+            return RunsLeft(unreachable=f"{error}; {self.way_back}")
+        return RunsLeft(frozenset(run.name for run in ours if self.scheduled_name(run) in scheduled))
+
+
+def recorded_runtime(run: RunFolder) -> str:
+    """Return the name of the runtime that a run was started on; empty where its records are damaged."""
+    if owned := owner.read(run):
+        return owned.runtime
+    rendered = run.composed
+    return str(rendered.get("x-runtime") or rendered.get("runtime") or "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from cluster.contract.findings import Finding
 from cluster.contract.run import owner, provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
+from cluster.host.gpu import devices
 from cluster.host.image import build, engine, images
-from cluster.host.runtime import compose_services, inherited, resources, toolkit
-from cluster.host.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.host.runtime import compose_services, inherited, resources
+from cluster.host.runtime.base import Availability, RunsLeft, Runtime, Shell, Workload
 from cluster.host.runtime.compose_services import RUN_LABEL, Containers, project, task_user
 from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
 from cluster.host.runtime.payload import Payload
@@ -55,7 +56,6 @@ class ContainerFaults(FaultInjector):
         self._ask("exec", container, "sh", "-c", f"kill -{number} {words}")
 
     def reaches(self, task: str, which: str) -> bool:
-        """Return whether the process still runs in the task's container."""
         found = int(self.processes(task)[which]["pid"])
         return self._ask("exec", self._container(task), "sh", "-c", f"kill -0 {found}")[0] == 0
 
@@ -107,7 +107,6 @@ class ContainerFaults(FaultInjector):
         self._ask("exec", container, "python", "-c", _HOG, str(program), str(limit // 2**24 + 16), timeout_s=60)
 
     def undo(self, task: str) -> None:
-        """Undo what lasts, the last first."""
         while self._undo:
             engine.ask(*self._undo.pop())
         super().undo(task)
@@ -125,7 +124,6 @@ class ContainerFaults(FaultInjector):
         return ()
 
     def _filters(self, task: str) -> list[str]:
-        """Return what `docker ps` finds a task's container by."""
         return [
             f"label=com.docker.compose.project={compose_services.project(self._run.path)}",
             f"label={compose_services.TASK_LABEL}={task}",
@@ -147,97 +145,97 @@ def task_environment(payload: Payload, spec: ClusterSpec, *, egress: bool = Fals
     return inherited.for_container(way_out=egress or payload.script is not None) | seen.environment(spec, seen.path)
 
 
-class Compose(Runtime):
+class ContainerRuntime(Runtime):
+    """Parts that containers of Compose and services of a Swarm share."""
+
+    limits_memory = True
+    python = images.PYTHON
+
+    def seen(self, payload: Payload) -> Payload:
+        return payload.mounted()
+
+    def image(self, work: Workload) -> dict[str, Any]:
+        return images.inspect(images.train_image(work.accelerator))
+
+    def containers(self, work: Workload, environment: Mapping[str, str | None]) -> Containers:
+        """Return what the containers of a run need from their host, once they can read that and nothing hidden."""
+        payload = work.payload
+        compose_services.check_readable(payload, task_user())
+        provenance.check_hidden([work.run.path.parent, work.data_dir, *(folder for folder, _ in payload.mounts())])
+        return Containers(
+            work.run.path,
+            work.data_dir,
+            images.train_image(work.accelerator),
+            task_user(),
+            work.memory.task_bytes,
+            payload.mounts(),
+            environment,
+            way_out=payload.script is not None,
+            egress=work.network.name == resources.EGRESS,
+            gpus=work.gpus,
+            debugger=work.debugger,
+        )
+
+    def open_folders(self, work: Workload) -> None:
+        """Make the folders of a run accessible to the tasks' user."""
+        compose_services.let_tasks_read(work.run.path.parent, work.data_dir)
+        compose_services.give_to_tasks(work.run.path)
+        if work.payload.script:
+            work.run.scratch.mkdir(parents=True, exist_ok=True)
+            compose_services.give_to_tasks(work.run.scratch)
+
+
+class Compose(ContainerRuntime):
     """Containers of a Docker Engine, by `docker compose`."""
 
     name = "docker"
     tasks = "containers"
     automatic = True
-    limits_memory = True
     publishes_ports = True
-    python = images.PYTHON
     board = "docker"
 
     def probe(self) -> Availability:
-        """Return whether a Docker Engine with Compose answers."""
         answer = engine.probe()
         return Availability(answer.ready, answer.detail, "" if answer.ready else engine.fix(answer.detail))
 
     def examine(self) -> list[Finding]:
-        """Return whether an engine answers."""
         found = self.probe()
         if found.ready:
             return [Finding("docker", "ok", found.detail)]
         return [Finding("docker", "warning", found.detail, f"{found.fix}; until then runs are local")]
 
     def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:
-        """Return the limit of each container: what was requested, or its share of the engine's memory."""
         return resources.memory_of_containers(requested or previous, num_tasks, engine.memory_bytes())
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
-        """Return a network of the tasks' own, from which they reach a server outside where that is requested."""
         if (requested or previous) != resources.EGRESS:
             return super().network(requested, previous, way_out=way_out, serves=serves)
         warning = f"warning: {resources.EXPOSED}: this machine has an address in the tasks' network (--network egress)"
         return Network(resources.EGRESS, resources.EGRESS, warning if serves else "")
 
-    def seen(self, payload: Payload) -> Payload:
-        """Return the payload as containers have it mounted."""
-        return payload.mounted()
-
     def render(self, work: Workload) -> dict[str, Any]:
-        """Return the Compose overlay of the run."""
-        payload, egress = work.payload, work.network.name == resources.EGRESS
-        compose_services.check_readable(payload, task_user())
-        provenance.check_hidden([work.run.path.parent, work.data_dir, *(folder for folder, _ in payload.mounts())])
-        containers = Containers(
-            work.run.path,
-            work.data_dir,
-            images.train_image(work.gpus.accelerator),
-            task_user(),
-            work.memory.task_bytes,
-            payload.mounts(),
-            task_environment(payload, work.cluster, egress=egress),
-            way_out=payload.script is not None,
-            egress=egress,
-            gpus=work.gpus,
-            debugger=work.debugger,
-        )
-        return {
-            "x-runtime": self.name,
-            **compose_services.overlay(work.cluster, containers, self.seen(payload).command()),
-        }
+        egress = work.network.name == resources.EGRESS
+        containers = self.containers(work, task_environment(work.payload, work.cluster, egress=egress))
+        command = self.seen(work.payload).command()
+        return {"x-runtime": self.name, **compose_services.overlay(work.cluster, containers, command)}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the limits count, whatever is free
-        """Check that the limits fit the engine's machine, and that the engine hands out GPUs."""
         work.memory.check(len(work.cluster.tasks))
         if work.gpus.ids:
-            toolkit.check_engine(work.gpus.device_request)
+            devices.check_engine(work.gpus.device_request)
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
-        """Build the images."""
-        build.build(sh, work.gpus.accelerator, renew=renew)
-
-    def image(self, work: Workload) -> dict[str, Any]:
-        """Return the id of the tasks' image and what it was made of."""
-        return images.inspect(images.train_image(work.gpus.accelerator))
+        build.build(sh, work.accelerator, renew=renew)
 
     def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
-        """Return what builds the images and starts the containers."""
-        return [*build.commands(work.gpus.accelerator), compose_services.up_command(work.run.compose, work.cluster)]
+        return [*build.commands(work.accelerator), compose_services.up_command(work.run.compose, work.cluster)]
 
     def start(self, work: Workload, sh: Shell) -> None:
-        """Make the folders accessible to the tasks' user, and start the containers."""
-        compose_services.let_tasks_read(work.run.path.parent, work.data_dir)
-        compose_services.give_to_tasks(work.run.path)
-        if work.payload.script:
-            work.run.scratch.mkdir(parents=True, exist_ok=True)
-            compose_services.give_to_tasks(work.run.scratch)
+        self.open_folders(work)
         owner.begin(work.run, self.name)
         sh(compose_services.up_command(work.run.compose, work.cluster))
 
     def watch(self, run: RunFolder) -> str:
-        """Return the command that replaces every container of the run when the code in its image changes."""
         composed = run.composed
         base = images.default_base()
         if base.missing:
@@ -250,28 +248,14 @@ class Compose(Runtime):
         return compose_services.watch_command(path)
 
     def alive(self, run: RunFolder) -> bool:
-        """Whether a container of the run runs."""
-        label = f"label=com.docker.compose.project={project(run.path)}"
-        code, text = engine.ask("ps", "--quiet", "--filter", label)
-        return code == 0 and bool(text)
+        return compose_services.is_running(project(run.path))
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
-        """End and remove the run's containers and networks."""
-        try:
-            sh(
-                compose_services.end_command(
-                    run.path, "down", "--timeout", str(grace_s), "--volumes", "--remove-orphans"
-                )
-            )
-        except Exception as error:
-            if not (answer := engine.probe()).ready:
-                raise PrerequisiteError(
-                    f"{run.name}: in containers, which may go on: {answer.detail}; start the engine, then "
-                    "`invoke down` again"
-                ) from error
-            raise
+        words = ("down", "--timeout", str(grace_s), "--volumes", "--remove-orphans")
+        command = compose_services.end_command(run.path, *words)
+        compose_services.run_ending(command, sh, f"{run.name}: in containers, which may continue")
 
-    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
+    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> RunsLeft:
         """Return the runs that the engine has a container or a network of, by their labels.
 
         The folder of such a run may be gone: its name is a label, and that it is one of this folder shows in its
@@ -283,15 +267,14 @@ class Compose(Runtime):
         for words in (["network", "ls"], ["ps", "--all"]):
             code, text = engine.ask(*words, "--format", shown)
             if code:
-                return Remains(frozenset(), f"{engine.probe().detail}; start the engine")
+                return RunsLeft(frozenset(), f"{engine.probe().detail}; start the engine")
             for line in text.splitlines():
                 labelled, _, name = line.partition("\t")
                 if labelled in known:
                     found.add(known[labelled])
                 elif name == Path(name).name and project(runs_dir / name) == labelled:
                     found.add(name)
-        return Remains(frozenset(found))
+        return RunsLeft(frozenset(found))
 
     def faults(self, run: RunFolder) -> FaultInjector:
-        """Return what disturbs containers."""
         return ContainerFaults(run)

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from cluster.contract import tf_config
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Task
 from cluster.host.gpu.placement import NO_DEVICE, Placement
+from cluster.host.image import engine
 from cluster.host.runtime import debugger
 from cluster.host.runtime.debugger import Debugger
 from cluster.host.runtime.payload import Payload
@@ -226,11 +227,7 @@ def _digest(path: Path) -> str:
 
 
 def check_readable(payload: Payload, user: str) -> None:
-    """Check that containers can read what is mounted: where root starts them they run as another user.
-
-    Raises:
-        PrerequisiteError: they cannot.
-    """
+    """Check that containers can read what is mounted: where root starts them they run as another user."""
     if os.getuid() != 0:
         return
     files = [(payload.script, stat.S_IROTH)] if payload.script else []
@@ -305,17 +302,28 @@ def watch_command(overlay_path: Path) -> str:
     return compose_command(overlay_path, "watch", "--no-up", progress="plain")
 
 
+def is_running(compose_project: str) -> bool:
+    """Return whether a container of a Compose project runs."""
+    code, text = engine.ask("ps", "--quiet", "--filter", f"label=com.docker.compose.project={compose_project}")
+    return code == 0 and bool(text)
+
+
+def run_ending(command: str, sh: Callable[[str], object], subject: str) -> None:
+    """Run a command that ends containers; where no engine answers, the error says that they may continue."""
+    try:
+        sh(command)
+    except Exception as error:
+        if not (answer := engine.probe()).ready:
+            raise PrerequisiteError(
+                f"{subject}: {answer.detail}; start the engine, then `invoke down` again"
+            ) from error
+        raise
+
+
 def tensorboard_command(runs_dir: Path, port: int, *words: str) -> str:
     """Return a command on the TensorBoard that shows `runs_dir` on 127.0.0.1:`port`."""
     settings = {"RUNS_DIR": str(runs_dir), "TENSORBOARD_PORT": str(port), "TASK_USER": task_user()}
-    compose = [
-        "docker",
-        "compose",
-        "--progress=quiet",
-        "--project-directory",
-        str(ROOT),
-        "-f",
-        str(FILES / "compose.yaml"),
-    ]
-    compose += ["-p", tensorboard_project(runs_dir), "--profile", "tensorboard", *words]
-    return " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items()) + " " + shlex.join(compose)
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
+    command = ["docker", "compose", "--progress=quiet", "--project-directory", str(ROOT)]
+    command += ["-f", str(FILES / "compose.yaml"), "-p", tensorboard_project(runs_dir), "--profile", "tensorboard"]
+    return f"{variables} {shlex.join([*command, *words])}"

@@ -54,10 +54,6 @@ def parse(requested: str, cluster: ClusterSpec) -> Debugger | None:
     Args:
         requested: `--debug`: a task, or `TASK:PORT`.
         cluster: that has it.
-
-    Raises:
-        UsageError: there is no such task, or the port is none.
-        PrerequisiteError: debugpy is missing, or the port is in use.
     """
     if not requested:
         return None
@@ -71,11 +67,7 @@ def parse(requested: str, cluster: ClusterSpec) -> Debugger | None:
 
 
 def check_port(port: int) -> None:
-    """Check that nothing listens on a port of 127.0.0.1.
-
-    Raises:
-        PrerequisiteError: something does.
-    """
+    """Check that nothing listens on a port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -95,9 +87,6 @@ def check_reachable(debugger: Debugger | None, *, remote: str, private: bool, de
         remote: what the tasks are, if a scheduler places them elsewhere; empty otherwise.
         private: whether the tasks are in a network that nothing is published from.
         detached: whether the command returns once every task trains.
-
-    Raises:
-        UsageError: it does not.
     """
     if debugger is None:
         return

@@ -18,7 +18,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.image import images
 from cluster.host.runtime import compose_services, swarm_stack
 from cluster.host.runtime.compose_services import Containers, task_user
-from cluster.host.runtime.resources import NO_JOB
+from cluster.host.runtime.resources import Job
 from cluster.host.runtime.swarm_stack import Stack
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError
@@ -198,7 +198,7 @@ def _check_stack(
 ) -> dict[str, Any]:
     """Return a stack with a task on each host, in a network like that of a run."""
     containers = Containers(run.path, data_dir, images.train_image("cpu"), task_user(), 0)
-    rendered = swarm_stack.render_stack(cluster, Stack(containers, NO_JOB), [])
+    rendered = swarm_stack.render_stack(cluster, Stack(containers, Job()), [])
     for task, service in rendered["services"].items():
         del service["healthcheck"]  # it writes no heartbeat
         service["entrypoint"] = ["python", "-m", "cluster.agent.schedulers.probe"]

@@ -92,11 +92,7 @@ def python_path() -> list[str]:
 
 
 def parse(given: Sequence[str]) -> dict[str, str | None]:
-    """Return the variables that `--env NAME` and `--env NAME=VALUE` give to tasks; None is the value that is set here.
-
-    Raises:
-        UsageError: one is no variable, has no value here, or is set for each task.
-    """
+    """Return the variables that `--env NAME[=VALUE]` gives to tasks; None is the value that is set here."""
     found: dict[str, str | None] = {}
     for words in given:
         name, equals, value = words.partition("=")
@@ -116,9 +112,6 @@ def parse_secrets(given: Sequence[str], env: Sequence[str] = ()) -> dict[str, Pa
     Args:
         given: `--secret` as typed.
         env: `--env` as typed, which must not give the same variables.
-
-    Raises:
-        UsageError: one is no variable, is set otherwise, or its file cannot be read.
     """
     found: dict[str, Path] = {}
     for words in given:

@@ -40,11 +40,7 @@ class FaultInjector(ABC):
         self._run = run
 
     def check(self, kind: str, task: str) -> None:
-        """Check that a kind of fault can be injected into a task, whether or not its program has begun.
-
-        Raises:
-            UsageError: it cannot.
-        """
+        """Check that a kind of fault can be injected into a task, whether or not its program has begun."""
         if kind in self.refusals or not hasattr(self, kind):
             raise UsageError(f"{kind} {task}: {self.refusals.get(kind, 'what runs the tasks cannot inject it')}")
         if kind == "diskfull":
@@ -57,30 +53,18 @@ class FaultInjector(ABC):
             kind: of fault, which `check` allows.
             task: the task.
             whole: for `kill`: the task's agent too.
-
-        Raises:
-            UsageError: the task's program has not begun.
-            ClusterError: the engine refuses.
         """
         getattr(self, kind)(task, *(["agent"] if whole else []))
 
     def processes(self, task: str) -> dict[str, dict[str, int]]:
-        """Return what identifies a task's `agent` and `program`, as the task itself sees them.
-
-        Raises:
-            UsageError: the task's program has not begun.
-        """
+        """Return what identifies a task's `agent` and `program`, as the task itself sees them."""
         found = records.read(self._run.programs(task), records.programs, None)
         if found is None:
             raise UsageError(f"{task} has no program yet: wait until it trains")
         return found
 
     def reaches(self, task: str, which: str) -> bool:
-        """Return whether the task's `program` or `agent` still runs, so that a signal to it would be a fault.
-
-        Raises:
-            UsageError: the task's program has not begun.
-        """
+        """Return whether the task's `program` or `agent` still runs, so that a signal to it would be a fault."""
         return which in self.processes(task)
 
     @abstractmethod

@@ -17,9 +17,10 @@ from cluster.contract.findings import Finding
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import TRAINER_IMPORTS
 from cluster.contract.spec import ClusterSpec
+from cluster.host.gpu import devices
 from cluster.host.gpu.placement import NO_DEVICE, Placement
-from cluster.host.runtime import resources, supervisor, toolkit
-from cluster.host.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.host.runtime import resources, supervisor
+from cluster.host.runtime.base import Availability, RunsLeft, Runtime, Shell, Workload
 from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
 from cluster.host.runtime.resources import HOST, PRIVATE, Network
 from cluster.system import processes
@@ -43,13 +44,11 @@ class ProcessFaults(FaultInjector):
         self._slowing: threading.Thread | None = None
 
     def signal(self, task: str, number: int, *whose: str) -> None:
-        """Send a signal."""
         found = self.processes(task)
         for which in whose:
             processes.kill(found[which], number)
 
     def reaches(self, task: str, which: str) -> bool:
-        """Return whether the process still runs."""
         return processes.alive(self.processes(task)[which])
 
     def pause(self, task: str) -> None:
@@ -89,7 +88,6 @@ class ProcessFaults(FaultInjector):
         resource.prlimit(program, resource.RLIMIT_AS, (size, size))
 
     def undo(self, task: str) -> None:
-        """Undo lasting faults."""
         self._undone.set()
         if self._slowing:
             self._slowing.join()
@@ -110,11 +108,9 @@ class LocalProcesses(Runtime):
     reaches_hardware = True
 
     def probe(self) -> Availability:
-        """Return that processes can always be started."""
         return Availability(True)
 
     def examine(self) -> list[Finding]:
-        """Return whether there is memory for a few tasks, and whether they can have a network of their own."""
         found = Finding("memory", "ok", "enough for a chief and 2 workers")
         try:
             resources.check_free_memory(3)
@@ -123,15 +119,12 @@ class LocalProcesses(Runtime):
         return [found, resources.examine_network()]
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
-        """Return a network of the tasks' own where they can have one, or this machine's."""
         return resources.network_of_processes(requested, previous, way_out=way_out, serves=serves)
 
     def ports(self, num_tasks: int) -> tuple[int, ...]:
-        """Return a free port for each task."""
         return free_ports(num_tasks)
 
     def render(self, work: Workload) -> dict[str, Any]:
-        """Return each task's command and environment."""
         payload = work.payload
         more = payload.environment(work.cluster, payload.local_path())
         rendered = processes_of(
@@ -142,13 +135,11 @@ class LocalProcesses(Runtime):
         return rendered
 
     def preflight(self, work: Workload, ending: int = 0) -> None:
-        """Check that enough memory is free, and that this environment can use GPUs."""
         resources.check_free_memory(len(work.cluster.tasks), ending)
         if work.gpus.ids:
-            toolkit.check_here()
+            devices.check_environment()
 
     def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002
-        """Return each task's command, without the supervisor that brings it back."""
         found = []
         for task in rendered["tasks"].values():
             environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
@@ -156,25 +147,20 @@ class LocalProcesses(Runtime):
         return found
 
     def start(self, work: Workload, sh: Shell) -> None:  # noqa: ARG002
-        """Start the run's supervisor."""
         supervisor.start(work.run)
 
     def alive(self, run: RunFolder) -> bool:
-        """Whether the run's supervisor is alive."""
         return supervisor.running(run)
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002
-        """Kill every process of the run; agents that can end by themselves have done so before."""
         supervisor.kill(run)
 
-    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
-        """Return the runs of which a process is left, in one look at all processes."""
+    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> RunsLeft:
         table = processes.ProcessTable()
         left = (name for name in names if supervisor.processes_left(RunFolder(runs_dir / name), table))
-        return Remains(frozenset(left))
+        return RunsLeft(frozenset(left))
 
     def faults(self, run: RunFolder) -> FaultInjector:
-        """Return what disturbs processes."""
         return ProcessFaults(run)
 
 

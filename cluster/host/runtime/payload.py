@@ -59,6 +59,11 @@ class Payload:
             found.append((self.script.parent, SCRIPT_MOUNT))
         return [*found, *((file, f"{SECRETS_MOUNT}/{name}") for name, file in self.secrets.items())]
 
+    @property
+    def caller_variables(self) -> list[str]:
+        """The variables that `--env NAME` takes from the caller: their values are in no file of the run."""
+        return [name for name, value in inherited.parse(self.env).items() if value is None]
+
     def command(self) -> list[str]:
         """Return the arguments of the agent; none for the built-in trainer."""
         return [] if self.script is None else ["--script", str(self.script), *self.arguments]

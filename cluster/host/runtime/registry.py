@@ -18,11 +18,7 @@ RUNTIMES: dict[str, Runtime] = {each.name: each for each in (Compose(), LOCAL, S
 
 
 def get(name: str) -> Runtime:
-    """Return the runtime of that name.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the runtime of that name."""
     if name not in RUNTIMES:
         raise UsageError(f"--runtime {name!r} is not a runtime{nearest(name, [AUTO, *RUNTIMES])}")
     return RUNTIMES[name]
@@ -39,10 +35,6 @@ def choose(requested: str, strategy: Strategy | None = None) -> tuple[Runtime, s
     Args:
         requested: `--runtime`: `auto`, or a key of `RUNTIMES`.
         strategy: what trains; None where nothing does.
-
-    Raises:
-        UsageError: there is no such runtime, or the strategy cannot train there.
-        PrerequisiteError: it cannot be used on this machine.
     """
     hardware = strategy.hardware.upper() if strategy else ""
     if requested != AUTO:

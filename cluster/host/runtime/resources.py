@@ -38,11 +38,7 @@ class Memory:
     """What the engine's machine has."""
 
     def check(self, num_tasks: int) -> None:
-        """Check that the tasks fit.
-
-        Raises:
-            PrerequisiteError: they do not.
-        """
+        """Check that the tasks fit."""
         if self.requested and num_tasks * self.task_bytes > self.total_bytes:
             raise PrerequisiteError(
                 f"--memory {self.requested} for {counted(num_tasks, 'task')} makes "
@@ -66,9 +62,6 @@ def check_free_memory(num_tasks: int, ending: int = 0) -> None:
     Args:
         num_tasks: to be started.
         ending: tasks that end before, and whose memory is free then.
-
-    Raises:
-        PrerequisiteError: they do not.
     """
     available = memory.available_bytes() + ending * TASK_MEMORY_BYTES
     if num_tasks * TASK_MEMORY_BYTES > available:
@@ -84,11 +77,7 @@ def memory_of_containers(requested: str, num_tasks: int, total_bytes: int) -> Me
 
 
 def parse_memory(text: str) -> int:
-    """Return a memory limit in bytes; 0 where none was requested.
-
-    Raises:
-        UsageError: it is no amount, or less than a task needs.
-    """
+    """Return a memory limit in bytes; 0 where none was requested."""
     if not text:
         return 0
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(MiB|GiB|TiB)", text, re.IGNORECASE | re.ASCII)
@@ -133,9 +122,6 @@ def check_network(requested: str, *allowed: str) -> None:
     Args:
         requested: as typed.
         allowed: the networks that there are; by default those of this machine.
-
-    Raises:
-        UsageError: it is no network, or none that there is.
     """
     known = allowed or (PRIVATE, HOST)
     if requested and requested not in known:
@@ -143,12 +129,7 @@ def check_network(requested: str, *allowed: str) -> None:
 
 
 def network_of_processes(typed: str, previous: str, *, way_out: str, serves: bool) -> Network:
-    """Return the network of local tasks; see `Runtime.network` for the arguments.
-
-    Raises:
-        UsageError: what was requested is no network.
-        PrerequisiteError: this machine gives no network of their own to tasks that must have one.
-    """
+    """Return the network of local tasks; see `Runtime.network` for the arguments."""
     check_network(typed)
     requested = typed or previous
     if (requested or (HOST if way_out else PRIVATE)) == HOST:
@@ -220,11 +201,7 @@ class Job:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(self).items() if value)
 
     def check(self) -> None:
-        """Check that these are words for a scheduler, and not something else, and that the image is there.
-
-        Raises:
-            UsageError: one is not.
-        """
+        """Check that these are words for a scheduler, and not something else, and that the image is there."""
         for option in ("partition", "account"):
             if (value := getattr(self, option)) and not _WORD.fullmatch(value):
                 raise UsageError(f"--{option} {value!r}: expected a name as Slurm has it; see `sinfo` and `sacctmgr`")
@@ -245,16 +222,8 @@ class Job:
             raise UsageError(f"--time {self.time}: expected {MIN_MINUTES} minutes or more, of which saving takes 2")
 
 
-NO_JOB = Job()
-"""Everything is left to the site."""
-
-
 def minutes(text: str) -> float:
-    """Return a time limit in minutes, from any of the forms that Slurm takes.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Return a time limit in minutes, from any of the forms that Slurm takes."""
     match = _TIME.fullmatch(text)
     if match is None:
         raise UsageError(

@@ -63,9 +63,6 @@ class Queue:
         Args:
             name: only those of this name.
             parts: also those of its parts, whose names begin with it and a dot.
-
-        Raises:
-            PrerequisiteError: Slurm does not answer.
         """
         words = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j"]
         code, printed, complained = self._ask([*words, *([f"--name={name}"] if name and not parts else [])])

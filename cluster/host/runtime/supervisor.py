@@ -57,9 +57,6 @@ def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
     Args:
         work: what the child runs.
         on_terminate: what SIGTERM to this process does.
-
-    Raises:
-        SystemExit: the child failed.
     """
     processes.adopt_orphans()
     keeper = os.getpid()
@@ -111,11 +108,7 @@ START_S = 60.0
 
 
 def start(run: RunFolder) -> None:
-    """Start the run's supervisor in the background, in a session of its own.
-
-    Raises:
-        TimedOut: it did not come up.
-    """
+    """Start the run's supervisor in the background, in a session of its own."""
     owned = owner.begin(run, "local")
     with open_file(run.log("supervisor"), "ab") as log:
         supervisor = subprocess.Popen(
@@ -157,11 +150,7 @@ def processes_left(run: RunFolder, table: processes.ProcessTable | None = None) 
 
 
 def kill(run: RunFolder) -> int:
-    """Kill every process of the run; return how many there were.
-
-    Raises:
-        TimedOut: some do not end.
-    """
+    """Kill every process of the run; return how many there were."""
     owned = owner.read(run)
     killed = processes.kill_all(owned.processes, f"run {run.name}") if owned else 0
     remove_abandoned()
@@ -261,11 +250,7 @@ class Supervisor:
 
 
 def main(run: RunFolder) -> None:
-    """Be the first process of the run.
-
-    Raises:
-        OSError: the tasks cannot get the network that they must have: none is started.
-    """
+    """Be the first process of the run."""
     supervisor = Supervisor(run)
     if run.composed.get("network", HOST) == PRIVATE:
         namespaces.enter()

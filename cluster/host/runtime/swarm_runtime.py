@@ -15,15 +15,13 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.contract.findings import Finding
-from cluster.contract.run import owner, provenance
+from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import build, images
-from cluster.host.runtime import compose_services, hosts, inherited, resources, swarm_stack
+from cluster.host.runtime import hosts, resources, swarm_stack
 from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
-from cluster.host.runtime.compose_runtime import ContainerFaults, task_environment
-from cluster.host.runtime.compose_services import Containers, task_user
+from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRuntime, task_environment
 from cluster.host.runtime.injector import FaultInjector
-from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Memory, Network, parse_memory
 from cluster.host.runtime.swarm_stack import Stack
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
@@ -44,9 +42,8 @@ class SwarmFaults(ContainerFaults):
 
     def _engine(self, task: str) -> tuple[str, ...]:
         service = f"{swarm_stack.stack_name(self._run.path)}_{task}"
-        shown = swarm_stack.ask_manager(
-            "service", "ps", "--filter", "desired-state=running", "--format", "{{.Node}}", service
-        )
+        running = ("--filter", "desired-state=running", "--format", "{{.Node}}")
+        shown = swarm_stack.ask_manager("service", "ps", *running, service)
         on = shown.splitlines()[0] if shown else ""
         node = next((each for each in swarm_stack.list_nodes() if each.name == on), None)
         if node is None:
@@ -65,7 +62,7 @@ class SwarmFaults(ContainerFaults):
 
 
 START_S = 60.0
-"""How long the Swarm gets to place and start every task before whoever started them looks on."""
+"""How long the Swarm gets to place and start every task before the command returns."""
 UNPLACED_S = 20.0
 """How long a task may be without a host before that is an error: a Swarm decides in a second, and tries again."""
 END_S = 90.0
@@ -73,46 +70,36 @@ END_S = 90.0
 POLL_S = 0.5
 
 
-class Swarm(ScheduledRuntime):
+class Swarm(ContainerRuntime, ScheduledRuntime):
     """Services of a Docker Swarm, whose hosts share the folders of runs and data."""
 
     name = "swarm"
     tasks = "services of a Swarm"
     look_s = 2.0
     way_back = "set DOCKER_HOST to a manager's engine"
-    limits_memory = True
-    python = images.PYTHON
     job_options = frozenset({"partition", "constraint", "cpus_per_task", "gpus_per_task"})
 
     def probe(self) -> Availability:
-        """Return whether the engine manages a Swarm."""
         ready, detail, fix = swarm_stack.probe_manager()
         return Availability(ready, detail, fix)
 
     def examine(self) -> list[Finding]:
-        """Return which hosts the Swarm has; nothing where the engine manages none."""
         if not swarm_stack.probe_manager()[0]:
             return []
         found = swarm_stack.list_nodes()
         away = [f"{node.name} ({node.why})" for node in found if not node.usable]
         if away:
-            return [
-                Finding(
-                    "swarm", "warning", f"no tasks on {', '.join(away)}", "docker node update --availability active"
-                )
-            ]
+            fix = "docker node update --availability active"
+            return [Finding("swarm", "warning", f"no tasks on {', '.join(away)}", fix)]
         return [Finding("swarm", "ok", ", ".join(node.name for node in found))]
 
     def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:
-        """Return what the hosts have of what a run needs."""
         return hosts.examine_swarm(runs_dir, data_dir)
 
     def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002  # on machines of their own
-        """Return the limit of each task: what was requested, and what its host must have free; else none."""
         return Memory(requested or previous, parse_memory(requested or previous))
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
-        """Return the overlay network of the tasks, with a warning where whoever is between the hosts reaches it."""
         typed = requested or previous
         resources.check_network(typed, resources.PRIVATE, resources.ENCRYPTED)
         if not serves or (typed == resources.ENCRYPTED and not way_out):
@@ -124,40 +111,17 @@ class Swarm(ScheduledRuntime):
         use = "; --network encrypted closes that, or a network that only the hosts are in" if not way_out else ""
         return Network(typed or resources.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
 
-    def seen(self, payload: Payload) -> Payload:
-        """Return the payload as containers have it mounted."""
-        return payload.mounted()
-
     def render(self, work: Workload) -> dict[str, Any]:
-        """Return the stack of the run."""
         payload = work.payload
-        compose_services.check_readable(payload, task_user())
-        provenance.check_hidden([work.run.path.parent, work.data_dir, *(folder for folder, _ in payload.mounts())])
-        secrets = _secrets(payload)
+        secrets = payload.caller_variables  # whose values the Swarm keeps, not the stack
         given = {key: value for key, value in task_environment(payload, work.cluster).items() if key not in secrets}
-        containers = Containers(
-            work.run.path,
-            work.data_dir,
-            images.train_image(_accelerator(work)),
-            task_user(),
-            work.memory.task_bytes,
-            payload.mounts(),
-            given,
-            way_out=payload.script is not None,
-        )
-        described = Stack(containers, work.job, secrets, encrypted=work.network.name == resources.ENCRYPTED)
-        return {
-            "x-runtime": self.name,
-            **swarm_stack.render_stack(work.cluster, described, self.seen(payload).command()),
-        }
+        encrypted = work.network.name == resources.ENCRYPTED
+        stack = Stack(self.containers(work, given), work.job, secrets, encrypted=encrypted)
+        command = self.seen(payload).command()
+        return {"x-runtime": self.name, **swarm_stack.render_stack(work.cluster, stack, command)}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm places by what is free
-        """Check that a host takes tasks such as these, also where it has other tasks now.
-
-        Raises:
-            PrerequisiteError: none takes any.
-            UsageError: none has what is requested.
-        """
+        """Check that a host takes tasks such as these, also where it has other tasks now."""
         usable = [node for node in swarm_stack.list_nodes() if node.usable]
         if not usable:
             raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
@@ -176,59 +140,43 @@ class Swarm(ScheduledRuntime):
             )
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
-        """Build the images here, and bring the tasks' to every host whose engine is known."""
-        build.build(sh, _accelerator(work), renew=renew)
-        image = images.train_image(_accelerator(work))
+        build.build(sh, work.accelerator, renew=renew)
+        image = images.train_image(work.accelerator)
         commands, unknown = swarm_stack.carry_commands(image)
         for command in commands:
             sh(command)
         if unknown:
             print(_how_to_carry(image, unknown), file=sys.stderr)
 
-    def image(self, work: Workload) -> dict[str, Any]:
-        """Return the id of the tasks' image and what it was made of."""
-        return images.inspect(images.train_image(_accelerator(work)))
-
     def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
-        """Return what builds and carries the image and deploys the stack."""
-        image = images.train_image(_accelerator(work))
-        return [*build.commands(_accelerator(work)), *swarm_stack.carry_commands(image)[0], *_deploy(work)]
+        image = images.train_image(work.accelerator)
+        return [*build.commands(work.accelerator), *swarm_stack.carry_commands(image)[0], *_deploy(work)]
 
     def start(self, work: Workload, sh: Shell) -> None:
-        """Deploy the stack, and see every task placed.
-
-        Raises:
-            PrerequisiteError: a host cannot start a task, or none takes it.
-        """
-        compose_services.let_tasks_read(work.run.path.parent, work.data_dir)
-        compose_services.give_to_tasks(work.run.path)
-        if work.payload.script:
-            work.run.scratch.mkdir(parents=True, exist_ok=True)
-            compose_services.give_to_tasks(work.run.scratch)
+        """Deploy the stack, and see every task placed."""
+        self.open_folders(work)
         owner.begin(work.run, self.name)
         for command in _deploy(work):
             sh(command)
         _await_places(swarm_stack.stack_name(work.run.path), {task.name for task in work.cluster.tasks})
 
     def scheduled_name(self, run: RunFolder) -> str:
-        """Return the name of the run's stack."""
         return swarm_stack.stack_name(run.path)
 
     def has_tasks(self, name: str) -> bool:
-        """Return whether tasks of the stack of this name run, or are about to."""
         try:
             return bool(swarm_stack.stack_tasks(name, "running", "ready"))
         except PrerequisiteError:  # there is no such stack, or no Swarm that would say so
             return not swarm_stack.probe_manager()[0]
 
     def scheduled(self) -> Collection[str]:
-        """Return the names of all stacks."""
         return swarm_stack.list_stacks()
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002  # the stack says how long
-        """Remove the run's stack with its secrets, and wait until its tasks and its network are gone."""
         if not (available := self.probe()).ready:
-            raise PrerequisiteError(f"{run.name}: on a Swarm, where it may go on: {available.detail}; {available.fix}")
+            raise PrerequisiteError(
+                f"{run.name}: on a Swarm, where it may continue: {available.detail}; {available.fix}"
+            )
         name = swarm_stack.stack_name(run.path)
         if name in swarm_stack.list_stacks():
             sh(shlex.join(["docker", "stack", "rm", "--detach=false", name]))
@@ -238,24 +186,14 @@ class Swarm(ScheduledRuntime):
             raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
 
     def faults(self, run: RunFolder) -> FaultInjector:
-        """Return what disturbs tasks on their hosts."""
         return SwarmFaults(run)
-
-
-def _accelerator(work: Workload) -> str:
-    return "gpu" if work.job.gpus_per_task else "cpu"
-
-
-def _secrets(payload: Payload) -> list[str]:
-    """Return the variables that `--env NAME` takes from the caller: the Swarm keeps their values, not the stack."""
-    return [name for name, value in inherited.parse(payload.env).items() if value is None]
 
 
 def _deploy(work: Workload) -> list[str]:
     name = swarm_stack.stack_name(work.run.path)
     label = f"--label=com.docker.stack.namespace={name}"  # removed with the stack
     create = []
-    for variable in _secrets(work.payload):
+    for variable in work.payload.caller_variables:
         words = ["docker", "secret", "create", label, swarm_stack.secret_name(name, variable), "-"]
         create.append(f'printf %s "${variable}" | {shlex.join(words)}')
     # A name that is not resolved means the same image on every host, which it was carried to or pulls by itself.

@@ -85,11 +85,7 @@ def probe_manager() -> tuple[bool, str, str]:
 
 
 def list_nodes() -> list[Node]:
-    """Return the hosts of the Swarm.
-
-    Raises:
-        PrerequisiteError: the engine does not say.
-    """
+    """Return the hosts of the Swarm."""
     own = ask_manager("info", "--format", "{{.Swarm.NodeID}}")
     ids = ask_manager("node", "ls", "--quiet").split()
     return [_node(each, own) for each in json.loads(ask_manager("node", "inspect", *ids))]
@@ -120,11 +116,7 @@ def _node_resources(value: dict[str, Any]) -> dict[str, float]:
 
 
 def ask_manager(*words: str, timeout_s: float = 30.0) -> str:
-    """Return what the manager's engine answers.
-
-    Raises:
-        PrerequisiteError: it does not, or refuses.
-    """
+    """Return what the manager's engine answers."""
     code, text = engine.ask(*words, timeout_s=timeout_s)
     if code:
         raise PrerequisiteError(f"docker {' '.join(words[:2])}: {' '.join(text.split())[:300]}")
@@ -149,11 +141,7 @@ class PlacedTask:
 
 
 def stack_tasks(stack: str, *states: str) -> list[PlacedTask]:
-    """Return the tasks of a stack that are to be in one of these states; all of them if none is named.
-
-    Raises:
-        PrerequisiteError: the Swarm does not say, as where there is no such stack.
-    """
+    """Return the tasks of a stack that are to be in one of these states; all of them if none is named."""
     filters = [word for state in states for word in ("--filter", f"desired-state={state}")]
     text = ask_manager("stack", "ps", "--no-trunc", "--format", "{{json .}}", *filters, stack)
     return [_task(json.loads(line), stack) for line in text.splitlines() if line.startswith("{")]

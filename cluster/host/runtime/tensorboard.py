@@ -16,9 +16,8 @@ from typing import Any
 
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
-from cluster.host.image import build, engine
+from cluster.host.image import build
 from cluster.host.runtime import compose_services
-from cluster.host.runtime import compose_services as compose
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
@@ -56,11 +55,7 @@ def running(runs_dir: Path) -> int | None:
 
 
 def check_port(runs_dir: Path, port: int) -> None:
-    """Check that the port is free, or is our own TensorBoard's.
-
-    Raises:
-        PrerequisiteError: another program listens there.
-    """
+    """Check that the port is free, or is our own TensorBoard's."""
     if problem := port_problem(runs_dir, port):
         raise PrerequisiteError("; ".join(problem))
 
@@ -90,7 +85,7 @@ def prepare(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
 def commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
     """Return the commands of `start`, to be shown or pasted; none for a process, which is started without a shell."""
     return (
-        [compose.tensorboard_command(runs_dir, port or PORT, "up", "--detach", "tensorboard")]
+        [compose_services.tensorboard_command(runs_dir, port or PORT, "up", "--detach", "tensorboard")]
         if board == CONTAINER
         else []
     )
@@ -114,10 +109,6 @@ def start(
         sh: runs commands.
         preferred: the port that is tried first if any will do.
         while_waiting: called again and again until it answers.
-
-    Raises:
-        PrerequisiteError: another program listens on the port.
-        TimedOut: it does not answer.
     """
     with claim.hold(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
         other = running(runs_dir)
@@ -131,7 +122,7 @@ def start(
         if board == CONTAINER:
             write_json(_record_path(runs_dir), record)  # before: what is left of a start that fails is ours, too
             sh(
-                compose.tensorboard_command(
+                compose_services.tensorboard_command(
                     runs_dir, port, "up", "--detach", "--no-build", "--pull", "never", "tensorboard"
                 )
             )
@@ -149,11 +140,7 @@ def _free_port(runs_dir: Path, first: int) -> int:
 
 
 def stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
-    """End our TensorBoard; return whether one ran.
-
-    Raises:
-        PrerequisiteError: it is in a container, and no engine answers.
-    """
+    """End our TensorBoard; return whether one ran."""
     if _record(runs_dir) is None:
         return False
     with claim.hold(RunFolder(runs_dir / ".tensorboard"), "ended", wait_s=START_TIMEOUT_S):
@@ -166,15 +153,9 @@ def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
         return False
     if record["runtime"] == CONTAINER:
         ended = _container(runs_dir)
-        try:
-            sh(compose.tensorboard_command(runs_dir, record["port"], "down", "--timeout", "5", "--volumes"))
-        except Exception as error:
-            if not (answer := engine.probe()).ready:
-                raise PrerequisiteError(
-                    f"TensorBoard is in a container, which may go on: {answer.detail}; start the engine, then "
-                    "`invoke down` again"
-                ) from error
-            raise
+        words = ("down", "--timeout", "5", "--volumes")
+        command = compose_services.tensorboard_command(runs_dir, record["port"], *words)
+        compose_services.run_ending(command, sh, "TensorBoard is in a container, which may continue")
     else:
         ended = _end_process(record["process"])
     _record_path(runs_dir).unlink(missing_ok=True)
@@ -199,9 +180,7 @@ def _record(runs_dir: Path) -> dict[str, Any] | None:
 
 
 def _container(runs_dir: Path) -> bool:
-    label = f"label=com.docker.compose.project={compose_services.tensorboard_project(runs_dir)}"
-    code, text = engine.ask("ps", "--quiet", "--filter", label)
-    return code == 0 and bool(text)
+    return compose_services.is_running(compose_services.tensorboard_project(runs_dir))
 
 
 def _start_process(runs_dir: Path, port: int) -> int:

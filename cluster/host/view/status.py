@@ -59,7 +59,7 @@ def read_status(
         "pace": stragglers.findings(paces).to_json(),
         "left_out": sorted(membership.left_out(run)),
         "last_event": _last_event(run),
-        "queued": "" if summary or _heard(beats) else registry.of(run).situation(run),
+        "queued": "" if summary or _heard(beats) else registry.of(run).scheduler_status(run),
         "tasks": [beats[task.name].to_json() for task in spec.tasks if task.name in beats],
     }
 

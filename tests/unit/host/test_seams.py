@@ -20,7 +20,7 @@ from cluster.host.control import chaos, ending, faults, watch
 from cluster.host.launch import folders, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
-from cluster.host.runtime.base import Availability, Remains, Runtime, Shell, Workload
+from cluster.host.runtime.base import Availability, RunsLeft, Runtime, Shell, Workload
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.host.view.status import read_status
@@ -94,8 +94,8 @@ class Toy(Runtime):
             agent.kill()
             agent.wait()
 
-    def remains(self, runs_dir: Path, names: Collection[str]) -> Remains:
-        return Remains(frozenset(name for name in names if self.alive(RunFolder(runs_dir / name))))
+    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> RunsLeft:
+        return RunsLeft(frozenset(name for name in names if self.alive(RunFolder(runs_dir / name))))
 
     def faults(self, run: RunFolder) -> FaultInjector:
         return Nudges(run)

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.contract.findings import Finding
-from cluster.host.checks import doctor
-from cluster.host.checks.gpu import host as gpu_host
+from cluster.host.checks import doctor, gpu_settings
 from cluster.host.image import engine, locks
 from cluster.host.image.engine import Answer
 from cluster.host.runtime import resources as limits
@@ -30,7 +29,7 @@ def healthy(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
     monkeypatch.setattr(engine, "probe", lambda: Answer(True, "Docker Engine 26.1.5, Compose 2.26.1"))
     monkeypatch.setattr(namespaces, "refusal", lambda: None)
-    monkeypatch.setattr(gpu_host, "examine", lambda: [Finding("gpus", "ok", "none")])
+    monkeypatch.setattr(gpu_settings, "examine", lambda: [Finding("gpus", "ok", "none")])
     monkeypatch.setattr(slurm.Slurm, "examine", lambda self: [])
 
 

@@ -97,7 +97,7 @@ def test_a_run_that_never_began_is_waited_for_longer(make_run):
 def test_a_run_whose_job_is_gone_ends_soon_with_what_its_scheduler_says(make_run, monkeypatch):
     run, clock = make_run(), [0.0]
     gone = SimpleNamespace(
-        is_remote=True, alive=lambda run: clock[0] < LOST_AFTER_S, situation=lambda run: "job 7 ended"
+        is_remote=True, alive=lambda run: clock[0] < LOST_AFTER_S, scheduler_status=lambda run: "job 7 ended"
     )
     monkeypatch.setattr(watch.registry, "of", lambda run: gone)
     monitor = LivenessMonitor(run, lambda: clock[0])

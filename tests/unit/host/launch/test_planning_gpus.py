@@ -17,7 +17,7 @@ from cluster.host.image import build, images
 from cluster.host.launch import manifest, planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
-from cluster.host.runtime import registry, supervisor, toolkit
+from cluster.host.runtime import registry, supervisor
 from cluster.host.view.plan import plan_lines
 from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
@@ -162,7 +162,7 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_
     built, checked, inspected = [], [], []
     monkeypatch.setattr(build, "commands", lambda accelerator: built.append(accelerator) or ["docker build ."])
     monkeypatch.setattr(images, "inspect", lambda image: inspected.append(image) or {"image": image})
-    monkeypatch.setattr(toolkit, "check_engine", checked.append)
+    monkeypatch.setattr(devices, "check_engine", checked.append)
     options = Request(name="one", workers="1", gpus="4,5,", gpu_runtime="cdi", nccl_debug="info", tensorboard_port="0")
     planned = planning.plan(options)
     startup.start(planned, Commands(), began=time.time())
@@ -236,7 +236,7 @@ def engine_says(info: dict[str, Any]) -> str:
 def test_an_engine_that_cannot_hand_over_gpus_is_reported(docker, way):
     docker(engine_says({"Runtimes": {"runc": {}}, "CDISpecDirs": None}))
     with pytest.raises(PrerequisiteError) as refused:
-        toolkit.check_engine(way)
+        devices.check_engine(way)
     assert str(refused.value).startswith(f"--gpu-runtime {way}: the engine ")
     assert "install NVIDIA's container toolkit" in str(refused.value)
     assert ("nvidia-ctk cdi generate" if way == "cdi" else "nvidia-ctk runtime configure") in str(refused.value)
@@ -245,7 +245,7 @@ def test_an_engine_that_cannot_hand_over_gpus_is_reported(docker, way):
 def test_an_engine_that_does_not_answer_hands_over_none(docker):
     docker("exit 1")
     with pytest.raises(PrerequisiteError):
-        toolkit.check_engine("nvidia")
+        devices.check_engine("nvidia")
 
 
 def test_an_engine_that_can_is_let_through(docker, tmp_path):
@@ -254,23 +254,23 @@ def test_an_engine_that_can_is_let_through(docker, tmp_path):
     (specified / "nvidia.yaml").touch()
     docker(engine_says({"Runtimes": {"runc": {}, "nvidia": {}}, "CDISpecDirs": ["/absent", str(specified)]}))
     for way in placement.DEVICE_REQUESTS:
-        toolkit.check_engine(way)
+        devices.check_engine(way)
 
 
 def test_the_toolkit_s_hook_is_enough_for_a_reservation_alone(docker):
     calls = docker(engine_says({"Runtimes": {"runc": {}}}))
-    hook = calls.parent / "bin" / toolkit.HOOK
+    hook = calls.parent / "bin" / devices._HOOK
     hook.touch()
     hook.chmod(0o755)
-    toolkit.check_engine("reserve")
+    devices.check_engine("reserve")
     for way in ("nvidia", "cdi"):
         with pytest.raises(PrerequisiteError):
-            toolkit.check_engine(way)
+            devices.check_engine(way)
 
 
 def test_devices_that_the_engine_has_discovered_are_enough_for_cdi(docker):
     docker(engine_says({"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]}))
-    toolkit.check_engine("cdi")
+    devices.check_engine("cdi")
 
 
 def test_processes_need_a_tensorflow_with_cuda(resolved, nvidia_smi, monkeypatch):
@@ -281,9 +281,9 @@ def test_processes_need_a_tensorflow_with_cuda(resolved, nvidia_smi, monkeypatch
     def version(name: str) -> str:
         if name in known:
             return "2.21.0"
-        raise toolkit.metadata.PackageNotFoundError(name)
+        raise devices.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(toolkit.metadata, "version", version)
+    monkeypatch.setattr(devices.metadata, "version", version)
     planned = planning.plan(Request(name="one", workers="1", gpus="all", runtime="local", tensorboard_port="0"))
     with pytest.raises(PrerequisiteError, match="--gpus with local processes: this environment has tensorflow-cpu"):
         startup.start(planned, Commands(), began=time.time())

@@ -2,6 +2,8 @@
 
 import contextlib
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from cluster.host.runtime import registry
 from cluster.host.runtime import slurm_runtime as slurm
 from cluster.host.runtime.base import Workload
 from cluster.host.runtime.payload import Payload
-from cluster.host.runtime.resources import Job, Memory, Network
+from cluster.host.runtime.resources import Job, Memory, Network, minutes
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import write_json
@@ -115,15 +117,15 @@ def test_a_job_that_does_not_end_is_cancelled_and_waited_for(run, monkeypatch):
 def test_what_is_left_is_found_by_the_name_of_its_job(run, monkeypatch):
     site(run, monkeypatch, "PENDING")
     runtime = slurm.Slurm()
-    assert frozenset({"a-run"}) == runtime.remains(run.path.parent, ["a-run", "another"]).names
+    assert frozenset({"a-run"}) == runtime.find_leftovers(run.path.parent, ["a-run", "another"]).names
     site(run, monkeypatch, "down")
-    assert runtime.remains(run.path.parent, ["a-run"]).unreachable
-    assert not runtime.remains(run.path.parent, ["another"]).unreachable  # Slurm is not asked for nothing
+    assert runtime.find_leftovers(run.path.parent, ["a-run"]).unreachable
+    assert not runtime.find_leftovers(run.path.parent, ["another"]).unreachable  # Slurm is not asked for nothing
 
 
 def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there_are(run, monkeypatch):
     there, runtime = site(run, monkeypatch, "down"), slurm.Slurm()
-    assert runtime.remains(run.path.parent, ["a-run"]).unreachable
+    assert runtime.find_leftovers(run.path.parent, ["a-run"]).unreachable
     assert all(runtime.alive(RunFolder(run.path.parent / name)) for name in ("a-run", "b-run", "c-run"))
     with pytest.raises(PrerequisiteError):
         runtime.remove(run, there.sh, 0)
@@ -140,7 +142,7 @@ def test_the_check_of_hosts_waits_once_and_not_long_for_a_controller(run, monkey
 def test_nobody_is_asked_for_a_run_whose_job_is_known_to_be_gone(run, monkeypatch):
     there = site(run, monkeypatch, "down")
     owner.forget(run)
-    assert not slurm.Slurm().remains(run.path.parent, ["a-run"]).unreachable
+    assert not slurm.Slurm().find_leftovers(run.path.parent, ["a-run"]).unreachable
     assert 0 == there.questions
 
 
@@ -269,7 +271,7 @@ def test_why_no_task_is_heard_is_what_the_controller_says(printed, has_log, expe
     monkeypatch.setattr(processes, "run", lambda *_: (0, printed, ""))
     if has_log:
         run.log("slurm").write_text("")
-    said = slurm.Slurm().situation(run)
+    said = slurm.Slurm().scheduler_status(run)
     assert expected in said if expected else not said
 
 
@@ -298,3 +300,50 @@ def test_a_task_has_as_many_threads_as_its_job_requests_processors(run, monkeypa
     site(run, monkeypatch, "")
     plan = planning.plan(Request(runtime="slurm", cpus_per_task="5", tensorboard_port="0"))
     assert 5 == plan.config["threads"]
+
+
+def script(given: Workload) -> str:
+    return slurm.batch_script(given, {"DATA_DIR": "/shared/the data"}, ["--script", "a b.py"])
+
+
+def directives(text: str) -> dict[str, str]:
+    words = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def test_the_job_requests_what_is_asked_for_and_leaves_the_rest_to_the_site(run):
+    requested = {"partition": "gpu,long", "account": "lab", "time": "2-12:00", "nodes": "3", "gpus_per_task": "2"}
+    found = directives(script(work(run, **requested)))
+    assert list(requested.values()) == [found[name.replace("_", "-")] for name in requested]
+    found = directives(script(replace(work(run), cluster=spec.build(workers=2, ps=2))))
+    assert not {name.replace("_", "-") for name in requested} & set(found)
+    assert ("5", f"B:USR1@{slurm.SAVE_S}", True) == (found["ntasks"], found["signal"], "requeue" in found)
+
+
+def test_the_job_of_an_elastic_run_survives_its_nodes(run):
+    text = script(replace(work(run), elastic={"min_workers": 1}))
+    srun = next(line for line in text.splitlines() if line.startswith("srun "))
+    assert {"--no-kill", "--wait=0"} <= set(srun.split())
+    assert "no-kill" in directives(text)
+    assert "no-kill" not in script(work(run))
+
+
+@pytest.mark.parametrize("python", ["/usr/bin/python3", "/it's (1) $(false)/bin/python"])
+def test_the_script_is_one_that_bash_can_read(run, monkeypatch, python):
+    monkeypatch.setattr(sys, "executable", python)
+    assert python in shlex.split(next(line for line in script(work(run)).splitlines() if line.startswith("srun ")))
+    subprocess.run(["bash", "-n"], input=script(work(run)), text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-0", 2880), ("1-12:30", 2190), ("0-1:30:30", 90.5)],
+)
+def test_a_time_limit_is_read_as_slurm_reads_it(text, expected):
+    assert expected == minutes(text)
+
+
+@pytest.mark.parametrize("job", [Job(time="soon"), Job(time="1"), Job(partition="a b"), Job(account="$(x)")])
+def test_what_is_no_word_for_slurm_is_refused(job):
+    with pytest.raises(UsageError, match="--"):
+        job.check()

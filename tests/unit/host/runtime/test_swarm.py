@@ -16,7 +16,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import registry, resources, swarm_runtime, swarm_stack
 from cluster.host.runtime.base import Workload
 from cluster.host.runtime.payload import Payload
-from cluster.host.runtime.resources import NO_JOB, Job, Memory, Network
+from cluster.host.runtime.resources import Job, Memory, Network
 from cluster.host.runtime.swarm_runtime import Swarm
 from cluster.system.errors import PrerequisiteError, UsageError
 
@@ -80,7 +80,7 @@ def run(tmp_path) -> RunFolder:
     return folder
 
 
-def work(run: RunFolder, job: Job = NO_JOB, **more: Any) -> Workload:
+def work(run: RunFolder, job: Job | None = None, **more: Any) -> Workload:
     given = Workload(
         run=run,
         cluster=spec.build(workers=1, evaluator=True),
@@ -89,7 +89,7 @@ def work(run: RunFolder, job: Job = NO_JOB, **more: Any) -> Workload:
         gpus=Placement(),
         memory=Memory(""),
         network=Network(),
-        job=job,
+        job=job or Job(),
     )
     return replace(given, **more)
 
@@ -200,7 +200,7 @@ def test_what_is_left_is_found_and_removed_by_its_stack(run, manager):
     swarm.remove(run, manager.sh, 10)
     assert [] == manager.commands
     manager.stacks = ["another", name]
-    assert frozenset({"a-run"}) == swarm.remains(run.path.parent, ["a-run", "another"]).names
+    assert frozenset({"a-run"}) == swarm.find_leftovers(run.path.parent, ["a-run", "another"]).names
     swarm.remove(run, manager.sh, 10)
     assert [f"docker stack rm --detach=false {name}"] == manager.commands
     manager.swarm = {"LocalNodeState": "inactive"}

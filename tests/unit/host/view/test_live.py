@@ -33,7 +33,7 @@ def test_a_step_that_takes_long_is_reported_once(run, capsys, monkeypatch):
 
 def test_why_a_run_does_not_begin_is_printed_once(run, capsys, monkeypatch):
     said = iter(["job 7 is queued: Priority"] * 2 + ["job 7 is queued: Resources", ""])
-    monkeypatch.setattr(registry.LOCAL, "situation", lambda run: next(said))
+    monkeypatch.setattr(registry.LOCAL, "scheduler_status", lambda run: next(said))
     live = Live()
     for _ in range(4):
         live.show(read_status(run))

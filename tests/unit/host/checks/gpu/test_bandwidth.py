@@ -8,13 +8,12 @@ from invoke import Exit, MockContext
 
 import tasks
 from cluster.contract.findings import Finding
-from cluster.host.checks import doctor
-from cluster.host.checks.gpu import bandwidth
-from cluster.host.checks.gpu.inside import BUILD
+from cluster.host.checks import doctor, gpu_image
+from cluster.host.checks.gpu_image import BUILD
+from cluster.host.gpu import devices
 from cluster.host.gpu import devices as gpus
 from cluster.host.gpu.devices import Machine
 from cluster.host.launch import planning
-from cluster.host.runtime import toolkit
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from train.bandwidth import bus_bandwidth
 
@@ -38,7 +37,7 @@ def engine_that(run: str, *, runtimes: str = '{"nvidia": {}}', image: str = "exi
 def no_runs(monkeypatch, tmp_path):
     """A folder without runs, and an environment without TensorFlow for GPUs."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
-    monkeypatch.setattr(toolkit, "check_here", without_cuda)
+    monkeypatch.setattr(devices, "check_environment", without_cuda)
 
 
 def without_cuda() -> None:
@@ -54,7 +53,7 @@ def test_the_bus_carries_a_tensor_almost_twice(devices, gb_s):
 def test_it_is_measured_in_the_image_on_the_gpus_that_a_plan_would_use(docker, nvidia_smi):
     calls = docker(engine_that(f"echo 'NCCL version 2.32.3'; echo '{measured(4)}'; echo 'NCCL WARN'"))
     nvidia_smi("8-h100-nvswitch")
-    found = bandwidth.examine("4")
+    found = gpu_image.examine_bandwidth("4")
     assert ("ok", "GPU 0,1,2,3 over NV18: bus GB/s 101.3 at 64 MiB, 230.0 at 512 MiB") == (found.state, found.detail)
     (run,) = (call for call in calls.read_text().splitlines() if call.startswith("run "))
     assert ' --gpus="device=0,1,2,3" ' in run
@@ -65,13 +64,13 @@ def test_it_is_measured_in_the_image_on_the_gpus_that_a_plan_would_use(docker, n
 def test_all_gpus_are_measured_unless_some_are_asked_for(docker, nvidia_smi):
     docker(engine_that(f"echo '{measured(8)}'"))
     nvidia_smi("8-h100-nvswitch")
-    assert bandwidth.examine().detail.startswith("GPU 0,1,2,3,4,5,6,7 over NV18: ")
+    assert gpu_image.examine_bandwidth().detail.startswith("GPU 0,1,2,3,4,5,6,7 over NV18: ")
 
 
 def test_an_engine_that_knows_only_cdi_is_given_each_gpu(docker, nvidia_smi):
     calls = docker(engine_that(f"echo '{measured(2)}'", runtimes="{}"))
     nvidia_smi("8-h100-nvswitch")
-    assert "ok" == bandwidth.examine("2,5").state
+    assert "ok" == gpu_image.examine_bandwidth("2,5").state
     assert " --device=nvidia.com/gpu=2 --device=nvidia.com/gpu=5 " in calls.read_text()
     assert "--gpus" not in calls.read_text()
 
@@ -86,8 +85,8 @@ def test_without_the_image_it_runs_in_an_environment_with_cuda(docker, nvidia_sm
     )
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(toolkit, "check_here", lambda: None)
-    assert "ok" == bandwidth.examine("4,6").state
+    monkeypatch.setattr(devices, "check_environment", lambda: None)
+    assert "ok" == gpu_image.examine_bandwidth("4,6").state
     assert "4,6 PCI_BUS_ID 2 -m train.bandwidth --devices 2\n" == (tmp_path / "seen").read_text()
     assert "\nrun " not in calls.read_text()
 
@@ -106,7 +105,7 @@ def test_without_the_image_it_runs_in_an_environment_with_cuda(docker, nvidia_sm
 def test_where_nothing_can_measure_it_the_image_is_the_fix(docker, nvidia_smi, script, why):
     docker(script)
     nvidia_smi("8-h100-nvswitch")
-    found = bandwidth.examine()
+    found = gpu_image.examine_bandwidth()
     assert ("failed", BUILD) == (found.state, found.fix)
     assert why in found.detail
 
@@ -114,7 +113,7 @@ def test_where_nothing_can_measure_it_the_image_is_the_fix(docker, nvidia_smi, s
 def test_one_gpu_alone_has_nothing_to_reduce(docker, nvidia_smi):
     calls = docker(engine_that("exit 1"))
     nvidia_smi("8-h100-nvswitch")
-    assert Finding("gpu bandwidth", "ok", "GPU 3 alone: nothing to all-reduce") == bandwidth.examine("3,")
+    assert Finding("gpu bandwidth", "ok", "GPU 3 alone: nothing to all-reduce") == gpu_image.examine_bandwidth("3,")
     assert "" == calls.read_text()
 
 
@@ -122,7 +121,7 @@ def test_gpus_that_a_run_trains_on_are_left_alone(docker, nvidia_smi, monkeypatc
     calls = docker(engine_that("exit 1"))
     nvidia_smi("8-h100-nvswitch")
     monkeypatch.setattr(planning, "busy", lambda: {"0": "fashion"})
-    found = bandwidth.examine()
+    found = gpu_image.examine_bandwidth()
     assert "failed" == found.state
     assert "fashion" in found.detail
     assert "" == calls.read_text()
@@ -130,14 +129,14 @@ def test_gpus_that_a_run_trains_on_are_left_alone(docker, nvidia_smi, monkeypatc
 
 def test_a_machine_without_gpus_fails_what_was_asked_for(docker):
     docker("exit 1")
-    found = bandwidth.examine()
+    found = gpu_image.examine_bandwidth()
     assert ("failed", True) == (found.state, "--bandwidth: no GPU was found on this machine" in found.detail)
 
 
 @pytest.mark.parametrize("requested", ["none", "some"])
 def test_what_is_not_understood_is_refused(requested):
     with pytest.raises(UsageError, match=f"--gpus '?{requested}"):
-        bandwidth.examine(requested)
+        gpu_image.examine_bandwidth(requested)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_what_is_not_understood_is_refused(requested):
     ],
 )
 def test_an_answer_without_a_bandwidth_is_a_failure(code, text, detail):
-    found = bandwidth.judge(code, text, PAIR, ("0", "1"))
+    found = gpu_image.judge_bandwidth(code, text, PAIR, ("0", "1"))
     assert "failed" == found.state
     assert detail in found.detail
     assert "NCCL_DEBUG=INFO" in found.fix
@@ -162,10 +161,12 @@ def test_an_answer_without_a_bandwidth_is_a_failure(code, text, detail):
 
 def test_the_connections_are_named_if_they_are_known(nvidia_smi):
     nvidia_smi("2-h100-nvl")
-    assert bandwidth.judge(0, measured(2), gpus.machine("-"), ("0", "1")).detail.startswith("GPU 0,1 over NV12: ")
+    assert gpu_image.judge_bandwidth(0, measured(2), gpus.machine("-"), ("0", "1")).detail.startswith(
+        "GPU 0,1 over NV12: "
+    )
     nvidia_smi("8-a100-pcie-bridges")
-    assert " over NV12, SYS: " in bandwidth.judge(0, measured(3), gpus.machine("-"), ("0", "1", "7")).detail
-    assert "over" not in bandwidth.judge(0, measured(2), Machine(()), ("0", "1")).detail
+    assert " over NV12, SYS: " in gpu_image.judge_bandwidth(0, measured(3), gpus.machine("-"), ("0", "1", "7")).detail
+    assert "over" not in gpu_image.judge_bandwidth(0, measured(2), Machine(()), ("0", "1")).detail
 
 
 def call_doctor(monkeypatch: pytest.MonkeyPatch, **options: object) -> int:
@@ -179,7 +180,7 @@ def call_doctor(monkeypatch: pytest.MonkeyPatch, **options: object) -> int:
 def test_the_doctor_measures_only_where_asked(monkeypatch, capsys):
     requested: list[str] = []
     monkeypatch.setattr(
-        bandwidth, "examine", lambda gpus: requested.append(gpus) or Finding("gpu bandwidth", "failed", "-")
+        gpu_image, "examine_bandwidth", lambda gpus: requested.append(gpus) or Finding("gpu bandwidth", "failed", "-")
     )
     assert 0 == call_doctor(monkeypatch)
     assert EXIT_PREREQUISITE == call_doctor(monkeypatch, bandwidth=True, gpus="0,1")

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from cluster.contract.findings import Finding
-from cluster.host.checks import doctor
-from cluster.host.checks.gpu import host as gpu_host
-from cluster.host.checks.gpu import inside
-from cluster.host.checks.gpu.host import settings
+from cluster.host.checks import doctor, gpu_image, gpu_settings
+from cluster.host.checks.gpu_settings import settings
 from cluster.system.ports import free_ports
 from tests.conftest import NVIDIA
 
@@ -45,14 +43,14 @@ def toolkit_installed(tmp_path) -> Callable[[], None]:
 
 
 def examine() -> dict[str, Finding]:
-    return {found.check: found for found in gpu_host.examine()}
+    return {found.check: found for found in gpu_settings.examine()}
 
 
-def recorded(host: str) -> gpu_host.Settings:
+def recorded(host: str) -> gpu_settings.Settings:
     return settings((NVIDIA / host / "settings.csv").read_text())
 
 
-def changed(setting: str, *values: str) -> gpu_host.Settings:
+def changed(setting: str, *values: str) -> gpu_settings.Settings:
     """Return the settings of a good host, with these values on its first GPUs."""
     report = [dict(gpu) for gpu in recorded("8-h100-nvswitch")]
     for gpu, value in zip(report, values, strict=False):
@@ -62,7 +60,7 @@ def changed(setting: str, *values: str) -> gpu_host.Settings:
 
 def test_a_machine_without_gpus_lacks_nothing(docker):
     calls = docker("exit 1")
-    assert [Finding("gpus", "ok", "none: no nvidia-smi on this machine")] == gpu_host.examine()
+    assert [Finding("gpus", "ok", "none: no nvidia-smi on this machine")] == gpu_settings.examine()
     assert "" == calls.read_text()
 
 
@@ -75,7 +73,7 @@ def test_a_good_host_is_ok(docker, nvidia_smi, toolkit_installed, monkeypatch):
     calls = docker(engine_that())
     toolkit_installed()
     nvidia_smi("8-h100-nvswitch")
-    monkeypatch.setattr(gpu_host, "_shared_bytes", lambda: 2**33)
+    monkeypatch.setattr(gpu_settings, "_shared_bytes", lambda: 2**33)
     found = examine()
     assert {"ok"} == {finding.state for finding in found.values()}
     assert {""} == {finding.fix for finding in found.values()}
@@ -138,13 +136,13 @@ def test_instances_an_old_driver_and_memory_errors_are_reported(docker, nvidia_s
     ],
 )
 def test_the_driver_is_compared_by_its_numbers(version, state):
-    assert state == gpu_host.driver(changed("driver_version", version)).state
+    assert state == gpu_settings.driver(changed("driver_version", version)).state
 
 
 @pytest.mark.parametrize("none", ["[N/A]", "[Not Supported]", "N/A"])
 def test_what_a_gpu_does_not_report_is_no_problem(none):
     report = [dict.fromkeys(gpu, none) | {"index": gpu["index"], "name": "L4"} for gpu in recorded("8-h100-nvswitch")]
-    checks = (gpu_host.persistence, gpu_host.mig, gpu_host.memory_errors, gpu_host.clocks)
+    checks = (gpu_settings.persistence, gpu_settings.mig, gpu_settings.memory_errors, gpu_settings.clocks)
     found = [check(report) for check in checks]
     assert {"ok"} == {finding.state for finding in found}
     assert ["not reported by these GPUs"] * 2 == [found[0].detail, found[2].detail]
@@ -152,7 +150,7 @@ def test_what_a_gpu_does_not_report_is_no_problem(none):
 
 
 def test_one_gpu_alone_of_its_model_is_named_as_a_list():
-    assert gpu_host.models(changed("name", *"abcdefgh")[:2]).fix.endswith("--gpus 0,")
+    assert gpu_settings.models(changed("name", *"abcdefgh")[:2]).fix.endswith("--gpus 0,")
 
 
 @pytest.mark.parametrize("text", ["", "No devices were found", "a, b\n1, 2\nUnable to determine the device handle\n"])
@@ -165,7 +163,7 @@ def test_nvidia_smi_without_a_gpu_is_the_only_finding(docker, tmp_path):
     program = tmp_path / "bin" / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "No devices were found"\nexit 6\n')
     program.chmod(0o755)
-    (found,) = gpu_host.examine()
+    (found,) = gpu_settings.examine()
     assert ("warning", "nvidia-smi reports none: No devices were found") == (found.state, found.detail)
 
 
@@ -178,7 +176,7 @@ def test_fields_that_a_driver_does_not_know_are_left_out(docker, tmp_path):
         "exit 2;;\n*) echo 'index, name, power.limit [W]'; echo '0, H100, 700.00';;\nesac\n"
     )
     program.chmod(0o755)
-    assert (0, "index, name, power.limit [W]\n0, H100, 700.00\n") == gpu_host.query()
+    assert (0, "index, name, power.limit [W]\n0, H100, 700.00\n") == gpu_settings.query()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,7 @@ def test_fields_that_a_driver_does_not_know_are_left_out(docker, tmp_path):
     [(2**30, "ok", "1.0 GiB"), (64 * 2**20, "warning", "has 64 MiB"), (0, "warning", "0 MiB")],
 )
 def test_shared_memory_must_be_enough_for_nccl(size, state, detail):
-    found = gpu_host.shared_memory(size)
+    found = gpu_settings.shared_memory(size)
     assert state == found.state
     assert detail in found.detail
 
@@ -201,7 +199,7 @@ def test_shared_memory_must_be_enough_for_nccl(size, state, detail):
     ],
 )
 def test_the_toolkit_must_be_there_and_known_to_the_engine(version, ways, state, detail, fix):
-    found = gpu_host.device_requests(version, ways)
+    found = gpu_settings.container_toolkit(version, ways)
     assert state == found.state
     assert detail in found.detail
     assert found.fix.startswith(fix)
@@ -237,7 +235,7 @@ def test_an_image_that_is_not_built_is_reported_with_its_command(docker, nvidia_
 def test_a_container_that_hangs_is_removed(docker, nvidia_smi, monkeypatch):
     calls = docker(engine_that(run="exec /bin/sleep 600"))
     nvidia_smi("8-h100-nvswitch")
-    monkeypatch.setattr(inside, "INSIDE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(gpu_image, "PROBE_TIMEOUT_S", 0.5)
     found = examine()["gpu image"]
     assert ("failed", True) == (found.state, "docker run did not answer in 0.5 s" in found.detail)
     (run,) = (call for call in calls.read_text().splitlines() if call.startswith("run "))
@@ -258,7 +256,7 @@ def test_a_container_that_hangs_is_removed(docker, nvidia_smi, monkeypatch):
     ],
 )
 def test_what_a_container_sees_is_judged(code, report, state, detail):
-    found = inside.judge(code, "a warning\n" + json.dumps(SEEN | report), 8)
+    found = gpu_image.judge_image(code, "a warning\n" + json.dumps(SEEN | report), 8)
     assert state == found.state
     assert detail in found.detail
 
@@ -273,25 +271,25 @@ def test_what_a_container_sees_is_judged(code, report, state, detail):
     ],
 )
 def test_a_container_without_a_report_is_a_failure(code, text, detail):
-    found = inside.judge(code, text, 1)
+    found = gpu_image.judge_image(code, text, 1)
     assert "failed" == found.state
     assert detail in found.detail
 
 
 def test_an_engine_that_may_not_lift_limits_is_not_to_be_configured():
     text = "docker: Error response from daemon: error setting rlimit type 8: operation not permitted: unknown"
-    assert "CAP_SYS_RESOURCE" in inside.judge(125, text, 1).fix
-    assert "nvidia-ctk" in inside.judge(125, "docker: no device driver", 1).fix
+    assert "CAP_SYS_RESOURCE" in gpu_image.judge_image(125, text, 1).fix
+    assert "nvidia-ctk" in gpu_image.judge_image(125, "docker: no device driver", 1).fix
 
 
 def test_what_runs_inside_reports_a_place_without_cuda_too():
-    done = subprocess.run([sys.executable, "-c", inside.INSIDE], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", gpu_image._PROBE], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     lacking = [name for name in ("libcudart.so.12", "libcudnn.so.9", "libnccl.so.2") if not loads(name)]
     assert lacking == [why.partition(":")[0] for why in report["missing"]]
     assert report["shared_bytes"] > 0
     if lacking:
-        found = inside.judge(0, done.stdout.strip(), 1)
+        found = gpu_image.judge_image(0, done.stdout.strip(), 1)
         assert ("failed", True) == (found.state, "do not load" in found.detail)
 
 

@@ -1,4 +1,4 @@
-"""What `doctor` finds on a machine with GPUs: their driver and settings, and NVIDIA's container toolkit."""
+"""Findings of `doctor` on a machine with GPUs: their driver and settings, and NVIDIA's container toolkit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from cluster.contract.findings import Finding
-from cluster.host.checks.gpu import inside
-from cluster.host.checks.gpu.inside import MIN_SHARED_BYTES, SHARED_MEMORY
+from cluster.host.checks import gpu_image
+from cluster.host.checks.gpu_image import MIN_SHARED_BYTES, SHARED_MEMORY
 from cluster.host.gpu import devices
 from cluster.host.image import engine
-from cluster.host.runtime import toolkit
 from cluster.system import processes
 
 # CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"
@@ -64,14 +63,14 @@ def examine() -> list[Finding]:
         return [Finding("gpus", "warning", f"nvidia-smi reports none: {why}", fix)]
     # A process sees a single instance of a GPU that is split into instances, not as many GPUs as there are.
     split = any(_value(gpu, "mig.mode.current") == "Enabled" for gpu in gpus)
-    able = inside.ways() if engine.probe().ready else None
+    able = gpu_image.device_requests() if engine.probe().ready else None
     return [
         models(gpus),
         driver(gpus),
         *(check(gpus) for check in (persistence, mig, memory_errors, clocks)),
         shared_memory(_shared_bytes()),
-        device_requests(_toolkit_version(), able),
-        inside.look(able or [], 1 if split else len(gpus)),
+        container_toolkit(_toolkit_version(), able),
+        gpu_image.examine_image(able or [], 1 if split else len(gpus)),
     ]
 
 
@@ -181,7 +180,7 @@ def shared_memory(size: int) -> Finding:
     return Finding("shared memory", "ok", f"{SHARED_MEMORY} has {size / 2**30:.1f} GiB")
 
 
-def device_requests(version: str, able: list[str] | None) -> Finding:
+def container_toolkit(version: str, able: list[str] | None) -> Finding:
     """Report whether NVIDIA's container toolkit is installed and the engine uses it.
 
     Args:
@@ -193,7 +192,7 @@ def device_requests(version: str, able: list[str] | None) -> Finding:
         return Finding(check, "warning", f"{found}, and no engine that could use it", "install Docker Engine")
     if able:
         return Finding(check, "ok", f"{found}; the engine supports --gpu-runtime {', '.join(able)}")
-    fix = toolkit.CONFIGURE if version else f"install NVIDIA's container toolkit, then {toolkit.CONFIGURE}"
+    fix = devices.CONFIGURE if version else f"install NVIDIA's container toolkit, then {devices.CONFIGURE}"
     return Finding(check, "failed", f"{found}; the engine has neither its runtime nor its CDI devices", fix)
 
 
