@@ -22,14 +22,15 @@ LOCKS = ("host", "train-cpu", "tensorboard")
 
 
 def examine(port: int = tensorboard.PORT) -> list[Finding]:
-    """Return what this machine has and lacks. Nothing is changed, and only `gpu_settings` starts a container."""
-    machine = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
-    found = [each for runtime in registry.RUNTIMES.values() for each in runtime.examine()]
-    return [*machine, *found, *gpu_settings.examine()]
+    """Return the findings about this machine. Nothing is changed, and only `gpu_settings` starts a container."""
+    found = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
+    for runtime in registry.RUNTIMES.values():
+        found += runtime.examine()
+    return found + gpu_settings.examine()
 
 
 def look(*, bandwidth: bool = False, gpus: str = "", runtime: str = "") -> dict[str, Any]:
-    """Return what this machine has and lacks, as `invoke doctor --json` shows it.
+    """Return the output of `invoke doctor --json`.
 
     Args:
         runtime: whose nodes are examined, too; empty for none.
@@ -40,13 +41,16 @@ def look(*, bandwidth: bool = False, gpus: str = "", runtime: str = "") -> dict[
         raise UsageError(
             f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
         )
-    measured = [gpu_image.examine_bandwidth(gpus)] if bandwidth else []
-    remote = registry.get(runtime).examine_hosts(folders.runs_dir(), folders.data_dir()) if runtime else []
-    return report([*examine(), *remote, *measured])
+    found = examine()
+    if runtime:
+        found += registry.get(runtime).examine_hosts(folders.runs_dir(), folders.data_dir())
+    if bandwidth:
+        found.append(gpu_image.examine_bandwidth(gpus))
+    return report(found)
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:
-    """Return the findings, and whether none must be mended."""
+    """Return the findings, and whether none has failed."""
     return {"ok": all(f.state != "failed" for f in findings), "findings": [asdict(f) for f in findings]}
 
 

@@ -29,7 +29,7 @@ _CREDENTIALS = re.compile(r"//[^/@\s]*@")
 
 
 def look() -> dict[str, str]:
-    """Return what a bug report needs of this machine, as `invoke env --json` shows it."""
+    """Return the output of `invoke env --json`: facts of this machine for a bug report."""
     found = {
         "tf-cluster": checkout.revision("runs", "data") or "not a git checkout",
         "python": f"{platform.python_version()} ({platform.python_implementation()})",

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cluster.contract import spec
 from cluster.contract.findings import Finding
@@ -204,16 +205,9 @@ def _run_measurement(placed: Placement) -> tuple[int, str]:
     except PrerequisiteError as error:
         raise PrerequisiteError(f"{missing}, and this environment has no TensorFlow with CUDA") from error
     environment = os.environ | visible(placed, "chief")
+    how: dict[str, Any] = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
     try:
-        done = subprocess.run(
-            [sys.executable, *words],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-            timeout=BANDWIDTH_TIMEOUT_S,
-            check=False,
-        )
+        done = subprocess.run([sys.executable, *words], timeout=BANDWIDTH_TIMEOUT_S, check=False, **how)
     except subprocess.TimeoutExpired:
         return 124, f"it did not end in {BANDWIDTH_TIMEOUT_S:g} s"
     return done.returncode, (done.stderr if done.returncode else done.stdout).strip()

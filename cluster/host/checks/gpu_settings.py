@@ -23,36 +23,22 @@ MIN_DRIVER = "525.60.13"
 WHOLE_DRIVER = "555.42.02"
 """For all of CUDA 12.5."""
 
-FIELDS = (
-    "index",
-    "name",
-    "driver_version",
-    "mig.mode.current",
-    "persistence_mode",
-    "ecc.mode.current",
-    "ecc.errors.uncorrected.volatile.total",
-    "clocks.max.sm",
-    "clocks.applications.graphics",
-    "power.limit",
-)
 ALIKE = {
     "clocks.max.sm": "highest clock",
     "clocks.applications.graphics": "application clock",
     "power.limit": "power limit",
 }
 """Settings that should not differ between GPUs of one model: a synchronous step takes as long as the slowest."""
+ERRORS = "ecc.errors.uncorrected.volatile.total"
+FIELDS = ("index", "name", "driver_version", "mig.mode.current", "persistence_mode", "ecc.mode.current", ERRORS, *ALIKE)
 _UNKNOWN = re.compile(r'Field "([^"]+)" is not a valid field to query')
-
 
 Settings = Sequence[Mapping[str, str]]
 """The settings of each GPU as `nvidia-smi` reports them, by the names of its fields."""
 
 
 def examine() -> list[Finding]:
-    """Return what this machine has and lacks for GPUs.
-
-    Nothing is changed; one container is started, which examines itself and is removed.
-    """
+    """Return the findings about GPUs. Nothing is changed; one container examines itself and is removed."""
     if shutil.which("nvidia-smi") is None:
         return [Finding("gpus", "ok", "none: no nvidia-smi on this machine")]
     code, text = query()
@@ -89,7 +75,7 @@ def query() -> tuple[int, str]:
 
 
 def settings(text: str) -> Settings:
-    """Parse the output of `nvidia-smi --query-gpu`, without the units in its header; empty if it is no table."""
+    """Parse the output of `nvidia-smi --query-gpu`, without the units in its header; empty unless it is a table."""
     head, *lines = [line for line in text.splitlines() if line.strip()] or [""]
     names = [name.split("[")[0].strip() for name in head.split(",")]
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
@@ -138,18 +124,16 @@ def mig(gpus: Settings) -> Finding:
 
 
 def memory_errors(gpus: Settings) -> Finding:
-    """Report errors in the GPUs' memory, and GPUs without ECC beside others that have it."""
+    """Report errors in the GPUs' memory, and GPUs without ECC next to others that have it."""
     check = "gpu ecc"
-    counter = "ecc.errors.uncorrected.volatile.total"
-    if bad := _where(gpus, counter, lambda number: number.isdigit() and int(number) > 0):
+    if bad := _where(gpus, ERRORS, lambda number: number.isdigit() and int(number) > 0):
         fix = "restart the machine; if they come back, have the GPU replaced"
         return Finding(check, "failed", f"GPU {bad} had uncorrected memory errors since the driver was loaded", fix)
     modes = {_value(gpu, "ecc.mode.current") for gpu in gpus}
     if "Disabled" in modes:
         off = _where(gpus, "ecc.mode.current", lambda mode: mode == "Disabled")
-        return Finding(
-            check, "warning", f"off on GPU {off}: memory errors go unnoticed", "sudo nvidia-smi -e 1, then restart it"
-        )
+        detail = f"off on GPU {off}: memory errors go unnoticed"
+        return Finding(check, "warning", detail, "sudo nvidia-smi -e 1, then restart it")
     return Finding(check, "ok", _common(gpus, "ecc.mode.current", "on, no uncorrected error", {"Enabled"}))
 
 

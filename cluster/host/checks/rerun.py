@@ -52,11 +52,9 @@ class Verdict:
         weights = "the final weights are the same bits" if self.same_weights else "the final weights differ"
         if self.verdict == "identical":
             return [f"identical: {losses} and the final weights are the same bits"]
-        far = (
-            "the losses are the same"
-            if self.from_step is None
-            else (f"the losses differ by up to {self.max_relative:.1e} (relative), from step {self.from_step} on")
-        )
+        far = "the losses are the same"
+        if self.from_step is not None:
+            far = f"the losses differ by up to {self.max_relative:.1e} (relative), from step {self.from_step} on"
         first = f"{self.verdict}: {far} over {counted(self.steps_compared, 'logged step')}; {weights}"
         return [first, *(f"differs: {difference}" for difference in self.differences)]
 
@@ -139,7 +137,7 @@ def exit_code(verdict: Verdict | None) -> int:
 
 @plain_lines
 def lines(second: RunFolder, verdict: Verdict | None) -> list[str]:
-    """Return what is printed of a run that was made again."""
+    """Return the lines that the command prints about a run that was made again."""
     folder = short_path(second.path)
     if verdict is None:
         return ended_lines(second, folder)
@@ -154,7 +152,7 @@ def to_json(second: RunFolder, verdict: Verdict | None) -> dict[str, Any]:
 def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
     for run in (first, second):
         for change in membership.changes(run):
-            yield f"tasks: {run.name} went on {change}"
+            yield f"tasks: {run.name} continued {change}"
     ones, others = (dict(_flat(manifest.read(run))) for run in (first, second))
     same_code = all(ones.get(key, "") == others.get(key) for key in CODE_HASHES)
     expected = (*EXPECTED, "code") if same_code else EXPECTED

@@ -1,6 +1,6 @@
 """Short real trainings with every strategy and both loops: whether each trains, and whether their results agree.
 
-Each is an `invoke up` of its own, one after the other, in a temporary folder of runs.
+Each is a separate `invoke up`, one after the other, in a temporary folder of runs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Case:
 
     @property
     def kind(self) -> Strategy:
-        """The strategy's record."""
         return STRATEGIES[self.strategy]
 
     @property
@@ -72,7 +71,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return f"{self.strategy}-{self.loop}"
 
 
@@ -101,11 +99,7 @@ class Ended:
 
 
 def examine(log: Callable[[str], object]) -> list[Row]:
-    """Run every case; return its row, as `invoke verify --json` shows it.
-
-    Args:
-        log: called with a line of text whenever a case has ended.
-    """
+    """Run every case, log a line about each, and return its row of `invoke verify --json`."""
     deadline, reference = time.monotonic() + LIMIT_S, None
     rows: list[Row] = []
     same: dict[str | None, Case] = {}
@@ -172,13 +166,7 @@ def command(case: Case) -> list[str]:
 
 
 def judge(case: Case, ended: Ended, reference: Ended | None) -> Row:
-    """Return a case's row.
-
-    Args:
-        case: what was run.
-        ended: how that ended.
-        reference: how the first case ended; None where that failed.
-    """
+    """Return the row of a case that ended so; the reference is None where the first case failed."""
     parity = None
     if case.kind.hardware and ended.code == EXIT_PREREQUISITE:
         status, detail = UNVERIFIED, ended.problem
@@ -204,18 +192,11 @@ def judge(case: Case, ended: Ended, reference: Ended | None) -> Row:
 
 def lines(rows: list[Row]) -> list[str]:
     """Return the rows as a table for a terminal."""
-    shown = [
-        (
-            row["strategy"],
-            row["loop"],
-            row["keras"] or "-",
-            row["status"],
-            "-" if row["parity"] is None else f"{row['parity']:.1e}",
-            row["detail"],
-        )
-        for row in rows
-    ]
-    return columns([("STRATEGY", "LOOP", "KERAS", "STATUS", "PARITY", "DETAIL"), *shown], right=(4,))
+    shown = [("STRATEGY", "LOOP", "KERAS", "STATUS", "PARITY", "DETAIL")]
+    for row in rows:
+        parity = "-" if row["parity"] is None else f"{row['parity']:.1e}"
+        shown.append((row["strategy"], row["loop"], row["keras"] or "-", row["status"], parity, row["detail"]))
+    return columns(shown, right=(4,))
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -225,14 +206,9 @@ def table(rows: list[Row]) -> list[str]:
         parity = "reference" if case == CASES[0] else f"within {PARITY:.0e}".replace("e-0", "e-")
         if not case.kind.synchronous:
             parity = f"asynchronous: within {BAND:.0%}"
-        cells = [
-            row["strategy"],
-            row["loop"],
-            row["keras"] or "-",
-            row["status"],
-            parity if row["status"] == OK else "-",
-        ]
-        lines.append(f"| `{case.options}` | {' | '.join(cells)} |")
+        keras, parity = row["keras"] or "-", parity if row["status"] == OK else "-"
+        cells = [f"`{case.options}`", row["strategy"], row["loop"], keras, row["status"], parity]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

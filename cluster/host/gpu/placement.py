@@ -38,7 +38,7 @@ class GpuRequest:
     """How many in all; 0: as many as there are, or as `per_task` makes."""
     per_task: int = 0
     partial: bool = False
-    """Whether some of `ids` may be left over, as when a run goes on with fewer tasks."""
+    """Whether some of `ids` may be left over, as when a run continues with fewer tasks."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Placement:
     ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Each task's; a task that is not in it gets none."""
     requested: str = ""
-    """`--gpus` as typed, for when the run goes on."""
+    """`--gpus` as typed, for when the run is resumed."""
     device_request: str = DEVICE_REQUEST
     nccl_debug: str = NCCL_LEVEL
     notes: tuple[str, ...] = ()
     memory_bytes: int = 0
-    """Of the smallest GPU; 0: not known."""
+    """Memory of the smallest GPU; 0: not known."""
 
     @property
     def accelerator(self) -> str:
@@ -88,10 +88,9 @@ class Placement:
         return {RECORD: {task: list(ids) for task, ids in self.ids.items()}} if self.ids else {}
 
     def to_json(self) -> dict[str, str]:
-        """Return what a resumed run keeps; empty if it has no GPUs."""
-        return (
-            {"gpus": self.requested, "runtime": self.device_request, "nccl_debug": self.nccl_debug} if self.ids else {}
-        )
+        """Return the record that a resumed run inherits; empty if it has no GPUs."""
+        found = {"gpus": self.requested, "runtime": self.device_request, "nccl_debug": self.nccl_debug}
+        return found if self.ids else {}
 
 
 def ids_in(compose: Mapping[str, Any]) -> list[str]:
@@ -100,7 +99,7 @@ def ids_in(compose: Mapping[str, Any]) -> list[str]:
 
 
 def parse(gpus: str, per_task: str) -> GpuRequest | None:
-    """Return what `--gpus` and `--gpus-per-task` request; None if that is no GPU at all."""
+    """Parse `--gpus` and `--gpus-per-task`; None if they request none."""
     words = [f"--gpus {gpus}"] * bool(gpus) + [f"--gpus-per-task {per_task}"] * bool(per_task)
     each = parse_count("gpus-per-task", per_task, 1, MAX_DEVICES) if per_task else 0
     request = GpuRequest(" ".join(words), per_task=each)
@@ -123,25 +122,26 @@ def parse(gpus: str, per_task: str) -> GpuRequest | None:
     return replace(request, ids=tuple(ids))
 
 
-def inherit(recorded: Mapping[str, str], per_task: int) -> GpuRequest | None:
-    """Return the request of a resumed run: as many GPUs for each task, from the same ones if it named them."""
+def requested(gpus: str, per_task: str, recorded: Mapping[str, Any], previous_devices: int) -> GpuRequest | None:
+    """Return the present request, or else that of the resumed run."""
+    if gpus or per_task:
+        return parse(gpus, per_task)
     if not recorded:
         return None
+    # As many GPUs for each task as before, from the same ones if the run named them.
     previous = parse(recorded["gpus"], "")
-    text = f"--gpus {recorded['gpus']}" if recorded["gpus"] else f"--gpus-per-task {per_task}"
-    return GpuRequest(f"{text} of the run", previous.ids if previous else (), per_task=per_task, partial=True)
+    text = f"--gpus {recorded['gpus']}" if recorded["gpus"] else f"--gpus-per-task {previous_devices}"
+    ids = previous.ids if previous else ()
+    return GpuRequest(f"{text} of the run", ids, per_task=previous_devices, partial=True)
 
 
 def device_handling(runtime: str, nccl_debug: str) -> tuple[str, str]:
     """Return `--gpu-runtime` and `--nccl-debug`, or their defaults."""
-    given = {
-        "gpu-runtime": (runtime or DEVICE_REQUEST, DEVICE_REQUESTS),
-        "nccl-debug": ((nccl_debug or NCCL_LEVEL).upper(), NCCL_LEVELS),
-    }
-    for name, (value, known) in given.items():
+    runtime, nccl_debug = runtime or DEVICE_REQUEST, (nccl_debug or NCCL_LEVEL).upper()
+    for name, value, known in (("gpu-runtime", runtime, DEVICE_REQUESTS), ("nccl-debug", nccl_debug, NCCL_LEVELS)):
         if value not in known:
             raise UsageError(f"--{name} {value!r}: expected one of {', '.join(known)}{nearest(value, known)}")
-    return given["gpu-runtime"][0], given["nccl-debug"][0]
+    return runtime, nccl_debug
 
 
 def place(
@@ -171,12 +171,11 @@ def place(
 
 def _named(request: GpuRequest, machine: Machine) -> list[Gpu]:
     known = {gpu.id: gpu for gpu in (*machine.gpus, *machine.instances)}
-    for name in request.ids:
-        if name not in known:
-            there = ", ".join(known)
-            raise UsageError(
-                f"{request.text}: there is no GPU {name} here; this machine has {there}: name some of these"
-            )
+    if unknown := [name for name in request.ids if name not in known]:
+        raise UsageError(
+            f"{request.text}: there is no GPU {unknown[0]} here; this machine has {', '.join(known)}: name some of "
+            "these"
+        )
     named = [gpu for gpu in known.values() if gpu.id in request.ids]
     _refuse_mig(request, [gpu for gpu in named if gpu.mig])
     return named
@@ -232,9 +231,7 @@ def _count(request: GpuRequest, available: int, num_tasks: int) -> int:
         )
     if count % num_tasks:
         fewer, more = count // num_tasks * num_tasks, (count // num_tasks + 1) * num_tasks
-        fits = " or ".join(
-            str(number) for number in (fewer, more) if 0 < number and (number <= available or request.ids)
-        )
+        fits = " or ".join(str(number) for number in (fewer, more) if number and (number <= available or request.ids))
         use = ("name " if request.ids else "use --gpus ") + fits if fits else "use fewer workers"
         raise UsageError(
             f"{request.text}: {tasks} cannot share {counted(count, 'GPU')} evenly, and would wait for each other; {use}"
@@ -291,10 +288,3 @@ def _models(gpus: Sequence[Gpu]) -> str:
     for gpu in gpus:
         found.setdefault(gpu.model, []).append(gpu.id)
     return "; ".join(f"{model}: {','.join(ids)}" for model, ids in found.items())
-
-
-def requested(gpus: str, per_task: str, recorded: Mapping[str, Any], previous_devices: int) -> GpuRequest | None:
-    """Return what is requested now, or else what the resumed run was started with."""
-    if gpus or per_task:
-        return parse(gpus, per_task)
-    return inherit(recorded, previous_devices)

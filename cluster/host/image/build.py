@@ -24,7 +24,7 @@ def build(sh: Callable[[str], object], accelerator: str = "cpu", *, renew: bool 
     Args:
         sh: runs commands.
         accelerator: of the tasks' image.
-        renew: whether they are built anew where they are not current; otherwise only where the tasks' is gone, so that
+        renew: whether they are built where they are not current; otherwise only where the tasks' is gone, so that
             more tasks of a run are like the first.
     """
     if not renew and engine.ask("image", "inspect", images.train_image(accelerator))[0] == 0:

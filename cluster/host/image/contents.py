@@ -132,7 +132,7 @@ def member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
     """Open a file of an archive."""
     stream = archive.extractfile(name)
     if stream is None:
-        raise ValueError(f"{name} is no file")
+        raise ValueError(f"{name} is not a file")
     return stream
 
 

@@ -59,7 +59,7 @@ def probe() -> Answer:
 
 
 def fix(detail: str) -> str:
-    """Return what to do about an engine that cannot be used, given the reason."""
+    """Return the remedy for an engine that cannot be used, given the reason."""
     said = detail.lower()
     if "permission denied" in said or "may not be run" in said:
         return "let this user use Docker (`sudo usermod -aG docker $USER`, then log in again)"

@@ -60,7 +60,7 @@ class Base:
 def name(image: str, accelerator: str) -> str:
     """Return the name of one of `IMAGES`."""
     if image not in IMAGES:
-        raise UsageError(f"--image {image!r} is no image{nearest(image, IMAGES)}")
+        raise UsageError(f"--image {image!r} is unknown{nearest(image, IMAGES)}")
     return train_image(accelerator) if image == "train" else tensorboard_image()
 
 
@@ -82,7 +82,7 @@ def train_image(accelerator: str) -> str:
 
 
 def default_base(requested: str = "") -> Base:
-    """Return what to build from: the requested image, $BASE_IMAGE, or else the first of these that exists.
+    """Return the base to build from: the requested image, $BASE_IMAGE, or else the first of these that exists.
 
     Images on this engine come first, so that a machine without a registry waits for one only once; then the official
     Python image, pinned to the digest that its tag has now; then a Debian base that `base_commands` makes.
@@ -239,7 +239,7 @@ def _labels(base: Base, date_s: int) -> dict[str, str]:
 
 
 def inspect(image: str) -> dict[str, str]:
-    """Return what the manifest records of an image: its name, id, revision, base and the base's digest.
+    """Return the record of an image in the manifest: its name, id, revision, base and the base's digest.
 
     A base that was never in a registry has no digest there; the digest of its content stands for it.
     """

@@ -1,6 +1,6 @@
 """`invoke image.reproduce`: build an image again from nothing, and compare it file by file.
 
-Both builds have tags of their own, which are removed again: no image in use is replaced or deleted.
+Both builds have separate tags, which are removed again: no image in use is replaced or deleted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Verdict:
 def chosen(image: str, against: str) -> tuple[str, ...]:
     """Return which images are to be built."""
     if image not in (*images.IMAGES, BOTH):
-        raise UsageError(f"--image {image!r} is no image{nearest(image, (*images.IMAGES, BOTH))}")
+        raise UsageError(f"--image {image!r} is unknown{nearest(image, (*images.IMAGES, BOTH))}")
     if image == BOTH and against:
         raise UsageError(f"--against {against!r} is one image; say which one it is: --image train or tensorboard")
     return images.IMAGES if image == BOTH else (image,)

@@ -158,7 +158,7 @@ class ContainerRuntime(Runtime):
         return images.inspect(images.train_image(work.accelerator))
 
     def containers(self, work: Workload, environment: Mapping[str, str | None]) -> Containers:
-        """Return what the containers of a run need from their host, once they can read that and nothing hidden."""
+        """Return the needs of a run's containers from their host, once they can read that and nothing hidden."""
         payload = work.payload
         compose_services.check_readable(payload, task_user())
         provenance.check_hidden([work.run.path.parent, work.data_dir, *(folder for folder, _ in payload.mounts())])

@@ -1,7 +1,7 @@
 """The cluster as Compose services: what a container is, which files its user may read, and the commands on it.
 
 `compose/templates.yaml` holds how a task runs, `compose/compose.yaml` what all runs share; the overlay adds one
-explicit service a task. A scaled service would not do: its replicas have no index of their own.
+explicit service a task. A scaled service would not do: its replicas have no index.
 """
 
 from __future__ import annotations

@@ -35,13 +35,7 @@ SLOW_MB_S = 50.0
 
 @dataclass(frozen=True)
 class Fixes:
-    """What to do where something is missing.
-
-    Attributes:
-        silent: a host does not answer.
-        data: it does not see the data.
-        network: it does not reach another.
-    """
+    """What to do where a host does not answer, does not see the data or does not reach another."""
 
     silent: str
     data: str
@@ -67,23 +61,20 @@ def judge(
         found = Finding("hosts", "ok", f"{len(hosts)} run the agent and see the folder of runs")
     if not reports:
         return [found]
-    blind = sorted(each["node"] for each in reports if not each["data"])
     data = Finding("data on hosts", "ok", "its folder is there")
-    if blind:
+    if blind := sorted(each["node"] for each in reports if not each["data"]):
         data = Finding("data on hosts", "failed", f"not on {', '.join(blind)}", fixes.data)
     if missing:  # whom the others do not reach either
         return [found, data]
-    unreached = [f"{each['node']}: {each['unreached']}" for each in reports if each["unreached"]]
     network = Finding("network of hosts", "ok", "every host reaches every other")
-    if unreached:
+    if unreached := [f"{each['node']}: {each['unreached']}" for each in reports if each["unreached"]]:
         network = Finding("network of hosts", "failed", unreached[0], fixes.network)
-    return [found, data, network, *_links([each for each in reports if "skew_s" in each])]
+    measured = [each for each in reports if "skew_s" in each]
+    return [found, data, network, *(_links(measured) if measured else [])]
 
 
 def _links(reports: Collection[Mapping[str, Any]]) -> list[Finding]:
-    """Return what is found of the folder that hosts share, their clocks, and the bandwidth between them."""
-    if not reports:
-        return []
+    """Return the findings about the folder that hosts share, their clocks, and the bandwidth between them."""
     lag_s = max(each["lag_s"] for each in reports)
     folder = Finding("shared folder", "ok", f"each host shows within {lag_s:.1f} s what another writes")
     if lag_s > LAG_S:
@@ -105,7 +96,7 @@ SLURM_BUSY_S = 60
 """How long the nodes may be busy before the check gives up."""
 SLURM_STEP_S = 240.0
 OURS = "error: "
-"""How a line of this checkout's own begins; those of Slurm name the program first."""
+"""Start of a line that this checkout prints; those of Slurm name the program first."""
 SLURM_JOIN_S = 20.0
 """How long each node waits for the others to see the folder of the check."""
 SLURM_FIXES = Fixes(
@@ -116,7 +107,7 @@ SLURM_FIXES = Fixes(
 
 
 def examine_slurm(runs_dir: Path, data_dir: Path) -> list[Finding]:
-    """Return what the nodes have, each with its fix."""
+    """Return the findings about the nodes of a Slurm cluster, from one short step on all of them."""
     code, printed, complained = processes.run(
         ["sinfo", "--Node", "--noheader", "--format=%N", "--responding"], SLURM_STEP_S
     )
@@ -135,7 +126,7 @@ def examine_slurm(runs_dir: Path, data_dir: Path) -> list[Finding]:
 
 
 def _slurm_step(run: RunFolder, data_dir: Path, count: int) -> tuple[list[dict[str, Any]], str]:
-    """Return what the nodes say, and the last line of what Slurm says beside that."""
+    """Return the reports of the nodes, and the most telling error that was printed."""
     command = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--immediate={SLURM_BUSY_S}"]
     command += ["--time=5", "--job-name=tf-cluster-check", f"--chdir={ROOT}"]
     command += [f"--export=PATH,HOME,RUN_DIR={run.path},DATA_DIR={data_dir},RENDEZVOUS_TIMEOUT_S={SLURM_JOIN_S:g}"]
@@ -162,7 +153,7 @@ SWARM_FIXES = Fixes(
 
 
 def examine_swarm(runs_dir: Path, data_dir: Path) -> list[Finding]:
-    """Return what the hosts have, each with its fix."""
+    """Return the findings about the hosts of a Swarm, from a service on each of them that ends at once."""
     try:
         usable = [node for node in swarm_stack.list_nodes() if node.usable]
     except PrerequisiteError as error:
@@ -211,7 +202,7 @@ def _check_stack(
 def _swarm_answers(
     run: RunFolder, name: str, places: dict[str, swarm_stack.Node]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return what the tasks found, and why those of other hosts did not answer."""
+    """Return the reports of the tasks, and why those of other hosts did not answer."""
     deadline, ended_at = time.monotonic() + SWARM_ANSWER_S, float("inf")
     while True:
         reports = {task: found for task in places if (found := read_json(run.probe(task), None))}

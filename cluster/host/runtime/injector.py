@@ -57,7 +57,7 @@ class FaultInjector(ABC):
         getattr(self, kind)(task, *(["agent"] if whole else []))
 
     def processes(self, task: str) -> dict[str, dict[str, int]]:
-        """Return what identifies a task's `agent` and `program`, as the task itself sees them."""
+        """Return the identities of a task's `agent` and `program`, as the task itself sees them."""
         found = records.read(self._run.programs(task), records.programs, None)
         if found is None:
             raise UsageError(f"{task} has no program yet: wait until it trains")

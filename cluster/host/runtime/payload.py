@@ -34,7 +34,7 @@ class Payload:
     packages: Path | None = None
     """The folder with the packages of `requirements`."""
     separate_chief: bool = False
-    """Whether the script's TF_CONFIG has a chief beside the workers, and not workers alone, as most scripts expect."""
+    """Whether the script's TF_CONFIG has a chief and workers, and not workers alone, as most scripts expect."""
     env: tuple[str, ...] = ()
     """`--env` as typed: variables that the tasks get besides."""
     secrets: Mapping[str, Path] = field(default_factory=dict)

@@ -4,7 +4,7 @@ Memory: without `--memory` the tasks of a run share nine tenths of the machine's
 the engine and its callers. Swap is off: a task that swaps would slow down all tasks that wait for it.
 
 Network: TensorFlow's servers listen on every interface and ask for no password, and nothing in TensorFlow changes that.
-So local tasks get a network of their own where the machine allows one, and a warning where they do not.
+So local tasks get a private network where the machine allows one, and a warning where they do not.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_free_memory(num_tasks: int, ending: int = 0) -> None:
 
 
 def memory_of_containers(requested: str, num_tasks: int, total_bytes: int) -> Memory:
-    """Return what each of a run's containers may use: what was requested, or its share of the machine's memory."""
+    """Return the limit of each of a run's containers: the requested one, or its share of the machine's memory."""
     return Memory(requested, parse_memory(requested) or int(total_bytes * SHARED) // num_tasks, total_bytes)
 
 
@@ -111,7 +111,7 @@ class Network:
     """`private`, of the tasks alone; `encrypted`, the same over several hosts; `egress`, the same with a way out; or
     `host`, this machine's."""
     requested: str = ""
-    """`--network` as typed, for when the run goes on."""
+    """`--network` as typed, for when the run is resumed."""
     warning: str = ""
     """Who can reach the tasks, and why; empty where nobody can."""
 
@@ -152,20 +152,16 @@ def _warning(why: str) -> str:
 
 
 def examine_network() -> Finding:
-    """Return whether local tasks can have a network of their own here."""
+    """Return whether local tasks can have a private network here."""
     refused = namespaces.refusal()
     if refused is None:
         return Finding(CHECK, "ok", "local tasks get one of their own")
-    return Finding(
-        CHECK,
-        "warning",
-        f"local tasks are in this machine's own, for everybody to reach: {refused.why}",
-        f"{refused.fix}; {INSTEAD}",
-    )
+    detail = f"local tasks are in this machine's own, for everybody to reach: {refused.why}"
+    return Finding(CHECK, "warning", detail, f"{refused.fix}; {INSTEAD}")
 
 
 MIN_MINUTES = 5
-"""The shortest time limit that leaves any time to train beside that for saving."""
+"""The shortest time limit that leaves time to train, besides that for saving."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _WORD = re.compile(r"[A-Za-z0-9_.:,@/+-]+")
 _CONSTRAINT = re.compile(r"(node|engine)\.[A-Za-z0-9_.-]+\s*[!=]=\s*[A-Za-z0-9_.:/-]+")
@@ -229,10 +225,9 @@ def minutes(text: str) -> float:
         raise UsageError(
             f"--time {text!r}: expected minutes, hours:minutes:seconds or days-hours:minutes, such as 90 or 2-12:00"
         )
-    days, *parts = (int(part) if part else None for part in match.groups())
-    first, second, third = parts
-    if days is not None:
-        return days * 1440 + (first or 0) * 60 + (second or 0) + (third or 0) / 60
-    if third is not None:
-        return (first or 0) * 60 + (second or 0) + third / 60
-    return (first or 0) + (second or 0) / 60
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1]:
+        return days * 1440 + first * 60 + second + third / 60
+    if match[4]:
+        return first * 60 + second + third / 60
+    return first + second / 60

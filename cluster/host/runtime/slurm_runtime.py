@@ -73,7 +73,7 @@ exit $code
 
 
 def sbatch_options(work: Workload) -> list[str]:
-    """Return what the job of a run requests, as `sbatch` takes it."""
+    """Return the options of `sbatch` for the job of a run."""
     job = work.job
     requested = {
         "job-name": job_name(work.run),
@@ -260,7 +260,7 @@ class Slurm(ScheduledRuntime):
 
 
 def job_name(run: RunFolder) -> str:
-    """Return what the run's job is called: readable, and another name for each run folder that a user has."""
+    """Return the name of the run's job: readable, and another one for each run folder that a user has."""
     return f"tf-cluster-{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 
 

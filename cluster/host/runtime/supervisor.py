@@ -108,7 +108,7 @@ START_S = 60.0
 
 
 def start(run: RunFolder) -> None:
-    """Start the run's supervisor in the background, in a session of its own."""
+    """Start the run's supervisor in the background, in a separate session."""
     owned = owner.begin(run, "local")
     with open_file(run.log("supervisor"), "ab") as log:
         supervisor = subprocess.Popen(
@@ -127,10 +127,7 @@ def start(run: RunFolder) -> None:
 
 
 def _environment(run: RunFolder) -> dict[str, str]:
-    """Return what all tasks take over from the caller, and the variables that are the same in every task.
-
-    With these the supervisor imports for all of them.
-    """
+    """Return the variables that are the same in every task: with them the supervisor imports for all of them."""
     how = run.composed
     environments = [task["environment"].items() for task in how.get("tasks", {}).values()]
     same = dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
@@ -201,7 +198,7 @@ class Supervisor:
             beat.start()
         try:
             fork_server.preload(self.preload, self.run)
-        except Exception:  # each task will come upon it by itself, and logs it
+        except Exception:  # each task fails in the same way, and logs it
             traceback.print_exc()
         finally:
             for beat in beats:

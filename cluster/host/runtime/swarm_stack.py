@@ -116,7 +116,7 @@ def _node_resources(value: dict[str, Any]) -> dict[str, float]:
 
 
 def ask_manager(*words: str, timeout_s: float = 30.0) -> str:
-    """Return what the manager's engine answers."""
+    """Return the answer of the manager's engine."""
     code, text = engine.ask(*words, timeout_s=timeout_s)
     if code:
         raise PrerequisiteError(f"docker {' '.join(words[:2])}: {' '.join(text.split())[:300]}")
@@ -188,7 +188,7 @@ SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
 
 @dataclass(frozen=True)
 class Stack:
-    """What a stack needs besides its containers.
+    """What a stack consists of.
 
     Attributes:
         containers: what they need from their hosts.
@@ -210,7 +210,7 @@ def stack_name(run_dir: Any) -> str:
 
 
 def secret_name(stack: str, variable: str) -> str:
-    """Return what the Swarm calls the secret with a variable's value."""
+    """Return the name in the Swarm of the secret with a variable's value."""
     return f"{stack}-{variable}"
 
 

@@ -167,7 +167,7 @@ def _record_path(runs_dir: Path) -> Path:
 
 
 def _record(runs_dir: Path) -> dict[str, Any] | None:
-    """Return what was started; None where nothing was, or the record is damaged."""
+    """Return the record of TensorBoard; None where none was started, or it is damaged."""
     try:
         record = read_json(_record_path(runs_dir), None)
     except (OSError, ValueError):

@@ -72,8 +72,8 @@ def test_a_run_that_went_on_without_a_task_says_so(made):
     first.begin_generation(2, task="worker-0", saved=300)
     differences = rerun.compare(first, second, 0.0).differences
     assert [
-        "tasks: one went on without worker-0 from step 120",
-        "tasks: one went on with worker-0 again from step 300",
+        "tasks: one continued without worker-0 from step 120",
+        "tasks: one continued with worker-0 again from step 300",
     ] == differences
 
 

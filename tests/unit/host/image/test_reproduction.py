@@ -239,7 +239,7 @@ def test_the_exit_code_must_report_whether_they_are_identical(monkeypatch, capsy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image": "trian"}, "'trian' is no image; did you mean 'train'"),
+        ({"image": "trian"}, "'trian' is unknown; did you mean 'train'"),
         ({"accelerator": "tpu"}, "'tpu' has no image"),
         ({"image": "both", "against": "x"}, "--against 'x' is one image"),
     ],
