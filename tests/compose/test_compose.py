@@ -281,7 +281,7 @@ def test_tensorboard_is_published_on_loopback_only(compose_cli, tmp_path):
 
 
 def with_gpus(way: str = "reserve", nccl_debug: str = "WARN") -> dict[str, Any]:
-    """Return what the containers of a chief and one worker get: two GPUs each."""
+    """Return the GPUs of the containers of a chief and one worker: two each."""
     return {"gpus": Placement({"chief": ("0", "1"), "worker-0": ("2", "3")}, "4", way, nccl_debug)}
 
 
@@ -398,7 +398,7 @@ def example(*, gpus: bool) -> str:
     containers = Containers(folder / "runs" / "example", folder / "data", image, "1000:1000", MEMORY_BYTES, **more)
     text = json.dumps(compose_services.overlay(cluster, containers, []), indent=2) + "\n"
     files = json.dumps(f"{FILES}/".replace("$", "$$"))[1:-1]
-    return text.replace(files, "")  # the templates lie beside the example
+    return text.replace(files, "")  # the templates are next to the example
 
 
 @pytest.mark.parametrize(("path", "gpus"), [(EXAMPLE, False), (GPU_EXAMPLE, True)])

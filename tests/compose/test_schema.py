@@ -45,7 +45,7 @@ def complaints(validator: Draft202012Validator, document: Any) -> list[str]:
 
 
 def rendered(topology: dict[str, Any], device_request: str = "", *, scripted: bool = False) -> dict[str, Any]:
-    """Return what a run's `compose.json` holds: a task with GPUs has two, where there is a way to hand them over."""
+    """Return a run's `compose.json`: a task with GPUs has two, where there is a way to hand them over."""
     cluster = spec.build(**topology)
     named = [task.name for task in cluster.tasks if device_request and task.role.value in ("chief", "worker")]
     gpus = Placement({name: (str(2 * at), str(2 * at + 1)) for at, name in enumerate(named)}, "all", device_request)

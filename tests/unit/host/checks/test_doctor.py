@@ -1,4 +1,4 @@
-"""The doctor: every check says what it found and how to mend it."""
+"""The doctor: every check reports what it found, with a fix."""
 
 import socket
 import sys

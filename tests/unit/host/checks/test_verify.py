@@ -18,7 +18,7 @@ from cluster.host.checks import documents as places
 from cluster.host.checks import verify
 from cluster.host.checks.verify import CASES, FAILED, OK, UNVERIFIED, Case, Ended
 from cluster.system import processes
-from cluster.system.errors import ClusterError, RunFailed
+from cluster.system.errors import ClusterError
 
 FAKE_UP = """
 import json, os, pathlib, sys
@@ -44,7 +44,7 @@ def reported(
     loss: float = 2.15,
     **summary: Any,
 ) -> str:
-    """Return what the fake `up` does: its exit code, its words, and the run folder that it leaves."""
+    """Return the behaviour of the fake `up`: its exit code, its words, and the run folder that it leaves."""
     rows: list[dict[str, float]] = [{"step": step, "loss": loss} for step, loss in (losses or LOSSES).items()]
     rows.append({"step": 20, "eval_loss": loss, "eval_accuracy": accuracy})
     ended = {
@@ -79,19 +79,17 @@ def folder(tmp_path, monkeypatch) -> Path:
 def up(monkeypatch) -> dict[str, str]:
     """What each case's `up` does, by its name: all is well but for the TPU, unless a test changes it."""
     does = {case.name: refused(3, f"error: {NO_TPU}") if case.strategy == "tpu" else reported() for case in CASES}
-    monkeypatch.setattr(
-        verify,
-        "command",
-        lambda case: [
-            sys.executable,
-            *(["-c", FAKE_UP, case.name, does[case.name]] if does[case.name] else ["-c", HANG]),
-        ],
-    )
+
+    def command(case: Case) -> list[str]:
+        words = [FAKE_UP, case.name, does[case.name]] if does[case.name] else [HANG]
+        return [sys.executable, "-c", *words]
+
+    monkeypatch.setattr(verify, "command", command)
     return does
 
 
 def judged(case: Case, folder: Path, up: dict[str, str], does: str) -> dict[str, Any]:
-    """Return the row of a case that does this, beside a reference in which all is well."""
+    """Return the row of a case that does this, compared with a good reference."""
     reference = verify.train(ONE, folder, 30)
     up[case.name] = does
     return verify.judge(case, verify.train(case, folder, 30), reference)
@@ -278,9 +276,6 @@ def test_the_table_has_no_number_that_differs_from_machine_to_machine():
     assert "| `--strategy tpu` | TPUStrategy | fit | - | not verified on hardware | - |" == lines[13]
     assert 2 + len(CASES) == len(lines)
     assert lines == verify.table(rows(parity=1e-9, detail="40 s"))
-
-
-def test_a_failed_row_shows_no_parity():
     assert verify.table(rows(status=FAILED, parity=1.0))[5].endswith("| failed | - |")
 
 
@@ -294,19 +289,13 @@ def documents(tmp_path, monkeypatch) -> list[Path]:
     return paths
 
 
-def test_only_the_table_of_a_document_is_renewed(documents):
+def test_only_the_table_of_a_document_is_renewed(documents, monkeypatch):
     for _ in range(2):
-        assert [str(path) for path in documents] == verify.write(rows())
+        assert 0 == invoked(monkeypatch, rows(), write=True)
         for path in documents:
             assert verify.table(rows()) == places.written(path, verify.BEGIN)
             assert path.read_text().startswith(f"before\n{verify.BEGIN}\n| options")
             assert path.read_text().endswith(f"|\n{places.END}\nafter\n")
-
-
-def test_no_table_is_written_where_a_row_failed(documents):
-    with pytest.raises(RunFailed, match="1 row failed, so no table is written"):
-        verify.write(rows(status=FAILED))
-    assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
 def test_a_document_without_a_place_for_the_table_is_reported(documents):
@@ -314,11 +303,6 @@ def test_a_document_without_a_place_for_the_table_is_reported(documents):
     with pytest.raises(ClusterError, match=r"two\.md has no lines"):
         verify.write(rows())
     assert ["old"] == places.written(documents[0], verify.BEGIN)
-
-
-def test_the_document_has_a_row_for_each_case():
-    (strategies,) = (places.written(path, verify.BEGIN) for path in verify.DOCUMENTS)
-    assert [f"| `{case.options}` " for case in CASES] == [line[: line.index("| ", 2)] for line in strategies[2:]]
 
 
 # The task
@@ -344,9 +328,3 @@ def test_a_failed_row_is_exit_code_1_and_writes_nothing(monkeypatch, documents):
     assert 1 == invoked(monkeypatch, rows(status=FAILED))
     assert 1 == invoked(monkeypatch, rows(status=FAILED), write=True)
     assert ["old"] == places.written(documents[0], verify.BEGIN)
-
-
-def test_write_renews_the_documents(monkeypatch, capsys, documents):
-    assert 0 == invoked(monkeypatch, rows(), write=True)
-    assert verify.table(rows()) == places.written(documents[0], verify.BEGIN)
-    assert "one.md and" in capsys.readouterr().err

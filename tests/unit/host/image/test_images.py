@@ -173,7 +173,7 @@ def test_inspecting_a_missing_image_must_report_how_to_build_it(monkeypatch):
 
 
 def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, str]]:
-    """Return what an engine reports of the images that were built from a base."""
+    """Return the labels of the images that were built from a base, as an engine reports them."""
     built = [shlex.split(command) for command in images.build_commands(accelerator, base)]
     names = [next(word[6:] for word in words if word.startswith("--tag=")) for words in built]
     given = [dict(word[8:].split("=", 1) for word in words if word.startswith("--label=")) for words in built]
@@ -272,13 +272,8 @@ def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(base,
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o002, 0o022])
-def test_the_umask_of_a_clone_does_not_decide_what_an_image_is_made_of(umask, tmp_path, monkeypatch):
-    root = ROOT
+def test_the_umask_of_a_clone_does_not_decide_what_an_image_is_made_of(umask, checked_out):
     before = images.inputs_sha256(images.Base("base"))
-    for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
-        copy = shutil.copytree if (root / name).is_dir() else shutil.copy
-        copy(root / name, tmp_path / name)
-    for path in tmp_path.rglob("*"):
+    for path in checked_out.rglob("*"):
         path.chmod((0o777 if path.is_dir() or path.stat().st_mode & 0o100 else 0o666) & ~umask)
-    monkeypatch.setattr(images, "ROOT", tmp_path)
     assert before == images.inputs_sha256(images.Base("base"))

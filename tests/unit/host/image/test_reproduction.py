@@ -140,7 +140,7 @@ class Shell:
 
 
 def output(command: str) -> Path | None:
-    """Return where a command saves an image; None if it is no such command."""
+    """Return the archive that a command saves an image to; None for any other command."""
     words = shlex.split(command)
     if words[:3] != ["docker", "image", "save"]:
         return None

@@ -51,7 +51,7 @@ def image(tmp_path) -> contents.Image:
 
 
 def document(image: contents.Image, number: str = "1") -> Json:
-    """Return what syft writes of the image; each time with another number and time."""
+    """Return the document of syft about the image; each time with another number and time."""
     layer = image.layers[0].digest
     bash = [f"/var/lib/dpkg/{name}" for name in ("info/bash.list", "info/bash.md5sums", "status")]
     wheel = [f"{SITE}/x-1.dist-info/{name}" for name in ("METADATA", "RECORD")]

@@ -61,7 +61,7 @@ def test_a_task_that_is_frozen_is_frozen_whole_until_it_is_relieved(run, victims
     injector.pause("worker-0")
     wait_for(lambda: set(states(victims).values()) == {"T"}, "the frozen task", timeout_s=10)
     injector.undo("worker-0")
-    wait_for(lambda: set(states(victims).values()) == {"S"}, "the task that goes on", timeout_s=10)
+    wait_for(lambda: set(states(victims).values()) == {"S"}, "the task that continues", timeout_s=10)
 
 
 def test_a_lost_task_is_killed_whole_and_kept_away_until_it_is_undone(run, victims):
@@ -85,7 +85,7 @@ def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(run, vic
     thread = injector._slowing
     injector.undo("worker-0")
     assert thread is not None and not thread.is_alive()
-    wait_for(lambda: states(victims)["program"] == "S", "the program that goes on", timeout_s=10)
+    wait_for(lambda: states(victims)["program"] == "S", "the program that continues", timeout_s=10)
 
 
 def test_a_task_without_a_program_cannot_be_hurt_yet(run):
@@ -108,7 +108,7 @@ class Engine:
         return self.answers.get(words[0], (0, ""))
 
     def done(self) -> list[tuple[str, ...]]:
-        """Return what was asked since the last call, apart from the search for the container."""
+        """Return the questions since the last call, apart from the search for the container."""
         done = [words for words in self.requested if words[0] != "ps"]
         self.requested.clear()
         return done

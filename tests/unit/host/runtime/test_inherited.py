@@ -1,4 +1,4 @@
-"""What tasks take over from the environment of whoever calls `up`: a list, and nothing beside it."""
+"""Variables that tasks inherit from the caller of `up`: those of a list, and no others."""
 
 import json
 import os

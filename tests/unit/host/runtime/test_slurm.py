@@ -1,4 +1,4 @@
-"""The runtime of Slurm jobs beside a Slurm with given answers."""
+"""The runtime of Slurm jobs, with a Slurm that gives recorded answers."""
 
 import contextlib
 import shlex

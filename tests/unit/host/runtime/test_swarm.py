@@ -1,4 +1,4 @@
-"""The runtime of a Swarm beside an engine that answers as recorded, and the stack that it renders."""
+"""The runtime of a Swarm with an engine that answers as recorded, and the stack that it renders."""
 
 import contextlib
 import json
