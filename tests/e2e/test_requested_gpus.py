@@ -14,7 +14,7 @@ import tasks
 from cluster.host.checks import gpu_image
 from cluster.host.cli.command_line import shell
 from cluster.host.gpu import placement
-from cluster.host.image import build, engine, images
+from cluster.host.image import engine, images
 from cluster.host.launch import folders, planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services
@@ -52,7 +52,7 @@ def host(clusters, nvidia_smi, monkeypatch) -> Iterator[Context]:
     nvidia_smi("8-h100-nvswitch")
     monkeypatch.setenv("RUNS_DIR", str(clusters.runs_dir))
     monkeypatch.setattr(images, "train_image", lambda accelerator: TRAIN_IMAGE)
-    monkeypatch.setattr(build, "build", lambda *_, **__: None)  # a fixture has built both
+    monkeypatch.setattr(images, "build_images", lambda *_, **__: None)  # a fixture has built both
     # No engine may lift memlock without CAP_SYS_RESOURCE, which a machine for tests may lack.
     monkeypatch.setattr(compose_services, "GPU_LIMITS", {"stack": compose_services.GPU_LIMITS["stack"]})
     folders.data_dir().mkdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,11 @@ TOPOLOGY = ("topo", "-m")
 LIST = ("-L",)
 ANSWER_TIMEOUT_S = 30.0
 """The driver takes seconds to wake GPUs that nobody uses."""
+
+_HOOK = "nvidia-container-runtime-hook"
+CONFIGURE = "`nvidia-ctk runtime configure --runtime=docker` and restart the engine"
+_ENABLE = '`"features": {"cdi": true}`'
+SPECIFY = "`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
 
 NVLINK = re.compile(r"NV\d+")
 _INDEX = re.compile(r"GPU(\d+)")
@@ -106,29 +111,15 @@ def instances(text: str) -> tuple[Gpu, ...]:
 
 def connections(text: str) -> dict[tuple[str, str], str]:
     """Return how each two GPUs are connected, from the table that `nvidia-smi topo -m` printed."""
-    rows = [cells for line in text.splitlines() if (cells := list(_cells(line)))]
-    header = next((at for at, cells in enumerate(rows) if cells[0] == "GPU0"), len(rows))
+    rows = [[cell.strip() for cell in line.split("\t")] for line in _UNDERLINE.sub("", text).splitlines()]
+    header = next((row[1:] for row in rows if row[1:2] == ["GPU0"]), [])
     links = {}
-    for name, *cells in rows[header + 1 :]:
-        for other, link in zip(rows[header], cells, strict=False):
+    for name, *cells in rows:
+        for other, link in zip(header, cells, strict=False):
             pair = _INDEX.fullmatch(name), _INDEX.fullmatch(other)
             if pair[0] and pair[1] and name != other:
                 links[pair[0][1], pair[1][1]] = link
     return links
-
-
-def _cells(line: str) -> Iterator[str]:
-    """Yield the cells of a line, separated by tabs, or by several spaces in pasted text."""
-    plain = _UNDERLINE.sub("", line)
-    for cell in re.split(r"\t" if "\t" in plain else r"\s{2,}", plain):
-        if cell.strip():
-            yield cell.strip()
-
-
-_HOOK = "nvidia-container-runtime-hook"
-CONFIGURE = "`nvidia-ctk runtime configure --runtime=docker` and restart the engine"
-_ENABLE = '`"features": {"cdi": true}`'
-SPECIFY = "`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
 
 
 def check_engine(way: str) -> None:

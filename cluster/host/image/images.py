@@ -1,7 +1,4 @@
-"""The images: their names, what they are built from, and the shell commands that build them.
-
-Nothing here builds. `invoke image.build` and `invoke up` run the commands; `--dry` prints them to be pasted.
-"""
+"""The images: their names, what they are built from, whether they are current, and the commands that build them."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import shlex
 import shutil
 import stat
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -259,3 +257,29 @@ def inspect(image: str) -> dict[str, str]:
 
 def _last_line(text: str) -> str:
     return text.splitlines()[-1] if text else "no output"
+
+
+def pending_commands(accelerator: str) -> list[str]:
+    """Return the commands that build the images; none if they exist and are current."""
+    if are_current(accelerator):
+        return []
+    found = build_commands(accelerator, default_base())
+    if engine.ask("image", "inspect", *(name(image, accelerator) for image in IMAGES))[0] == 0:
+        # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
+        return [command.replace("docker build", "docker build --quiet", 1) for command in found]
+    return found
+
+
+def build_images(sh: Callable[[str], object], accelerator: str = "cpu", *, renew: bool = True) -> None:
+    """Build the images.
+
+    Args:
+        sh: runs commands.
+        accelerator: of the tasks' image.
+        renew: whether they are built where they are not current; otherwise only where the tasks' is gone, so that
+            more tasks of a run are like the first.
+    """
+    if not renew and engine.ask("image", "inspect", train_image(accelerator))[0] == 0:
+        return
+    for command in pending_commands(accelerator):
+        sh(command)

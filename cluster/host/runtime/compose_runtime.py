@@ -13,7 +13,7 @@ from cluster.contract.run import owner, provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu import devices
-from cluster.host.image import build, engine, images
+from cluster.host.image import engine, images
 from cluster.host.runtime import compose_services, inherited, resources
 from cluster.host.runtime.base import Availability, RunsLeft, Runtime, Shell, Workload
 from cluster.host.runtime.compose_services import RUN_LABEL, Containers, project, task_user
@@ -225,10 +225,10 @@ class Compose(ContainerRuntime):
             devices.check_engine(work.gpus.device_request)
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
-        build.build(sh, work.accelerator, renew=renew)
+        images.build_images(sh, work.accelerator, renew=renew)
 
     def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
-        return [*build.commands(work.accelerator), compose_services.up_command(work.run.compose, work.cluster)]
+        return [*images.pending_commands(work.accelerator), compose_services.up_command(work.run.compose, work.cluster)]
 
     def start(self, work: Workload, sh: Shell) -> None:
         self.open_folders(work)

@@ -17,7 +17,7 @@ from typing import Any
 from cluster.contract.findings import Finding
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
-from cluster.host.image import build, images
+from cluster.host.image import images
 from cluster.host.runtime import hosts, resources, swarm_stack
 from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRuntime, task_environment
@@ -140,7 +140,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
             )
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
-        build.build(sh, work.accelerator, renew=renew)
+        images.build_images(sh, work.accelerator, renew=renew)
         image = images.train_image(work.accelerator)
         commands, unknown = swarm_stack.carry_commands(image)
         for command in commands:
@@ -150,7 +150,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
 
     def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
         image = images.train_image(work.accelerator)
-        return [*build.commands(work.accelerator), *swarm_stack.carry_commands(image)[0], *_deploy(work)]
+        return [*images.pending_commands(work.accelerator), *swarm_stack.carry_commands(image)[0], *_deploy(work)]
 
     def start(self, work: Workload, sh: Shell) -> None:
         """Deploy the stack, and see every task placed."""

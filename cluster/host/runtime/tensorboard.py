@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
-from cluster.host.image import build
+from cluster.host.image import images
 from cluster.host.runtime import compose_services
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
@@ -79,7 +79,7 @@ def port_problem(runs_dir: Path, port: int) -> tuple[str, str] | None:
 def prepare(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
     """Build the image of TensorBoard where it is to run in a container and does not run yet."""
     if board == CONTAINER and running(runs_dir) is None:
-        build.build(sh)
+        images.build_images(sh)
 
 
 def commands(runs_dir: Path, port: int | None, board: str) -> list[str]:

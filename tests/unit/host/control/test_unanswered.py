@@ -14,7 +14,7 @@ from cluster.contract.run import claim, owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.cli import command_line
 from cluster.host.control import watch
-from cluster.host.image import build, engine
+from cluster.host.image import engine, images
 from cluster.host.launch import configuration, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, supervisor, tensorboard
@@ -197,7 +197,7 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(client, context
     calls = client(f"{ANSWERS}\ncase \"$*\" in *' up '*) {deaf}/bin/sleep 600 & wait $!;; esac")
     config = {"dataset": "mnist", "global_batch": 192}
     monkeypatch.setattr(configuration, "resolve", lambda *_: (config, (), "there"))
-    monkeypatch.setattr(build, "commands", lambda accelerator: [])
+    monkeypatch.setattr(images, "pending_commands", lambda accelerator: [])
 
     def interrupt() -> None:
         wait_for(lambda: noted and " up " in calls.read_text(), "the start")
@@ -223,7 +223,7 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(client, context
 def test_of_two_that_start_containers_the_loser_ends_nothing(client, tmp_path, monkeypatch):
     client(ANSWERS)
     monkeypatch.setattr(configuration, "resolve", lambda *_: ({"dataset": "mnist", "global_batch": 192}, (), "there"))
-    monkeypatch.setattr(build, "commands", lambda accelerator: [])
+    monkeypatch.setattr(images, "pending_commands", lambda accelerator: [])
     started, go = threading.Event(), threading.Event()
 
     def wait(command: str) -> None:

@@ -24,11 +24,6 @@ def test_every_gpu_of_a_host_is_found(nvidia_smi, host):
     assert all(machine.links[other, one] == link for (one, other), link in machine.links.items())
 
 
-def test_columns_separated_by_spaces_are_read_like_those_separated_by_tabs():
-    text = (RECORDED / "8-h100-nvswitch" / "topo.txt").read_text()
-    assert devices.connections(text) == devices.connections(text.replace("\t", "    "))
-
-
 def test_incomplete_tables_are_read_as_far_as_possible():
     text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV4\tN/A\tN/A\nGPU1\tNV4\t X \n"
     assert {("0", "1"): "NV4", ("1", "0"): "NV4"} == devices.connections(text)

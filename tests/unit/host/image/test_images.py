@@ -13,7 +13,7 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster.host.image import build, checkout, engine, images
+from cluster.host.image import checkout, engine, images
 from cluster.system.errors import EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.system.paths import ROOT
 
@@ -197,7 +197,7 @@ def test_images_of_the_same_inputs_need_no_build_and_no_registry(monkeypatch):
 
     monkeypatch.setattr(engine, "ask", ask)
     assert images.are_current("cpu")
-    assert [] == build.commands("cpu")
+    assert [] == images.pending_commands("cpu")
     assert not images.are_current("gpu")
 
 
@@ -220,7 +220,7 @@ def test_what_an_image_is_made_of_must_decide_whether_it_is_built(checked_out, m
     assert images.are_current("cpu")
     change(checked_out)
     assert builds is not images.are_current("cpu")
-    assert builds is bool(build.commands("cpu"))
+    assert builds is bool(images.pending_commands("cpu"))
 
 
 def test_another_commit_or_base_must_be_built(monkeypatch):

@@ -13,7 +13,7 @@ import tasks
 from cluster.contract.run import provenance
 from cluster.host.control import scaling
 from cluster.host.gpu import devices, placement
-from cluster.host.image import build, images
+from cluster.host.image import images
 from cluster.host.launch import manifest, planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
@@ -160,7 +160,7 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_
     docker(WORKING_ENGINE)
     nvidia_smi("8-h100-nvswitch")
     built, checked, inspected = [], [], []
-    monkeypatch.setattr(build, "commands", lambda accelerator: built.append(accelerator) or ["docker build ."])
+    monkeypatch.setattr(images, "pending_commands", lambda accelerator: built.append(accelerator) or ["docker build ."])
     monkeypatch.setattr(images, "inspect", lambda image: inspected.append(image) or {"image": image})
     monkeypatch.setattr(devices, "check_engine", checked.append)
     options = Request(name="one", workers="1", gpus="4,5,", gpu_runtime="cdi", nccl_debug="info", tensorboard_port="0")
@@ -197,7 +197,7 @@ def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run, monkeypatch)
     planned = SimpleNamespace(runtime=registry.get("docker"), gpus=placement.Placement({"chief": ("0",)}))
     monkeypatch.setattr(scaling, "plan", lambda *_, **__: planned)
     monkeypatch.setattr(startup, "check_machine", lambda *_, **__: None)
-    monkeypatch.setattr(build, "build", refuse)
+    monkeypatch.setattr(images, "build_images", refuse)
     with pytest.raises(PrerequisiteError, match="no image for gpu"):
         scaling.scale(make_run(), "1", "", Commands())
 

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
-from cluster.host.image import build, engine, images
+from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, supervisor
@@ -20,7 +20,7 @@ from tests.support.launching import CONFIG, WORKING_ENGINE, Commands
 @pytest.fixture
 def built(monkeypatch):
     """One command in the place of those that build the images."""
-    monkeypatch.setattr(build, "commands", lambda accelerator: ["docker build ."])
+    monkeypatch.setattr(images, "pending_commands", lambda accelerator: ["docker build ."])
     monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
 
 

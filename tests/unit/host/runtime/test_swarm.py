@@ -138,7 +138,7 @@ def test_a_value_of_the_callers_is_a_secret(run, manager, monkeypatch):
     assert {"A_KEY": {"external": True, "name": f"{name}-A_KEY"}} == rendered["secrets"]
     assert "A_KEY" not in service(rendered)["environment"]
     assert "$$c" == service(rendered)["environment"]["B"]
-    monkeypatch.setattr(swarm_runtime.build, "commands", lambda accelerator: [accelerator])
+    monkeypatch.setattr(swarm_runtime.images, "pending_commands", lambda accelerator: [accelerator])
     commands = Swarm().commands(given, rendered)[1:]
     assert commands[0].startswith('printf %s "$A_KEY" | docker secret create ')
     assert commands[1].endswith(f" {name}")
