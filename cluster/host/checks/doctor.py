@@ -30,13 +30,7 @@ def examine(port: int = tensorboard.PORT) -> list[Finding]:
 
 
 def look(*, bandwidth: bool = False, gpus: str = "", runtime: str = "") -> dict[str, Any]:
-    """Return the output of `invoke doctor --json`.
-
-    Args:
-        runtime: whose nodes are examined, too; empty for none.
-        bandwidth: whether the all-reduce between GPUs is measured, too.
-        gpus: between which; empty for all.
-    """
+    """Return the output of `invoke doctor --json`, also of a runtime's hosts, or of the bandwidth between GPUs."""
     if gpus and not bandwidth:
         raise UsageError(
             f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"

@@ -188,14 +188,7 @@ class Explained:
 
 
 def of_text(text: str, source: str, strategy: str = "", *, reach: bool = False) -> Explained:
-    """Return the explanation of a TF_CONFIG's text.
-
-    Args:
-        text: the value of the environment variable.
-        source: of the text, in words.
-        strategy: that is to train on it; empty where that is not known.
-        reach: whether to try every address.
-    """
+    """Return the explanation of a TF_CONFIG's text; `reach` tries every address."""
     explained = Explained(source, strategies.requested(strategy) if strategy else None)
     _read(text, explained)
     for check in (_check_roles, _check_task, _check_addresses, _check_machines, _check_strategy):

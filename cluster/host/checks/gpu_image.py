@@ -67,13 +67,7 @@ def examine_image(able: Sequence[str], count: int) -> Finding:
 
 
 def judge_image(code: int, text: str, count: int) -> Finding:
-    """Return the finding about the output of `INSIDE` in a container with all GPUs.
-
-    Args:
-        code: the container's exit code.
-        text: what it printed, or why it printed nothing.
-        count: the least number of GPUs that it must see.
-    """
+    """Return the finding about the output of `_PROBE` in a container that must see `count` GPUs."""
     check, last = "gpu image", text.splitlines()[-1] if text else "no output"
     if code:
         fix = UNCONFINE if "setting rlimit" in last else devices.CONFIGURE
@@ -99,15 +93,7 @@ def judge_image(code: int, text: str, count: int) -> Finding:
 def run_image(
     way: str, ids: Sequence[str], environment: Mapping[str, str], *words: str, timeout_s: float
 ) -> tuple[int, str]:
-    """Run Python in the GPU image with these GPUs and a task's restrictions; return its exit code and output.
-
-    Args:
-        way: a value of `--gpu-runtime` that the engine supports.
-        ids: the GPUs; empty for all of them.
-        environment: additional variables of the container.
-        words: arguments of Python.
-        timeout_s: the longest that it may take.
-    """
+    """Run Python in the GPU image with these GPUs, or all, under a task's restrictions; return its code and output."""
     name = f"tf-cluster-doctor-{os.getpid()}"
     code, text = engine.ask(*_container(way, name, ids, environment, words), timeout_s=timeout_s)
     if code == 124:  # the client was ended, but not the container

@@ -68,12 +68,7 @@ def ask(*words: str) -> tuple[int, str]:
 
 
 def machine(what: str, *, with_instances: bool = False) -> Machine:
-    """Return this machine's GPUs.
-
-    Args:
-        what: the option that needs them.
-        with_instances: whether MIG instances are listed, too.
-    """
+    """Return this machine's GPUs, which the option `what` needs, and its MIG instances if requested."""
     code, text = ask(*QUERY)
     if code:
         why = text.splitlines()[-1].strip() if text else "it says nothing"

@@ -147,14 +147,7 @@ def device_handling(runtime: str, nccl_debug: str) -> tuple[str, str]:
 def place(
     request: GpuRequest, machine: Machine, cluster: ClusterSpec, busy: Mapping[str, str] | None = None
 ) -> Placement:
-    """Return which task of the cluster gets which GPUs; the cluster's own number of devices does not matter.
-
-    Args:
-        request: for how many, or for which.
-        machine: what there is.
-        cluster: the tasks.
-        busy: the GPUs that other runs train on, each with the name of its run.
-    """
+    """Return which task gets which GPUs, none of which other runs train on (`busy`, with their names)."""
     tasks = [task.name for task in (*cluster.of(Role.CHIEF), *cluster.of(Role.WORKER))]
     pool = _named(request, machine) if request.ids else _free(request, machine, len(tasks), busy or {})
     _refuse_busy(request, pool, busy or {})

@@ -14,11 +14,7 @@ def commit() -> str:
 
 
 def revision(*apart: str) -> str:
-    """Return the commit, with `-dirty` behind it where files differ from it; empty outside of a git checkout.
-
-    Args:
-        apart: files and folders that may differ.
-    """
+    """Return the commit, with `-dirty` if files other than these differ from it; empty outside of a git checkout."""
     others = [f":(exclude){name}" for name in apart]
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *others)
     return commit() + ("-dirty" if changed else "")
@@ -30,11 +26,7 @@ def commit_time_s() -> int:
 
 
 def changes_sha256(*folders: str) -> str | None:
-    """Return a hash of what differs from the commit in these folders; None where nothing does.
-
-    Args:
-        folders: those that count, with the files in them that git does not know; others may hold anything.
-    """
+    """Return a hash of the changes in these folders since the commit, new files too; None without any."""
     changes = _git("diff", "HEAD", "--binary", "--", *folders)
     others = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *folders).decode()
     new = [name for name in others.split("\0") if name and (ROOT / name).is_file()]  # git lists links to nothing, too

@@ -162,13 +162,7 @@ def _entries(stream: IO[bytes]) -> Iterator[tuple[str, Entry]]:
 
 
 def compare(first: Image, second: Image, names: tuple[str, str]) -> list[Difference]:
-    """Return every difference, the configuration first and what follows from it (the history's dates) last.
-
-    Args:
-        first: an image.
-        second: another.
-        names: what the two are called where only one of them has something.
-    """
+    """Return every difference, the configuration first and the history's dates, which follow from others, last."""
     settings: list[Difference] = []
     history: list[Difference] = []
     ours, theirs = (dict(_flat({**each.config, "rootfs": None})) for each in (first, second))

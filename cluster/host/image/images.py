@@ -271,14 +271,7 @@ def pending_commands(accelerator: str) -> list[str]:
 
 
 def build_images(sh: Callable[[str], object], accelerator: str = "cpu", *, renew: bool = True) -> None:
-    """Build the images.
-
-    Args:
-        sh: runs commands.
-        accelerator: of the tasks' image.
-        renew: whether they are built where they are not current; otherwise only where the tasks' is gone, so that
-            more tasks of a run are like the first.
-    """
+    """Build the images that are not current; without `renew` only if the tasks' is gone."""
     if not renew and engine.ask("image", "inspect", train_image(accelerator))[0] == 0:
         return
     for command in pending_commands(accelerator):

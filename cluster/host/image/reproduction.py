@@ -75,14 +75,7 @@ def chosen(image: str, against: str) -> tuple[str, ...]:
 
 
 def examine(image: str, accelerator: str, against: str, sh: contents.Shell) -> Verdict:
-    """Build an image from nothing, twice or once, and compare.
-
-    Args:
-        image: `train` or `tensorboard`.
-        accelerator: of the training image.
-        against: an image's name, id or archive to compare one build with; empty: a second build.
-        sh: runs commands.
-    """
+    """Build an image from nothing, twice, or once to compare with an existing image or archive."""
     called = images.name(image, accelerator)
     engine.demand("building an image")
     other = _existing(against, sh) if against else None  # before a build of minutes

@@ -85,13 +85,7 @@ def task_user() -> str:
 
 
 def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> dict[str, Any]:
-    """Return the overlay that adds the run's tasks to `compose/compose.yaml`.
-
-    Args:
-        spec: the cluster.
-        containers: what the containers need from the host.
-        command: what the agents start; empty for the built-in trainer.
-    """
+    """Return the overlay that adds the run's tasks, whose agents get `command`, to `compose/compose.yaml`."""
     services = {task.name: _service(spec, task, containers, command) for task in spec.tasks}
     labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
     debugged = ["front"] if containers.debugger else []

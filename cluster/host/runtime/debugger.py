@@ -49,12 +49,7 @@ class Debugger:
 
 
 def parse(requested: str, cluster: ClusterSpec) -> Debugger | None:
-    """Return the task to debug; None where none is requested.
-
-    Args:
-        requested: `--debug`: a task, or `TASK:PORT`.
-        cluster: that has it.
-    """
+    """Parse `--debug TASK` or `--debug TASK:PORT`; None where nothing is requested."""
     if not requested:
         return None
     name, _, text = requested.partition(":")
@@ -80,14 +75,7 @@ def check_port(port: int) -> None:
 
 
 def check_reachable(debugger: Debugger | None, *, remote: str, private: bool, detached: bool) -> None:
-    """Check that a debugger on this machine reaches the task, and that the command lets it wait.
-
-    Args:
-        debugger: of a run; None: nothing is checked.
-        remote: what the tasks are, if a scheduler places them elsewhere; empty otherwise.
-        private: whether the tasks are in a network that nothing is published from.
-        detached: whether the command returns once every task trains.
-    """
+    """Check that a debugger on this machine reaches the task, and that the command lets it wait."""
     if debugger is None:
         return
     if remote:

@@ -45,14 +45,7 @@ class Fixes:
 def judge(
     hosts: Collection[str], reports: Collection[Mapping[str, Any]], errors: Mapping[str, str], fixes: Fixes
 ) -> list[Finding]:
-    """Return the findings.
-
-    Args:
-        hosts: that must answer.
-        reports: what each of them found, as `cluster.agent.schedulers.probe.examine` returns it.
-        errors: what the scheduler says of those that did not answer; under the empty name, of all.
-        fixes: what to do.
-    """
+    """Return the findings from the reports of `probe.examine`, or the errors by host (of all: by the empty name)."""
     missing = sorted({*hosts} - {each["node"] for each in reports})
     if missing:
         said = "; ".join(dict.fromkeys(errors.get(name) or errors.get("", "") or "no reason given" for name in missing))

@@ -48,11 +48,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def for_process(names: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables that local tasks inherit.
-
-    Args:
-        names: variables that `--env` adds.
-    """
+    """Return the variables that local tasks inherit, with the additional ones of `--env`."""
     found = {name: value for name, value in os.environ.items() if name in names or _for_process(name)}
     if "PYTHONPATH" in found:  # tasks run in another folder than the caller
         found["PYTHONPATH"] = os.pathsep.join(python_path())
@@ -67,11 +63,7 @@ def for_image() -> dict[str, str]:
 
 
 def for_container(*, way_out: bool) -> dict[str, str | None]:
-    """Return the variables that containers inherit; those without a value here get the caller's when they are started.
-
-    Args:
-        way_out: whether they may reach the network.
-    """
+    """Return the variables that containers inherit; those without a value get the caller's at the start."""
     # A path of this machine means nothing there.
     names = [name for name, value in os.environ.items() if _for_all(name) and not value.startswith("/")]
     names += [name for name in PROXIES if name in os.environ and way_out]
@@ -107,12 +99,7 @@ def parse(given: Sequence[str]) -> dict[str, str | None]:
 
 
 def parse_secrets(given: Sequence[str], env: Sequence[str] = ()) -> dict[str, Path]:
-    """Return the files with the values of the variables that `--secret NAME=FILE` gives to tasks.
-
-    Args:
-        given: `--secret` as typed.
-        env: `--env` as typed, which must not give the same variables.
-    """
+    """Return the files of `--secret NAME=FILE`, by the variables, which `--env` must not give, too."""
     found: dict[str, Path] = {}
     for words in given:
         name, _, file = words.partition("=")

@@ -47,13 +47,7 @@ class FaultInjector(ABC):
             self._check_disk()
 
     def inject(self, kind: str, task: str, *, whole: bool = False) -> None:
-        """Inject a fault.
-
-        Args:
-            kind: of fault, which `check` allows.
-            task: the task.
-            whole: for `kill`: the task's agent too.
-        """
+        """Inject a fault that `check` allows; `whole` kills the task's agent, too."""
         getattr(self, kind)(task, *(["agent"] if whole else []))
 
     def processes(self, task: str) -> dict[str, dict[str, int]]:

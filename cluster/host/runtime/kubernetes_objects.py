@@ -71,13 +71,7 @@ class Manifest:
 
 
 def task_template(manifest: Manifest, role: Role, environment: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the pod template of a role's tasks.
-
-    Args:
-        manifest: what is rendered.
-        role: of the tasks.
-        environment: the variables that say which task a pod is.
-    """
+    """Return the pod template of a role's tasks; the given variables say which task a pod is."""
     gpus = manifest.gpus if role in (Role.CHIEF, Role.WORKER) else 0
     resources = {
         "requests": {"cpu": str(manifest.cpus), "memory": f"{manifest.memory_bytes // 2**20}Mi"},

@@ -69,12 +69,7 @@ class Payload:
         return [] if self.script is None else ["--script", str(self.script), *self.arguments]
 
     def environment(self, spec: ClusterSpec, path: Sequence[str] = ()) -> dict[str, str | None]:
-        """Return the variables that the tasks get for it; None is the value that the caller has.
-
-        Args:
-            spec: the cluster.
-            path: the tasks' PYTHONPATH.
-        """
+        """Return the variables of the tasks, with their PYTHONPATH; None is the value that the caller has."""
         found = inherited.parse(self.env)
         if path:
             found["PYTHONPATH"] = os.pathsep.join(path)

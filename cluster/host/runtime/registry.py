@@ -30,12 +30,7 @@ def of(run: RunFolder) -> Runtime:
 
 
 def choose(requested: str, strategy: Strategy | None = None) -> tuple[Runtime, str]:
-    """Return the runtime that a run gets, and in words what it is and why.
-
-    Args:
-        requested: `--runtime`: `auto`, or a key of `RUNTIMES`.
-        strategy: what trains; None where nothing does.
-    """
+    """Return the runtime for `--runtime`, and in words what it is and why; the strategy may need hardware."""
     hardware = strategy.hardware.upper() if strategy else ""
     if requested != AUTO:
         return _requested(get(requested), strategy.name if strategy else "", hardware)

@@ -117,12 +117,7 @@ class Network:
 
 
 def check_network(requested: str, *allowed: str) -> None:
-    """Check `--network`.
-
-    Args:
-        requested: as typed.
-        allowed: the networks that there are; by default those of this machine.
-    """
+    """Check `--network` against the networks that there are, by default those of this machine."""
     known = allowed or (PRIVATE, HOST)
     if requested and requested not in known:
         raise UsageError(f"--network {requested!r} is not a network here{nearest(requested, known)}")

@@ -92,11 +92,7 @@ class Queue:
         return self._ask(["sinfo", "--noheader", "--format=%D %T"], timeout_s)
 
     def refusal(self, options: Sequence[str]) -> str:
-        """Return why Slurm would never take a job; empty where it would, now or once nodes are back that are away.
-
-        Args:
-            options: what it requests, as `sbatch` takes it.
-        """
+        """Return why Slurm would never take a job with these options; empty where it would, perhaps later."""
         code, _, complained = processes.run(["sbatch", "--test-only", *options, "--wrap=true"], ANSWER_S)
         why = last_line(complained).removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
         if not code or any(word in why for word in TEMPORARY):

@@ -41,13 +41,7 @@ LEAVE_S = 60
 
 
 def batch_script(work: Workload, environment: Mapping[str, str], agent: Sequence[str]) -> str:
-    """Return the batch script of a run. Where its tasks will be is not known yet.
-
-    Args:
-        work: what it runs.
-        environment: the variables of every task.
-        agent: the command of every task's agent.
-    """
+    """Return the batch script of a run; where its tasks will be is not known yet."""
     # The job of an elastic run survives the loss of a node.
     losses = "--no-kill --wait=0" if work.elastic else f"--wait={LEAVE_S}"
     step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])

@@ -50,14 +50,7 @@ KILL_TIMEOUT_S = 10.0
 
 
 def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
-    """Run a function in a child process, and return when that has ended and nothing that it started is left.
-
-    Only the child comes back from `work`, and never from here.
-
-    Args:
-        work: what the child runs.
-        on_terminate: what SIGTERM to this process does.
-    """
+    """Run a function in a child process; exit with its code once nothing that it started is left."""
     processes.adopt_orphans()
     keeper = os.getpid()
     child = os.fork()

@@ -215,13 +215,7 @@ def secret_name(stack: str, variable: str) -> str:
 
 
 def render_stack(spec: ClusterSpec, stack: Stack, command: list[str]) -> dict[str, Any]:
-    """Return the stack of a run.
-
-    Args:
-        spec: the cluster.
-        stack: what it needs besides.
-        command: what the agents start; empty for the built-in trainer.
-    """
+    """Return the stack of a run, whose agents get `command`."""
     containers = stack.containers
     labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
     network: dict[str, Any] = {"driver": "overlay", "internal": not containers.way_out, **labelled}

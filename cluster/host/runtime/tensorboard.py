@@ -100,16 +100,7 @@ def start(
     preferred: int | None = None,
     while_waiting: Callable[[], object] = lambda: None,
 ) -> int:
-    """Start TensorBoard unless it runs, and wait until it answers; return its port.
-
-    Args:
-        runs_dir: the folder of all runs, which it shows.
-        port: of 127.0.0.1; None: that of the one that runs, or a free one.
-        board: one of `BOARDS`.
-        sh: runs commands.
-        preferred: the port that is tried first if any will do.
-        while_waiting: called again and again until it answers.
-    """
+    """Start TensorBoard unless it runs, wait until it answers and return its port: a named, `preferred` or free one."""
     with claim.hold(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
         other = running(runs_dir)
         if other is not None and port in (None, other):
