@@ -153,24 +153,11 @@ def test_the_chief_alone_gets_no_tf_config(config):
 
 
 def test_hostile_words_stay_words(config, tmp_path):
-    nasty = [
-        "${X:-y}",
-        "$$",
-        "\n- privileged: true",
-        "'\" \\",
-        "# no comment",
-        "!!int 1",
-        "a: b",
-        "\x1b[2J",
-        "\t",
-        "{}",
-        "*a",
-        "~",
-    ]
+    nasty = ["${X:-y}", "$$", "\n- privileged: true", "'\" \\", "# no comment", "!!int 1", "a: b", "\x1b[2J"]
+    nasty += ["\t", "{}", "*a", "~"]
     environment = {f"V{at}": word for at, word in enumerate(nasty)}
-    task = config(nasty, data_dir="a:b ${X:-y} '\"#", brought={"environment": environment}, workers=0)["services"][
-        "chief"
-    ]
+    read = config(nasty, data_dir="a:b ${X:-y} '\"#", brought={"environment": environment}, workers=0)
+    task = read["services"]["chief"]
     assert nasty == [word.replace("$$", "$") for word in task["command"]]
     assert environment.items() <= {name: word.replace("$$", "$") for name, word in task["environment"].items()}.items()
     assert f"{tmp_path}/a:b ${{X:-y}} '\"#" == task["volumes"][1]["source"].replace("$$", "$")
@@ -351,9 +338,7 @@ def test_every_task_is_replaced_when_the_code_in_its_image_changes(compose_cli, 
     read = read_config(compose_services.compose_command(path, "config", "--format", "json"))
     assert EVERY_TASK == sorted(read["services"], key=EVERY_TASK.index)
     assert str(bundle).replace("$", "$$") == read["secrets"]["ca"]["file"]  # as in a file that Compose reads again
-    assert 1 == len(
-        {task["image"] for task in read["services"].values()}
-    )  # all are replaced with the one that is built
+    assert 1 == len({task["image"] for task in read["services"].values()})  # the one that is built replaces all
     assert ["chief"] == [name for name, task in read["services"].items() if "develop" in task or "build" in task]
     chief = read["services"]["chief"]
     rules = [(rule["action"], rule["path"]) for rule in chief["develop"]["watch"]]

@@ -39,7 +39,7 @@ def engine_that(*, info: str = INFO, image: str = "exit 0", run: str = f"echo '{
 
 @pytest.fixture
 def toolkit_installed(tmp_path) -> Callable[[], None]:
-    """Puts an `nvidia-ctk` beside the `docker` that is on the PATH."""
+    """Puts an `nvidia-ctk` next to the `docker` that is on the PATH."""
 
     def put() -> None:
         program = tmp_path / "bin" / "nvidia-ctk"

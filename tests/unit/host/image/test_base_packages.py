@@ -16,7 +16,7 @@ LISTED = "bash 5.2\nlibc6 2.36\n"
 
 @pytest.fixture
 def record(tmp_path, monkeypatch) -> Path:
-    """The versions on record, in a file of the test's own."""
+    """The versions on record, in a file of the test."""
     monkeypatch.setattr(base_packages, "ROOT", tmp_path)
     monkeypatch.setattr(base_packages, "RECORD", tmp_path / "docker" / "base-packages.txt")
     (tmp_path / "docker").mkdir()
@@ -59,7 +59,7 @@ def test_a_base_that_cannot_be_read_is_reported(record, docker):
     assert record.read_text() == LISTED
 
 
-def test_up_goes_on_with_a_warning(docker):
+def test_up_continues_with_a_warning(docker):
     docker("echo bash 0")
     command = [sys.executable, "-m", "cluster.host.image.base_packages"]
     assert command == shlex.split(images.base_commands()[-1])

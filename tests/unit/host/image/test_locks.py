@@ -37,7 +37,7 @@ def applies(marker: str, **environment: str) -> bool:
 
 
 def unmet(target: str) -> set[tuple[str, str]]:
-    """Return what packages of a lock ask for, here, that it does not hold: who asks, and for what."""
+    """Return the requirements here of packages of a lock that it does not hold: of which package, and which."""
     locked = {pin.name for pin in locks.pins(target) if applies(pin.marker)}
     pending = [("", requested) for requested, _ in requirements(target) if applies(str(requested.marker or ""))]
     seen, missing = set(), set()

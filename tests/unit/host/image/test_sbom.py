@@ -33,14 +33,8 @@ def package(kind: str, name: str, *paths: str, layer: str = "") -> Json:
         properties |= {f"syft:location:{number}:layerID": layer, f"syft:location:{number}:path": path}
     listed = [{"name": key, "value": value} for key, value in properties.items()]
     purl = f"pkg:{kind}/{name}@1"
-    return {
-        "bom-ref": f"{purl}?id=0",
-        "type": "library",
-        "name": name,
-        "version": "1",
-        "purl": purl,
-        "properties": listed,
-    }
+    found = {"bom-ref": f"{purl}?id=0", "type": "library", "name": name, "version": "1", "purl": purl}
+    return found | {"properties": listed}
 
 
 @pytest.fixture

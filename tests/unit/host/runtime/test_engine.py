@@ -4,7 +4,6 @@ import pytest
 
 from cluster.host.image import engine
 from cluster.host.runtime import registry
-from cluster.system.errors import PrerequisiteError
 
 
 @pytest.mark.parametrize(
@@ -18,25 +17,6 @@ def test_without_a_docker_that_runs_local_processes_are_chosen(there, message, t
     runtime, why = registry.choose("auto")
     assert registry.LOCAL is runtime
     assert message in why
-
-
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        (
-            "echo 'permission denied while trying to connect to the daemon socket at unix:///x.sock' >&2; exit 1",
-            "usermod -aG docker",
-        ),
-        ("echo 'Cannot connect to the Docker daemon at unix:///x.sock.' >&2; exit 1", "systemctl start docker"),
-        ("printf '\\303\\050' >&2; exit 1", "install and start Docker"),
-    ],
-)
-def test_what_to_do_follows_from_why_no_engine_can_be_used(docker, script, expected):
-    docker(script)
-    with pytest.raises(PrerequisiteError, match=expected):
-        registry.choose("docker")
-    with pytest.raises(PrerequisiteError, match=expected):
-        engine.demand("image.build")
 
 
 @pytest.mark.parametrize("advice", ["\n\nRun 'docker run --help' for more", "\nSee 'docker run --help'.", ""])

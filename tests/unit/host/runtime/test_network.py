@@ -1,14 +1,13 @@
 """Which network a run's tasks get, who is warned of it, and what is kept of that."""
 
-import json
 import time
 
 import pytest
 
-from cluster.host.launch import manifest, planning, startup
+from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
-from cluster.host.runtime import resources, supervisor
+from cluster.host.runtime import supervisor
 from cluster.host.view.plan import plan_lines
 from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE
@@ -94,26 +93,9 @@ def test_what_was_asked_for_holds_when_the_run_goes_on(resolved, monkeypatch):
     assert "host" == planning.plan(Request(resume="left", network="host", **LOCAL)).network.name
 
 
-@pytest.mark.parametrize("requested", ["private", "host"])
-def test_the_manifest_says_which_it_was_and_no_more(resolved, monkeypatch, requested):
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
-    planned = planning.plan(Request(name="one", network=requested, **LOCAL))
-    startup.start(planned, Commands(), began=time.time())
-    found = manifest.read(planned.run)
-    assert requested == found["network"]
-    assert 1 == json.dumps(found).count('"network"')
-
-
 @pytest.mark.parametrize(("inside", "interface"), [("private", "lo"), ("host", None)])
 def test_gpus_of_several_tasks_meet_on_the_loopback(resolved, nvidia_smi, monkeypatch, inside, interface):
     nvidia_smi("8-h100-nvswitch")
     tasks = planning.plan(Request(workers="1", ps="1", gpus="2", network=inside, **LOCAL)).compose["tasks"]
     found = {name: task["environment"].get("NCCL_SOCKET_IFNAME") for name, task in tasks.items()}
     assert {"chief": interface, "worker-0": interface, "ps-0": None} == found
-
-
-def test_the_doctor_says_whether_it_can_be_had():
-    assert ("ok", "local tasks get one of their own") == (
-        resources.examine_network().state,
-        resources.examine_network().detail,
-    )
