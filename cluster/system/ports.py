@@ -33,6 +33,17 @@ def free_ports(count: int) -> tuple[int, ...]:
     )
 
 
+def bind_error(port: int) -> OSError | None:
+    """Return why a server cannot listen on a port of 127.0.0.1; None if it can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error
+    return None
+
+
 def free_port(host: str, first: int) -> int:
     """Return a port of an address of this machine on which nothing listens.
 

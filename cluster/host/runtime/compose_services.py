@@ -224,8 +224,8 @@ def check_readable(payload: Payload, user: str) -> None:
     """Check that containers can read what is mounted: where root starts them they run as another user."""
     if os.getuid() != 0:
         return
-    files = [(payload.script, stat.S_IROTH)] if payload.script else []
-    for path, bits in [*files, *((folder, stat.S_IROTH | stat.S_IXOTH) for folder, _ in payload.mounts())]:
+    needed = [(payload.script, stat.S_IROTH)] if payload.script else []
+    for path, bits in [*needed, *((folder, stat.S_IROTH | stat.S_IXOTH) for folder, _ in payload.mounts())]:
         if path == payload.packages:
             continue  # perhaps not installed yet, and readable whatever the umask
         if path in payload.secrets.values():

@@ -1,15 +1,15 @@
-"""`up --debug TASK`: the program of one task waits for a debugger, and nobody takes its waiting for a failure."""
+"""`up --debug TASK`: the program of one task waits for a debugger, and its waiting does not count as a failure."""
 
 from __future__ import annotations
 
 import importlib.util
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.contract.spec import ClusterSpec, parse_count
 from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.ports import bind_error
 
 PORT = 5678
 """As in .vscode/launch.json."""
@@ -34,7 +34,7 @@ class Debugger:
         """What the caller should know of it."""
         return (
             f"{self.task} waits for a debugger on {LOOPBACK}:{self.port} before it trains; hang detection is off, and "
-            "whoever uses this machine can attach"
+            "any user of this machine can attach"
         )
 
     @property
@@ -57,21 +57,12 @@ def parse(requested: str, cluster: ClusterSpec) -> Debugger | None:
     found = importlib.util.find_spec("debugpy")
     if found is None or found.origin is None:
         raise PrerequisiteError(f"--debug {name}: debugpy is missing: {sys.executable} -m pip install debugpy")
-    check_port(port)
+    if error := bind_error(port):
+        raise PrerequisiteError(
+            f"--debug: port {LOOPBACK}:{port} is in use ({error.strerror}); end what listens there, or choose another "
+            f"one, such as --debug worker-0:{port + 1 if port < 65535 else PORT}"
+        )
     return Debugger(task.name, port, Path(found.origin).parent)
-
-
-def check_port(port: int) -> None:
-    """Check that nothing listens on a port of 127.0.0.1."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise PrerequisiteError(
-                f"--debug: port {LOOPBACK}:{port} is in use ({error.strerror}); end what listens there, or choose "
-                f"another one, such as --debug worker-0:{port + 1 if port < 65535 else PORT}"
-            ) from error
 
 
 def check_reachable(debugger: Debugger | None, *, remote: str, private: bool, detached: bool) -> None:

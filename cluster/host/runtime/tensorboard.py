@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
+from cluster.system.ports import bind_error
 from cluster.system.waiting import wait_until
 
 AUTO = "auto"
@@ -64,15 +64,12 @@ def port_problem(runs_dir: Path, port: int) -> tuple[str, str] | None:
     """Return why the port cannot be used, and what to do about it; None if it is free, or our own TensorBoard's."""
     if running(runs_dir) == port:
         return None
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except PermissionError:
-            return f"port 127.0.0.1:{port} may not be used by this user", f"choose one from 1024 to 65535: {OTHER_PORT}"
-        except OSError as error:
-            used = f"port 127.0.0.1:{port} is in use by another program ({error.strerror})"
-            return used, f"end it, or choose another port: {OTHER_PORT}"
+    error = bind_error(port)
+    if isinstance(error, PermissionError):
+        return f"port 127.0.0.1:{port} may not be used by this user", f"choose one from 1024 to 65535: {OTHER_PORT}"
+    if error:
+        used = f"port 127.0.0.1:{port} is in use by another program ({error.strerror})"
+        return used, f"end it, or choose another port: {OTHER_PORT}"
     return None
 
 
@@ -84,11 +81,9 @@ def prepare(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
 
 def commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
     """Return the commands of `start`, to be shown or pasted; none for a process, which is started without a shell."""
-    return (
-        [compose_services.tensorboard_command(runs_dir, port or PORT, "up", "--detach", "tensorboard")]
-        if board == CONTAINER
-        else []
-    )
+    if board == PROCESS:
+        return []
+    return [compose_services.tensorboard_command(runs_dir, port or PORT, "up", "--detach", "tensorboard")]
 
 
 def start(
