@@ -134,7 +134,7 @@ class Explained:
         self.findings.append(Finding(check, "warning", detail, fix))
 
     def duty(self, member: Member) -> str:
-        """Return what a task does, in words."""
+        """Return the duty of a task, in words."""
         if member.role == Role.EVALUATOR:
             return "evaluates every new checkpoint, outside the cluster"
         if self.likely.served:

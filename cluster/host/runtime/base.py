@@ -109,11 +109,11 @@ class Runtime(ABC):
         """Return whether it can be used on this machine. Bounded in time, and starts nothing."""
 
     def examine(self) -> list[Finding]:
-        """Return what `invoke doctor` reports of it."""
+        """Return its findings for `invoke doctor`."""
         return []
 
     def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:  # noqa: ARG002
-        """Return what the other machines that it runs tasks on lack, from a task on each.
+        """Return findings about the other machines that it runs tasks on, from a task on each.
 
         Args:
             runs_dir: the folder of all runs.
@@ -124,7 +124,7 @@ class Runtime(ABC):
     # Planning: nothing is changed
 
     def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002
-        """Return what each task may use of the machine's memory; by default without a limit.
+        """Return the share of each task in the machine's memory; by default without a limit.
 
         Args:
             requested: `--memory`, a valid amount or empty.
@@ -143,7 +143,7 @@ class Runtime(ABC):
             serves: whether TensorFlow's servers run.
 
         Raises:
-            UsageError: there is no such network, on any machine.
+            UsageError: the network is unknown on every machine.
             PrerequisiteError: this machine cannot provide it.
         """
         resources.check_network(requested)
@@ -193,7 +193,7 @@ class Runtime(ABC):
         """
 
     def image(self, work: Workload) -> dict[str, Any] | None:  # noqa: ARG002
-        """Return what the manifest records of the tasks' image; None where there is none."""
+        """Return the record of the tasks' image in the manifest; None without an image."""
         return None
 
     @abstractmethod
@@ -226,7 +226,7 @@ class Runtime(ABC):
         """Whether anything of the run that was started still runs."""
 
     def scheduler_status(self, run: RunFolder) -> str:  # noqa: ARG002
-        """Return a scheduler's status of a run without heartbeats, in a line; empty where there is no scheduler.
+        """Return a scheduler's status of a run without heartbeats, in a line; empty without a scheduler.
 
         It may be a few seconds old.
         """

@@ -109,6 +109,6 @@ def parse_secrets(given: Sequence[str], env: Sequence[str] = ()) -> dict[str, Pa
             raise UsageError(f"--secret {name}: it is set for each task, or by --env; leave one of them out")
         path = Path(file).expanduser().absolute()
         if not (path.is_file() and os.access(path, os.R_OK)):
-            raise UsageError(f"--secret {name}: {path} is no file that you can read; write the value into one")
+            raise UsageError(f"--secret {name}: {path} is not a file that you can read; write the value into one")
         found[name] = path
     return found

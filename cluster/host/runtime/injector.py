@@ -98,8 +98,8 @@ class FaultInjector(ABC):
         free_bytes = free.f_bavail * free.f_frsize
         if runs.stat().st_dev == Path("/").stat().st_dev or free_bytes > MAX_BALLAST_BYTES:
             raise UsageError(
-                f"diskfull would fill {free_bytes / 2**30:.0f} GiB that other programs use; put RUNS_DIR on a small "
-                "disk of its own (mount -t tmpfs -o size=1g tmpfs DIR) and start the run there"
+                f"diskfull would fill {free_bytes / 2**30:.0f} GiB that other programs use; put RUNS_DIR on a "
+                "small separate disk (mount -t tmpfs -o size=1g tmpfs DIR) and start the run there"
             )
 
     def undo(self, task: str) -> None:  # noqa: ARG002  # the disk is everybody's

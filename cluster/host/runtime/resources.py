@@ -99,7 +99,7 @@ def shown_bytes(size_bytes: int) -> str:
 
 PRIVATE, HOST, ENCRYPTED, EGRESS = "private", "host", "encrypted", "egress"
 CHECK = "task network"
-EXPOSED = "TensorFlow's servers ask for no password, and whoever reaches this machine reaches them"
+EXPOSED = "TensorFlow's servers ask for no password, and all who reach this machine reach them"
 INSTEAD = "containers, or a firewall, close them"
 
 
@@ -135,10 +135,10 @@ def network_of_processes(typed: str, previous: str, *, way_out: str, serves: boo
         return Network(PRIVATE, requested)
     if requested:
         raise PrerequisiteError(
-            f"--network {PRIVATE}: tasks can have no network of their own here: {refused.why}; {refused.fix}, or "
+            f"--network {PRIVATE}: tasks can have no private network here: {refused.why}; {refused.fix}, or "
             "leave it out"
         )
-    why = f"they can have no network of their own: {refused.why}; {refused.fix}, or {INSTEAD}"
+    why = f"they can have no private network: {refused.why}; {refused.fix}, or {INSTEAD}"
     return Network(HOST, requested, _warning(why) if serves else "")
 
 
@@ -150,7 +150,7 @@ def examine_network() -> Finding:
     """Return whether local tasks can have a private network here."""
     refused = namespaces.refusal()
     if refused is None:
-        return Finding(CHECK, "ok", "local tasks get one of their own")
+        return Finding(CHECK, "ok", "local tasks get a private one")
     detail = f"local tasks are in this machine's own, for everybody to reach: {refused.why}"
     return Finding(CHECK, "warning", detail, f"{refused.fix}; {INSTEAD}")
 

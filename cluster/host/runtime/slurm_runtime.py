@@ -199,7 +199,7 @@ class Slurm(ScheduledRuntime):
             raise UsageError(
                 f"--network {requested}: tasks of a Slurm job are in the network of their nodes; leave it out"
             )
-        exposed = "TensorFlow's servers ask for no password, and whoever reaches the nodes reaches them"
+        exposed = "TensorFlow's servers ask for no password, and all who reach the nodes reach them"
         warning = f"warning: {exposed}: see docs/guides/slurm.md" if serves else ""
         return Network(resources.HOST, requested or previous, warning)
 

@@ -96,7 +96,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:
         return hosts.examine_swarm(runs_dir, data_dir)
 
-    def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002  # on machines of their own
+    def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002  # on other machines
         return Memory(requested or previous, parse_memory(requested or previous))
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
@@ -104,9 +104,9 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         resources.check_network(typed, resources.PRIVATE, resources.ENCRYPTED)
         if not serves or (typed == resources.ENCRYPTED and not way_out):
             return Network(typed or resources.PRIVATE, typed)
-        open_to = "whoever is on the network between the hosts (UDP port 4789) reaches them"
+        open_to = "all who are on the network between the hosts (UDP port 4789) reach them"
         if typed == resources.ENCRYPTED:
-            open_to = f"whoever is on one of the hosts reaches them, because the tasks are {way_out}"
+            open_to = f"all who are on one of the hosts reach them, because the tasks are {way_out}"
         warning = f"warning: TensorFlow's servers ask for no password, and {open_to}"
         use = "; --network encrypted closes that, or a network that only the hosts are in" if not way_out else ""
         return Network(typed or resources.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
@@ -166,7 +166,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     def has_tasks(self, name: str) -> bool:
         try:
             return bool(swarm_stack.stack_tasks(name, "running", "ready"))
-        except PrerequisiteError:  # there is no such stack, or no Swarm that would say so
+        except PrerequisiteError:  # the stack is unknown, or no Swarm answers
             return not swarm_stack.probe_manager()[0]
 
     def scheduled(self) -> Collection[str]:

@@ -181,7 +181,7 @@ def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(star
     gang = begin(start_gang)
     monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", 0)
     monkeypatch.setattr(injector, "BALLAST", "absent/ballast")  # cannot be filled, whatever is decided
-    with pytest.raises(UsageError, match="put RUNS_DIR on a small disk of its own"):
+    with pytest.raises(UsageError, match="put RUNS_DIR on a small separate disk"):
         chaos.inflict(gang.run, Fault("diskfull", "worker-0"))
     assert ([], []) == (gang.events("fault"), recorded(gang))
     assert "training" == read_json(gang.run.status("chief"))["state"]
@@ -189,5 +189,5 @@ def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(star
 
 def test_a_disk_that_must_not_be_filled_is_refused_before_anything_is_waited_for(make_run):
     run = make_run(workers=0)
-    with pytest.raises(UsageError, match="put RUNS_DIR on a small disk of its own"):
+    with pytest.raises(UsageError, match="put RUNS_DIR on a small separate disk"):
         chaos.check(run, Fault("diskfull", "chief", at_step=10**9))

@@ -277,7 +277,7 @@ def unfillable(run, monkeypatch) -> RunFolder:
     return run
 
 
-REFUSED = r"^diskfull would fill \d+ GiB that other programs use; put RUNS_DIR on a small disk of its own \(mount "
+REFUSED = r"^diskfull would fill \d+ GiB that other programs use; put RUNS_DIR on a small separate disk \(mount "
 
 
 def test_the_disk_of_the_machine_itself_is_never_filled(unfillable, monkeypatch):
@@ -289,7 +289,7 @@ def test_the_disk_of_the_machine_itself_is_never_filled(unfillable, monkeypatch)
 
 
 def test_a_disk_with_too_much_room_is_never_filled(unfillable, monkeypatch):
-    monkeypatch.setattr(injector, "Path", lambda _: Path("/proc"))  # as if the runs had a disk of their own
+    monkeypatch.setattr(injector, "Path", lambda _: Path("/proc"))  # as if the runs had a separate disk
     monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", 0)
     with pytest.raises(UsageError, match=REFUSED):
         ProcessFaults(unfillable).diskfull("chief")
