@@ -1,9 +1,17 @@
 """What tests of the way from a request to a started run share; the fixtures are in `conftest.py`."""
 
+from typing import Any
+
 import pytest
 
+from cluster.contract import spec
+from cluster.contract.run.folder import RunFolder
+from cluster.host.gpu.placement import Placement
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
+from cluster.host.runtime.base import Workload
+from cluster.host.runtime.payload import Payload
+from cluster.host.runtime.resources import Memory, Network
 from cluster.system.errors import ClusterError
 
 CONFIG = {"preset": "fashion_mnist", "dataset": "fashion_mnist", "global_batch": 192}
@@ -12,6 +20,13 @@ WORKING_ENGINE = (
     'case "$1" in info) echo \'"26.1.5"\';; compose) echo 2.26.1;; buildx) echo sha256:0;; *) exit 1;; esac'
 )
 """What `docker` does where an engine and a registry answer, as a shell script."""
+
+
+def workload(run: RunFolder, **more: Any) -> Workload:
+    """Return the work of a run of a chief and a worker, unless said otherwise."""
+    given: dict[str, Any] = {"cluster": spec.build(workers=1), "data_dir": run.path.parent, "payload": Payload()}
+    given |= {"gpus": Placement(), "memory": Memory(), "network": Network()}
+    return Workload(run=run, **given | more)
 
 
 def refusal(requested: Request) -> ClusterError:

@@ -12,17 +12,17 @@ import pytest
 from cluster.contract import spec
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
-from cluster.host.gpu.placement import Placement
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
 from cluster.host.runtime import slurm_runtime as slurm
 from cluster.host.runtime.base import Workload
 from cluster.host.runtime.payload import Payload
-from cluster.host.runtime.resources import Job, Memory, Network, minutes
+from cluster.host.runtime.resources import Job, minutes
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import write_json
+from tests.support.launching import workload
 
 
 class Site:
@@ -67,17 +67,7 @@ def site(run: RunFolder, monkeypatch: pytest.MonkeyPatch, *states: str) -> Site:
 
 
 def work(run: RunFolder, **job: str) -> Workload:
-    cluster = spec.build(workers=1)
-    return Workload(
-        run=run,
-        cluster=cluster,
-        data_dir=run.path.parent,
-        payload=Payload(),
-        gpus=Placement(),
-        memory=Memory(""),
-        network=Network(),
-        job=Job(**job),
-    )
+    return workload(run, job=Job(**job))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from cluster.contract import spec
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
-from cluster.host.gpu.placement import Placement
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry, resources, swarm_runtime, swarm_stack
@@ -19,6 +17,7 @@ from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Job, Memory, Network
 from cluster.host.runtime.swarm_runtime import Swarm
 from cluster.system.errors import PrerequisiteError, UsageError
+from tests.support.launching import workload
 
 SWARM = {"LocalNodeState": "active", "ControlAvailable": True, "Nodes": 2, "NodeID": "a"}
 
@@ -81,17 +80,7 @@ def run(tmp_path) -> RunFolder:
 
 
 def work(run: RunFolder, job: Job | None = None, **more: Any) -> Workload:
-    given = Workload(
-        run=run,
-        cluster=spec.build(workers=1, evaluator=True),
-        data_dir=run.path.parent,
-        payload=Payload(),
-        gpus=Placement(),
-        memory=Memory(""),
-        network=Network(),
-        job=job or Job(),
-    )
-    return replace(given, **more)
+    return workload(run, cluster=spec.build(workers=1, evaluator=True), job=job or Job(), **more)
 
 
 def service(rendered: dict[str, Any], task: str = "worker-0") -> dict[str, Any]:
