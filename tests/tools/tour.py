@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 
-from cluster.host.checks.environment import shareable
+from cluster.host.checks.bug_report import shareable
 from cluster.host.cli.tasks.tour import HEAD, STEPS, TAIL
 from cluster.system.paths import ROOT
 

@@ -26,7 +26,7 @@ from cluster.host.options.option import Needs
 from cluster.host.options.request import OPTIONS, Request, check_needs, check_together
 from cluster.host.options.topology import check_hardware
 from cluster.host.options.topology import topology as topology_of
-from cluster.host.runtime import debugger, inherited, registry
+from cluster.host.runtime import debugging, inherited, registry
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime.base import Runtime, Workload
 from cluster.host.runtime.payload import Payload
@@ -71,7 +71,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     _check_prepares(cluster, runtime)
     job = _job(request, previous, runtime, cluster)
     gpus = Placement() if runtime.is_remote else _place(request, run, previous, cluster)
-    waits = debugger.parse(request.debug, cluster)
+    waits = debugging.parse_debugger(request.debug, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
         # each GPU is a device, which decides between the strategies of one process
         cluster = spec.build(**topology | {"devices": devices_each})
@@ -89,7 +89,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
     if ports := runtime.ports(len(cluster.tasks)):
         cluster = cluster.listening(ports)
     network = _network(request, previous, runtime, cluster, payload)
-    debugger.check_reachable(
+    debugging.check_reachable(
         waits,
         remote=runtime.tasks if runtime.is_remote else "",
         private=network.name == PRIVATE and not runtime.publishes_ports,

@@ -23,7 +23,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu.placement import Placement
 from cluster.host.runtime import resources
-from cluster.host.runtime.debugger import Debugger
+from cluster.host.runtime.debugging import Debugger
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Job, Memory, Network

@@ -21,8 +21,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Task
 from cluster.host.gpu.placement import NO_DEVICE, Placement
 from cluster.host.image import engine
-from cluster.host.runtime import debugger
-from cluster.host.runtime.debugger import Debugger
+from cluster.host.runtime import debugging
+from cluster.host.runtime.debugging import Debugger
 from cluster.host.runtime.payload import Payload
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError
@@ -154,9 +154,9 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
 def _publish(service: dict[str, Any], waits: Debugger, networks: list[str]) -> None:
     """Publish the debugger's port on 127.0.0.1 alone, as TensorBoard's is in `compose/compose.yaml`: no way out."""
     service["environment"] |= waits.contained_environment
-    service["volumes"].append(_read_only(waits.package, f"{debugger.MOUNT}/{waits.package.name}"))
+    service["volumes"].append(_read_only(waits.package, f"{debugging.MOUNT}/{waits.package.name}"))
     service["networks"] = networks
-    service["ports"] = [f"{debugger.LOOPBACK}:{waits.port}:{waits.port}"]
+    service["ports"] = [f"{debugging.LOOPBACK}:{waits.port}:{waits.port}"]
     service["sysctls"] = {"net.ipv4.ip_default_ttl": 1}
 
 

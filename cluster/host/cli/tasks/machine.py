@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from cluster.host.checks import environment
+from cluster.host.checks import bug_report
 from cluster.host.cli.command_line import JSON_HELP, answer, show, task
 from cluster.host.control import cleaning
 from cluster.host.launch import folders
@@ -18,7 +18,7 @@ from cluster.system.messages import counted, size
 @task(json=JSON_HELP)
 def env(c, json=False):
     """Print one block to paste into a bug report: versions, engine, GPUs, limits; no secret and no user's name."""
-    show(environment.look(), environment.lines, as_json=json)
+    show(bug_report.look(), bug_report.lines, as_json=json)
 
 
 @task(

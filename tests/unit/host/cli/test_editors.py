@@ -6,14 +6,14 @@ import subprocess
 import sys
 
 import tasks
-from cluster.host.runtime import debugger, tensorboard
+from cluster.host.runtime import debugging, tensorboard
 from cluster.system.paths import ROOT
 
 
 def test_vs_code_attaches_where_a_task_waits_and_debugs_the_tests_of_a_file():
     configurations = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
     attach, test = sorted(configurations, key=lambda each: each["request"])
-    assert {"host": debugger.LOOPBACK, "port": debugger.PORT} == attach["connect"]
+    assert {"host": debugging.LOOPBACK, "port": debugging.PORT} == attach["connect"]
     assert ("pytest", "${file}") == (test["module"], test["args"][-1])
 
 

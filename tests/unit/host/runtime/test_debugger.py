@@ -9,7 +9,7 @@ import pytest
 from cluster.contract import spec
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
-from cluster.host.runtime import debugger
+from cluster.host.runtime import debugging
 from cluster.host.runtime.compose_services import Containers, overlay
 from cluster.system.errors import PrerequisiteError, UsageError
 from tests.support.debug_client import free_port
@@ -22,7 +22,7 @@ CLUSTER = spec.build(workers=1)
 def installed(monkeypatch):
     """Have debugpy."""
     found = SimpleNamespace(origin="/packages/debugpy/__init__.py")
-    monkeypatch.setattr(debugger.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(debugging.importlib.util, "find_spec", lambda name: found)
 
 
 @pytest.mark.usefixtures("resolved")
@@ -37,7 +37,7 @@ def test_a_process_waits_on_this_machine_s_network_without_hang_detection():
 
 
 def test_only_the_container_of_the_task_publishes_a_port_and_only_on_this_machine():
-    waits = debugger.Debugger("worker-0", 5678, Path("/packages/debugpy"))
+    waits = debugging.Debugger("worker-0", 5678, Path("/packages/debugpy"))
     containers = Containers(Path("/runs/r"), Path("/data"), "image", "1:1", 2**30, debugger=waits)
     made = overlay(CLUSTER, containers, [])
     task, chief = made["services"]["worker-0"], made["services"]["chief"]
@@ -71,17 +71,17 @@ def test_what_keeps_a_debugger_away_is_refused(options, named, monkeypatch):
 
 
 def test_tasks_that_a_scheduler_places_are_out_of_reach():
-    waits = debugger.Debugger("chief", 5678, Path())
+    waits = debugging.Debugger("chief", 5678, Path())
     with pytest.raises(UsageError, match="--runtime"):
-        debugger.check_reachable(waits, remote="Slurm's tasks", private=False, detached=False)
+        debugging.check_reachable(waits, remote="Slurm's tasks", private=False, detached=False)
 
 
 def test_a_port_that_is_taken_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PrerequisiteError, match="in use"):
-        debugger.parse(f"chief:{taken.getsockname()[1]}", CLUSTER)
+        debugging.parse_debugger(f"chief:{taken.getsockname()[1]}", CLUSTER)
 
 
 def test_without_debugpy_it_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(debugger.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(debugging.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PrerequisiteError, match="-m pip install debugpy"):
-        debugger.parse(f"chief:{free_port()}", CLUSTER)
+        debugging.parse_debugger(f"chief:{free_port()}", CLUSTER)

@@ -48,7 +48,7 @@ class Debugger:
         return {LISTEN: f"0.0.0.0:{self.port}", PACKAGES: MOUNT}
 
 
-def parse(requested: str, cluster: ClusterSpec) -> Debugger | None:
+def parse_debugger(requested: str, cluster: ClusterSpec) -> Debugger | None:
     """Parse `--debug TASK` or `--debug TASK:PORT`; None where nothing is requested."""
     if not requested:
         return None

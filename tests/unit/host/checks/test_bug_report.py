@@ -7,7 +7,7 @@ import pytest
 from invoke import MockContext
 
 import tasks
-from cluster.host.checks import environment
+from cluster.host.checks import bug_report
 from cluster.host.image.engine import Answer
 from cluster.system.paths import ROOT
 
@@ -23,7 +23,7 @@ def printed(monkeypatch, capsys) -> str:
     monkeypatch.setenv("MY_OWN_SECRET", "s3cret")
     monkeypatch.setenv("STANDBY", "0")
     complaint = f"no Docker Engine answers (cannot connect to {os.environ['DOCKER_HOST']})"
-    monkeypatch.setattr(environment.engine, "probe", lambda: Answer(False, complaint))
+    monkeypatch.setattr(bug_report.engine, "probe", lambda: Answer(False, complaint))
     tasks.ns["env"](MockContext())
     return capsys.readouterr().out
 
@@ -60,4 +60,4 @@ def test_it_can_be_read_by_programs(capsys):
 )
 def test_names_in_paths_are_replaced(monkeypatch, text, shown):
     monkeypatch.setenv("HOME", "/home/me")
-    assert shown == environment.shareable(text)
+    assert shown == bug_report.shareable(text)
