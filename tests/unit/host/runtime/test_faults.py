@@ -16,6 +16,7 @@ from cluster.host.image import engine
 from cluster.host.runtime import compose_services, injector, registry
 from cluster.host.runtime import local_runtime as local_faults
 from cluster.host.runtime.compose_runtime import _HOG, ContainerFaults
+from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.system import memory
 from cluster.system.errors import ClusterError, UsageError
@@ -124,14 +125,20 @@ def docker(run, monkeypatch) -> Engine:
     return made
 
 
+@pytest.fixture
+def faults(run, docker) -> FaultInjector:
+    """The injector of the run's runtime."""
+    return registry.of(run).faults(run)
+
+
 def test_the_means_are_those_of_the_runtime(make_run, run, docker):
     assert isinstance(registry.of(run).faults(run), ContainerFaults)
     other = make_run("another")
     assert isinstance(registry.of(other).faults(other), ProcessFaults)
 
 
-def test_a_task_s_container_is_found_by_its_labels(run, docker):
-    registry.of(run).faults(run).pause("worker-0")
+def test_a_task_s_container_is_found_by_its_labels(run, faults, docker):
+    faults.pause("worker-0")
     labels = (
         f"label=com.docker.compose.project={compose_services.project(run.path)}",
         "label=tf-cluster.task=worker-0",
@@ -141,26 +148,25 @@ def test_a_task_s_container_is_found_by_its_labels(run, docker):
     }
 
 
-def test_a_task_whose_container_does_not_run_is_named(run, docker):
+def test_a_task_whose_container_does_not_run_is_named(faults, docker):
     docker.answers["ps"] = (0, "")
     with pytest.raises(ClusterError, match=r"^worker-0 has no container that runs; `docker ps --all` shows"):
-        registry.of(run).faults(run).pause("worker-0")
+        faults.pause("worker-0")
     assert [] == docker.done()
 
 
-def test_a_signal_is_sent_inside_the_container(run, docker):
-    injector = registry.of(run).faults(run)
-    injector.signal("worker-0", signal.SIGKILL, "agent", "program")
-    injector.signal("worker-0", signal.SIGTERM, "agent")
+def test_a_signal_is_sent_inside_the_container(faults, docker):
+    faults.signal("worker-0", signal.SIGKILL, "agent", "program")
+    faults.signal("worker-0", signal.SIGTERM, "agent")
     assert [
         ("exec", "c0ffee", "sh", "-c", "kill -9 1 7"),
         ("exec", "c0ffee", "sh", "-c", "kill -15 1"),
     ] == docker.done()
 
 
-def test_a_signal_that_ends_its_own_container_is_no_error(run, docker):
+def test_a_signal_that_ends_its_own_container_is_no_error(faults, docker):
     docker.answers["exec"] = (137, "")
-    registry.of(run).faults(run).signal("worker-0", signal.SIGKILL, "agent")
+    faults.signal("worker-0", signal.SIGKILL, "agent")
 
 
 @pytest.mark.parametrize(
@@ -171,15 +177,14 @@ def test_a_signal_that_ends_its_own_container_is_no_error(run, docker):
         ("slow", ("update", "--cpus", "0.2"), ("update", "--cpus", str(os.cpu_count()))),
     ],
 )
-def test_a_container_has_a_fault_until_it_is_undone(run, docker, fault, done, undone):
-    injector = registry.of(run).faults(run)
-    getattr(injector, fault)("worker-0")
+def test_a_container_has_a_fault_until_it_is_undone(faults, docker, fault, done, undone):
+    getattr(faults, fault)("worker-0")
     assert (*done, "c0ffee") == docker.done()[-1]
-    injector.undo("worker-0")
+    faults.undo("worker-0")
     assert [(*undone, "c0ffee")] == docker.done()
 
 
-def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(run, docker, monkeypatch):
+def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(faults, docker, monkeypatch):
     tries, ask = [], engine.ask
 
     def busy(*words: str, **options: float) -> tuple[int, str]:
@@ -187,27 +192,25 @@ def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(run, dock
         return (1, "unable to freeze") if "pause" in words and len(tries) < 3 else ask(*words, **options)
 
     monkeypatch.setattr(engine, "ask", busy)
-    registry.of(run).faults(run).pause("worker-0")
+    faults.pause("worker-0")
     assert 3 == len(tries)
 
 
-def test_a_container_that_is_cut_off_comes_back_under_its_own_name(run, docker):
+def test_a_container_that_is_cut_off_comes_back_under_its_own_name(faults, docker):
     docker.answers["inspect"] = (0, json.dumps({"run_egress": {}, "run_cluster": {}}))
-    injector = registry.of(run).faults(run)
-    injector.partition("worker-0")
+    faults.partition("worker-0")
     inspect, disconnect = docker.done()
     assert ("inspect", "c0ffee") == (inspect[0], inspect[-1])
     assert ("network", "disconnect", "--force", "run_cluster", "c0ffee") == disconnect
-    injector.undo("worker-0")
+    faults.undo("worker-0")
     assert [("network", "connect", "--alias", "worker-0", "run_cluster", "c0ffee")] == docker.done()
 
 
 @pytest.mark.parametrize(("previous", "expected"), [(0, 2**30 + 2**27 + 5000), (2**33, 2**33)])
-def test_a_container_without_memory_gets_its_own_back_or_plenty(run, docker, monkeypatch, previous, expected):
+def test_a_container_without_memory_gets_its_own_back_or_plenty(faults, docker, monkeypatch, previous, expected):
     monkeypatch.setattr(memory, "available_bytes", lambda: 5000)
     docker.answers |= {"exec": (0, str(2**30)), "inspect": (0, str(previous))}
-    injector = registry.of(run).faults(run)
-    injector.oom("worker-0")
+    faults.oom("worker-0")
     used, inspect, update, hog = docker.done()
     assert ("inspect", "--format", "{{.HostConfig.Memory}}", "c0ffee") == inspect
     assert ("exec", "c0ffee", "sh", "-c") == used[:4] and "memory.current" in used[4]
@@ -215,7 +218,7 @@ def test_a_container_without_memory_gets_its_own_back_or_plenty(run, docker, mon
     assert ("update", "--memory", str(limit), "--memory-swap", str(limit), "c0ffee") == update
     assert ("exec", "c0ffee", "python", "-c") == hog[:4]
     assert ("7", str(limit // 2**24 + 16)) == hog[5:]  # until the program is gone, and never more than fits
-    injector.undo("worker-0")
+    faults.undo("worker-0")
     assert [("update", "--memory", str(expected), "--memory-swap", str(expected), "c0ffee")] == docker.done()
 
 
@@ -239,31 +242,29 @@ def test_the_hog_ends_with_the_program_that_it_starves():
     assert 0 == starve(program.pid, 1000)
 
 
-def test_what_was_done_last_is_undone_first_and_only_once(run, docker):
+def test_what_was_done_last_is_undone_first_and_only_once(faults, docker):
     docker.answers["inspect"] = (0, json.dumps({"run_cluster": {}}))
-    injector = registry.of(run).faults(run)
-    injector.partition("worker-0")
-    injector.slow("worker-0")
-    injector.pause("worker-0")
+    faults.partition("worker-0")
+    faults.slow("worker-0")
+    faults.pause("worker-0")
     docker.done()
-    injector.undo("worker-0")
+    faults.undo("worker-0")
     assert ["unpause", "update", "network"] == [words[0] for words in docker.done()]
-    injector.undo("worker-0")
+    faults.undo("worker-0")
     assert [] == docker.done()
 
 
 @pytest.mark.parametrize(("does", "asks"), [("pause", "pause"), ("partition", "inspect"), ("slow", "update")])
-def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_undone(run, docker, does, asks):
+def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_undone(faults, docker, does, asks):
     docker.answers[asks] = (1, "WARNING: a plugin is old\nError response from daemon: no such thing")
-    injector = registry.of(run).faults(run)
     with pytest.raises(ClusterError) as failed:
-        getattr(injector, does)("worker-0")
+        getattr(faults, does)("worker-0")
     line = str(failed.value)
     assert 1 == len(line.splitlines())
     assert line.startswith(f"docker {asks}") and line.endswith("Error response from daemon: no such thing")
     assert 1 == failed.value.exit_code
     docker.done()
-    injector.undo("worker-0")
+    faults.undo("worker-0")
     assert [] == docker.done()
 
 
