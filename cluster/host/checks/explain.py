@@ -70,12 +70,10 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Role and index, such as `worker 1`."""
         return f"{self.role} {self.index}"
 
     @property
     def host(self) -> str:
-        """The address without its port."""
         return self.address.rpartition(":")[0] or self.address
 
     @property
@@ -92,21 +90,15 @@ class Member:
 
 @dataclass
 class Explained:
-    """A cluster, what each of its tasks does, and the mistakes of its TF_CONFIG.
-
-    Attributes:
-        source: of the cluster, in words.
-        strategy: that trains on it; None where nothing says.
-        members: the tasks.
-        role: of the task that the TF_CONFIG was made for; empty where it names none.
-        index: of that task.
-        findings: the mistakes.
-    """
+    """A cluster, what each of its tasks does, and the mistakes of its TF_CONFIG."""
 
     source: str
+    """Where the cluster is described, in words."""
     strategy: Strategy | None = None
+    """The one that trains on it; None where nothing says."""
     members: list[Member] = field(default_factory=list)
     role: str = ""
+    """Type of the task that the TF_CONFIG was made for; empty where it names none."""
     index: int = 0
     findings: list[Finding] = field(default_factory=list)
 
@@ -126,7 +118,6 @@ class Explained:
         return [member for role in roles for member in self.members if member.role == role]
 
     def fail(self, check: str, detail: str, fix: str) -> None:
-        """Record a mistake."""
         self.findings.append(Finding(check, "failed", detail, fix))
 
     def warn(self, check: str, detail: str, fix: str) -> None:
@@ -215,7 +206,7 @@ def of_cluster(cluster: ClusterSpec, source: str, task: str = "", *, reach: bool
 
 
 def read_file(name: str) -> str:
-    """Return the text of a file, or of standard input for the name `-`."""
+    """Return the text of a file, or of standard input for `-`."""
     if name == "-":
         return sys.stdin.read(MAX_BYTES)
     try:
@@ -318,11 +309,8 @@ def _check_roles(config: Explained) -> None:
         if indices != set(range(len(indices))):
             config.warn("roles", f"{role} lists only the indices {sorted(indices)[:8]}", "list all")
     if counts["evaluator"]:
-        config.fail(
-            "evaluator",
-            "the evaluator is listed in 'cluster', so every strategy waits for it",
-            "remove it from 'cluster'; only its own 'task' says that it is the evaluator",
-        )
+        fix = "remove it from 'cluster'; only its own 'task' says that it is the evaluator"
+        config.fail("evaluator", "the evaluator is listed in 'cluster', so every strategy waits for it", fix)
     chiefs = [f"{member.name} ({member.address})" for member in config.of("chief", "master")]
     if len(chiefs) > 1:
         config.fail("chief", f"there are {len(chiefs)} chiefs: {', '.join(chiefs)}", "keep one; others are workers")
@@ -346,22 +334,16 @@ def _check_task(config: Explained) -> None:
         known = ", ".join(dict.fromkeys(member.role for member in config.members))
         config.fail("task", f"this task is {role} {index}, and the cluster has only: {known}", f"add it as {role!r}")
     elif index not in indices:
-        config.fail(
-            "task",
-            f"the index {index} is out of range: there are {counted(len(indices), role)}",
-            f"use an index from 0 to {max(indices)}, or list this task's address under {role!r}",
-        )
+        fix = f"use an index from 0 to {max(indices)}, or list this task's address under {role!r}"
+        config.fail("task", f"the index {index} is out of range: there are {counted(len(indices), role)}", fix)
 
 
 def _check_strategy(config: Explained) -> None:
     strategy, servers, workers = config.strategy, config.of("ps"), config.of("worker")
     name = strategy.class_name if strategy else ""
     if servers and not strategy:
-        config.warn(
-            "strategy",
-            "with 'ps' in the cluster, only ParameterServerStrategy can train; others wait for ps 0 indefinitely",
-            "remove 'ps' for any other strategy; --strategy ps says that it is this one",
-        )
+        detail = "with 'ps' in the cluster, only ParameterServerStrategy can train; others wait for ps 0 indefinitely"
+        config.warn("strategy", detail, "remove 'ps' for any other strategy; --strategy ps says that it is this one")
     elif servers and strategy and not strategy.served:
         detail = f"{name} has no parameter servers, and waits for ps 0 indefinitely"
         config.fail("strategy", detail, "remove 'ps', or train with ParameterServerStrategy")
@@ -400,9 +382,8 @@ def _check_addresses(config: Explained) -> None:
             config.warn("port", detail, GOOD_PORT)
     for members in by_address.values():
         if len(members) > 1:
-            config.fail(
-                "duplicate", f"{_names(members)} have the same address {members[0].address}", "give each its own"
-            )
+            detail = f"{_names(members)} have the same address {members[0].address}"
+            config.fail("duplicate", detail, "give each its own")
 
 
 def _check_name(config: Explained, member: Member) -> None:
@@ -437,12 +418,9 @@ def _check_machines(config: Explained) -> None:
     here = [member for member in config.members if member.is_here]
     others = [member for member in config.members if not member.is_here]
     if here and others:
-        config.fail(
-            "localhost",
-            f"{_names(here)} on {here[0].host}, and {others[0].name} on {others[0].host}: on every machine, localhost "
-            "is that machine",
-            "write each machine's name or address",
-        )
+        detail = f"{_names(here)} on {here[0].host}, and {others[0].name} on {others[0].host}"
+        fix = "write each machine's name or address"
+        config.fail("localhost", f"{detail}: on every machine, localhost is that machine", fix)
 
 
 def _names(members: Sequence[Member]) -> str:
