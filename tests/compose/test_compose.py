@@ -355,8 +355,7 @@ def test_every_task_is_replaced_when_the_code_in_its_image_changes(compose_cli, 
 
 
 @pytest.mark.parametrize(
-    ("uid", "gid", "expected"),
-    [(1000, 1000, "1000:1000"), (0, 0, "10001:10001"), (1000, 0, "1000:10001")],
+    ("uid", "gid", "expected"), [(1000, 1000, "1000:1000"), (0, 0, "10001:10001"), (1000, 0, "1000:10001")]
 )
 def test_tasks_run_as_the_caller_but_never_as_root(monkeypatch, uid, gid, expected):
     monkeypatch.setattr(os, "getuid", lambda: uid)

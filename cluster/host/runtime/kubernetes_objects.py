@@ -105,11 +105,7 @@ def pod_template(
     labels: dict[str, str], container: dict[str, Any], volumes: list[dict[str, Any]], *, grace_s: int
 ) -> dict[str, Any]:
     """Return a pod template without any privilege: not root, nothing writable but its volumes, no token of the API."""
-    bounded = {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        "readOnlyRootFilesystem": True,
-    }
+    bounded = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
     return {
         "metadata": {"labels": labels},
         "spec": {

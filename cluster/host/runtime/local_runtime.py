@@ -194,10 +194,7 @@ def processes_of(
             environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may be one that is not in there
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
-        tasks[task.name] = {
-            "command": [sys.executable, "-m", "cluster.agent", *command],
-            "environment": environment,
-        }
+        tasks[task.name] = {"command": [sys.executable, "-m", "cluster.agent", *command], "environment": environment}
     names = [name for name, value in (more or {}).items() if value is None]
     found: dict[str, Any] = {"runtime": "local", "network": network, "inherits": names, "tasks": tasks}
     # An accelerator's library must be new in the process that uses it.

@@ -98,11 +98,7 @@ class Payload:
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that is saved as the `config.json` of a script's run."""
-        return {
-            "script": str(self.script),
-            "arguments": list(self.arguments),
-            "separate_chief": self.separate_chief,
-        }
+        return {"script": str(self.script), "arguments": list(self.arguments), "separate_chief": self.separate_chief}
 
 
 def data_words(config: Mapping[str, Any]) -> list[str]:

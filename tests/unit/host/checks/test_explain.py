@@ -95,10 +95,7 @@ def test_the_fix_is_for_the_mistake_that_was_made(value, fix):
     [
         ({"chief": ["j-chief-0.ns.svc:2222"], "worker": ["j-worker-0.ns.svc:2222"]}, "chief"),
         ({"worker": ["algo-1:8890", "algo-2:8890"]}, "worker"),
-        (
-            {"chief": ["cmle-workerpool0-b4-0:2222"], "worker": ["cmle-workerpool1-b4-0:2222"]},
-            "chief",
-        ),
+        ({"chief": ["cmle-workerpool0-b4-0:2222"], "worker": ["cmle-workerpool1-b4-0:2222"]}, "chief"),
         ({"worker": ["localhost:12345", "localhost:23456"]}, "worker"),
     ],
     ids=["TFJob", "SageMaker", "Vertex AI", "the tutorials"],
@@ -139,8 +136,7 @@ def test_the_strategy_must_fit_the_cluster(strategy, cluster, is_right):
 
 
 @pytest.mark.parametrize(
-    "topology",
-    [{"workers": 2}, {"workers": 2, "ps": 2, "evaluator": True}, {"workers": 1, "separate_chief": False}],
+    "topology", [{"workers": 2}, {"workers": 2, "ps": 2, "evaluator": True}, {"workers": 1, "separate_chief": False}]
 )
 def test_nothing_is_wrong_with_our_own(topology):
     cluster = spec.build(**topology)

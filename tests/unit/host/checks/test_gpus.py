@@ -365,10 +365,7 @@ def test_without_the_image_it_runs_in_an_environment_with_cuda(docker, nvidia_sm
     ("script", "why"),
     [
         (engine_that(run="exit 1", image="exit 1"), "tf-cluster/train:gpu is not built, and this environment has no"),
-        (
-            engine_that(info=NEITHER),
-            "no engine provides GPUs to containers, and this environment has no",
-        ),
+        (engine_that(info=NEITHER), "no engine provides GPUs to containers, and this environment has no"),
         ("exit 1", "no engine provides GPUs to containers, and this environment has no"),
     ],
 )

@@ -55,10 +55,7 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (
-            None,
-            "no GPU was found on this machine (nvidia-smi is not installed); install NVIDIA's driver, or",
-        ),
+        (None, "no GPU was found on this machine (nvidia-smi is not installed); install NVIDIA's driver, or"),
         ("echo 'No devices were found'; exit 6", "no GPU was found on this machine (No devices were found); install "),
         (
             "echo 'NVIDIA-SMI has failed because' >&2; exit 9",

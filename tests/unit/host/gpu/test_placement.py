@@ -111,10 +111,7 @@ def test_gpus_are_shared_out_evenly_and_none_twice(machine, workers, per_task):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "words",
-    [*NONSENSE, "0,1\n", "0, 1"],
-)
+@pytest.mark.parametrize("words", [*NONSENSE, "0,1\n", "0, 1"])
 def test_words_that_make_no_sense_are_refused(words):
     with pytest.raises(UsageError, match="--gpus") as refused:
         placement.parse(words, "")

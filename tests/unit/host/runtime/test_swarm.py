@@ -141,8 +141,7 @@ def test_the_name_of_a_stack_leaves_room_for_its_services(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "swarm",
-    [{"LocalNodeState": "inactive"}, {"LocalNodeState": "active", "ControlAvailable": False}],
+    "swarm", [{"LocalNodeState": "inactive"}, {"LocalNodeState": "active", "ControlAvailable": False}]
 )
 def test_an_engine_that_manages_no_swarm_is_refused(manager, swarm):
     manager.swarm = swarm
