@@ -27,11 +27,9 @@ def written(path: Path, begin: str) -> list[str]:
 
 def renew(paths: Sequence[Path], begin: str, lines: Sequence[str]) -> None:
     """Put a table into every document in place of the one after the line `begin`; into none if one has no place."""
-    texts = {path: _renewed(path, begin, lines) for path in paths}
+    texts = {}
+    for path in paths:
+        old = "\n".join([begin, *written(path, begin), END, ""])
+        texts[path] = path.read_text().replace(old, "\n".join([begin, *lines, END, ""]))
     for path, text in texts.items():
         path.write_text(text)
-
-
-def _renewed(path: Path, begin: str, lines: Sequence[str]) -> str:
-    old = "\n".join([begin, *written(path, begin), END, ""])
-    return path.read_text().replace(old, "\n".join([begin, *lines, END, ""]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -155,11 +155,12 @@ def place(
     if any(gpu.id.startswith("MIG-") for gpu in pool):
         _check_instances(request, count // len(tasks), cluster)
     groups = _share_out([gpu.id for gpu in pool], len(tasks), count // len(tasks), machine)
-    return Placement(
-        dict(zip(tasks, groups, strict=True)),
-        notes=tuple(_notes([gpu for gpu in pool if any(gpu.id in group for group in groups)])),
-        memory_bytes=min(gpu.memory_mib for gpu in pool) * 2**20,
-    )
+    notes: tuple[str, ...] = ()
+    used = [gpu for gpu in pool if any(gpu.id in group for group in groups)]
+    if len({gpu.model for gpu in used}) > 1:
+        notes = (f"the GPUs are of several models ({_models(used)}): every synchronous step waits for the slowest",)
+    memory_bytes = min(gpu.memory_mib for gpu in pool) * 2**20
+    return Placement(dict(zip(tasks, groups, strict=True)), notes=notes, memory_bytes=memory_bytes)
 
 
 def _named(request: GpuRequest, machine: Machine) -> list[Gpu]:
@@ -269,11 +270,6 @@ def _share_out(ids: Sequence[str], num_tasks: int, per_task: int, machine: Machi
             left.remove(group[-1])
         groups.append(tuple(sorted(group, key=ids.index)))
     return groups
-
-
-def _notes(used: Sequence[Gpu]) -> Iterator[str]:
-    if len({gpu.model for gpu in used}) > 1:
-        yield f"the GPUs are of several models ({_models(used)}): every synchronous step waits for the slowest"
 
 
 def _models(gpus: Sequence[Gpu]) -> str:

@@ -49,7 +49,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 def for_process(names: Collection[str] = ()) -> dict[str, str]:
     """Return the variables that local tasks inherit, with the additional ones of `--env`."""
-    found = {name: value for name, value in os.environ.items() if name in names or _for_process(name)}
+    listed = PROCESS | {*names, *PROXIES}
+    found = {}
+    for name, value in os.environ.items():
+        if name in listed or name.startswith("LC_") or _for_all(name):
+            found[name] = value
     if "PYTHONPATH" in found:  # tasks run in another folder than the caller
         found["PYTHONPATH"] = os.pathsep.join(python_path())
     return found
@@ -72,10 +76,6 @@ def for_container(*, way_out: bool) -> dict[str, str | None]:
 
 def _for_all(name: str) -> bool:
     return name not in OWN and (name.startswith((*PREFIXES, *DEVICE_PREFIXES)) or name in settings.OF_TASKS)
-
-
-def _for_process(name: str) -> bool:
-    return _for_all(name) or name in PROCESS or name in PROXIES or name.startswith("LC_")
 
 
 def python_path() -> list[str]:

@@ -108,9 +108,8 @@ def _node(value: dict[str, Any], own: str) -> Node:
 def _node_resources(value: dict[str, Any]) -> dict[str, float]:
     if not value:
         return {}
-    kinds = [
-        each.get("NamedResourceSpec") or each["DiscreteResourceSpec"] for each in value.get("GenericResources", [])
-    ]
+    generic = value.get("GenericResources", [])
+    kinds = [each.get("NamedResourceSpec") or each["DiscreteResourceSpec"] for each in generic]
     gpus = sum(each["Value"] if isinstance(each["Value"], int) else 1 for each in kinds if each["Kind"] == GPU)
     return {"cpus": value["NanoCPUs"] / 1e9, "memory": value["MemoryBytes"], "GPUs": gpus}
 
@@ -144,12 +143,11 @@ def stack_tasks(stack: str, *states: str) -> list[PlacedTask]:
     """Return the tasks of a stack that are to be in one of these states; all of them if none is named."""
     filters = [word for state in states for word in ("--filter", f"desired-state={state}")]
     text = ask_manager("stack", "ps", "--no-trunc", "--format", "{{json .}}", *filters, stack)
-    return [_task(json.loads(line), stack) for line in text.splitlines() if line.startswith("{")]
-
-
-def _task(value: dict[str, str], stack: str) -> PlacedTask:
-    service = value["Name"].removeprefix(f"{stack}_").split(".")[0]
-    return PlacedTask(service, value["CurrentState"].split()[0].lower(), value["Node"], value["Error"])
+    tasks = []
+    for value in (json.loads(line) for line in text.splitlines() if line.startswith("{")):
+        service = value["Name"].removeprefix(f"{stack}_").split(".")[0]
+        tasks.append(PlacedTask(service, value["CurrentState"].split()[0].lower(), value["Node"], value["Error"]))
+    return tasks
 
 
 def list_stacks() -> list[str]:
