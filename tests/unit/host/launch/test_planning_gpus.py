@@ -194,7 +194,7 @@ def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run, monkeypatch)
     def refuse(sh: object, accelerator: str, *, renew: bool) -> None:
         raise PrerequisiteError(f"no image for {accelerator}")
 
-    planned = SimpleNamespace(runtime=registry.get("docker"), gpus=placement.Placement({"chief": ("0",)}))
+    planned = SimpleNamespace(runtime=registry.get("docker"), accelerator="gpu")
     monkeypatch.setattr(scaling, "plan", lambda *_, **__: planned)
     monkeypatch.setattr(startup, "check_machine", lambda *_, **__: None)
     monkeypatch.setattr(images, "build_images", refuse)
