@@ -54,8 +54,8 @@ def tensorflow_variables(model: keras.Model) -> dict[str, tf.Variable]:
 
 def assigned(variables: Mapping[str, tf.Variable], graph: tf.Graph) -> dict[str, tf.Variable]:
     """Return the variables that a graph assigns outside of its functions and conditions."""
-    operations = [each for each in graph.get_operations() if each.type.startswith("Assign")]
-    handles = {id(each.inputs[0]) for each in operations}
+    assignments = [operation for operation in graph.get_operations() if operation.type.startswith("Assign")]
+    handles = {id(assignment.inputs[0]) for assignment in assignments}
     captured = [outside for outside, inside in graph.captures if id(inside) in handles]
     return {name: one for name, one in variables.items() if any(one.handle is handle for handle in captured)}
 
