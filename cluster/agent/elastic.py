@@ -35,7 +35,7 @@ class Elasticity:
     def of(cls, run: RunFolder) -> Elasticity | None:
         """Return the elasticity that a run was started with; None if it needs every task."""
         started = run.started
-        return cls(started["min_workers"], started.get("grow", False)) if "min_workers" in started else None
+        return None if started.min_workers is None else cls(started.min_workers, started.grow)
 
 
 def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) -> frozenset[str] | None:

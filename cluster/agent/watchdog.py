@@ -58,7 +58,8 @@ class Watchdog:
 
     def __init__(self, run: Board, spec: ClusterSpec, task: Task, generation: int) -> None:
         """Begin to watch a complete cluster."""
-        self._hang_timeout_s = float(run.started.get("hang_timeout_s", HANG_TIMEOUT_S))
+        timeout_s = run.started.hang_timeout_s
+        self._hang_timeout_s = HANG_TIMEOUT_S if timeout_s is None else timeout_s
         """0 in a run whose task is debugged: every thread stands still at a breakpoint."""
         self._run = run
         self._spec = spec

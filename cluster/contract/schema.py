@@ -222,7 +222,8 @@ class Record:
         result = dict(self.unknown)
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name != "unknown" and not (each.metadata and value == each.default):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if each.name != "unknown" and not (each.metadata and value == default):
                 result[each.name] = _plain(value)
         return result
 

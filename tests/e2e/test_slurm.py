@@ -121,7 +121,7 @@ def test_every_command_must_mean_the_same_for_a_job(clusters, long_job):
     wait_for(lambda: not number_of(long_job), "the end of the job")
     words = (f"--resume={long_job.name}", "--tensorboard-port=0")
     clusters.invoke("up", *words, "--", f"--max-steps={summary(long_job)['steps'] + 20}", timeout_s=400)
-    assert ("succeeded", "slurm") == (summary(long_job)["state"], long_job.started["runtime"])
+    assert ("succeeded", "slurm") == (summary(long_job)["state"], long_job.started.runtime)
 
 
 @pytest.fixture(scope="module")

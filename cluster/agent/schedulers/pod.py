@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.agent.schedulers.lifecycle import await_begin, exit_code, go_on, run_agent
@@ -29,6 +30,7 @@ from cluster.contract import settings, spec, tf_config
 from cluster.contract.run import records
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Started
 from cluster.contract.spec import Role
 from cluster.system import processes
 from cluster.system.errors import EXIT_INTERRUPTED, ClusterError
@@ -72,8 +74,8 @@ def begin(run: RunFolder, given: Path) -> None:
     run.path.mkdir(parents=True, exist_ok=True)
     run.create()
     write_json(run.config, records.read(given / "config.json", records.config))
-    started = records.read(given / "started.json", records.started)
-    write_json(run.control / "started.json", {"time": time.time()} | started)
+    started = records.read(given / "started.json", Started.from_json)
+    write_json(run.control / "started.json", replace(started, time=started.time or time.time()).to_json())
     run.begin_generation(0)
     write_json(run.cluster, cluster.to_json())
 

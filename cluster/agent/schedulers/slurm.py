@@ -102,7 +102,7 @@ def _task(run: RunFolder, command: list[str]) -> int:
     os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
     copy = Copy.begin(run, task.name)
     os.environ["LOST_THEN"] = AfterStop.REQUEUE
-    watch = Replacements(run, places(run)) if task.role == Role.CHIEF and run.started.get("grow") else None
+    watch = Replacements(run, places(run)) if task.role == Role.CHIEF and run.started.grow else None
     if watch:
         watch.start()
     try:
@@ -198,7 +198,7 @@ def assemble(run: RunFolder) -> ClusterSpec:
         TimedOut: a task did not start.
     """
     cluster, folder, tasks = run.load_cluster(), places(run), []
-    deadline, is_elastic = _deadline(), "min_workers" in run.started
+    deadline, is_elastic = _deadline(), run.started.min_workers is not None
     for task in cluster.tasks:
         place = _await(partial(records.read, folder / f"{task.name}.json", Place.from_json, None), deadline)
         if place is None and not (is_elastic and task.role == Role.WORKER):

@@ -100,7 +100,5 @@ def first_generation(run: RunFolder) -> int:
 def limits(run: RunFolder) -> tuple[int, int]:
     """Return the values of `--max-restarts` and `--max-external-restarts` that the run was started with."""
     started = run.started
-    return (
-        int(started.get("max_restarts", MAX_RESTARTS)),
-        int(started.get("max_external_restarts", MAX_EXTERNAL_RESTARTS)),
-    )
+    own, external = started.max_restarts, started.max_external_restarts
+    return MAX_RESTARTS if own is None else own, MAX_EXTERNAL_RESTARTS if external is None else external

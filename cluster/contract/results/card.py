@@ -64,11 +64,11 @@ def _made_of(run: RunFolder, summary: Summary) -> list[str]:
     config = records.read(run.config, records.config, {})
     manifest = records.read(run.manifest, records.manifest, {})
     commit = manifest.get("code", {}).get("commit") if isinstance(manifest.get("code"), dict) else None
-    started = run.started.get("time")
+    started = run.started.time
     rows = {
         "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started)) if started else "",
         "commit": commit or "",
-        "runtime": run.started.get("runtime", ""),
+        "runtime": run.started.runtime,
         "tasks": ", ".join(summary.tasks),
         "script": " ".join([config.get("script", ""), *config.get("arguments", [])]).strip(),
         **{name: config.get(name, "") for name in SHOWN_OPTIONS},

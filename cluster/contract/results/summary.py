@@ -64,7 +64,8 @@ def write(run: RunFolder, settle_s: float = SETTLE_S) -> Summary:
 def _started(run: RunFolder) -> float:
     """Return the time of the run's start, or if that is unknown, of its newest generation."""
     begun = [generation.time for generation in run.generations()]
-    return float(run.started.get("time", begun[-1] if begun else time.time()))
+    started = run.started.time
+    return (begun[-1] if begun else time.time()) if started is None else started
 
 
 def await_last_heartbeats(run: RunFolder, timeout_s: float) -> None:

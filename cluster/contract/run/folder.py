@@ -28,6 +28,7 @@ from cluster.contract.run.records import (
     Outcome,
     OutcomeState,
     Result,
+    Started,
     StopRequest,
     Summary,
 )
@@ -252,18 +253,18 @@ class RunFolder(Paths):
         """
         return records.read(self.config, records.config)
 
-    def load_started(self) -> dict[str, Any]:
+    def load_started(self) -> Started:
         """Return how and when the run was started.
 
         Raises:
             DamagedError: `control/started.json` has no valid record.
         """
-        return records.read(self.control / "started.json", records.started)
+        return records.read(self.control / "started.json", Started.from_json)
 
     @property
-    def started(self) -> dict[str, Any]:
-        """How and when the run was started; empty if that is not known."""
-        return records.read(self.control / "started.json", records.started, {})
+    def started(self) -> Started:
+        """How and when the run was started; nothing if that is not known."""
+        return records.read(self.control / "started.json", Started.from_json, Started())
 
     @property
     def composed(self) -> dict[str, Any]:

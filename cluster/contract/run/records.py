@@ -470,25 +470,28 @@ trace_request = record({"id": text, "task": text, "until": seconds})
 TRAINER_IMPORTS = "train.startup.preload"
 """The module that imports everything a training program needs."""
 
-started = record(
-    {},
-    {
-        "time": (seconds, ABSENT),
-        "runtime": (text, ABSENT),
-        "hang_timeout_s": (seconds, ABSENT),
-        "max_restarts": (count, ABSENT),
-        "max_external_restarts": (count, ABSENT),
-        "min_workers": (count, ABSENT),
-        "grow": (flag, ABSENT),
-        "requirements": (text, ABSENT),
-        "memory": (text, ABSENT),
-        "network": (text, ABSENT),
-        "gpus": (mapping(text), ABSENT),
-        "job": (mapping(text), ABSENT),
-        "env": (listing(text), ABSENT),
-        "code_dirs": (listing(text), ABSENT),
-    },
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Record):
+    """How and when a run was started: `control/started.json`. What is not known is empty or None."""
+
+    time: Seconds | None = field(default=None, metadata=SPARSE)
+    runtime: str = field(default="", metadata=SPARSE)
+    hang_timeout_s: Seconds | None = field(default=None, metadata=SPARSE)
+    """0: none, because a task is debugged."""
+    max_restarts: Count | None = field(default=None, metadata=SPARSE)
+    max_external_restarts: Count | None = field(default=None, metadata=SPARSE)
+    min_workers: Count | None = field(default=None, metadata=SPARSE)
+    grow: bool = field(default=False, metadata=SPARSE)
+    requirements: str = field(default="", metadata=SPARSE)
+    memory: str = field(default="", metadata=SPARSE)
+    network: str = field(default="", metadata=SPARSE)
+    gpus: dict[str, str] = field(default_factory=dict, metadata=SPARSE)
+    job: dict[str, str] = field(default_factory=dict, metadata=SPARSE)
+    env: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    secrets: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    code_dirs: tuple[str, ...] = field(default=(), metadata=SPARSE)
+
 
 config = record(
     {},

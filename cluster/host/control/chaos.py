@@ -142,7 +142,8 @@ class _Before:
         self.step = run.newest_step
         self.generation = run.generation
         workers = [task.name for task in membership.cluster(run).of(Role.WORKER)]
-        self._dispensable = workers if len(workers) > run.started.get("min_workers", len(workers)) else []
+        least = run.started.min_workers
+        self._dispensable = workers if least is not None and len(workers) > least else []
         """The tasks without any one of which the run goes on."""
 
     def nobody_acts_on(self, fault: Fault) -> bool:

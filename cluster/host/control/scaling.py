@@ -104,7 +104,7 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
         resume=run.name,
         workers=workers,
         ps=ps,
-        runtime=str(run.load_started().get("runtime", "auto")),
+        runtime=run.load_started().runtime or "auto",
         tensorboard_port="0",
         trust=trust,
     )

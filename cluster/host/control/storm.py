@@ -115,7 +115,7 @@ def _drawn(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> chaos.F
         kind, whole = draw.choice(kinds), False
     else:
         outlived = registry.of(run).faults(run).storm
-        elastic = "min_workers" in run.started and bool(spec.of(Role.WORKER))
+        elastic = run.started.min_workers is not None and bool(spec.of(Role.WORKER))
         kind, whole = draw.choice(_choices(outlived, synchronous=spec.kind.synchronous, elastic=elastic))
     if KINDS[kind].elastic:  # the chief is never left out
         tasks = [task.name for task in spec.of(Role.WORKER)] or tasks

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.contract import spec
+from cluster.contract.run.records import Started
 from cluster.contract.spec import ClusterSpec
 from cluster.host.image import images
 from cluster.host.launch import configuration, folders, planning
@@ -109,7 +110,7 @@ def _manifest(request: Request, place: Place) -> Manifest:
     cluster = _cluster(request, gpus)
     config, _, _ = configuration.resolve(request, None, None, folders.data_dir(), cores=cpus)
     planning.check_sharing(config, cluster)
-    elastic_run = elastic.parse(request, cluster, {})
+    elastic_run = elastic.parse(request, cluster, Started())
     elastic.check_batch(elastic_run, cluster, config)
     board = request.board_port != 0
     hosts = kubernetes_objects.jobset_hosts if place.kind == "jobset" else kubernetes_objects.tfjob_hosts

@@ -12,6 +12,7 @@ from typing import Any
 from cluster.contract import compatibility, settings, spec
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Started
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.gpu import devices, placement
 from cluster.host.gpu.placement import Placement
@@ -40,7 +41,7 @@ class _Previous:
 
     run: RunFolder | None = None
     cluster: ClusterSpec | None = None
-    started: Mapping[str, Any] = field(default_factory=dict)
+    started: Started = field(default_factory=Started)
     script: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -77,7 +78,7 @@ def plan(request: Request, *, stops_first: bool = False, installs: bool = True) 
         cluster = spec.build(**topology | {"devices": devices_each})
 
     config, payload, data = _resolve(request, previous, runtime, int(job.cpus_per_task or 0), installs=installs)
-    elastic_run = elastic.parse(request, cluster, previous.started if request.resume else {})
+    elastic_run = elastic.parse(request, cluster, previous.started if request.resume else Started())
     about_resuming: list[str] = []
     if payload.script is None:
         check_sharing(config, cluster, previous.run.load_config() if previous.run else None)
@@ -143,7 +144,7 @@ def _kept(request: Request, previous: _Previous) -> Request:
     kept: dict[str, Any] = {}
     for name in ("hang_timeout", "max_restarts", "max_external_restarts"):
         key = "hang_timeout_s" if name == "hang_timeout" else name
-        value = previous.started.get(key)
+        value = getattr(previous.started, key)
         if value is not None and (name, value) != ("hang_timeout", 0):  # 0: a task was debugged, and is not any more
             kept[name] = getattr(request, name) or str(int(value))
     if previous.run and not request.tensorboard_port and previous.run.board_port == 0:
@@ -162,7 +163,7 @@ def _memory(request: Request, previous: _Previous, runtime: Runtime, num_tasks: 
     """Return the memory limit of each task, as requested now or when the run was started."""
     limits.parse_memory(request.memory)  # a typo is reported first
     check_needs(request, {Needs.CONTAINERS: runtime.limits_memory})
-    return runtime.memory(request.memory, str(previous.started.get("memory", "")), num_tasks)
+    return runtime.memory(request.memory, previous.started.memory, num_tasks)
 
 
 def _network(
@@ -175,12 +176,12 @@ def _network(
     if request.debug:
         way_out = "where a debugger reaches them"
     serves = bool(cluster.members)
-    return runtime.network(request.network, previous.started.get("network", ""), way_out=way_out, serves=serves)
+    return runtime.network(request.network, previous.started.network, way_out=way_out, serves=serves)
 
 
 def _queue(previous: _Previous) -> str:
     """Return the runtime of a run that was queued: it goes on there unless another is requested; empty otherwise."""
-    name = str(previous.started.get("runtime", ""))
+    name = previous.started.runtime
     return name if name in registry.RUNTIMES and registry.RUNTIMES[name].is_remote else ""
 
 
@@ -197,7 +198,7 @@ def _job(request: Request, previous: _Previous, runtime: Runtime, cluster: Clust
     for name in (each.name for each in fields(Job) if each.name not in runtime.job_options):
         if value := getattr(request, name):
             raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}: they have no such; leave it out")
-    recorded = previous.started.get("job", {})
+    recorded = previous.started.job
     requested = {name: str(getattr(request, name) or recorded.get(name, "")) for name in runtime.job_options}
     if image := requested.get("apptainer"):  # a run goes on from any folder
         requested["apptainer"] = str(Path(os.path.expanduser(image)).absolute())  # noqa: PTH111
@@ -215,7 +216,7 @@ def _job(request: Request, previous: _Previous, runtime: Runtime, cluster: Clust
 
 def _place(request: Request, run: RunFolder, previous: _Previous, cluster: ClusterSpec) -> Placement:
     """Return which task gets which of this machine's GPUs."""
-    recorded = previous.started.get("gpus", {})
+    recorded = previous.started.gpus
     requested = placement.requested(request.gpus, request.gpus_per_task, recorded, cluster.devices)
     check_needs(request, {Needs.GPUS: requested is not None})
     if requested is None:
@@ -298,10 +299,10 @@ def _resolve(
         installs: whether the packages of `--requirements` are installed, or only resolved.
     """
     started = previous.started
-    check_path("requirements", named := request.requirements or started.get("requirements", ""))
+    check_path("requirements", named := request.requirements or started.requirements)
     requirements = settings.expanded("requirements", named).absolute() if named else None
-    env = tuple(request.env or started.get("env", ()))
-    secrets = inherited.parse_secrets(request.secret or started.get("secrets", ()), env)
+    env = tuple(request.env or started.env)
+    secrets = inherited.parse_secrets(request.secret or started.secrets, env)
     if script := request.script or previous.script.get("script", ""):
         arguments = request.arguments or previous.script.get("arguments", [])
         path = check_script(script, runs_dir())
@@ -311,8 +312,8 @@ def _resolve(
         )
         return payload.to_json(), payload, ""
     with packages.importable(requirements, installs=installs) if requirements else nullcontext() as here:
-        base, code_dirs = previous.run.config if previous.run else None, started.get("code_dirs", ())
-        config, code_dirs, data = configuration.resolve(request, base, here, data_dir(), code_dirs, cores)
+        base = previous.run.config if previous.run else None
+        config, code_dirs, data = configuration.resolve(request, base, here, data_dir(), started.code_dirs, cores)
     found = _packages(requirements, runtime.python, installs=installs)
     if requirements and here in code_dirs:  # the preset is in one of the packages
         kept = packages.folder(requirements, packages.host_python())

@@ -8,13 +8,13 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import AfterStop, StopRequest
+from cluster.contract.run.records import AfterStop, Started, StopRequest
 from cluster.host.launch import manifest, planning, teardown
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.inputs import initial, packages
@@ -88,9 +88,9 @@ def go_on(plan: Plan, sh: Shell) -> None:
     if not plan.request.trust:
         provenance.check(plan.run)  # once more: tasks lived until now, and what is noted next must be what was checked
     provenance.begin(plan.run)
-    if not plan.run.load_started().get("hang_timeout_s"):  # a task was debugged, which is over
-        started = plan.run.load_started() | {"hang_timeout_s": plan.hang_timeout_s}
-        json_files.write_json(plan.run.control / "started.json", started)
+    if not (started := plan.run.load_started()).hang_timeout_s:  # a task was debugged, which is over
+        started = replace(started, hang_timeout_s=plan.hang_timeout_s)
+        json_files.write_json(plan.run.control / "started.json", started.to_json())
     if (stop := _start_generation(plan)) and stop.then == AfterStop.END:
         plan.run.request_stop(stop.by)  # somebody else's, which came too late for the tasks that ended
     _start_tasks(plan, sh)
@@ -232,15 +232,23 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     json_files.write_json(plan.run.config, plan.config)
     if stages:
         json_files.write_json(plan.run.stages, stages)
-    requirements = str(plan.payload.requirements) if plan.payload.requirements else ""
-    started = {"time": began, "runtime": plan.runtime.name, "requirements": requirements}
-    started |= {"hang_timeout_s": plan.hang_timeout_s, "max_restarts": plan.max_restarts}
-    started |= {"max_external_restarts": plan.max_external_restarts}
-    started |= {"gpus": plan.gpus.to_json(), "memory": plan.memory.requested, "network": plan.network.requested}
-    started |= {"env": list(plan.payload.env), "code_dirs": [str(folder) for folder in plan.payload.code_dirs]}
-    started |= {"secrets": [f"{name}={file}" for name, file in plan.payload.secrets.items()]}
-    started |= {"job": asdict(plan.job), **plan.elastic}
-    json_files.write_json(plan.run.control / "started.json", started)
+    started = Started(
+        time=began,
+        runtime=plan.runtime.name,
+        requirements=str(plan.payload.requirements) if plan.payload.requirements else "",
+        hang_timeout_s=plan.hang_timeout_s,
+        max_restarts=plan.max_restarts,
+        max_external_restarts=plan.max_external_restarts,
+        gpus=plan.gpus.to_json(),
+        memory=plan.memory.requested,
+        network=plan.network.requested,
+        env=plan.payload.env,
+        secrets=tuple(f"{name}={file}" for name, file in plan.payload.secrets.items()),
+        code_dirs=tuple(str(folder) for folder in plan.payload.code_dirs),
+        job=asdict(plan.job),
+        **plan.elastic,
+    )
+    json_files.write_json(plan.run.control / "started.json", started.to_json())
     _start_generation(plan)
 
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.contract.run.records import Started
 from cluster.contract.spec import MAX_TASKS, ClusterSpec, Role, parse_count
 from cluster.host.options.request import Request
 from cluster.system.errors import UsageError
 from cluster.system.messages import counted
 
 
-def parse(request: Request, cluster: ClusterSpec, recorded: Mapping[str, Any]) -> dict[str, Any]:
+def parse(request: Request, cluster: ClusterSpec, recorded: Started) -> dict[str, Any]:
     """Return what `started.json` says of it; empty for a run that needs every task.
 
     Args:
@@ -24,8 +25,8 @@ def parse(request: Request, cluster: ClusterSpec, recorded: Mapping[str, Any]) -
         UsageError: such a cluster cannot lose a worker, or the number is none.
     """
     fits = cluster.kind.collective and not cluster.kind.staged
-    number = str(recorded["min_workers"]) if "min_workers" in recorded and fits else ""
-    grow = request.grow or (bool(number) and bool(recorded.get("grow")))
+    number = str(recorded.min_workers) if recorded.min_workers is not None and fits else ""
+    grow = request.grow or (bool(number) and recorded.grow)
     if not (text := request.min_workers or number):
         if request.grow:
             raise UsageError("--grow without --min-workers: say how many workers are enough, such as --min-workers 1")

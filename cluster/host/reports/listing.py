@@ -35,7 +35,7 @@ def rows(runs_dir: Path) -> list[dict[str, Any]]:
 
 def row(run: RunFolder) -> dict[str, Any]:
     """Return what is shown of a run; of damaged records only that they are damaged."""
-    value: dict[str, Any] = {"run": run.name, "started": run.started.get("time"), "disk_bytes": disk_bytes(run.path)}
+    value: dict[str, Any] = {"run": run.name, "started": run.started.time, "disk_bytes": disk_bytes(run.path)}
     try:
         spec, summary = run.load_cluster(), run.load_summary()
     except (DamagedError, OSError):

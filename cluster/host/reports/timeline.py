@@ -22,7 +22,7 @@ def draw(run: RunFolder) -> str:
     outcome = run.outcome
     if not generations:
         return ""
-    began = run.started.get("time", generations[0].time)
+    began = generations[0].time if run.started.time is None else run.started.time
     times = [*(each.time for each in generations), *(event.time for event in events)]
     ended = max([*times, outcome.time if outcome else 0.0])
     ticks = charts.ticks(0.0, max(ended - began, 1.0))

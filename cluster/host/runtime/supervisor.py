@@ -157,7 +157,7 @@ class Supervisor:
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
         self._stop_timers: dict[str, processes.StopTimer] = {}
-        self._is_debugged = not run.started.get("hang_timeout_s", 1)
+        self._is_debugged = run.started.hang_timeout_s == 0
         self._failures: dict[str, list[Attempt]] = {name: [] for name in self.tasks}
         self._due: dict[str, float] = {}
         """When an agent is started, or started again that failed by itself."""

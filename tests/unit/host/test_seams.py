@@ -139,7 +139,7 @@ def test_a_runtime_from_outside_runs_a_cluster(toy, script):
     try:
         assert watch.until_training(run, lambda _: None)
         assert ["training", "training"] == [task["state"] for task in read_status(run)["tasks"]]
-        assert "toy" == run.load_started()["runtime"]
+        assert "toy" == run.load_started().runtime
         _disturb(run)
         assert "stopped" == watch.stop(run, "a test").state
         wait_for(lambda: not toy.alive(run), "the end of the agents")

@@ -88,8 +88,8 @@ def commands(verb: str, run: RunFolder, *words: str, trust: bool = False) -> lis
             f"{verb} {run.name}: it is the run of a script, and only the script knows its model and data; do it there, "
             "or name a run of the built-in trainer"
         )
-    path, installs = [Path(folder) for folder in run.started.get("code_dirs", ())], []
-    if named := run.started.get("requirements"):
+    path, installs = [Path(folder) for folder in run.started.code_dirs], []
+    if named := run.started.requirements:
         requirements, python = Path(named), packages.host_python()
         path.append(packages.folder(requirements, python))
         installs = [] if path[-1].exists() else [packages.command(requirements, python)]

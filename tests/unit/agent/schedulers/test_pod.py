@@ -39,7 +39,7 @@ def test_the_chief_lays_out_a_new_run(run, given):
     pod.begin(run, given)
     assert ["chief", "worker-0"] == [task.name for task in run.load_cluster().tasks]
     assert 8 == run.load_config()["global_batch"]
-    assert run.started["time"] > 0
+    assert run.started.time > 0
     assert 1 == len(run.generations())
     lifecycle.await_begin(run, 0)
 

@@ -126,7 +126,7 @@ def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(make_run
     run, c = make_run(workers=0), context()
     (wanted := tmp_path / "mine.txt").write_text("a-package==1\n")
     started = {"code_dirs": ["/my code"], "requirements": str(wanted)}
-    write_json(run.control / "started.json", run.load_started() | started)
+    write_json(run.control / "started.json", run.load_started().to_json() | started)
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     tasks.ns["evaluate"](c, run=run.name, trust=True)
     installs, evaluates = map(shlex.split, commands(c))

@@ -96,7 +96,7 @@ def test_a_run_goes_on_with_its_own_bounds_unless_others_are_given(theirs, monke
 
     assert (600, 0, 7) == resumed()
     assert (30, 5, 9) == resumed(hang_timeout="30", max_restarts="5", max_external_restarts="9")
-    write_json(run.control / "started.json", run.load_started() | {"hang_timeout_s": 0})  # as with --debug
+    write_json(run.control / "started.json", run.load_started().to_json() | {"hang_timeout_s": 0})  # as with --debug
     assert HANG_TIMEOUT_S == resumed()[0]
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from cluster.contract import spec
+from cluster.contract.run.records import Started
 from cluster.host.launch import configuration, kubernetes, planning
 from cluster.host.options import elastic
 from cluster.host.options.request import Request
@@ -72,7 +73,7 @@ def test_the_plan_says_what_it_goes_on_without(resolved):
     ],
 )
 def test_a_run_that_goes_on_keeps_what_was_requested_of_it(request_, cluster, kept):
-    assert kept == elastic.parse(request_, cluster, {"min_workers": 2, "grow": True})
+    assert kept == elastic.parse(request_, cluster, Started(min_workers=2, grow=True))
 
 
 def test_manifests_carry_it(monkeypatch):

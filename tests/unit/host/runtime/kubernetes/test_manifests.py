@@ -180,7 +180,7 @@ def test_the_records_are_those_of_a_run_folder():
     data = kubernetes_objects.records(made)["data"]
     assert made.spec == records.cluster(json.loads(data["cluster.json"]))
     assert CONFIG == records.config(json.loads(data["config.json"]))
-    assert 3 == records.started(json.loads(data["started.json"]))["max_restarts"]
+    assert 3 == records.Started.from_json(json.loads(data["started.json"])).max_restarts
 
 
 @pytest.mark.parametrize("kind", KINDS)
