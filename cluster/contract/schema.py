@@ -10,7 +10,6 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from functools import cache
@@ -19,15 +18,10 @@ from typing import Annotated, Any, Self
 Check = Callable[[Any], Any]
 """Returns the checked value; raises ValueError with a short reason if it is invalid."""
 
-ObjectCheck = Callable[[Any], dict[str, Any]]
-
 MAX_COUNT = 2**53
 MAX_TEXT = 2**16
 MAX_NUMBER = 1e30
 MAX_SECONDS = 1e11
-
-ABSENT = object()
-"""The default of a key that stays missing."""
 
 
 def count(value: Any) -> int:
@@ -113,56 +107,13 @@ def listing(check: Check, limit: int = 2**16) -> Check:
     return checked
 
 
-def mapping(check: Check) -> ObjectCheck:
+def mapping(check: Check) -> Callable[[Any], dict[str, Any]]:
     """An object with any keys whose values pass the check."""
 
     def checked(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise unexpected("an object", value)
         return {name: inside(name, check, each) for name, each in value.items()}
-
-    return checked
-
-
-def record(needed: Mapping[str, Check], usual: Mapping[str, tuple[Check, Any]] | None = None) -> ObjectCheck:
-    """An object with these keys, and possibly others.
-
-    Args:
-        needed: the check of each required key.
-        usual: the check and the default of each optional key.
-    """
-
-    def checked(value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise unexpected("an object", value)
-        if missing := [name for name in needed if name not in value]:
-            raise ValueError(f"{missing[0]} is missing")
-        result = dict(value)
-        for name, check in needed.items():
-            result[name] = inside(name, check, value[name])
-        for name, (check, default) in (usual or {}).items():
-            if name in value:
-                result[name] = inside(name, check, value[name])
-            elif default is not ABSENT:
-                result[name] = copy(default)
-        return result
-
-    return checked
-
-
-def exactly(needed: Mapping[str, Check]) -> ObjectCheck:
-    """An object with these keys; others are removed."""
-    check = record(needed)
-    return lambda value: {name: each for name, each in check(value).items() if name in needed}
-
-
-def every(*checks: Check) -> Check:
-    """A value that passes several checks in turn."""
-
-    def checked(value: Any) -> Any:
-        for check in checks:
-            value = check(value)
-        return value
 
     return checked
 
@@ -178,10 +129,6 @@ def inside(name: str, check: Check, value: Any) -> Any:
 def unexpected(expected: str, value: Any) -> ValueError:
     """Return the error for a value of another type."""
     return ValueError(f"expected {expected}, not {type(value).__name__} {ascii(value)[:40]}")
-
-
-anything = mapping(lambda value: value)
-"""Any object."""
 
 
 Count = Annotated[int, count]
@@ -219,13 +166,28 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object."""
-        result = dict(self.unknown)
+        result = {}
         for each in fields(self):
             value = getattr(self, each.name)
             default = each.default if each.default_factory is MISSING else each.default_factory()
             if each.name != "unknown" and not (each.metadata and value == default):
                 result[each.name] = _plain(value)
+        return result | dict(self.unknown)
+
+
+def dictionary(record: type[Record]) -> Callable[[Any], dict[str, Any]]:
+    """Return a check for an object with the keys of a record that stays a dictionary.
+
+    A missing key gets its default unless its field is sparse.
+    """
+
+    def check(value: Any) -> dict[str, Any]:
+        checked = record.from_json(value)
+        names = [each.name for each in fields(record) if each.name in value and each.name != "unknown"]
+        result: dict[str, Any] = value | checked.to_json() | {name: _plain(getattr(checked, name)) for name in names}
         return result
+
+    return check
 
 
 @cache

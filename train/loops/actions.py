@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import TraceRequest
 from cluster.system.errors import RunFailed, UsageError, nearest
-from cluster.system.json_files import read_json, write_json
+from cluster.system.json_files import write_json
 from train.context import TaskContext
 from train.loops.callbacks import Callbacks
 from train.loops.loop import Action, Periodic, Progress, Stop, every
@@ -74,7 +76,7 @@ class Trace(Action):
         self._run = run
         self._task = task
         self._compiled = False
-        self._request: dict[str, Any] | None = None
+        self._request: TraceRequest | None = None
         self._first = 0
         self._call: Any = None
 
@@ -95,7 +97,7 @@ class Trace(Action):
         if self._request is None:
             return
         self._call.__exit__(None, None, None)
-        if step - self._first >= self._request["steps"]:
+        if step - self._first >= self._request.steps:
             request, self._request = self._request, None
             try:
                 tf.profiler.experimental.stop()
@@ -105,8 +107,8 @@ class Trace(Action):
                 self._answer(request, first=self._first + 1, last=step)
 
     def _begin(self, step: int) -> None:
-        request = read_json(self._run.trace_request, {})
-        if request.get("task") != self._task:
+        request = records.read(self._run.trace_request, TraceRequest.from_json, None)
+        if request is None or request.task != self._task:
             return
         try:
             tf.profiler.experimental.start(str(self._run.tensorboard(self._task)))
@@ -115,9 +117,10 @@ class Trace(Action):
         else:
             self._request, self._first = request, step
 
-    def _answer(self, request: dict[str, Any], **answer: Any) -> None:
-        write_json(self._run.trace_answer, {"id": request["id"], "task": self._task, **answer})
-        if read_json(self._run.trace_request, {}).get("id") == request["id"]:
+    def _answer(self, request: TraceRequest, **answer: Any) -> None:
+        write_json(self._run.trace_answer, {"id": request.id, "task": self._task, **answer})
+        current = records.read(self._run.trace_request, TraceRequest.from_json, None)
+        if current and current.id == request.id:
             self._run.trace_request.unlink(missing_ok=True)
 
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Stages
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import layer_state, masks, optimizers
@@ -119,13 +120,13 @@ def cut(
     model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None, pipelines: int = 1
 ) -> list[Part]:
     """Return the model's stages as planned, according to the record of the run; see `find`."""
-    planned = records.read(run.stages, records.stages, None) if run else None
+    planned = records.read(run.stages, Stages.from_json, None) if run else None
     if planned is None and config.pipeline.partition_by == "measured":
         raise UsageError("--partition-by measured: no times of the blocks are recorded; start the run with `invoke up`")
-    planned = planned or {"cut": [], "seconds": []}
+    planned = planned or Stages()
     # A resumed run may have another number of stages.
-    layers = planned["cut"] if len(planned["cut"]) == stages - 1 else None
-    return find(model, config, stages, layers=layers, seconds=planned["seconds"], pipelines=pipelines).parts
+    layers = planned.cut if len(planned.cut) == stages - 1 else None
+    return find(model, config, stages, layers=layers, seconds=planned.seconds, pipelines=pipelines).parts
 
 
 def describe(
@@ -149,10 +150,10 @@ def describe(
     seconds: list[float] = []
     if measured:
         find(model, config, stages, pipelines=pipelines)  # fails before measuring if the model cannot be cut
-        still_valid = record and record["measured_for"] == conditions
+        still_valid = record and record.measured_for == conditions
         micro_batch = config.global_batch // (pipelines * config.micro_batches)
         blocks = model_blocks.split(model)
-        seconds = record["seconds"] if still_valid else model_blocks.block_seconds(blocks, micro_batch)
+        seconds = list(record.seconds) if still_valid else model_blocks.block_seconds(blocks, micro_batch)
     result = find(model, config, stages, memory_bytes=memory_bytes, seconds=seconds, pipelines=pipelines)
     return {
         "partition_by": config.pipeline.partition_by,

@@ -7,15 +7,16 @@ difference of their clocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.schema import count, listing, mapping, one_of, record, seconds
+from cluster.contract.schema import Count, Record, Seconds, listing, mapping, one_of
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import make_folder, open_file
 from cluster.system.json_files import write_json
@@ -26,16 +27,17 @@ KEPT = 4
 COLOURS = {Action.FORWARD: "#4e79a7", Action.BACKWARD: "#e1812c", Action.UPDATE: "#6b8e4e"}
 WIDTH, ROW, MARGIN, TOP, LEFT = 1200, 56, 10, 52, 150
 
-_span = record(
-    {
-        "stage": count,
-        "action": one_of(*(action.value for action in COLOURS)),
-        "micro_batch": count,
-        "begin_s": seconds,
-        "end_s": seconds,
-    }
-)
-_timeline = mapping(listing(_span))
+
+@dataclass(frozen=True, kw_only=True)
+class _Span(Record):
+    stage: Count
+    action: Annotated[str, one_of(*(action.value for action in COLOURS))]
+    micro_batch: Count
+    begin_s: Seconds
+    end_s: Seconds
+
+
+_timeline = mapping(listing(_Span.from_json))
 
 
 def computing(spans: Sequence[Span]) -> float:
@@ -68,7 +70,7 @@ def read(run: RunFolder) -> tuple[int, list[Span]]:
         raise PrerequisiteError(
             f"run {run.name!r} has no timeline: it does not use --strategy pipeline, or has done too few steps"
         )
-    spans = [_from_json(value) for task_steps in recorded for value in task_steps[str(max(steps))]]
+    spans = [_from_record(span) for task_steps in recorded for span in task_steps[str(max(steps))]]
     return max(steps), spans
 
 
@@ -145,6 +147,5 @@ def _to_json(span: Span) -> dict[str, Any]:
     }
 
 
-def _from_json(value: dict[str, Any]) -> Span:
-    instruction = Instruction(Action(value["action"]), value["micro_batch"])
-    return Span(value["stage"], instruction, value["begin_s"], value["end_s"])
+def _from_record(span: _Span) -> Span:
+    return Span(span.stage, Instruction(Action(span.action), span.micro_batch), span.begin_s, span.end_s)

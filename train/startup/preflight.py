@@ -133,7 +133,7 @@ def _stages(
         tf.config.experimental.enable_op_determinism()
     with policy(precision_of(options.strategy, config.precision)):
         model, _ = without_values(new_model)
-    record = records.read(options.record, records.stages, None) if options.record else None
+    record = records.read(options.record, records.Stages.from_json, None) if options.record else None
     return model, describe(
         with_shape(model, feature_shape),
         config,

@@ -15,12 +15,12 @@ clusters that the standby processes of one generation form are numbered; only pr
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.schema import count, record
+from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec, Task
 from cluster.system.json_files import create_json, write_json
 from cluster.system.ports import PORTS
@@ -30,7 +30,11 @@ VARIABLE = "STANDBY_CLUSTER"
 NUMBER = "STANDBY_CLUSTER_NUMBER"
 """The environment variable of a standby process with the number of its cluster in its generation."""
 
-_ready = record({"generation": count, "number": count})
+
+@dataclass(frozen=True, kw_only=True)
+class _Ready(Record):
+    generation: Count
+    number: Count
 
 
 def possible(run: RunFolder, spec: ClusterSpec) -> bool:
@@ -95,9 +99,9 @@ def withdraw(run: RunFolder, task: str) -> None:
 
 def complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
     """Whether the standby processes of all tasks are ready to follow the programs of a generation."""
-    found = [records.read(_path(run, task.name), _ready, {}) for task in spec.tasks if trains(task)]
-    numbers = {each.get("number") for each in found}
-    return len(numbers) == 1 and all(each.get("generation") == generation for each in found)
+    reports = [records.read(_path(run, task.name), _Ready.from_json, None) for task in spec.tasks if trains(task)]
+    numbers = {each.number for each in reports if each and each.generation == generation}
+    return len(numbers) == 1 and all(each and each.generation == generation for each in reports)
 
 
 def begins(run: RunFolder, task: Task, generation: int) -> bool:

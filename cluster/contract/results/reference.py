@@ -8,7 +8,7 @@ from typing import Any
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Summary
-from cluster.contract.schema import anything
+from cluster.contract.schema import Record, dictionary
 from cluster.system.json_files import DamagedError
 
 NO_EFFECT_ON_BITS = {"log_every", "checkpoint_every", "keep_checkpoints", "steps_per_loop"}
@@ -72,7 +72,7 @@ def _training(run: RunFolder) -> tuple[Any, ...] | None:
     """Return everything that determines a run's bits; None if its records are damaged."""
     try:
         config = {key: value for key, value in run.load_config().items() if key not in NO_EFFECT_ON_BITS}
-        version = records.read(run.control / "data.json", anything, {}).get("version")
+        version = records.read(run.control / "data.json", dictionary(Record), {}).get("version")
         if _elastic(run):
             return config, version
         spec = run.load_cluster()

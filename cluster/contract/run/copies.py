@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.schema import record, text
+from cluster.contract.schema import Record
 from cluster.system.errors import EXIT_PEER_LOST, ClusterError
 from cluster.system.files import make_folder
 from cluster.system.json_files import write_json
@@ -26,6 +26,11 @@ class Superseded(ClusterError):
     """A newer copy of the task has begun elsewhere."""
 
     exit_code = EXIT_PEER_LOST
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Newest(Record):
+    copy: str
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,8 @@ class Copy:
     def is_superseded(self) -> bool:
         """Whether a newer copy has recorded itself; False if the record cannot be read."""
         with contextlib.suppress(OSError):
-            newest = records.read(self._path, record({"copy": text}), {"copy": self.name})
-            return bool(newest["copy"] != self.name)
+            newest = records.read(self._path, _Newest.from_json, None)
+            return newest is not None and newest.copy != self.name
         return False
 
     def require_newest(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from cluster.contract.run import records
 from cluster.contract.run.records import (
     AfterStop,
+    Board,
     Event,
     Generation,
     Heartbeat,
@@ -32,7 +33,7 @@ from cluster.contract.run.records import (
     StopRequest,
     Summary,
 )
-from cluster.contract.schema import count, record
+from cluster.contract.schema import Count, Record
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import guard, make_folder, open_file, remove, rename
@@ -182,6 +183,11 @@ _TASK = re.compile(r"chief|evaluator|data-dispatcher|(worker|ps|data-worker)-(0|
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Withdrawn(Record):
+    generation: Count
+
+
 @dataclass(frozen=True)
 class RunFolder(Paths):
     """One run."""
@@ -285,8 +291,8 @@ class RunFolder(Paths):
     @property
     def board_port(self) -> int | None:
         """The port of the TensorBoard that was started for it; 0 if none was wanted, None if nothing is recorded."""
-        board = records.read(self.board, records.board, None)
-        return board["port"] if board else None
+        board = records.read(self.board, Board.from_json, None)
+        return board.port if board else None
 
     def load_summary(self) -> Summary | None:
         """Return the run's summary; None before the end."""
@@ -313,7 +319,8 @@ class RunFolder(Paths):
     @property
     def saved_steps(self) -> list[int]:
         """The steps of the finished checkpoints, oldest first, whether or not their files are still intact."""
-        return sorted(int(name) for path in self.checkpoints.glob("ckpt-*.json") if (name := _number(path.stem[5:])))
+        names = (path.stem.removeprefix("ckpt-") for path in self.checkpoints.glob("ckpt-*.json"))
+        return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
     def losses(self, task: str = "chief") -> dict[int, float]:
         """Return the loss of every logged step; of a repeated step, the newest."""
@@ -354,7 +361,7 @@ class RunFolder(Paths):
     def _generations(self, *, newest_first: bool = False) -> Iterator[tuple[int, Generation]]:
         """Yield the number and record of each generation. A file without a valid record does not count."""
         folder = self.control / "generations"
-        names = (name.removesuffix(".json") for name in _names_in(folder) if name.endswith(".json"))
+        names = (path.stem for path in folder.glob("*.json"))
         numbers = {int(name) for name in names if _NUMBER.fullmatch(name)} | self._begun.keys()
         for number in sorted(numbers, reverse=newest_first):
             if record := self.begun(number):
@@ -439,8 +446,8 @@ class RunFolder(Paths):
 
     def stop_withdrawn(self, generation: int) -> bool:
         """Whether a stop request to the tasks of this generation was withdrawn."""
-        withdrawn = records.read(self.withdrawn_stop, record({"generation": count}), {})
-        return not self.stop_requested and withdrawn.get("generation") == generation
+        withdrawn = records.read(self.withdrawn_stop, _Withdrawn.from_json, None)
+        return not self.stop_requested and withdrawn is not None and withdrawn.generation == generation
 
     @property
     def continues_elsewhere(self) -> bool:
@@ -483,16 +490,3 @@ class RunFolder(Paths):
 
 def _stop(by: str, then: str = AfterStop.END) -> dict[str, Any]:
     return StopRequest(by=by, then=AfterStop(then), time=time.time()).to_json()
-
-
-def _names_in(folder: Path) -> list[str]:
-    """Return the names in a folder; an empty list if it does not exist."""
-    try:
-        return [path.name for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _number(name: str) -> str:
-    """Return a name that is a number as programs write it; empty for any other name."""
-    return name if _NUMBER.fullmatch(name) else ""

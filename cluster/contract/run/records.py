@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, overload
 
 from cluster.contract.schema import (
-    ABSENT,
     SPARSE,
-    Check,
     Count,
     ExitCode,
     Measured,
@@ -20,17 +18,11 @@ from cluster.contract.schema import (
     Record,
     Seconds,
     Step,
-    code,
     count,
-    flag,
+    dictionary,
     listing,
     mapping,
-    measured,
     one_of,
-    optional,
-    record,
-    seconds,
-    step,
     text,
 )
 from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Task
@@ -194,48 +186,6 @@ class StopRequest(Record):
     time: Seconds = 0.0
 
 
-_attempt: dict[str, tuple[Check, Any]] = {
-    "kind": (text, ABSENT),
-    "last_step": (step, ABSENT),
-    "saved": (step, ABSENT),
-    "runtime_s": (seconds, ABSENT),
-    "pause_s": (seconds, ABSENT),
-    "single_steps_from": (count, ABSENT),
-}
-"""The attempt that a failure ended; -1 as a step means none."""
-
-_detail = record(
-    {},
-    {
-        "cause": (optional(text), ABSENT),
-        "error": (optional(text), ABSENT),
-        "kind": (text, ABSENT),
-        "failed_at": (seconds, ABSENT),
-        "exit_code": (optional(code), ABSENT),
-        **_attempt,
-    },
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event(Record):
-    """A line of `events.jsonl`."""
-
-    time: Seconds
-    task: str
-    event: str
-    generation: Count = 0
-    step: Count | None = None
-    detail: Annotated[dict[str, Any], _detail] = field(default_factory=dict)
-
-
-row = record(
-    {"step": count},
-    {"time": (seconds, 0.0), "loss": (measured, ABSENT), "examples_per_s": (measured, None)},
-)
-"""A line of a task's metrics."""
-
-
 @dataclass(frozen=True)
 class Attempt(Record):
     """How one attempt ended."""
@@ -247,6 +197,40 @@ class Attempt(Record):
     """The step of the newest checkpoint at that time."""
     runtime_s: Seconds = field(default=0.0, metadata=SPARSE)
     """How long a script ran; 0 for programs that report steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Detail(Attempt):
+    cause: str | None = field(default=None, metadata=SPARSE)
+    error: str | None = field(default=None, metadata=SPARSE)
+    failed_at: Seconds = field(default=0.0, metadata=SPARSE)
+    exit_code: ExitCode | None = field(default=None, metadata=SPARSE)
+    pause_s: Seconds = field(default=0.0, metadata=SPARSE)
+    single_steps_from: Count = field(default=0, metadata=SPARSE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event(Record):
+    """A line of `events.jsonl`."""
+
+    time: Seconds
+    task: str
+    event: str
+    generation: Count = 0
+    step: Count | None = None
+    detail: Annotated[dict[str, Any], dictionary(_Detail)] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row(Record):
+    step: Count
+    time: Seconds = 0.0
+    loss: Measured = field(default=None, metadata=SPARSE)
+    examples_per_s: Measured = None
+
+
+row = dictionary(_Row)
+"""A line of a task's metrics: a logged step, with metrics of any name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,17 +438,65 @@ def _pid(value: Any) -> int:
     return int(value)
 
 
-process = record({"pid": _pid}, {"start_ticks": (optional(count), None)})
-programs = record({"agent": process, "program": process})
-checkpoint = record({"files": mapping(record({}, {"size_bytes": (count, 0)}))})
-trace_answer = record(
-    {"id": text, "task": text},
-    {"first": (count, 0), "last": (count, 0), "error": (text, ABSENT)},
-)
-"""The answer to a request for a trace."""
+@dataclass(frozen=True, kw_only=True)
+class Process(Record):
+    """A process as `cluster.system.processes` recognizes it."""
 
-trace_request = record({"id": text, "task": text, "until": seconds})
-"""A request for a trace."""
+    pid: Annotated[int, _pid]
+    start_ticks: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs(Record):
+    """The processes of a task's newest attempt: `control/programs/<task>.json`."""
+
+    agent: Process
+    program: Process
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFile(Record):
+    """A file of a checkpoint."""
+
+    size_bytes: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Record):
+    """The files of a finished checkpoint: `checkpoints/ckpt-<step>.json`."""
+
+    files: dict[str, CheckpointFile]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRequest(Record):
+    """A request for a trace of a task's next steps: `control/trace.json`."""
+
+    id: str
+    task: str
+    steps: Count = 1
+    until: Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceAnswer(Record):
+    """The answer to a request for a trace: the first and the last step, or an error."""
+
+    id: str
+    task: str
+    first: Count = 0
+    last: Count = 0
+    error: str | None = field(default=None, metadata=SPARSE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages(Record):
+    """Where a pipeline's model is cut: `stages.json`."""
+
+    measured_for: dict[str, str] = field(default_factory=dict)
+    cut: tuple[str, ...] = ()
+    seconds: tuple[Seconds, ...] = ()
+    """The measured times of the model's blocks."""
 
 
 TRAINER_IMPORTS = "train.startup.preload"
@@ -493,32 +525,46 @@ class Started(Record):
     code_dirs: tuple[str, ...] = field(default=(), metadata=SPARSE)
 
 
-config = record(
-    {},
-    {
-        "global_batch": (count, ABSENT),
-        "bitwise_elastic": (count, ABSENT),
-        "micro_batches": (count, ABSENT),
-        "loop": (text, ABSENT),
-        "precision": (text, ABSENT),
-        "script": (text, ABSENT),
-        "arguments": (listing(text), ABSENT),
-        "separate_chief": (flag, ABSENT),
-    },
-)
+@dataclass(frozen=True, kw_only=True)
+class _Config(Record):
+    global_batch: Count = field(default=0, metadata=SPARSE)
+    bitwise_elastic: Count = field(default=0, metadata=SPARSE)
+    micro_batches: Count = field(default=1, metadata=SPARSE)
+    loop: str = field(default="", metadata=SPARSE)
+    precision: str = field(default="", metadata=SPARSE)
+    script: str = field(default="", metadata=SPARSE)
+    arguments: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    separate_chief: bool = field(default=False, metadata=SPARSE)
 
-compose = record(
-    {},
-    {
-        "x-gpus": (mapping(listing(text)), ABSENT),
-        "tasks": (mapping(record({"command": listing(text), "environment": mapping(text)})), ABSENT),
-        "preload": (text, ABSENT),
-        "inherits": (listing(text), ABSENT),
-        "network": (text, ABSENT),
-    },
-)
 
-stages = record({"measured_for": mapping(text), "cut": listing(text), "seconds": listing(seconds)})
+@dataclass(frozen=True, kw_only=True)
+class _LocalTask(Record):
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Composed(Record):
+    tasks: dict[str, _LocalTask] = field(default_factory=dict, metadata=SPARSE)
+    preload: str = field(default="", metadata=SPARSE)
+    inherits: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    network: str = field(default="", metadata=SPARSE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manifest(Record):
+    runtime: str = field(default="", metadata=SPARSE)
+
+
+config, manifest = dictionary(_Config), dictionary(_Manifest)
+GPUS = "x-gpus"
+"""The key of `compose.json` with the GPUs of each task."""
+
+
+def compose(value: Any) -> dict[str, Any]:
+    """Check the content of `compose.json`."""
+    checked = dictionary(_Composed)(value)
+    return checked | ({GPUS: mapping(listing(text))(checked[GPUS])} if GPUS in checked else {})
 
 
 def _port(value: Any) -> int:
@@ -528,9 +574,12 @@ def _port(value: Any) -> int:
     return count(value)
 
 
-board = record({"port": _port})
+@dataclass(frozen=True, kw_only=True)
+class Board(Record):
+    """The TensorBoard that was started for a run: `control/tensorboard.json`."""
 
-manifest = record({}, {"runtime": (text, ABSENT)})
+    port: Annotated[int, _port]
+
 
 HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")
 
@@ -539,13 +588,26 @@ def _strategy(value: Any) -> Any:
     return one_of(*STRATEGIES)(value)  # those that are registered now
 
 
-_task = record({"role": one_of(*Role), "index": count, "host": text, "port": count})
-_cluster = record({"strategy": _strategy, "devices": count, "tasks": listing(_task, 3 * MAX_TASKS)})
+@dataclass(frozen=True, kw_only=True)
+class _Task(Record):
+    role: Role
+    index: Count
+    host: str
+    port: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cluster(Record):
+    strategy: Annotated[str, _strategy]
+    devices: Count
+    tasks: tuple[_Task, ...]
+    separate_chief: bool = True
+    pipelines: Count = 1
 
 
 def cluster(value: Any) -> ClusterSpec:
-    """The cluster of a run."""
-    spec = ClusterSpec.from_json(_cluster(value))
+    """Check the content of `cluster.json`."""
+    spec = ClusterSpec.from_json(_Cluster.from_json(value).to_json())
     names = [task.name for task in spec.tasks]
     if names.count("chief") != 1 or len(set(names)) < len(names):
         raise ValueError("expected one chief, and every task once")

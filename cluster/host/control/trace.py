@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
 from urllib.parse import urlencode
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import look_once
-from cluster.contract.run.records import FINAL_STATES
+from cluster.contract.run.records import FINAL_STATES, TraceAnswer, TraceRequest
 from cluster.contract.spec import Role
 from cluster.host.control import trace_cache
 from cluster.host.runtime import tensorboard
@@ -41,16 +40,17 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
         TimedOut: no trace after `timeout_s`.
     """
     check(run, name)
-    request = {"id": uuid.uuid4().hex, "task": name, "steps": steps, "until": time.time() + timeout_s}
+    request = TraceRequest(id=uuid.uuid4().hex, task=name, steps=steps, until=time.time() + timeout_s)
     _ask(run, request)
     print_wait(f"waiting until {name} has done {counted(steps, 'step')}")
     try:
         answer = _await(run, request, timeout_s)
     finally:
-        if records.read(run.trace_request, records.trace_request, {}).get("id") == request["id"]:
+        current = records.read(run.trace_request, TraceRequest.from_json, None)
+        if current and current.id == request.id:
             remove(run.trace_request)
-    if "error" in answer:
-        raise RunFailed(f"{name} cannot be traced: {answer['error']}; end the other trace, then try again")
+    if answer.error is not None:
+        raise RunFailed(f"{name} cannot be traced: {answer.error}; end the other trace, then try again")
     refuse_links(run.tensorboard(name))
     unprepared = [folder for folder in run.traces(name) if not (folder / trace_cache.VERSION).exists()]
     worked = [trace_cache.prepare(folder) for folder in unprepared]
@@ -91,16 +91,16 @@ def check(run: RunFolder, name: str) -> None:
 
 
 @plain_lines
-def lines(run: RunFolder, answer: dict[str, Any], steps: int) -> list[str]:
+def lines(run: RunFolder, answer: TraceAnswer, steps: int) -> list[str]:
     """Return a trace as lines of text."""
-    held = answer["last"] - answer["first"] + 1
+    held = answer.last - answer.first + 1
     more = f", {counted(steps, 'step')} requested: whole calls of the training are traced" if held != steps else ""
     port = tensorboard.running(run.path.parent)
-    opened = f"/?{urlencode(_page(run, answer['task']))}#profile"
+    opened = f"/?{urlencode(_page(run, answer.task))}#profile"
     where = tensorboard.address(port) + opened if port else "invoke tensorboard, then its Profile tab"
     return [
-        f"{answer['task']}: steps {answer['first']} to {answer['last']} traced ({held}{more})",
-        f"trace        {run.name}/tensorboard/{answer['task']}/plugins/profile",
+        f"{answer.task}: steps {answer.first} to {answer.last} traced ({held}{more})",
+        f"trace        {run.name}/tensorboard/{answer.task}/plugins/profile",
         f"TensorBoard  {where}",
     ]
 
@@ -111,33 +111,29 @@ def _page(run: RunFolder, name: str) -> dict[str, str]:
     return {"run": newest[0], "tag": TOOL} if newest else {"tag": TOOL}
 
 
-def _ask(run: RunFolder, request: dict[str, Any]) -> None:
-    if create_json(run.trace_request, request, records.trace_request):
+def _ask(run: RunFolder, request: TraceRequest) -> None:
+    if create_json(run.trace_request, request.to_json(), TraceRequest.from_json):
         return
-    other = records.read(run.trace_request, records.trace_request, {"until": 0.0})
-    if other["until"] > time.time():
-        raise UsageError(
-            f"{other['task']} of run {run.name!r} is being traced; wait until that is done, then try again"
-        )
+    other = records.read(run.trace_request, TraceRequest.from_json, None)
+    if other and other.until > time.time():
+        raise UsageError(f"{other.task} of run {run.name!r} is being traced; wait until that is done, then try again")
     remove(run.trace_request)  # whoever requested it was killed
-    if not create_json(run.trace_request, request, records.trace_request):
+    if not create_json(run.trace_request, request.to_json(), TraceRequest.from_json):
         raise UsageError(f"somebody else has just requested a trace of run {run.name!r}; wait until that is done")
 
 
-def _await(run: RunFolder, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnswer:
     deadline = time.monotonic() + timeout_s
     while True:
         ended = run.outcome is not None  # before reading: what was answered until then counts
-        answer: dict[str, Any] = records.read(run.trace_answer, records.trace_answer, {})
-        if answer.get("id") == request["id"]:
+        answer = records.read(run.trace_answer, TraceAnswer.from_json, None)
+        if answer and answer.id == request.id:
             return answer
         if ended:
-            raise RunFailed(
-                f"run {run.name!r} ended before {request['task']} had traced its steps; nothing was written"
-            )
+            raise RunFailed(f"run {run.name!r} ended before {request.task} had traced its steps; nothing was written")
         if time.monotonic() > deadline:
             raise TimedOut(
-                f"no trace of {request['task']} in {timeout_s:g} s; it may be restarting or in a long call, see "
+                f"no trace of {request.task} in {timeout_s:g} s; it may be restarting or in a long call, see "
                 "`invoke status`, then try again"
             )
         time.sleep(POLL_S)

@@ -11,11 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.contract import user_code
 from cluster.contract.run import records
-from cluster.contract.schema import count, exactly, optional
+from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.host.launch import folders
 from cluster.host.launch.plan import Plan
@@ -32,12 +33,14 @@ from cluster.system.terminal import print_wait
 DECIDING = ("model", "dataset", "source", "loss", "precision", "loop", "onednn", "optimizer", "transformer")
 """The parts of a configuration that the sizes depend on."""
 
-_sizes = exactly(
-    {
-        **dict.fromkeys(("parameters", "weights_bytes", "gradients_bytes", "optimizer_bytes"), count),
-        "activation_bytes": optional(count),
-    }
-)
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes(Record):
+    parameters: Count
+    weights_bytes: Count
+    gradients_bytes: Count
+    optimizer_bytes: Count
+    activation_bytes: Count | None
 
 
 def of(plan: Plan) -> dict[str, Any] | None:
@@ -108,12 +111,12 @@ def _read(plan: Plan) -> dict[str, Any]:
     program = files_sha256(ROOT / "train", _modules())
     key = json.dumps([deciding, plan.cluster.strategy, plan.data, program], sort_keys=True)
     path = folders.runs_dir() / ".footprints" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    if not own and (kept := records.read(path, _sizes, None)):
-        return dict(kept)
+    if not own and (kept := records.read(path, _Sizes.from_json, None)):
+        return replace(kept, unknown={}).to_json()
     words = ["--config", json.dumps(plan.config), "--strategy", plan.cluster.strategy]
     words += ["--data-dir", str(folders.data_dir())]
     print_wait("counting what the model holds in memory, once")
-    value: dict[str, Any] = _sizes(
+    sizes = _Sizes.from_json(
         user_code.run(
             [sys.executable, "-m", "train.startup.preflight", "--memory", *words],
             f"--model {plan.config['model']!r}",
@@ -122,6 +125,7 @@ def _read(plan: Plan) -> dict[str, Any]:
             environment=os.environ | {"PYTHONPATH": os.pathsep.join(plan.payload.local_path())},
         )
     )
+    value = replace(sizes, unknown={}).to_json()
     if not own:
         write_json(path, value, durable=False)
     return value

@@ -6,11 +6,12 @@ import base64
 import binascii
 import json
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.schema import Check, count, flag, listing, measured, number, optional, record, text
+from cluster.contract.schema import Count, Measured, Number, Record, count, dictionary, listing, optional, text
 from cluster.host.launch import folders
 from cluster.system import files, processes
 from cluster.system.errors import UsageError
@@ -29,20 +30,30 @@ def _png(value: Any) -> str:
     raise ValueError("expected a PNG in base64")
 
 
-_wrong = record({"truth": text, "said": text, "share": number, "png": optional(_png)})
-_classified = record(
-    {"classes": listing(text, 1000), "confusion": listing(listing(count, 1000), 1000), "wrong": listing(_wrong, 100)}
-)
-_distance = record(
-    {"of": text, "comparable": flag},
-    {
-        "identical": (flag, False),
-        "weights": (count, 0),
-        "largest": (measured, None),
-        "relative": (measured, None),
-        "where": (text, ""),
-    },
-)
+@dataclass(frozen=True, kw_only=True)
+class _Wrong(Record):
+    truth: str
+    said: str
+    share: Number
+    png: Annotated[str | None, optional(_png)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Classified(Record):
+    classes: Annotated[list[str], listing(text, 1000)]
+    confusion: Annotated[list[list[int]], listing(listing(count, 1000), 1000)]
+    wrong: Annotated[list[dict[str, Any]], listing(dictionary(_Wrong), 100)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Distance(Record):
+    of: str
+    comparable: bool
+    identical: bool = False
+    weights: Count = 0
+    largest: Measured = None
+    relative: Measured = None
+    where: str = ""
 
 
 class Unavailable(Exception):
@@ -55,7 +66,7 @@ def classify(run: RunFolder, *, trust: bool) -> dict[str, Any]:
     Raises:
         Unavailable: it is no classification, or its export or data is not there.
     """
-    value = _inspect("classify", [run], _classified, trust=trust)
+    value = _inspect("classify", [run], _Classified, trust=trust)
     if any(len(row) != len(value["classes"]) for row in value["confusion"]):
         raise Unavailable("the export's classes are not those of the data")
     return value
@@ -67,10 +78,10 @@ def distance(one: RunFolder, other: RunFolder, *, trust: bool) -> dict[str, Any]
     Raises:
         Unavailable: not both have final weights.
     """
-    return _inspect("distance", [one, other], _distance, trust=trust)
+    return _inspect("distance", [one, other], _Distance, trust=trust)
 
 
-def _inspect(verb: str, runs: list[RunFolder], check: Check, *, trust: bool) -> dict[str, Any]:
+def _inspect(verb: str, runs: list[RunFolder], record: type[Record], *, trust: bool) -> dict[str, Any]:
     try:
         for run in runs:
             if not trust:
@@ -85,8 +96,7 @@ def _inspect(verb: str, runs: list[RunFolder], check: Check, *, trust: bool) -> 
     code, output, errors = processes.run(command, TIMEOUT_S, "reading the weights", cwd=ROOT)
     try:
         if code == 0:
-            checked: dict[str, Any] = check(json.loads(output))
-            return checked
+            return dictionary(record)(json.loads(output))
     except (ValueError, RecursionError) as error:
         errors = str(error)
     raise Unavailable((errors.strip().splitlines() or [f"it ended with {code}"])[-1].removeprefix("error: "))

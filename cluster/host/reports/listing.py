@@ -12,7 +12,7 @@ from cluster.contract.results import score
 from cluster.contract.run import records
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.heartbeat import final_state
-from cluster.contract.schema import anything
+from cluster.contract.schema import Record, dictionary
 from cluster.host.view.columns import chosen_columns
 from cluster.system.json_files import DamagedError
 from cluster.system.messages import plain, size
@@ -74,7 +74,7 @@ def manifest(run: RunFolder) -> dict[str, Any]:
 def commit(run: RunFolder) -> str | None:
     """Return the first digits of the commit that a run was made from, with `+` where files differed from it."""
     try:
-        code = anything(manifest(run).get("code", {}))
+        code = dictionary(Record)(manifest(run).get("code", {}))
     except ValueError:
         return None
     known = code.get("commit")

@@ -15,7 +15,7 @@ from cluster.contract.results import score, stragglers
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Pace, Paces
-from cluster.contract.schema import anything
+from cluster.contract.schema import Record, dictionary
 from cluster.host.reports import charts, curves, inspection, listing, timeline
 from cluster.host.reports.comparison import flat, shareable
 from cluster.system.processes import describe_exit
@@ -210,7 +210,7 @@ def _examples(wrong: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _environment(run: RunFolder) -> str:
-    recorded = records.read(run.environment, anything, {})
+    recorded = records.read(run.environment, dictionary(Record), {})
     manifest = listing.manifest(run)
     recorded |= {name: manifest[name] for name in ("runtime", "image", "code", "locks") if manifest.get(name)}
     return _table(shareable(flat(recorded)).items())

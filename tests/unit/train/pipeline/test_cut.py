@@ -107,7 +107,7 @@ def test_measured_times_choose_the_cut_and_are_kept(monkeypatch, tmp_path):
     run = RunFolder(tmp_path / "run")
     run.create()
     write_json(run.stages, described["record"])
-    kept = records.read(run.stages, records.stages)
+    kept = records.read(run.stages, records.Stages.from_json)
     monkeypatch.setattr(model_blocks, "block_seconds", lambda *_: pytest.fail("measured again"))
     assert described == cut.describe(model, measured, 2, record=kept)
     assert ["embedding"] == layers_of(cut.cut(model, measured, 2, run)[0])
