@@ -29,6 +29,8 @@ from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Tas
 from cluster.contract.strategies import STRATEGIES
 from cluster.system.json_files import RECORD_BYTES, DamagedError, read_json, warn_once
 
+EVALUATED = "eval_"
+"""The prefix of the metrics of evaluations."""
 TASK_BYTES = 2**20
 """The largest record that a task writes often."""
 
@@ -425,6 +427,13 @@ class Summary(Record):
     cause: Cause | None = field(default=None, metadata=SPARSE)
     """Only of a failed run."""
     membership: tuple[MembershipChange, ...] = field(default=(), metadata=SPARSE)
+
+    @property
+    def score(self) -> tuple[str, float] | None:
+        """The name and value of the one metric that stands for the model's quality: the first that is not the loss."""
+        evaluated = [(name, value) for name, value in self.metrics.items() if name.startswith(EVALUATED)]
+        known = [(name.removeprefix(EVALUATED), value) for name, value in evaluated if value is not None]
+        return min(known, key=lambda each: each[0] == "loss", default=None)
 
     @property
     def failure(self) -> Cause | None:

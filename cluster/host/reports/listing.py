@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.contract.results import score
 from cluster.contract.run import records
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.heartbeat import final_state
@@ -41,7 +40,7 @@ def row(run: RunFolder) -> dict[str, Any]:
     except (DamagedError, OSError):
         nothing = ("steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts")
         return value | {"result": "damaged"} | dict.fromkeys(nothing)
-    metric, reached = score.of(summary.metrics if summary else {}) or (None, None)
+    metric, reached = (summary and summary.score) or (None, None)
     return value | {
         "result": summary.state if summary else _state(run),
         "steps": summary.steps if summary else run.newest_step,

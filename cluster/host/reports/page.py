@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from cluster.contract.results import score, stragglers
+from cluster.contract.results import stragglers
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Pace, Paces
+from cluster.contract.run.records import EVALUATED, Pace, Paces
 from cluster.contract.schema import Record, dictionary
 from cluster.host.reports import charts, curves, inspection, listing, timeline
 from cluster.host.reports.comparison import flat, shareable
@@ -124,9 +124,9 @@ def _cause(run: RunFolder) -> str:
 
 def _curves(run: RunFolder) -> str:
     found = curves.of(run)
-    titles = dict.fromkeys(name.removeprefix(score.PREFIX) for name in found)
+    titles = dict.fromkeys(name.removeprefix(EVALUATED) for name in found)
     drawn = [
-        charts.lines(title, {name: found[name] for name in (title, score.PREFIX + title) if name in found})
+        charts.lines(title, {name: found[name] for name in (title, EVALUATED + title) if name in found})
         for title in titles
     ]
     return f'<div class="grid">{"".join(f"<div>{each}</div>" for each in drawn if each)}</div>' if any(drawn) else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cluster.contract.results import goodput, reference, score, stragglers
+from cluster.contract.results import goodput, reference, stragglers
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Cause, Summary
@@ -28,7 +28,7 @@ def ended_lines(run: RunFolder, shown_path: str) -> list[str]:
     if summary.state == "failed":
         lines += _failure(run, summary)
     else:
-        found = score.of(summary.metrics)
+        found = summary.score
         score_text = f", {found[0]} {found[1]:.4f} on the test set" if found else ""
         restarts = f", {counted(len(summary.restarts), 'restart')}" if summary.restarts else ""
         start = f" (start {summary.startup_s:.1f} s)" if summary.startup_s else ""
