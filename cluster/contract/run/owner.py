@@ -9,11 +9,13 @@ supervisor the parent of orphans; and, if the supervisor was killed, by a random
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Process
+from cluster.contract.schema import Record, dictionary
 from cluster.system import processes
 from cluster.system.files import remove
 from cluster.system.json_files import read_json, write_json
@@ -23,14 +25,14 @@ TOKEN = "TF_CLUSTER_TOKEN"  # noqa: S105  # the variable's name
 
 
 @dataclass(frozen=True)
-class Owner:
+class Owner(Record):
     """The processes that were started for a run."""
 
     runtime: str
     """The runtime of its tasks, such as `docker`: a key of `cluster.host.runtime.registry.RUNTIMES`."""
     token: str
     """The value of `TOKEN` in its processes' environment."""
-    supervisor: dict[str, int] | None = None
+    supervisor: Annotated[dict[str, int], dictionary(Process)] | None = None
     """The local run's first process, a `processes.identity`; None before its start."""
 
     @property
@@ -55,21 +57,22 @@ def record_path(run: RunFolder) -> Path:
 def begin(run: RunFolder, runtime: str) -> Owner:
     """Record that the run is about to start; return the record."""
     owner = Owner(runtime, secrets.token_hex(16))
-    write_json(record_path(run), asdict(owner))
+    write_json(record_path(run), owner.to_json())
     return owner
 
 
 def record_supervisor(run: RunFolder, owner: Owner, supervisor: dict[str, Any]) -> None:
     """Record the supervisor of the run's processes."""
-    write_json(record_path(run), asdict(replace(owner, supervisor=supervisor)))
+    write_json(record_path(run), replace(owner, supervisor=supervisor).to_json())
 
 
 def read(run: RunFolder) -> Owner | None:
     """Return the record; None if nothing of the run is left or the record is damaged."""
     try:
-        return _parse(read_json(record_path(run), None))
+        owner = Owner.from_json(read_json(record_path(run)))
     except (OSError, ValueError):
         return None
+    return owner if owner.token else None
 
 
 def forget(run: RunFolder) -> None:
@@ -80,14 +83,3 @@ def forget(run: RunFolder) -> None:
 def recorded(runs_dir: Path) -> list[RunFolder]:
     """Return the runs that have a record, whether or not their folders still exist."""
     return [RunFolder(runs_dir / path.stem) for path in sorted((runs_dir / ".running").glob("*.owner"))]
-
-
-def _parse(value: Any) -> Owner | None:
-    if not isinstance(value, dict) or not isinstance(value.get("runtime"), str):
-        return None
-    token, supervisor = value.get("token"), value.get("supervisor")
-    if not isinstance(token, str) or not token:
-        return None
-    numbers = [supervisor.get(key) for key in processes.IDENTITY] if isinstance(supervisor, dict) else []
-    known = len(numbers) == 2 and all(isinstance(number, int) for number in numbers)
-    return Owner(value["runtime"], token, supervisor if known else None)
