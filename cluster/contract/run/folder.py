@@ -190,7 +190,7 @@ class _Withdrawn(Record):
 
 @dataclass(frozen=True)
 class RunFolder(Paths):
-    """One run."""
+    """One run: what is inherited are paths; methods called `load_` and the other properties return contents."""
 
     _events: Journal[Event] = field(init=False, compare=False, repr=False)
     _begun: dict[int, Generation] = field(init=False, compare=False, repr=False, default_factory=dict)

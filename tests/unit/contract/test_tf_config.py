@@ -21,7 +21,7 @@ def test_a_worker_beside_a_parameter_server_gets_this_very_text():
 
 
 def test_without_parameter_servers_the_cluster_does_not_name_them():
-    cluster = spec.build(1)  # MultiWorkerMirroredStrategy waits for ever for a `ps` that is listed
+    cluster = spec.build(1)  # MultiWorkerMirroredStrategy waits indefinitely for a `ps` that is listed
     assert ["chief", "worker"] == list(tf_config.render(cluster, cluster.task("chief"))["cluster"])
 
 

@@ -51,7 +51,7 @@ unhurried = settings(suppress_health_check=[HealthCheck.function_scoped_fixture]
 
 
 def outcome(parse: Callable[..., Any], *words: str) -> Any:
-    """Return what words are taken for, or the error that refuses them, which is one line."""
+    """Return the parsed value, or the error that refuses the words in one line."""
     try:
         return parse(*words)
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Links that a task leaves in its run's folder: whoever looks after the run follows none out of it."""
+"""Links that a task leaves in its run's folder: commands and agents follow none out of it."""
 
 import dataclasses
 import os
@@ -140,7 +140,7 @@ def test_no_file_is_written_through_a_link(make_run, outside, untouched, mode):
     swap(run.events_log, outside / "secret")
     with pytest.raises(files.LinkError):
         files.open_file(run.events_log, mode)
-    run.event("chief", "noted")  # never the end of whoever writes it
+    run.event("chief", "noted")  # the writer continues
     swap(run.control / "reserve", outside / "secret")
     with pytest.raises(files.LinkError):
         files.open_file(run.control / "reserve", "wb")

@@ -10,9 +10,7 @@ from collections.abc import Callable
 import pytest
 from invoke import Context, Exit
 
-from cluster.contract.run.records import Summary
 from cluster.host.cli import caller, command_line
-from cluster.host.control import watch
 from cluster.host.options.request import Request
 from cluster.system.errors import UsageError
 from cluster.system.messages import described, system_error
@@ -131,8 +129,3 @@ def test_commands_work_in_an_unusual_environment(variables, tmp_path):
     errors = done.stderr.decode().splitlines()
     assert [code == 2] * len(errors) == [line.startswith("error: ") for line in errors]
     assert len(errors) == (code == 2)
-
-
-@pytest.mark.parametrize(("cause", "expected"), [(2, 1), (3, 3), (4, 4), (1, 1), (70, 1), (None, 1)])
-def test_wrong_usage_is_never_how_a_run_ends_that_was_started(cause, expected):
-    assert expected == watch.exit_code(Summary.from_json({"state": "failed", "cause": {"exit_code": cause}}))

@@ -40,7 +40,7 @@ print(json.dumps({"refused": refused and refused.why, "user": os.getuid(), "inte
 
 @pytest.fixture
 def private():
-    """A machine that gives processes a network of their own, as another program than ours finds."""
+    """A machine that gives processes a separate network, as another program finds."""
     if refused := namespaces.refusal():
         words = ["unshare", *(["--user"] if os.getuid() else []), "--net", "true"]
         given = shutil.which("unshare") and subprocess.run(words, capture_output=True).returncode == 0
@@ -93,7 +93,7 @@ def test_no_port_of_a_run_in_its_own_network_is_reached_from_this_machine(privat
 
 
 def test_every_port_of_a_run_in_the_machine_s_network_is_reached_at_every_address(start_gang):
-    """What the network of its own keeps out is there without it: the test before this one can fail."""
+    """What the private network keeps out is reachable without it: the test before this one can fail."""
     gang = under_way(start_gang("train(2), work()", workers=1, network="host"))
     everywhere = {(address, task) for address in doors.addresses() for task in ("chief", "worker-0")}
     assert ("127.0.0.1", "chief") in everywhere

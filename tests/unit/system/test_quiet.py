@@ -1,4 +1,4 @@
-"""Commands import TensorFlow without its noise; whatever else is printed meanwhile is shown."""
+"""Commands import TensorFlow without its noise; other output is shown."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Code of the user's own in programs of ours: whatever it does is reported in one line, and nothing waits for ever."""
+"""The user's code in our programs: errors are reported in one line, and every wait has a bound."""
 
 import os
 import signal

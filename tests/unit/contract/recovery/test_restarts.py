@@ -108,7 +108,7 @@ def tell(run: RunFolder, *story: Moment, gang_at: float | None = None) -> float:
     [
         ([], 1.0),
         ([(4.0, "worker-0", "fault", {"kind": "pause"})], 6.0),
-        ([(4.0, "chief", "fault", {"kind": "corrupt"})], 6.0),  # the gang's restart, whoever was hurt
+        ([(4.0, "chief", "fault", {"kind": "corrupt"})], 6.0),  # the gang's restart, whichever task failed
         ([(4.0, "worker-0", "fault", {"kind": "slow"})], 1.0),  # that lets nothing start again
         ([(4.0, "worker-0", "fault", {"kind": "kill"}), (6.0, "worker-0", "fault", {"kind": "slow"})], 6.0),
         ([(4.0, "worker-0", "fault", {"kind": "pause"}), (7.0, "worker-0", "fault", {"kind": "kill"})], 3.0),

@@ -1,4 +1,4 @@
-"""The card in a run's folder: written at the run's end, gone while it goes on, and only text whatever a task wrote."""
+"""The card in a run's folder: written at the end, removed by a resume, and only text whatever a task wrote."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Run folders in which files are torn, empty, too long or something else: each command says so, and others go on."""
+"""Run folders with files that are torn, empty or too long: commands report it, and other runs are unharmed."""
 
 import contextlib
 import itertools
@@ -87,7 +87,7 @@ def runs(make_run) -> tuple[RunFolder, RunFolder]:
 
 
 @contextlib.contextmanager
-def beside(run: RunFolder, other: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunFolder, RunFolder]]:
+def copies(run: RunFolder, other: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunFolder, RunFolder]]:
     """A folder of runs with copies of two."""
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder, "runs")
@@ -128,7 +128,7 @@ def check(
     """Damage one of two runs and call commands on it; the other comes out as it was."""
     draw = random.Random(seed)
     run, other = runs if draw.random() < 0.5 else runs[::-1]
-    with pytest.MonkeyPatch.context() as patch, beside(run, other, patch) as (bad, good):
+    with pytest.MonkeyPatch.context() as patch, copies(run, other, patch) as (bad, good):
         outside = Path(good.path.parent.parent, "outside")
         outside.mkdir()
         (outside / "chief.json").write_text("{}")

@@ -23,11 +23,11 @@ subprocess.Popen(
     env={"PATH": os.environ["PATH"]},
 )
 """
-"""A daemon without a parent of the run's, in a session of its own, with an empty environment."""
+"""A daemon outside the run's process tree, in a new session, with an empty environment."""
 
 
 def daemon_of(gang: Gang) -> dict[str, int]:
-    """Wait for the daemon that a task began; return what identifies it."""
+    """Wait for the daemon that a task began; return its identity."""
     pid_file = gang.run.path / "daemon"
     wait_for(pid_file.exists, "the daemon")
     found = processes.identity(int(pid_file.read_text()))
