@@ -80,7 +80,7 @@ def _percent(part_s: float, wall_s: float) -> int:
 
 def _with_lost_steps(ledger: Ledger, next_first: int) -> dict[str, float]:
     """Return the seconds of a ledger; steps after `next_first`, where the next generation continued, are `lost`."""
-    seconds = ledger.seconds.to_json()
+    seconds = {name: getattr(ledger.seconds, name) for name in ("input", "compute", "save", "evaluate")}
     repeated = min(ledger.timed_steps, max(0, ledger.step - next_first))
     lost = repeated / ledger.timed_steps if ledger.timed_steps else 0.0
     seconds["lost"] = lost * (seconds["input"] + seconds["compute"])

@@ -90,6 +90,11 @@ def test_no_part_is_negative_where_two_clocks_disagree():
     assert "restart" not in split(20.0, ledger(0, 5.0, 6.0, 20.0), failures={1: 20.01})
 
 
+def test_an_activity_that_is_not_known_is_not_counted():
+    odd = ledger(0, 5.0, 6.0, 20.0, seconds={"unknown": {"mining": 9.0}})
+    assert {"start": 5.0, "compile": 1.0, "other": 14.0} == split(20.0, odd)
+
+
 def test_a_run_of_which_the_chief_recorded_nothing_has_no_split():
     assert goodput.split(0.0, 10.0, [], {1: 3.0}) is None
 
