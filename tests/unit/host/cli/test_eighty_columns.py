@@ -10,6 +10,7 @@ from invoke.main import program
 
 import tasks
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import TraceAnswer
 from cluster.host.checks import doctor, verify
 from cluster.host.checks.verify import CASES
 from cluster.host.control import trace
@@ -186,7 +187,7 @@ def test_logs_of_a_task_that_prints_nothing(capsys, training):
 
 
 def test_profile(training):
-    check(trace.lines(training, {"task": "worker-0", "first": 123_452, "last": 123_461}, 5))
+    check(trace.lines(training, TraceAnswer(id="1", task="worker-0", first=123_452, last=123_461), 5))
 
 
 # Runs that ended

@@ -1,6 +1,7 @@
 """What a task reports does not steer the terminal."""
 
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import TraceAnswer
 from cluster.host.checks import rerun
 from cluster.host.control import trace
 from cluster.host.view.ended import ended_lines
@@ -39,7 +40,7 @@ def test_neither_does_a_run_that_is_watched(run, capsys):
 
 def test_neither_do_a_comparison_and_a_trace(run):
     verdict = rerun.Verdict("different", 1, 0.5, 1, same_weights=False, differences=[f"code.commit: {HOSTILE} there"])
-    answer = {"task": HOSTILE, "first": 1, "last": 2}
+    answer = TraceAnswer(id="1", task=HOSTILE, first=1, last=2)
     assert all(line.isprintable() for line in [*rerun.lines(run, verdict), *trace.lines(run, answer, 2)])
 
 
