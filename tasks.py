@@ -13,7 +13,7 @@ from invoke import Collection, Exit
 from cluster.contract import spec
 from cluster.host.cli import options
 from cluster.host.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
-from cluster.host.cli.tasks import checks, data, image, k8s, machine, reports, runs, saved, tour
+from cluster.host.cli.tasks import checks, k8s, preparation, reports, runs, saved, tour
 from cluster.host.launch import startup
 from cluster.system.errors import UsageError
 
@@ -97,15 +97,17 @@ ns = Collection(
     reports.runs,
     reports.compare,
     reports.report,
-    machine.env,
-    machine.clean,
+    reports.env,
+    reports.clean,
     tour.tour,
     bench,
     test,
     golden,
-    image=Collection(image.build, image.base, image.reproduce, image.sbom, image.watch),
-    data=Collection(data.prepare, data.shard, data.examine, data.verify),
+    image=Collection(
+        *(preparation.build, preparation.base, preparation.reproduce, preparation.sbom, preparation.watch)
+    ),
+    data=Collection(preparation.prepare, preparation.shard, preparation.examine, preparation.verify),
     k8s=Collection(k8s.render),
-    requirements=Collection(image.lock),
+    requirements=Collection(preparation.lock),
 )
 options.COMMANDS.update(ns.task_names)

@@ -221,19 +221,19 @@ def own_optimizer(name: str) -> bool:
 
 def up(case: Case, module: str) -> dict[str, Any]:
     """Return the options of `up` for a case, with the overrides that follow `--`."""
-    options: dict[str, Any] = {"strategy": case.strategy, "workers": "0", "loop": case.loop}
+    options: dict[str, Any] = {"strategy": case.strategy, "workers": 0, "loop": case.loop}
     if case.strategy in ("mirrored", "central"):
-        options["devices"] = str(case.replicas)
+        options["devices"] = case.replicas
     elif case.strategy == "multiworker":
-        options["workers"] = str(case.tasks - 1)
+        options["workers"] = case.tasks - 1
     elif case.strategy == "ps":
-        options |= {"workers": "1", "ps": "1"}
+        options |= {"workers": 1, "ps": 1}
     elif case.strategy == "pipeline":
-        options |= {"workers": str(case.tasks - 1), "stages": str(case.stages), "schedule": case.pipe}
+        options |= {"workers": case.tasks - 1, "stages": case.stages, "schedule": case.pipe}
         options |= {"remat": case.remat}
         options |= {"cut": "logits"} if case.pipe == "pipedream" and case.stages == 2 else {}
-    options |= {"micro_batches": str(case.micro_batches), "precision": case.precision}
-    options |= {"bitwise_elastic": str(case.shards)} if case.shards else {}
+    options |= {"micro_batches": case.micro_batches, "precision": case.precision}
+    options |= {"bitwise_elastic": case.shards} if case.shards else {}
     options["checkpoint_every"] = str(case.checkpoint_every)
     training = {
         "dataset": f"{module}:data", "model": f"{module}:model", "global-batch": BATCH, "epochs": 100, "threads": 1,

@@ -105,7 +105,7 @@ def test_an_evaluator_must_ask_for_none(clusters, noted, host, monkeypatch, way)
     monkeypatch.setattr(Payload, "command", lambda payload: ["--", "sleep", "infinity"])
     monkeypatch.setattr(startup, "_data_commands", lambda plan: [])
     asked_for = {"gpus": "5,", "gpu_runtime": way, "runtime": "docker", "tensorboard_port": "0"}
-    planned = planning.plan(Request(name=f"evaluated-{way}", workers="0", evaluator=True, **asked_for))
+    planned = planning.plan(Request(name=f"evaluated-{way}", workers=0, evaluator=True, **asked_for))
     startup.start(planned, shell(host), began=0.0)
     found = {task: requested(noted, each["Id"]) for task, each in containers(planned.run).items()}
     assert {"chief": {way: ["5"]}, "evaluator": {}} == found

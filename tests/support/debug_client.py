@@ -1,4 +1,4 @@
-"""A minimal client of the Debug Adapter Protocol, and a free port for it."""
+"""The least that a debugger says, in the Debug Adapter Protocol, and a port of its own."""
 
 import json
 import socket

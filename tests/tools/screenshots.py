@@ -72,7 +72,7 @@ def take(run: RunFolder, folder: Path, log: Callable[[str], None]) -> list[Path]
         log: prints a line.
 
     Raises:
-        PrerequisiteError: a browser is missing.
+        PrerequisiteError: there is no browser.
         RunFailed: the browser made no picture.
     """
     program = browser()

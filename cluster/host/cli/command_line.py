@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
+import os
 import shlex
 import sys
 import termios
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import invoke
 from invoke import Context, Exit
 from invoke.exceptions import CommandTimedOut, ThreadException, UnexpectedExit
 
-from cluster.host.cli import caller, parsing, task_help
+from cluster.host.cli import parsing
 from cluster.host.cli.runner import Runner
 from cluster.host.image import engine
 from cluster.host.launch import folders
@@ -30,6 +33,7 @@ from cluster.system.errors import (
     EXIT_USAGE,
     ClusterError,
     TimedOut,
+    UsageError,
 )
 from cluster.system.json_files import DISK_FULL
 from cluster.system.messages import plain, short_path, system_error
@@ -39,14 +43,16 @@ from cluster.system.terminal import WIDE, error_text, terminal_width
 JSON_HELP = "print as JSON (default: no)"
 RUN_HELP = "run folder's name (default: the current run)"
 TRUST_HELP = OPTIONS["trust"].full_help
+KEPT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
+"""Python's own variables that our programs inherit; others change where they find modules, what they skip of them, or
+whether they end (PYTHONSAFEPATH, PYTHONOPTIMIZE, PYTHONHOME, PYTHONINSPECT)."""
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
 
 parsing.install()
-task_help.install()
 
 
 def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return what makes a task of a function whose first argument is invoke's context.
+    """Decorator that turns a function into a task; its first argument is invoke's context.
 
     Args:
         positional: the options that may be given without their names.
@@ -54,9 +60,7 @@ def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], 
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
-        return invoke.task(auto_shortflags=False, positional=positional, optional=positional, help=help_texts)(
-            report_errors(body)
-        )
+        return invoke.task(auto_shortflags=False, positional=positional, help=help_texts)(report_errors(body))
 
     return decorate
 
@@ -73,7 +77,7 @@ def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(body)
     def wrapped(c: Context, *arguments: Any, **options: Any) -> None:
         ended = _refuse_dry(body, c) or _ended(body, (c, *arguments), options)
-        if caller.has_closed_output() and not (ended and ended.message):
+        if parsing.has_closed_output() and not (ended and ended.message):
             ended = Exit(code=EXIT_UNREAD)
         if ended:
             ended.message = error_text(ended.message) if ended.message else ended.message
@@ -89,11 +93,24 @@ def _refuse_dry(body: Callable[..., Any], c: Context) -> Exit | None:
     return Exit(f"error: invoke --dry {body.__name__}: it has no dry run; leave out --dry", code=EXIT_USAGE)
 
 
+def normalise_environment() -> None:
+    """Remove variables that change how our programs run, and print characters that an encoding lacks as escapes."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder was removed; change to one that exists, and try again") from None
+    for name in [name for name in os.environ if name.startswith("PYTHON") and name not in KEPT_VARIABLES]:
+        del os.environ[name]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:
     """Run a task; return the exit that it ends with, or None."""
     message = None
     try:
-        caller.normalise()
+        normalise_environment()
         body(*arguments, **options)
         return None
     except Exit as ended:
@@ -118,7 +135,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
 
 
 def _explained(error: OSError) -> str:
-    """Return what the system refused and what to do about it; the system does not always name the file."""
+    """Return the refusal of the system with its fix; the system does not always name the file."""
     if error.errno in DISK_FULL and not error.filename:
         where = short_path(folders.runs_dir())
         return (

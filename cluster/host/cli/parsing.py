@@ -1,30 +1,42 @@
-"""How invoke reads the command line here: positional arguments may be left out, and a typo is refused as elsewhere."""
+"""How invoke reads a command line and shows help here.
+
+Positional arguments may be left out, a typo is refused as elsewhere, and help groups the options of `up`. invoke has no
+public interface for these: a task file cannot replace the program that loads it.
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable
 
-from invoke.exceptions import Exit, ParseError
+from invoke import Exit, Program
+from invoke.exceptions import ParseError
 from invoke.parser import ParserContext
+from invoke.parser.context import to_flag
 from invoke.parser.parser import ParseMachine
 
-from cluster.system.errors import EXIT_USAGE
+from cluster.host.options.request import OPTIONS, Group
+from cluster.system.errors import EXIT_UNREAD, EXIT_USAGE
 from cluster.system.messages import plain
 from cluster.system.terminal import error_text
 
-_HELP = ("--help", "-h")
+MUST_BE_NAMED = "must be named"
+"""In the help of a positional argument that has no default."""
 _UNKNOWN = "No idea what"
 """How invoke's own message about a word begins that is neither an option nor a task."""
 _LIKENESS = 0.7
-"""How much of a word must be there for another one to have been meant; `--epochs` is not `--ps`."""
+"""Similarity from which another word is suggested; `--epochs` is not `--ps`."""
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
-_complete_flag, _check_ambiguity = ParseMachine.complete_flag, ParseMachine.check_ambiguity
-_switch_to_context = ParseMachine.switch_to_context
+_switch_to_context, _parse_cleanup = ParseMachine.switch_to_context, Program.parse_cleanup
 
 
 class Misuse(ParseError, Exit):  # type: ignore[misc]  # invoke has no types
-    """What was typed is no command. Completion expects a `ParseError`, and an `Exit` has a code."""
+    """An invalid command line. Completion expects a `ParseError`, and an `Exit` has a code."""
 
     def __init__(self, message: str, context: ParserContext | None) -> None:
         ParseError.__init__(self, message, context)
@@ -36,18 +48,28 @@ class Misuse(ParseError, Exit):  # type: ignore[misc]  # invoke has no types
 
 
 def install() -> None:
-    """Have invoke read command lines so."""
+    """Replace the methods of invoke that read the command line and print help."""
     ParseMachine.handle, ParseMachine.complete_context = _handle_leniently, _complete_leniently
-    ParseMachine.check_ambiguity = _check_ambiguity_of_core_options
-    ParseMachine.switch_to_context = _switch_to_only_context
-    ParseMachine.complete_flag, ParseMachine.error = _complete_flag_strictly, _refuse
+    ParseMachine.switch_to_context, ParseMachine.error = _switch_to_only_context, _refuse
+    Program.print_task_help, Program.parse_cleanup = _print_task_help, _print_help_or_list
+
+
+def has_closed_output() -> bool:
+    """Return whether nobody reads the output; the rest is then discarded, so that Python's own flush does not fail."""
+    closed = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            closed = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return closed
 
 
 def _leave_out(machine: ParseMachine) -> None:
-    """Leave out the positional arguments that may be: invoke requires each, but `logs` makes sense without a task."""
-    for argument in machine.context.positional_args if machine.context else ():
-        if argument.optional and argument.value is None:
-            argument.set_value("")
+    """Give missing positional arguments an empty value: invoke requires each, but `logs` makes sense without a task."""
+    for argument in machine.context.missing_positional_args if machine.context else ():
+        argument.set_value("")
 
 
 def _complete_leniently(machine: ParseMachine) -> None:
@@ -56,10 +78,10 @@ def _complete_leniently(machine: ParseMachine) -> None:
 
 
 def _handle_leniently(machine: ParseMachine, token: str) -> None:
-    if token in _HELP:
-        _leave_out(machine)
-    elif token[:1] == "-" != token and not machine.waiting_for_flag_value and not _is_option(machine, token):
-        _leave_out(machine)  # a misspelt option is no positional argument
+    asks_for_help = token in ("--help", "-h")
+    is_misspelt = token[:1] == "-" != token and not machine.waiting_for_flag_value and not _is_option(machine, token)
+    if asks_for_help or is_misspelt:
+        _leave_out(machine)  # the token is not a positional argument
     try:
         _handle(machine, token)
     except Misuse as error:
@@ -71,22 +93,8 @@ def _handle_leniently(machine: ParseMachine, token: str) -> None:
 def _switch_to_only_context(machine: ParseMachine, name: str) -> None:
     """Refuse a second command: a word too many would run as one, whatever it deletes."""
     if task := machine.context.name:
-        raise Misuse(f"{name!r} after `{task}` is a command of its own; give one command on a line", machine.context)
+        raise Misuse(f"{name!r} after `{task}` is a separate command; give one command on a line", machine.context)
     _switch_to_context(machine, name)
-
-
-def _complete_flag_strictly(machine: ParseMachine) -> None:
-    """Refuse an option without its value: that of a positional argument would pass for a switch."""
-    flag = machine.flag
-    if flag and flag.takes_value and flag.optional and flag.raw_value is None and machine.context.name:
-        machine.error("no value")
-    _complete_flag(machine)
-
-
-def _check_ambiguity_of_core_options(machine: ParseMachine, value: str) -> None:
-    """Take the value of an option that may be given as a positional argument as well, as in `stop --run RUN`."""
-    if not machine.context.name:
-        _check_ambiguity(machine, value)
 
 
 def _is_option(machine: ParseMachine, token: str) -> bool:
@@ -97,14 +105,13 @@ def _is_option(machine: ParseMachine, token: str) -> bool:
 def _refuse(machine: ParseMachine, message: str) -> None:
     if machine.flag and not message.startswith(_UNKNOWN):
         takes = "its value is missing" if machine.flag.takes_value else "it takes no value"
-        message = (
-            f"--{machine.flag.name}: {takes}; `invoke --help {machine.context.name or ''}".rstrip() + "` describes it"
-        )
+        task = machine.context.name or ""
+        message = f"--{machine.flag.name}: {takes}; `{f'invoke --help {task}'.strip()}` describes it"
     raise Misuse(message, machine.context)
 
 
 def _unknown(machine: ParseMachine, word: str) -> str:
-    """Return what is wrong with a word that is neither an option nor a task, and what may have been meant."""
+    """Return the error for a word that is neither an option nor a task, with the word that may have been meant."""
     task = machine.context.name if machine.context else None
     if not word.startswith("-"):
         what = f"{word!r} is neither a task nor an argument of `{task}`" if task else f"{word!r} is not a task"
@@ -120,3 +127,44 @@ def _unknown(machine: ParseMachine, word: str) -> str:
 def _meant(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=_LIKENESS)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _print_help_or_list(program: Program) -> None:
+    """Print the help or the list of tasks if either is requested; a reader that closes the pipe ends it quietly."""
+    ended: Exit | None = None
+    try:
+        _parse_cleanup(program)
+    except Exit as error:
+        ended = error
+    except BrokenPipeError:
+        ended = Exit(code=EXIT_UNREAD)
+    if ended:
+        raise Exit(code=EXIT_UNREAD) if has_closed_output() else ended
+
+
+def _print_task_help(program: Program, name: str) -> None:
+    """Print how a task is called, its purpose and its options."""
+    context = program.parser.contexts[name]
+    takes_request = "--preset" in context.flags
+    words = [
+        each.name.upper() if MUST_BE_NAMED in (each.help or "") else f"[{each.name.upper()}]"
+        for each in context.positional_args
+    ]
+    print(" ".join(["invoke", context.name, *words, "[OPTIONS]", *(["[-- OVERRIDES]"] if takes_request else [])]))
+    width = min(shutil.get_terminal_size().columns, 120)
+    print(f"\n{textwrap.fill(inspect.getdoc(program.collection[name]) or '', width)}\n")
+    if options := _grouped_help(context) if takes_request else context.help_tuples():
+        print("Options:")
+        program.print_columns(options)
+
+
+def _grouped_help(context: ParserContext) -> list[tuple[str, str | None]]:
+    """Return the options of a task that takes a request, and their help, under the headings of their groups."""
+    names = {group: [each.key for each in OPTIONS.values() if each.group == group] for group in Group}
+    declared = {key for keys in names.values() for key in keys}
+    names[Group.COMMAND] = [name for name in context.args if name not in declared]
+    lines: list[tuple[str, str | None]] = []
+    for group, keys in names.items():
+        lines += [*([("", None)] if lines else []), (f"{group}:", None)]
+        lines += [context.help_for(to_flag(key)) for key in keys if key in context.args]
+    return lines

@@ -1,4 +1,4 @@
-"""How invoke runs a command here: in a process group of its own, so that it ends together with all that it started.
+"""How invoke runs a command here: in a separate process group, so that it ends together with all that it started.
 
 invoke's own runner passes a Ctrl-C on as a character that no program reads without a terminal, and kills only the shell
 when a command takes too long: the engine's client behind it would run on and hold up its caller.

@@ -68,7 +68,7 @@ def check(
         path: where modules of the user's own are found.
         data_dir: where prepared data lies.
         memory_bytes: what each stage may hold; 0: any amount.
-        record: the stages of the run that goes on or is repeated, whose measured times are kept.
+        record: the stages of the run that is resumed or repeated, whose measured times are kept.
 
     Returns:
         What `train.pipeline.cut.describe` says of the stages; empty where there are none.
@@ -109,7 +109,7 @@ def options(request: Request) -> str:
 
 def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: Sequence[str] = ()) -> Any:
     preset = request.preset or PRESET
-    # The caller's modules are found beside the run file and where the caller is, although the program runs in the
+    # The caller's modules are found next to the run file and where the caller is, although the program runs in the
     # checkout.
     here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]
     path = [*here, *inherited.python_path(), *code_dirs, *([str(packages)] if packages else [])]
@@ -118,7 +118,7 @@ def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: S
         f"--preset {preset!r}",
         "PRESET_TIMEOUT_S",
         cwd=ROOT,
-        # For presets that import TensorFlow: no start-up messages, and no GPU taken from whoever trains on it.
+        # For presets that import TensorFlow: no start-up messages, and no GPU taken from a run that trains on it.
         environment={"TF_CPP_MIN_LOG_LEVEL": "3"}
         | os.environ
         | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": os.pathsep.join(path)},

@@ -46,7 +46,7 @@ def find_run(name: str = "") -> RunFolder:
 
 
 def free_folder(name: str) -> RunFolder:
-    """Return the first of `name`, `name-2`, `name-3` and so on that is no run and is not about to become one."""
+    """Return the first of `name`, `name-2`, `name-3` and so on that is neither a run nor about to become one."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     folders = (RunFolder(runs_dir() / each) for each in names)
     free = (run for run in folders if run.incomplete or not os.path.lexists(run.path))
@@ -58,7 +58,7 @@ def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
 
     Args:
         run: the run.
-        resumes: whether it goes on.
+        resumes: whether it is resumed.
         replaces: whether its old folder may be deleted.
 
     Raises:
@@ -69,7 +69,7 @@ def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
         return
     if not resumes and not replaces:
         raise claim.Taken(
-            f"run {name!r} exists; go on with --resume {name}, or start it again with --name {name} --fresh"
+            f"run {name!r} exists; resume it with --resume {name}, or start it again with --name {name} --fresh"
         )
     if replaces and run.path.is_symlink():
         raise UsageError(

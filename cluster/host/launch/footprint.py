@@ -1,7 +1,7 @@
 """Will it fit? What each task of a plan holds in memory, against what it may use.
 
-TensorFlow counts the model's parts in a process of its own (`train/startup/preflight.py`). The answer is kept beside
-the runs: a built-in model has the same sizes until the training program changes. The user's own are counted anew.
+TensorFlow counts the model's parts in a separate process (`train/startup/preflight.py`). The answer is kept with
+the runs: a built-in model has the same sizes until the training program changes. A user's models are always counted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Sizes(Record):
 
 
 def of(plan: Plan) -> dict[str, Any] | None:
-    """Return what each task holds against what it may use, as `invoke plan --json` shows it.
+    """Return the memory of each task against its limit, as `invoke plan --json` shows it.
 
     Returns:
         None for a script, and for a pipeline, whose stages `plan` shows.

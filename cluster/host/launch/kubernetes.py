@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.contract import spec
-from cluster.contract.run.records import Started
 from cluster.contract.spec import ClusterSpec
 from cluster.host.image import images
 from cluster.host.launch import configuration, folders, planning
-from cluster.host.options import elastic
+from cluster.host.launch.topology import build_cluster, check_elastic_batch, elastic_record
 from cluster.host.options.request import PRESET, Request, check_together
-from cluster.host.options.topology import topology
 from cluster.host.runtime import inherited, kubernetes_objects, resources
 from cluster.host.runtime.kubernetes_objects import Manifest
 from cluster.host.runtime.resources import TASK_MEMORY_BYTES
@@ -72,7 +70,7 @@ NOT_RENDERED = (
     *("resume", "trust", "fresh", "detach", "init_from"),
     *("partition", "constraint", "time", "account", "nodes", "cpus_per_task", "apptainer"),
     *("data_workers", "secret"),
-    "partition_by",  # what is measured here is no measure of other machines
+    "partition_by",  # times measured here say nothing about other machines
 )
 """Options that say what happens on the machine of `up`, or need code that the image does not hold."""
 WARNING = (
@@ -95,7 +93,7 @@ def kustomization(files: Mapping[str, object]) -> dict[str, Any]:
 def _manifest(request: Request, place: Place) -> Manifest:
     check_together(request, scripted=False)
     if place.kind not in KINDS:
-        raise UsageError(f"--kind {place.kind!r} is no kind of job{nearest(place.kind, KINDS)}")
+        raise UsageError(f"--kind {place.kind!r} is not a kind of job{nearest(place.kind, KINDS)}")
     name = request.name or (request.preset or PRESET).rpartition(":")[2].replace("_", "-").lower()
     if not NAME.fullmatch(name):
         raise UsageError(
@@ -110,15 +108,20 @@ def _manifest(request: Request, place: Place) -> Manifest:
     cluster = _cluster(request, gpus)
     config, _, _ = configuration.resolve(request, None, None, folders.data_dir(), cores=cpus)
     planning.check_sharing(config, cluster)
-    elastic_run = elastic.parse(request, cluster, Started())
-    elastic.check_batch(elastic_run, cluster, config)
+    elastic_run = elastic_record(request, request, cluster)
+    check_elastic_batch(elastic_run, cluster, config)
     board = request.board_port != 0
     hosts = kubernetes_objects.jobset_hosts if place.kind == "jobset" else kubernetes_objects.tfjob_hosts
     return Manifest(
         name=name,
         spec=hosts(cluster, name),
         config=config,
-        started=_started(request) | elastic_run,
+        started={
+            "hang_timeout_s": request.count("hang_timeout"),
+            "max_restarts": request.count("max_restarts"),
+            "max_external_restarts": request.count("max_external_restarts"),
+            **elastic_run,
+        },
         image=place.image or images.train_image("gpu" if gpus else "cpu"),
         tensorboard_image=(place.tensorboard_image or images.tensorboard_image()) if board else "",
         claim=place.claim,
@@ -130,26 +133,17 @@ def _manifest(request: Request, place: Place) -> Manifest:
 
 
 def _cluster(request: Request, gpus: int) -> ClusterSpec:
-    options = topology(request)
-    if gpus and request.devices and request.devices != str(gpus):
+    if gpus and request.devices not in (None, gpus):
         raise UsageError(
             f"--devices {request.devices} with --gpus-per-task {gpus}: a task has a replica on each of its GPUs; "
             "leave --devices out"
         )
-    cluster = spec.build(**options | ({"devices": str(gpus)} if gpus else {}))
+    cluster = build_cluster(request, gpus)
     if cluster.kind.hardware:
         raise UsageError(
             f"--strategy {cluster.strategy}: no manifests are rendered for a {cluster.kind.hardware.upper()}"
         )
     return cluster
-
-
-def _started(request: Request) -> dict[str, Any]:
-    return {
-        "hang_timeout_s": request.number("hang_timeout"),
-        "max_restarts": request.number("max_restarts"),
-        "max_external_restarts": request.number("max_external_restarts"),
-    }
 
 
 def _memory_bytes(request: Request) -> int:

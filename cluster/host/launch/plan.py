@@ -9,7 +9,6 @@ from typing import Any
 from cluster.contract import compatibility, spec, tf_config
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import configuration, folders
-from cluster.host.options import elastic
 from cluster.host.options.request import Request
 from cluster.host.runtime import tensorboard
 from cluster.host.runtime.base import Runtime, Workload
@@ -36,15 +35,15 @@ class Plan(Workload):
     max_external_restarts: int
     replaces: bool
     previous: RunFolder | None = None
-    """The run that goes on, or is repeated."""
+    """The run that is resumed or repeated."""
     init: tuple[Path, ...] = ()
     """The files with the weights that training begins with."""
     about_resuming: tuple[str, ...] = ()
-    """What the caller should know of a run that goes on."""
+    """Notes about a resumed run."""
 
     @property
     def resumes(self) -> bool:
-        """Whether it goes on with an earlier run."""
+        """Whether it resumes an earlier run."""
         return bool(self.request.resume)
 
     @property
@@ -57,7 +56,14 @@ class Plan(Workload):
 
     @property
     def _elastic_notes(self) -> list[str]:
-        return elastic.notes(self.elastic, self.config)
+        if not self.elastic:
+            return []
+        least = counted(self.elastic["min_workers"], "worker")
+        back = "join at the next checkpoint" if self.elastic["grow"] else "wait for `invoke scale`"
+        notes = [f"continues with {least} or more, without those that miss the rendezvous; returning ones {back}"]
+        if not self.config.get("bitwise_elastic"):
+            notes.append("another number of workers sums in another order, which changes bits; see --bitwise-elastic")
+        return notes
 
     @property
     def _data_notes(self) -> list[str]:

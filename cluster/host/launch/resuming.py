@@ -1,12 +1,23 @@
-"""What a resumed run keeps: its checkpoint fits one model, and its step one order of the data."""
+"""A run that is resumed or repeated: what its request inherits, and what it may not change.
+
+Its checkpoint fits one model, and its step one order of the data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from cluster.contract import spec
+from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Started
+from cluster.host.launch.folders import find_run
+from cluster.host.launch.topology import inherit_topology
+from cluster.host.options.request import OPTIONS, Request, check_together
+from cluster.host.runtime import registry
+from cluster.host.runtime.resources import Job
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json_lines
 
@@ -18,6 +29,74 @@ SWITCHES = ("optimizer.ema", "optimizer.momentum", "callbacks")
 """What decides it by being there or not."""
 TOLERANCE = 1e-3
 """Of an epoch: rows in `metrics/` are rounded."""
+
+
+@dataclass(frozen=True)
+class Previous:
+    """The run to resume or to repeat, and what was requested of it; nothing for a new run."""
+
+    run: RunFolder | None = None
+    cluster: spec.ClusterSpec | None = None
+    started: Started = field(default_factory=Started)
+    script: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_previous(request: Request) -> Previous:
+    """Return the run that a request names, once its options are checked together.
+
+    Raises:
+        UsageError: there is no such run, this user did not start it, or the options do not go together.
+    """
+    name = request.resume or request.again
+    check_together(request, scripted=None if name else bool(request.script))
+    if not name:
+        return Previous()
+    run = find_run(name)
+    if not request.trust:
+        provenance.check(run)  # before any of its records is believed
+    script = run.script or {}
+    check_together(request, scripted=bool(script))
+    return Previous(run, run.load_cluster(), run.started, script)
+
+
+def resume(previous: Previous, request: Request) -> Request:
+    """Return a request with what the run that it resumes or repeats was started with, as far as it gives no other."""
+    if previous.run is None or previous.cluster is None:
+        return request
+    started = previous.started
+    kept = ("max_restarts", "max_external_restarts", "memory", "network", "requirements", "env")
+    recorded = {name: getattr(started, name) for name in kept}
+    recorded |= {each.name: started.job.get(each.name) for each in fields(Job)}
+    recorded |= {
+        "secret": started.secrets,
+        "hang_timeout": started.hang_timeout_s or None,
+    }  # 0: debugged, which is over
+    if request.resume:
+        recorded |= {"min_workers": started.min_workers, "grow": started.grow}
+    if started.runtime in registry.RUNTIMES and registry.RUNTIMES[started.runtime].is_remote:
+        recorded |= {"runtime": started.runtime}  # it is queued there again
+    if previous.run.board_port == 0:
+        recorded |= {"tensorboard_port": "0"}
+    if previous.script:
+        recorded |= {"script": previous.script["script"], "args": previous.script.get("arguments", ())}
+        recorded |= {"separate_chief": previous.script.get("separate_chief", False)}
+    return inherit_topology(replace(request, **_inherited(request, recorded)), previous.cluster)
+
+
+def _inherited(request: Request, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recorded values of fields that a request leaves out."""
+    values = {}
+    for name, value in recorded.items():
+        option = OPTIONS.get(name)  # none declares `args`
+        is_given = option.is_given(getattr(request, name)) if option else bool(getattr(request, name))
+        if is_given or value in (None, ""):
+            continue
+        if option and option.types == (int,):
+            number = int(value) if isinstance(value, float) else value
+            values[name] = spec.parse_count(option.key, number, *option.bounds)
+        else:
+            values[name] = value
+    return values
 
 
 def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.ClusterSpec) -> list[str]:
@@ -72,8 +151,8 @@ def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: spec.Clust
     if previous == requested:
         return []
     return [
-        f"a tf.data.Dataset of --source function has {requested} shards now, {previous} before: this epoch goes on at "
-        "the same step with other examples; a random-access source goes on at the same example"
+        f"a tf.data.Dataset of --source function has {requested} shards now, {previous} before: this epoch continues "
+        "at the same step with other examples; a random-access source continues at the same example"
     ]
 
 

@@ -15,10 +15,9 @@ from typing import Any
 from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop, Started, StopRequest
-from cluster.host.launch import manifest, planning, teardown
+from cluster.host.launch import inputs, manifest, packages, planning, teardown
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
-from cluster.host.launch.inputs import initial, packages
-from cluster.host.launch.inputs.scripts import lay_out
+from cluster.host.launch.inputs import lay_out
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.runtime.base import Shell
@@ -32,7 +31,7 @@ from cluster.system.terminal import print_lines
 def begin(plan: Plan, sh: Shell, *, began: float) -> Plan:
     """Start every task of a plan; return the plan that was started.
 
-    It is another one, under the next name, where another command took a name meanwhile that nobody had requested.
+    Where no name was requested and another command has taken this one, that is another plan, under the next name.
 
     Args:
         plan: what to start.
@@ -60,7 +59,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         began: when `up` was called, for the summary's times.
 
     Raises:
-        UsageError: the run is another command's meanwhile. Nothing was started.
+        UsageError: another command has taken the run. Nothing was started.
     """
     check_machine(plan)
     with claim.hold(plan.run, "resumed" if plan.resumes else "started"):
@@ -168,7 +167,7 @@ def with_modules(path: Sequence[str], command: str) -> str:
 
 
 def _package_commands(plan: Plan) -> list[str]:
-    """Return what installs the packages of `--requirements`; nothing where they are installed."""
+    """Return the command that installs the packages of `--requirements`; nothing where they are installed."""
     if plan.payload.packages is None or plan.payload.packages.exists():
         return []
     assert plan.payload.requirements is not None
@@ -176,7 +175,7 @@ def _package_commands(plan: Plan) -> list[str]:
 
 
 def _data_commands(plan: Plan) -> list[str]:
-    """Return what gets the data: once, here, never from several tasks at once. A script gets its own."""
+    """Return the command that gets the data: once, here, never from several tasks at once. A script gets its own."""
     if plan.payload.script:
         return []
     verb, *words = data_words(plan.config)
@@ -188,7 +187,7 @@ def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
 
     Args:
         port: of 127.0.0.1; None: any.
-        requested: `--runtime`, beside whose tasks it would run.
+        requested: `--runtime`, with whose tasks it would run.
         sh: runs commands.
 
     Raises:
@@ -228,7 +227,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
             file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
     if plan.payload.script:
         data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
-    initial.copy(plan.init, plan.run.init)
+    inputs.copy_weights(plan.init, plan.run.init)
     json_files.write_json(plan.run.config, plan.config)
     if stages:
         json_files.write_json(plan.run.stages, stages)
@@ -268,7 +267,7 @@ def _make_folder(plan: Plan) -> None:
 def _start_generation(plan: Plan) -> StopRequest | None:
     """Lay out the plan's cluster, and clear what an earlier one left; return the request to stop that it left.
 
-    In this order: whoever watches a run is patient with a generation that has just begun, and until then with the
+    In this order: a command that watches a run waits for a generation that has just begun, and until then for the
     request to stop for another size.
     """
     json_files.write_json(plan.run.cluster, plan.cluster.to_json())

@@ -37,7 +37,7 @@ def kill(run: RunFolder, sh: Shell) -> None:
 def remove(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[Runtime] = ()) -> None:
     """End and remove every process, container and network of a run. Its folder stays.
 
-    Only for the holder of the run's claim: otherwise what ends may be somebody's who goes on with the run.
+    Only for the holder of the run's claim: otherwise another command may have resumed the run.
 
     Args:
         run: the run.
@@ -58,7 +58,7 @@ def remove(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[Runti
 def finish(run: RunFolder, sh: Shell) -> str:
     """Remove what is left of a run that has ended; return in words what could not be removed, empty if nothing.
 
-    What became of the run is not to be lost over that. A run that somebody goes on with meanwhile is left alone.
+    What became of the run is not to be lost over that. A run that another command has resumed is left alone.
     """
     try:
         with claim.hold(run, "ended", wait_s=claim.WAIT_S):
@@ -84,7 +84,7 @@ def _left(run: RunFolder, error: BaseException) -> str:
 
 
 def record_end(run: RunFolder, state: str = "stopped", error: str = "") -> None:
-    """Write the summary of a run that was ended before its tasks could, for whoever watches it."""
+    """Write the summary of a run that was ended before its tasks could, for commands that watch it."""
     _record_outcome(run, state, error)
     with contextlib.suppress(Exception):  # a damaged folder must not keep anybody from ending the run
         if run.cluster.exists() and not run.summary.exists():

@@ -1,4 +1,4 @@
-"""A run file: the options of `up` and the training overrides as TOML, to be committed beside a model.
+"""A run file: the options of `up` and the training overrides as TOML, to be committed with a model.
 
     workers = 3
     env = ["NCCL_ALGO=Ring"]
@@ -14,7 +14,6 @@ Keys are the names of the options. A script has `args` in place of `[train]`. Pa
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -24,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.host.options.option import KINDS, Group, Option
-from cluster.host.options.request import OPTIONS, Request
+from cluster.host.options.request import OPTIONS, TYPES, Group, Option, Request
 from cluster.system.errors import UsageError, nearest
 from cluster.system.messages import short_path
 
@@ -50,10 +48,6 @@ class RunFile:
     train: tuple[str, ...]
     args: tuple[str, ...]
     lines: Mapping[str, int]
-
-    def only(self, names: Collection[str]) -> RunFile:
-        """Return this file without the options that a task does not take."""
-        return dataclasses.replace(self, options={name: self.options[name] for name in self.options if name in names})
 
     def request(self, given: Mapping[str, Any], words: Sequence[str]) -> Request:
         """Return the request of this file and of a command line, whose options win; variables are added.
@@ -87,8 +81,8 @@ class RunFile:
         return type(error)(f"{_place(self.path, lines.pop() if len(lines) == 1 else None)}: {error}")
 
 
-def read(name: str) -> RunFile:
-    """Return what a run file says.
+def read(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile:
+    """Return the contents of a run file, without the options that a task does not take.
 
     Raises:
         UsageError: it cannot be read, is no TOML, or has a key or a value that is not known.
@@ -106,15 +100,17 @@ def read(name: str) -> RunFile:
     if not isinstance(train, dict):
         raise UsageError(f"{_place(path, lines.get(TRAIN))}: train = {_shown(train)}: expected a table, [train]")
     if not _is_strings(args):
-        raise UsageError(f"{_place(path, lines.get(ARGS))}: args = {_shown(args)}: expected {KINDS[list]}")
+        raise UsageError(f"{_place(path, lines.get(ARGS))}: args = {_shown(args)}: expected {TYPES[list]}")
     options = {}
     for key, value in table.items():
         option = _KEYS.get(key)
         if option is None:
             raise UsageError(
-                f"{_place(path, lines.get(key))}: {key!r} is no option of `up`{nearest(key, [*_KEYS, TRAIN, ARGS])}"
+                f"{_place(path, lines.get(key))}: {key!r} is not an option of `up`{nearest(key, [*_KEYS, TRAIN, ARGS])}"
             )
-        options[option.name] = _value(option, value, path, _place(path, lines.get(key)))
+        checked = _value(option, value, path, _place(path, lines.get(key)))
+        if option.name in taken:
+            options[option.name] = checked
     return RunFile(path, options, tuple(_words(train, "", path, lines)), tuple(args), lines)
 
 
@@ -136,7 +132,7 @@ def write(name: str, request: Request, config: Mapping[str, Any]) -> Path:
     except FileExistsError:
         raise UsageError(f"--write {name!r} exists; remove it, or name another file") from None
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "an option is no text"
+        reason = error.strerror if isinstance(error, OSError) else "an option cannot be encoded"
         raise UsageError(f"--write {name!r}: {reason}; name a file that can be written") from None
     return path
 
@@ -149,13 +145,13 @@ def render(request: Request, config: Mapping[str, Any], folder: Path) -> str:
         config: the plan's, which has the types of the training overrides.
         folder: of the file, which paths are relative to.
     """
-    options = {name: value for name in OPTIONS if (value := getattr(request, name))}
+    options = {name: getattr(request, name) for name in OPTIONS if request.is_given(name)}
     train: dict[str, Any] = {}
     scripted = "script" in config
     if not scripted:
         for key, value in _overridden([*request.train, *request.overrides], config).items():
             if key in _KEYS:
-                options[_KEYS[key].name] = str(value)
+                options[_KEYS[key].name] = value if _KEYS[key].types == (int,) else str(value)
             else:
                 train[key] = value
     lines = ["# Read by `invoke up --file` and `invoke plan --file`; options on the command line win."]
@@ -180,13 +176,13 @@ def render(request: Request, config: Mapping[str, Any], folder: Path) -> str:
 
 def _value(option: Option, value: Any, path: Path, place: str) -> Any:
     """Return an option's value as `Request` holds it."""
-    if type(value) not in option.kinds or (isinstance(value, list) and not _is_strings(value)):
+    if type(value) not in option.types or (isinstance(value, list) and not _is_strings(value)):
         raise UsageError(f"{place}: {option.key} = {_shown(value)}: expected {option.type}")
     if isinstance(value, list):
         return tuple(_each_file(each, path.parent, _beside) if option.is_path else each for each in value)
     if option.is_path and value:
         return _beside(value, path.parent)
-    return value if isinstance(value, bool) else str(value)
+    return str(value) if str in option.types else value
 
 
 def _beside(value: str, folder: Path) -> str:
@@ -250,8 +246,8 @@ def _toml(option: Option, value: Any, folder: Path) -> str:
         return _literal(
             [_each_file(each, folder, _relative) for each in value] if several else _relative(value, folder)
         )
-    if int in option.kinds and (str not in option.kinds or re.fullmatch("0|[1-9][0-9]*", value)):
-        return str(int(value))
+    if int in option.types and re.fullmatch("0|[1-9][0-9]*", str(value)):
+        return str(value)
     return _literal(list(value) if isinstance(value, tuple) else value)
 
 

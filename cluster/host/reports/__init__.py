@@ -1,1 +1,1 @@
-"""Reports about runs: a table of them, their differences, a page about one. Reads run folders and changes none."""
+"""What ended runs show: a table of them, their differences, a page about one. Reads run folders and changes none."""

@@ -16,7 +16,7 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.contract.strategies import Strategy
-from cluster.host.control import chaos, ending, watch
+from cluster.host.control import chaos, ending, faults, watch
 from cluster.host.launch import folders, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
@@ -106,7 +106,7 @@ def toy(monkeypatch) -> Toy:
     """A runtime that is registered like ours, and a kind of fault."""
     made = Toy()
     monkeypatch.setitem(registry.RUNTIMES, made.name, made)
-    monkeypatch.setitem(chaos.KINDS, "nudge", chaos.FaultKind("nudge"))
+    monkeypatch.setitem(faults.KINDS, "nudge", faults.FaultKind("nudge"))
     return made
 
 
@@ -120,7 +120,7 @@ def script(tmp_path) -> Path:
 
 
 def test_a_runtime_from_outside_is_planned(toy, script):
-    planned = planning.plan(Request(runtime="toy", script=str(script), workers="1", tensorboard_port="0"))
+    planned = planning.plan(Request(runtime="toy", script=str(script), workers=1, tensorboard_port="0"))
     assert ("toy", "toys: made of wood") == (planned.runtime.name, planned.why_runtime)
     assert ["play with chief", "play with worker-0"] == startup.commands(planned)
     shown = planned.to_json()
@@ -134,7 +134,7 @@ def test_a_runtime_from_outside_is_planned(toy, script):
 def test_a_runtime_from_outside_runs_a_cluster(toy, script):
     fast.leave_out("starts a cluster")
     sh = Commands()
-    request = Request(runtime="toy", script=str(script), workers="1", tensorboard_port="0")
+    request = Request(runtime="toy", script=str(script), workers=1, tensorboard_port="0")
     run = startup.begin(planning.plan(request), sh, began=time.time()).run
     try:
         assert watch.until_training(run, lambda _: None)
@@ -153,7 +153,7 @@ def test_a_runtime_from_outside_runs_a_cluster(toy, script):
 def test_what_is_left_on_a_runtime_from_outside_is_found_and_ended(toy, script):
     fast.leave_out("starts a cluster")
     sh = Commands()
-    request = Request(runtime="toy", script=str(script), workers="0", tensorboard_port="0")
+    request = Request(runtime="toy", script=str(script), workers=0, tensorboard_port="0")
     run = startup.begin(planning.plan(request), sh, began=time.time()).run
     try:
         assert watch.until_training(run, lambda _: None)
@@ -194,14 +194,14 @@ def pair(monkeypatch) -> Strategy:
 
 
 def test_a_strategy_from_outside_is_planned_and_its_record_read(pair, resolved):
-    request = Request(strategy="pair", devices="2", runtime="local", tensorboard_port="0")
+    request = Request(strategy="pair", devices=2, runtime="local", tensorboard_port="0")
     planned = planning.plan(request)
     assert ("PairStrategy", 2) == (planned.to_json()["strategy"], planned.cluster.replicas)
     planned.run.create()
     write_json(planned.run.cluster, planned.cluster.to_json())
     assert planned.cluster == planned.run.load_cluster()
     with pytest.raises(UsageError):
-        planning.plan(Request(strategy="pair", devices="3", runtime="local"))
+        planning.plan(Request(strategy="pair", devices=3, runtime="local"))
 
 
 def test_a_strategy_from_outside_is_built_and_runs_a_step(pair, monkeypatch):

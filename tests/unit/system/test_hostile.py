@@ -27,7 +27,7 @@ from cluster.host.gpu import placement
 from cluster.host.gpu.placement import Placement
 from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, planning, startup
-from cluster.host.launch.inputs.scripts import check_script
+from cluster.host.launch.inputs import check_script
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, registry, supervisor
 from cluster.host.runtime.compose_runtime import ContainerFaults
@@ -179,7 +179,7 @@ def script(tmp_path) -> Path:
 @given(arguments=st.lists(TEXT, max_size=4), data=FILE)
 def test_a_dry_run_s_commands_are_the_words_that_were_meant(script, monkeypatch, tmp_path, arguments, data):
     monkeypatch.setenv("DATA_DIR", str(tmp_path / data))
-    requested = Request(script=str(script), overrides=arguments, runtime="local", workers="1", name="one")
+    requested = Request(script=str(script), overrides=arguments, runtime="local", workers=1, name="one")
     for line in startup.commands(planning.plan(requested)):
         variables, words = words_of(line)
         assert [sys.executable, "-m", "cluster.agent", "--script", str(script), *arguments, "&"] == words
@@ -367,7 +367,7 @@ def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
     key.write_text(SECRET)
     key.chmod(0o644)
     commands_given = Request(
-        script=str(script) if scripted else "", name="one", workers="1", tensorboard_port="6006",
+        script=str(script) if scripted else "", name="one", workers=1, tensorboard_port="6006",
         secret=(f"WANDB_API_KEY={key}",),
     )  # fmt: skip
     monkeypatch.setattr(startup, "check_machine", lambda plan: None)

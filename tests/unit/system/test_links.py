@@ -17,7 +17,7 @@ from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, supervisor
 from cluster.host.runtime.local_runtime import ProcessFaults
-from cluster.host.view.live import print_logs
+from cluster.host.view.logs import print_logs
 from cluster.system import files, json_files
 from tests.support.launching import Commands
 
@@ -232,7 +232,7 @@ def script(tmp_path) -> Path:
 @pytest.mark.parametrize("part", ["status", "work", "work/chief", "control"])
 def test_what_goes_on_or_begins_again_touches_nothing_outside(script, outside, untouched, monkeypatch, part):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
-    options = {"runtime": "local", "tensorboard_port": "0", "workers": "1"}
+    options = {"runtime": "local", "tensorboard_port": "0", "workers": 1}
     planned = planning.plan(Request(script=str(script), name="one", **options))
     startup.start(planned, Commands(), began=time.time())
     planned.run.end("stopped")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from invoke import Context, Exit
 
-from cluster.host.cli import caller, command_line
+from cluster.host.cli import command_line
 from cluster.host.options.request import Request
 from cluster.system.errors import UsageError
 from cluster.system.messages import described, system_error
@@ -100,8 +100,9 @@ def test_a_folder_that_was_removed_is_reported(tmp_path, monkeypatch):
 def test_python_s_own_variables_do_not_reach_our_programs(monkeypatch):
     for name in ("PYTHONSAFEPATH", "PYTHONOPTIMIZE", "PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONPATH"):
         monkeypatch.setenv(name, "1")
-    caller.normalise()
-    assert {"PYTHONPATH"} == {name for name in os.environ if name.startswith("PYTHON")} - set(caller.KEPT[1:])
+    command_line.normalise_environment()
+    left = {name for name in os.environ if name.startswith("PYTHON")}
+    assert {"PYTHONPATH"} == left - set(command_line.KEPT_VARIABLES[1:])
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from cluster.host.checks import rerun as repetition
 from cluster.host.checks import verify as verification
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
 from cluster.host.control import chaos as injection
-from cluster.host.control.chaos import KINDS, STORM
+from cluster.host.control import storm as storming
+from cluster.host.control.faults import KINDS, STORM
 from cluster.host.launch import folders, startup
-from cluster.host.options.request import OPTIONS, Request
-from cluster.host.options.topology import topology as topology_of
-from cluster.host.view.columns import columns
+from cluster.host.launch.topology import build_cluster
+from cluster.host.options.request import OPTIONS, Request, parse_options
+from cluster.host.view.findings import findings_lines
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.system.terminal import fit, print_wait
 
@@ -31,13 +32,9 @@ from cluster.system.terminal import fit, print_wait
     json=JSON_HELP,
 )
 def doctor(c, bandwidth=False, gpus="", runtime="", json=False):
-    """Check what this machine has and lacks, each with its fix; exit code 3 where something must be mended."""
+    """Check what this machine has and lacks, each with its fix; exit code 3 where something must be fixed."""
     value = machine.look(bandwidth=bandwidth, gpus=gpus, runtime=runtime)
-    rows = [
-        (found["state"], found["check"], "; ".join(filter(None, (found["detail"], found["fix"]))))
-        for found in value["findings"]
-    ]
-    show(value, lambda _: columns(rows), as_json=json)
+    show(value, findings_lines, as_json=json)
     raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
 
 
@@ -94,14 +91,14 @@ def chaos(
         count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
         seed = spec.parse_count("seed", seed, 0, 2**31 - 1)
         limit_s = spec.parse_count("minutes", minutes, 1, 10**5) * 60
-        raise Exit(code=injection.storm(folder, count, seed, drawn, timeout_s, limit_s))
+        raise Exit(code=storming.main(folder, count, seed, drawn, timeout_s, limit_s))
     if not kind or (not task and kind in KINDS):
         raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
     injection.check(folder, fault)
     step = f"step {fault.at_step}, then for " if fault.at_step > folder.newest_step else ""
     print_wait(f"waiting for {step}the effect of {fault}")
-    result = injection.inject(folder, fault, timeout_s)
+    result = injection.inflict(folder, fault, timeout_s)
     shown = f"{fault} at step {result.step}: {result.description}"
     show(dataclasses.asdict(result), lambda _: fit([shown]), as_json=json)
     raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)
@@ -116,7 +113,7 @@ def chaos(
     ps=OPTIONS["ps"].full_help,
     evaluator=OPTIONS["evaluator"].full_help,
     devices=OPTIONS["devices"].full_help,
-    strategy=f"{OPTIONS['strategy'].help}; beside --file, what trains on it (default: the topology's)",
+    strategy=f"{OPTIONS['strategy'].help}; with --file, what trains on it (default: the topology's)",
     lint="only what is wrong with it (default: no)",
     reach="also try every address from here, while the cluster runs (default: no)",
     json=JSON_HELP,
@@ -135,8 +132,8 @@ def explain(
         text, source = (explaining.read_file(file), file) if file else (variable or "", "TF_CONFIG")
         explained = explaining.of_text(text, source, strategy, reach=reach)
     elif topology or (strategy and not run):
-        request = Request(workers=workers, ps=ps, evaluator=evaluator, devices=devices, strategy=strategy)
-        cluster = spec.build(**topology_of(request))
+        counts = parse_options({"workers": workers, "ps": ps, "devices": devices})
+        cluster = build_cluster(Request(**counts, evaluator=evaluator, strategy=strategy))
         explained = explaining.of_cluster(cluster, "the cluster of these options", task, reach=reach)
     else:
         if not run and not any(folders.runs_dir().glob("*/cluster.json")):

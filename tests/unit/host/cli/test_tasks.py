@@ -12,8 +12,7 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import watch
 from cluster.host.image import base_packages, engine, images, locks
-from cluster.host.launch import folders, startup, teardown
-from cluster.host.launch.inputs import packages
+from cluster.host.launch import folders, packages, startup, teardown
 from cluster.host.runtime import supervisor
 from cluster.host.runtime import tensorboard as board
 from cluster.system.errors import EXIT_USAGE, TimedOut

@@ -1,4 +1,4 @@
-"""`invoke scale`: refusals, the request to stop, and watchers."""
+"""`invoke scale`: what is refused, the request to stop, and whoever watches."""
 
 import contextlib
 import fcntl
@@ -48,20 +48,6 @@ def beats(run: RunFolder, age_s: float = 0, state: str = "training") -> None:
         beat(run, task.name, state, age_s=age_s, generation=run.generation, step=7)
 
 
-@pytest.fixture
-def orphaned(training) -> Callable[..., RunFolder]:
-    """Makes a run whose every task ended to be scaled, without the command that would start it again."""
-
-    def make(age_s: float = LOST_AFTER_S + 5) -> RunFolder:
-        run = training(workers=1)
-        beats(run, age_s=age_s, state="stopped")
-        scale_requested(run)
-        run.end("stopped", task="chief")
-        return run
-
-    return make
-
-
 def scale_requested(run: RunFolder, age_s: float = 0) -> None:
     assert run.request_stop("invoke scale", then=AfterStop.SCALE)
     stop = run.control / "stop.json"
@@ -85,7 +71,7 @@ def test_a_run_that_failed_is_shown_as_such_while_its_chief_is_frozen(training):
     assert "failed" == read_status(run, run.heartbeats())["state"] == listing.row(run)["result"]
 
 
-# Refusals: the run continues undisturbed
+# Refusals: the run goes on undisturbed
 
 
 @pytest.mark.parametrize(
@@ -137,7 +123,7 @@ def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(trainin
 def test_a_run_that_has_ended_is_not_scaled(training):
     run = training(workers=2)
     write_json(run.summary, {"state": "stopped"})
-    message = "run 'run' is not in progress; `invoke up --resume run --workers 1` continues it"
+    message = "run 'run' is not in progress; `invoke up --resume run --workers 1` goes on with it"
     assert message == str(refusal(run, "1"))
 
 
@@ -188,8 +174,11 @@ def test_the_request_of_a_killed_command_is_taken_over(training):
 
 
 @pytest.mark.parametrize("age_s", [1.0, LOST_AFTER_S + 5])
-def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(orphaned, age_s):
-    run = orphaned(age_s)
+def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(training, age_s):
+    run = training(workers=1)
+    beats(run, age_s=age_s, state="stopped")
+    scale_requested(run)
+    run.end("stopped", task="chief")
     resume = planning.Request(resume="run", runtime="local")
     with claimed_elsewhere(run):
         assert None is heartbeat.final_state(run)
@@ -215,12 +204,15 @@ def test_the_command_passes_on_what_it_was_given(make_run, monkeypatch):
     assert (130, [(run, "3", "1", True)]) == (ended.value.code, requested)
 
 
-# Watchers
+# Whoever watches
 
 
 @pytest.mark.usefixtures("hurried")
-def test_watchers_are_patient_with_a_run_that_is_being_scaled(orphaned):
-    run = orphaned()
+def test_watchers_are_patient_with_a_run_that_is_being_scaled(training):
+    run = training(workers=1)
+    beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
+    scale_requested(run)
+    run.end("stopped", task="chief")
     looks: list[Any] = []
 
     def looked(value: Any) -> None:
@@ -234,8 +226,11 @@ def test_watchers_are_patient_with_a_run_that_is_being_scaled(orphaned):
 
 
 @pytest.mark.usefixtures("hurried")
-def test_watchers_end_a_run_whose_scaling_was_given_up(orphaned):
-    run = orphaned()
+def test_watchers_end_a_run_whose_scaling_was_given_up(training):
+    run = training(workers=1)
+    beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
+    scale_requested(run)
+    run.end("stopped", task="chief")
     ended = watch.follow(run, lambda value: None, timeout_s=300)
     assert ("failed", 1) == (ended.state, watch.exit_code(ended))
     assert (
@@ -246,8 +241,11 @@ def test_watchers_end_a_run_whose_scaling_was_given_up(orphaned):
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_stop_after_a_scaler_s_death_ends_the_run(orphaned):
-    run = orphaned()
+def test_a_stop_after_a_scaler_s_death_ends_the_run(training):
+    run = training(workers=1)
+    beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
+    scale_requested(run)
+    run.end("stopped", task="chief")
     assert "stopped" == watch.stop(run, "invoke stop", timeout_s=10).state
 
 

@@ -12,7 +12,7 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster.host.cli.tasks import image
+from cluster.host.cli.tasks import preparation
 from cluster.host.image import contents, engine, images, reproduction
 from cluster.host.image.engine import Answer
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, UsageError
@@ -216,7 +216,7 @@ def test_only_the_first_differences_must_be_printed(tmp_path):
 
 
 def run(monkeypatch: pytest.MonkeyPatch, second: list[Layer], **options: Any) -> int:
-    monkeypatch.setattr(image, "shell", lambda c, **_: Shell([ENTRIES], second))
+    monkeypatch.setattr(preparation, "shell", lambda c, **_: Shell([ENTRIES], second))
     with pytest.raises(Exit) as ended:
         tasks.ns["image.reproduce"](MockContext(), **options)
     return int(ended.value.code)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def started(monkeypatch) -> Callable[..., RunFolder]:
     """Starts a run of local processes, up to the processes themselves; returns its folder."""
     monkeypatch.setattr(supervisor, "start", lambda run: None)
 
-    def start(name: str, **requested: str) -> RunFolder:
+    def start(name: str, **requested: Any) -> RunFolder:
         planned = planning.plan(Request(name=name, runtime="local", tensorboard_port="0", **requested))
         startup.start(planned, lambda command: None, began=0.0)
         return planned.run
@@ -30,7 +31,7 @@ def started(monkeypatch) -> Callable[..., RunFolder]:
 
 
 def test_a_manifest_says_what_ran_and_how(started):
-    run = started("one", workers="1")
+    run = started("one", workers=1)
     found = manifest.read(run)
     assert (1, "one", "local", None) == (found["schema"], found["run"], found["runtime"], found["image"])
     assert checkout.commit() == (found["code"]["commit"] or "")
@@ -45,14 +46,14 @@ def test_a_manifest_holds_no_path_of_this_machine(started, tmp_path):
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()
     script.write_text("print('hello')")
-    run = started("scripted", workers="0", script=str(script))
+    run = started("scripted", workers=0, script=str(script))
     text = run.manifest.read_text()
     assert [] == [folder for folder in (str(tmp_path), str(Path.home()), str(ROOT)) if folder in text]
     config = json.loads(text)["config"]
     assert "train.py" == config["script"]
     before = config["script_sha256"]
     script.write_text("print('goodbye')")
-    assert before != manifest.read(started("changed", workers="0", script=str(script)))["config"]["script_sha256"]
+    assert before != manifest.read(started("changed", workers=0, script=str(script)))["config"]["script_sha256"]
 
 
 def test_outside_of_a_git_checkout_the_files_themselves_are_reported(tmp_path, monkeypatch):

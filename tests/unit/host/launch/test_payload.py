@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.contract import spec
-from cluster.host.launch.inputs import scripts
+from cluster.host.launch import inputs
 from cluster.host.runtime import compose_services
 from cluster.host.runtime.compose_runtime import task_environment
 from cluster.host.runtime.payload import Payload
@@ -71,7 +71,7 @@ def test_a_script_is_found_from_where_the_caller_is(tmp_path, monkeypatch):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "s.py").touch()
     monkeypatch.chdir(tmp_path / "theirs")
-    assert tmp_path / "theirs" / "s.py" == scripts.check_script("s.py", tmp_path / "runs")
+    assert tmp_path / "theirs" / "s.py" == inputs.check_script("s.py", tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_script_that_cannot_be_run_is_refused(tmp_path, monkeypatch, name, mes
     for path in ("s.py", "runs/s.py", "runs/one/work/chief/s.py"):
         (tmp_path / path).touch()
     with pytest.raises(UsageError) as refused:
-        scripts.check_script(str(tmp_path / name), tmp_path / "runs")
+        inputs.check_script(str(tmp_path / name), tmp_path / "runs")
     assert message in str(refused.value)
     assert 1 == len(str(refused.value).splitlines())
 
@@ -122,7 +122,7 @@ def test_every_task_works_in_a_folder_of_links(make_run, tmp_path):
     (folder / "s.py").touch()
     run = make_run(workers=1)
     for seen_at in ("/script", str(folder)):
-        scripts.lay_out(Payload(folder / "s.py"), run, run.load_cluster(), seen_at=Path(seen_at))
+        inputs.lay_out(Payload(folder / "s.py"), run, run.load_cluster(), seen_at=Path(seen_at))
         for task in ("chief", "worker-0"):
             links = {path.name: str(path.readlink()) for path in run.work(task).iterdir()}
             assert {"data": f"{seen_at}/data", "s.py": f"{seen_at}/s.py"} == links
@@ -135,7 +135,7 @@ def test_what_an_earlier_life_wrote_stays(make_run, tmp_path):
     run = make_run(workers=0)
     run.work("chief").mkdir(parents=True)
     (run.work("chief") / "model").write_text("trained")
-    scripts.lay_out(Payload(tmp_path / "theirs" / "s.py"), run, run.load_cluster())
+    inputs.lay_out(Payload(tmp_path / "theirs" / "s.py"), run, run.load_cluster())
     assert "trained" == (run.work("chief") / "model").read_text()
 
 
@@ -144,12 +144,12 @@ def test_no_link_leads_back_to_the_run(make_run, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "again").symlink_to("runs")
     run = make_run(workers=0)
-    scripts.lay_out(Payload(tmp_path / "s.py"), run, run.load_cluster())
+    inputs.lay_out(Payload(tmp_path / "s.py"), run, run.load_cluster())
     assert {"s.py", "loop"} == {path.name for path in run.work("chief").iterdir()}
     assert all(len(Path(folder).parts) < 20 for folder, _, _ in os.walk(run.path, followlinks=True))
 
 
 def test_a_run_without_a_script_has_no_work_folder(make_run):
     run = make_run(workers=0)
-    scripts.lay_out(Payload(), run, run.load_cluster())
+    inputs.lay_out(Payload(), run, run.load_cluster())
     assert not (run.path / "work").exists()

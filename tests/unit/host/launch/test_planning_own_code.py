@@ -32,7 +32,7 @@ def theirs(tmp_path) -> Path:
 def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(theirs, monkeypatch, separate, expected):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     options = {"runtime": "local", "tensorboard_port": "0"}
-    planned = planning.plan(Request(script=str(theirs), workers="1", separate_chief=separate, name="led", **options))
+    planned = planning.plan(Request(script=str(theirs), workers=1, separate_chief=separate, name="led", **options))
     startup.start(planned, Commands(), began=time.time())
     planned.run.end("stopped")
     write_json(planned.run.summary, {"state": "stopped"})
@@ -47,7 +47,7 @@ def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(theirs, monkeypa
 def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(theirs, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     commands = Commands()
-    requested = Request(script=str(theirs), workers="1", runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
+    requested = Request(script=str(theirs), workers=1, runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
     planned = planning.plan(requested)
     assert planned.run.name.startswith("fit-")
     (reachable,) = planned.notes
@@ -66,7 +66,7 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(theirs, monkeypatch
 
 def test_a_script_s_run_goes_on_with_its_script(theirs, monkeypatch):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
-    requested = Request(script=str(theirs), name="one", workers="1", runtime="local", tensorboard_port="0")
+    requested = Request(script=str(theirs), name="one", workers=1, runtime="local", tensorboard_port="0")
     startup.start(planning.plan(dataclasses.replace(requested, overrides=("7",))), Commands(), began=time.time())
     run = folders.find_run("one")
     run.end("stopped")
@@ -82,7 +82,7 @@ def test_a_script_s_run_goes_on_with_its_script(theirs, monkeypatch):
 def test_a_run_goes_on_with_its_own_bounds_unless_others_are_given(theirs, monkeypatch):
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     rest = {"runtime": "local", "tensorboard_port": "0"}
-    bounds = {"hang_timeout": "600", "max_restarts": "0", "max_external_restarts": "7"}
+    bounds = {"hang_timeout": 600, "max_restarts": 0, "max_external_restarts": 7}
     startup.start(
         planning.plan(Request(script=str(theirs), name="one", **bounds, **rest)), Commands(), began=time.time()
     )
@@ -95,14 +95,14 @@ def test_a_run_goes_on_with_its_own_bounds_unless_others_are_given(theirs, monke
         return plan.hang_timeout_s, plan.max_restarts, plan.max_external_restarts
 
     assert (600, 0, 7) == resumed()
-    assert (30, 5, 9) == resumed(hang_timeout="30", max_restarts="5", max_external_restarts="9")
+    assert (30, 5, 9) == resumed(hang_timeout=30, max_restarts=5, max_external_restarts=9)
     write_json(run.control / "started.json", run.load_started().to_json() | {"hang_timeout_s": 0})  # as with --debug
     assert HANG_TIMEOUT_S == resumed()[0]
 
 
 def test_a_script_in_containers_is_mounted(theirs, docker):
     docker(WORKING_ENGINE)
-    task = planning.plan(Request(script=str(theirs), workers="1")).compose["services"]["worker-0"]
+    task = planning.plan(Request(script=str(theirs), workers=1)).compose["services"]["worker-0"]
     assert ["--script", "/script/fit.py"] == task["command"]
     assert {"type": "bind", "source": str(theirs.parent), "target": "/script", "read_only": True} in task["volumes"]
     assert ["cluster", "egress"] == task["networks"]
@@ -113,7 +113,7 @@ def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, t
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine").chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
-    requested = Request(preset="mine.presets:small", workers="1", runtime="local")
+    requested = Request(preset="mine.presets:small", workers=1, runtime="local")
     planned = planning.plan(requested)
     assert planned.run.name.startswith("mine.presets-small-")
     path = f"{tmp_path}/mine"
@@ -121,7 +121,7 @@ def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, t
     prepare = [f"PYTHONPATH={path}", sys.executable, "-m", "train.data", "prepare"]
     assert prepare == shlex.split(startup.commands(planned)[0])[:5]
     docker(WORKING_ENGINE)
-    task = planning.plan(Request(preset="mine.presets:small", workers="1")).compose["services"]["chief"]
+    task = planning.plan(Request(preset="mine.presets:small", workers=1)).compose["services"]["chief"]
     assert "/code/0" == task["environment"]["PYTHONPATH"]
     assert {"type": "bind", "source": f"{tmp_path}/mine", "target": "/code/0", "read_only": True} in task["volumes"]
     assert "networks" not in task
@@ -147,7 +147,7 @@ def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path, monkeypatch):
     (folder / "own_cnn.py").write_text("def build(shape, outputs):\n    raise NotImplementedError\n")
     monkeypatch.chdir(folder)
     overrides = ("--model", "own_cnn:build", "--no-deterministic")
-    requested = Request(name="one", overrides=overrides, runtime="local", workers="0", tensorboard_port="0")
+    requested = Request(name="one", overrides=overrides, runtime="local", workers=0, tensorboard_port="0")
     monkeypatch.setattr(configuration, "check", lambda *_, **__: {})
     startup.start(planning.plan(requested), Commands(), began=time.time())
     write_json(planning.find_run("one").summary, {"state": "stopped"})
@@ -169,7 +169,7 @@ def test_extra_packages_are_got_before_anything_is_started(resolved, theirs, mon
     monkeypatch.setattr(planning.packages, "prepare", prepare)
     (tmp_path / "r.txt").touch()
     for options in ({"script": str(theirs)}, {}):
-        words = {**options, "requirements": str(tmp_path / "r.txt"), "runtime": "local", "workers": "0"}
+        words = {**options, "requirements": str(tmp_path / "r.txt"), "runtime": "local", "workers": 0}
         planned = planning.plan(Request(**words, tensorboard_port="0"))
         assert str(tmp_path / "kept") == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
     startup.start(planned, Commands(), began=time.time())
@@ -189,9 +189,7 @@ def test_a_plan_that_is_not_started_installs_no_packages(resolved, theirs, monke
     monkeypatch.setattr(planning.packages, "_resolve", lambda *_: [])
     (expected := tmp_path / "r.txt").touch()
     options = {"script": str(theirs)} if scripted else {}
-    planned = planning.plan(
-        Request(**options, requirements=str(expected), runtime="local", workers="0"), installs=False
-    )
+    planned = planning.plan(Request(**options, requirements=str(expected), runtime="local", workers=0), installs=False)
     assert not (tmp_path / "kept").exists()
     assert planning.packages.folder(expected, planning.packages.host_python()) == planned.payload.packages
     command = planning.packages.command(expected, planning.packages.host_python())

@@ -1,5 +1,6 @@
-"""What a run may be gone on with: nothing that skips or repeats data, or that its checkpoint does not fit."""
+"""A run that is there already: left alone, resumed, or deleted where requested; and what it may not change."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +9,104 @@ import pytest
 from cluster.contract import spec
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch import planning
+from cluster.contract.spec import Role
+from cluster.host.launch import planning, startup, teardown
 from cluster.host.launch.resuming import check
 from cluster.host.options.request import Request
+from cluster.host.runtime import supervisor
 from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import append_json, read_json, write_json
+from tests.support.beats import beat
+from tests.support.launching import Commands, refusal
 from train.config import TrainConfig
+
+
+def test_an_unknown_run_is_refused_with_the_nearest(resolved, make_run):
+    make_run("monday")
+    assert str(refusal(Request(resume="mondey"))).endswith("; did you mean 'monday'?")
+
+
+@pytest.mark.parametrize("requested", [{"resume": "run"}, {"name": "run", "fresh": True}])
+def test_a_run_in_progress_is_left_alone(resolved, make_run, requested):
+    beat(make_run(workers=1), "chief", "training")
+    error = refusal(Request(**requested))
+    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("run 'run' is still in progress; `invoke "))
+
+
+def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved, make_run):
+    run = make_run(workers=1)
+    beat(run, "chief", "training", age_s=60)
+    beat(run, "worker-0", "done", age_s=60)  # it had ended; the chief and the supervisor were killed
+    assert planning.plan(Request(resume="run", runtime="local")).resumes
+
+
+def test_a_run_of_which_one_task_lives_is_in_progress(make_run):
+    run = make_run(workers=1)
+    beat(run, "worker-0", "done", age_s=60)
+    beat(run, "chief", "training")
+    assert teardown.in_progress(run)
+    write_json(run.summary, {"state": "failed"})
+    assert not teardown.in_progress(run)
+
+
+def resumed_topology(run: RunFolder, **requested: Any) -> tuple[str, int, int, int]:
+    """Return strategy, workers, parameter servers and devices of a resumed run."""
+    cluster = planning.plan(Request(resume=run.name, runtime="local", **requested)).cluster
+    return cluster.strategy, len(cluster.of(Role.WORKER)), len(cluster.of(Role.PS)), cluster.devices
+
+
+@pytest.mark.parametrize(
+    ("previous", "requested", "expected"),
+    [
+        ({"workers": 1}, {}, ("multiworker", 1, 0, 1)),
+        ({"workers": 0}, {}, ("one", 0, 0, 1)),
+        ({"workers": 3, "ps": 2, "devices": 2}, {}, ("ps", 3, 2, 2)),
+        ({"workers": 0, "devices": 2, "strategy": "central"}, {}, ("central", 0, 0, 2)),
+        ({"workers": 0, "devices": 2, "strategy": "central"}, {"devices": 4}, ("central", 0, 0, 4)),
+        ({"workers": 0, "devices": 2}, {"devices": 1}, ("one", 0, 0, 1)),
+        ({"workers": 1}, {"workers": 2}, ("multiworker", 2, 0, 1)),
+        ({"workers": 2}, {"workers": 0}, ("one", 0, 0, 1)),
+        ({"workers": 2}, {"ps": 1}, ("ps", 2, 1, 1)),
+        ({"workers": 2, "ps": 1}, {"workers": 0}, ("one", 0, 0, 1)),
+        ({"workers": 2, "ps": 1}, {"ps": 0}, ("multiworker", 2, 0, 1)),
+        ({"workers": 2, "ps": 1}, {"strategy": "multiworker"}, ("multiworker", 2, 0, 1)),
+        ({"workers": 2}, {"strategy": "one"}, ("one", 0, 0, 1)),
+        ({"workers": 0}, {"strategy": "multiworker"}, ("multiworker", 2, 0, 1)),
+    ],
+)
+def test_a_resumed_run_keeps_its_topology_unless_another_is_given(resolved, make_run, previous, requested, expected):
+    run = make_run(**previous)
+    run.end("stopped")
+    write_json(run.summary, {"state": "stopped"})
+    assert expected == resumed_topology(run, **requested)
+
+
+def test_a_resumed_run_keeps_its_evaluator(resolved, make_run):
+    run = make_run(workers=0, evaluator=True)
+    write_json(run.summary, {"state": "stopped"})
+    assert planning.plan(Request(resume=run.name, runtime="local")).cluster.of(Role.EVALUATOR)
+
+
+def test_a_fresh_start_deletes_the_old_folder(resolved, make_run, monkeypatch):
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    run = make_run("again", workers=0)
+    run.event("chief", "first step")
+    requested = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
+    startup.start(planning.plan(requested), Commands(), began=time.time())
+    assert ([], 0) == (run.events(), run.generation)
+
+
+def test_a_resumed_run_keeps_its_history_in_a_new_generation(resolved, make_run, monkeypatch):
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    run = make_run("stopped", workers=2)
+    run.event("chief", "checkpoint", step=200)
+    beat(run, "chief", "stopped")
+    run.end("stopped")
+    write_json(run.summary, {"state": "stopped"})
+    requested = Request(resume="stopped", runtime="local", tensorboard_port="0")
+    startup.start(planning.plan(requested), Commands(), began=time.time())
+    assert (1, 1, {}) == (len(run.events()), run.generation, run.heartbeats())
+    assert (None, False) == (run.outcome, run.summary.exists())
 
 
 @pytest.fixture
@@ -37,7 +130,7 @@ def notes(run: RunFolder, preset: str = "", topology: dict[str, Any] | None = No
     return check(run, preset, changed, cluster)
 
 
-def refusal(run: RunFolder, **changes: Any) -> str:
+def checked_refusal(run: RunFolder, **changes: Any) -> str:
     with pytest.raises(UsageError) as refused:
         notes(run, **changes)
     assert EXIT_USAGE == refused.value.exit_code
@@ -57,16 +150,16 @@ def refusal(run: RunFolder, **changes: Any) -> str:
     ],
 )
 def test_what_its_steps_or_its_checkpoint_depend_on_stays(trained, name, value, parts):
-    error = refusal(trained(), **{name: value})
+    error = checked_refusal(trained(), **{name: value})
     assert [] == [part for part in parts if part not in error]
 
 
 def test_another_optimizer_does_not_fit_but_another_step_size_does(trained):
     run, settings = trained(), TrainConfig().to_json()["optimizer"]
-    assert refusal(run, optimizer=settings | {"name": "sgd"}).startswith("--optimizer.name sgd: ")
+    assert checked_refusal(run, optimizer=settings | {"name": "sgd"}).startswith("--optimizer.name sgd: ")
     assert [] == notes(run, optimizer=settings | {"learning_rate": 1e-4, "schedule": "cosine"})
-    assert refusal(run, optimizer=settings | {"ema": 0.9}).startswith("--optimizer.ema 0.9: ")
-    assert refusal(run, callbacks="tutorial").startswith("--callbacks 'tutorial': ")
+    assert checked_refusal(run, optimizer=settings | {"ema": 0.9}).startswith("--optimizer.ema 0.9: ")
+    assert checked_refusal(run, callbacks="tutorial").startswith("--callbacks 'tutorial': ")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +193,7 @@ def test_a_run_that_has_saved_nothing_may_become_any_other(trained):
     ],
 )
 def test_one_keras_does_not_read_the_other_s_checkpoints(trained, previous, requested):
-    assert "Keras" in refusal(trained(loop=previous[0], topology=previous[1]), **requested)
+    assert "Keras" in checked_refusal(trained(loop=previous[0], topology=previous[1]), **requested)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -110,7 +203,7 @@ def test_a_synchronous_training_may_change_its_loop(trained, workers):
 
 @pytest.mark.parametrize("changes", [{"max_steps": 599}, {"epochs": 1.9}, {"epochs": 1.0, "max_steps": 900}])
 def test_what_it_has_done_already_cannot_be_less(trained, changes):
-    assert "done" in refusal(trained(), **changes)
+    assert "done" in checked_refusal(trained(), **changes)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def built(monkeypatch):
 def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monkeypatch):
     started, commands = [], Commands()
     monkeypatch.setattr(supervisor, "start", started.append)
-    planned = planning.plan(Request(name="one", workers="1", runtime="local", tensorboard_port="0"))
+    planned = planning.plan(Request(name="one", workers=1, runtime="local", tensorboard_port="0"))
     startup.start(planned, commands, began=123.0)
     assert [startup.data_command("prepare", "fashion_mnist")] == commands
     assert [planned.run] == started
@@ -52,7 +52,7 @@ def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(monkeypatch, 
 
 def test_a_container_start_builds_images_then_brings_up_every_task(resolved, built, docker):
     calls, commands = docker(WORKING_ENGINE), Commands()
-    planned = planning.plan(Request(name="one", workers="1", tensorboard_port="0"))
+    planned = planning.plan(Request(name="one", workers=1, tensorboard_port="0"))
     startup.start(planned, commands, began=time.time())
     assert commands == startup.commands(planned)
     assert startup.data_command("prepare", "fashion_mnist") == commands[0]
@@ -67,7 +67,7 @@ def test_a_container_start_builds_images_then_brings_up_every_task(resolved, bui
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_root_hands_the_run_folder_to_the_unprivileged_user(resolved, built, docker):
     docker(WORKING_ENGINE)
-    planned = planning.plan(Request(name="one", workers="0", tensorboard_port="0"))
+    planned = planning.plan(Request(name="one", workers=0, tensorboard_port="0"))
     startup.start(planned, Commands(), began=time.time())
     paths = [planned.run.path, *planned.run.path.rglob("*")]
     assert {(10001, 10001)} == {(path.stat().st_uid, path.stat().st_gid) for path in paths}

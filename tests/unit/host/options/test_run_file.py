@@ -37,16 +37,18 @@ PATHS = st.text("abc /.é\"'#=\\", min_size=1).filter(lambda name: not name.star
 
 def values(name: str) -> st.SearchStrategy[Any]:
     option = OPTIONS[name]
-    if option.is_path and option.kinds == (list,):
+    if option.is_path and option.types == (list,):
         return st.lists(PATHS.map(lambda path: f"A_KEY={path}"), min_size=1).map(tuple)
     if option.is_path:
         return PATHS
-    if option.kinds == (bool,):
+    if option.types == (bool,):
         return st.just(True)
-    if option.kinds == (list,):
+    if option.types == (list,):
         return st.lists(TEXT, min_size=1).map(tuple)
-    numbers = st.integers(0, 10**9).map(str)
-    return numbers if option.kinds == (int,) else TEXT | numbers if int in option.kinds else TEXT
+    numbers = st.integers(0, 10**9)
+    if option.types == (int,):
+        return numbers
+    return TEXT | numbers.map(str) if int in option.types else TEXT
 
 
 REQUESTS = st.fixed_dictionaries({}, optional={name: values(name) for name in OPTIONS})
@@ -105,7 +107,7 @@ def test_the_overrides_that_are_written_are_read_again(tmp_path_factory, overrid
 def test_overrides_are_written_with_the_types_of_the_configuration():
     typed = ["--optimizer.learning_rate", "1e-3", "--epochs=1", "--no-deterministic", "--precision", "bf16"]
     config = CONFIG | {"epochs": 1.0, "deterministic": False, "precision": "bf16", "optimizer": {"learning_rate": 1e-3}}
-    text = run_file.render(Request(workers="2", overrides=typed), config, Path("/"))
+    text = run_file.render(Request(workers=2, overrides=typed), config, Path("/"))
     expected = {
         "workers": 2,
         "precision": "bf16",
@@ -125,8 +127,8 @@ def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp
 
 def test_options_on_the_command_line_win(tmp_path):
     file = read(tmp_path, 'workers = 3\nruntime = "local"\nenv = ["A=1"]\n[train]\nepochs = 2\n')
-    request = file.request({"workers": "1", "env": ("A=2",)}, ["--epochs", "4"])
-    assert ("1", "local", ("A=1", "A=2")) == (request.workers, request.runtime, request.env)
+    request = file.request({"workers": 1, "env": ("A=2",)}, ["--epochs", "4"])
+    assert (1, "local", ("A=1", "A=2")) == (request.workers, request.runtime, request.env)
     assert ["--epochs=2", "--epochs", "4"] == request.training()
 
 
@@ -173,12 +175,12 @@ def test_what_is_wrong_with_a_value_is_reported_with_its_line(tmp_path):
     for message, line in (("--workers '600': too many", 1), ("--global-batch 5: too few", 4)):
         assert f"run.toml:{line}: {message}" in str(file.located(UsageError(message), {}, []))
     assert "--ps 1" == str(file.located(UsageError("--ps 1"), {}, []))
-    assert "--workers 700" == str(file.located(UsageError("--workers 700"), {"workers": "700"}, []))
+    assert "--workers 700" == str(file.located(UsageError("--workers 700"), {"workers": 700}, []))
     assert "--global-batch 7" == str(file.located(UsageError("--global-batch 7"), {}, ["--global-batch=7"]))
 
 
 def test_a_file_that_exists_is_not_overwritten(tmp_path):
-    path = run_file.write(str(tmp_path / "run.toml"), Request(workers="3"), {})
+    path = run_file.write(str(tmp_path / "run.toml"), Request(workers=3), {})
     assert {"workers": 3} == tomllib.loads(path.read_text())
     with pytest.raises(UsageError, match="exists"):
         run_file.write(str(path), Request(), {})
@@ -221,7 +223,7 @@ def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path):
     [
         ("[train]\nepoch = 1\n", "run.toml:2: override '--epoch=1' is not an option"),
         ("workers = 600\n", "run.toml:1: --workers '600': "),
-        ("workesr = 2\n", "run.toml:1: 'workesr' is no option"),
+        ("workesr = 2\n", "run.toml:1: 'workesr'"),
     ],
 )
 def test_a_mistake_in_a_file_ends_with_2_and_its_line(tmp_path, text, named):

@@ -28,7 +28,7 @@ def installed(monkeypatch):
 @pytest.mark.usefixtures("resolved")
 def test_a_process_waits_on_this_machine_s_network_without_hang_detection():
     port = free_port()
-    plan = planning.plan(Request(workers="1", debug=f"worker-0:{port}", runtime="local", tensorboard_port="0"))
+    plan = planning.plan(Request(workers=1, debug=f"worker-0:{port}", runtime="local", tensorboard_port="0"))
     environments = {name: task["environment"] for name, task in plan.compose["tasks"].items()}
     assert f"127.0.0.1:{port}" == environments["worker-0"]["DEBUGPY_LISTEN"]
     assert "DEBUGPY_LISTEN" not in environments["chief"]
@@ -65,7 +65,7 @@ def test_only_the_container_of_the_task_publishes_a_port_and_only_on_this_machin
 def test_what_keeps_a_debugger_away_is_refused(options, named, monkeypatch):
     monkeypatch.setattr("cluster.system.namespaces.refusal", lambda: None)
     options |= {"debug": options["debug"].format(free_port())}
-    error = refusal(Request(**{"workers": "1", "runtime": "local", **options}))  # type: ignore[arg-type]
+    error = refusal(Request(**{"workers": 1, "runtime": "local", **options}))  # type: ignore[arg-type]
     assert isinstance(error, UsageError)
     assert named in str(error)
 

@@ -68,11 +68,11 @@ def with_memory(total: str) -> str:
 
 def test_a_container_s_limit_is_of_the_engine_s_machine(resolved, docker):
     docker(with_memory(str(20 * GIB)))
-    planned = planning.plan(Request(name="one", workers="2"))
+    planned = planning.plan(Request(name="one", workers=2))
     tasks = planned.compose["services"].values()
     assert [(6 * GIB, 6 * GIB)] * 3 == [(task["mem_limit"], task["memswap_limit"]) for task in tasks]
     with pytest.raises(PrerequisiteError, match="--memory 8GiB for 3 tasks makes"):
-        startup.check_machine(planning.plan(Request(name="one", workers="2", memory="8GiB")))
+        startup.check_machine(planning.plan(Request(name="one", workers=2, memory="8GiB")))
 
 
 @pytest.mark.parametrize("total", ["0", "unknown", "", "-1"])
@@ -89,9 +89,9 @@ def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(resolved,
     def resumed(**requested: str) -> int:
         return planning.plan(Request(resume="run", runtime="docker", trust=True, **requested)).memory.task_bytes
 
-    assert (6 * GIB, 18 * GIB) == (resumed(), resumed(workers="0"))
+    assert (6 * GIB, 18 * GIB) == (resumed(), resumed(workers=0))
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"memory": "5GiB"})
-    assert (5 * GIB, 5 * GIB, 4 * GIB) == (resumed(), resumed(workers="0"), resumed(memory="4GiB"))
+    assert (5 * GIB, 5 * GIB, 4 * GIB) == (resumed(), resumed(workers=0), resumed(memory="4GiB"))
     assert Memory("5GiB") == planning.plan(Request(resume="run", runtime="local", trust=True)).memory
 
 

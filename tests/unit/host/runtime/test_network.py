@@ -8,7 +8,7 @@ from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
-from cluster.host.view.plan_view import plan_lines
+from cluster.host.view.plan import plan_lines
 from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from cluster.system.json_files import read_json, write_json
@@ -32,14 +32,14 @@ def warnings(planned: Plan) -> list[str]:
 @pytest.mark.parametrize(
     ("requested", "is_allowed", "expected", "warned"),
     [
-        ({"workers": "1"}, True, "private", False),
-        ({"workers": "2"}, False, "host", True),
-        ({"workers": "1", "network": "host"}, True, "host", True),
-        ({"workers": "1", "script": "theirs/fit.py"}, True, "host", True),  # where it can fetch its data
-        ({"workers": "1", "script": "theirs/fit.py", "network": "private"}, True, "private", False),
+        ({"workers": 1}, True, "private", False),
+        ({"workers": 2}, False, "host", True),
+        ({"workers": 1, "network": "host"}, True, "host", True),
+        ({"workers": 1, "script": "theirs/fit.py"}, True, "host", True),  # where it can fetch its data
+        ({"workers": 1, "script": "theirs/fit.py", "network": "private"}, True, "private", False),
         ({"strategy": "tpu"}, True, "host", False),  # a TPU is reached through it
-        ({"workers": "0"}, False, "host", False),  # a task that trains alone serves nobody
-        ({"workers": "0", "network": "host"}, False, "host", False),
+        ({"workers": 0}, False, "host", False),  # a task that trains alone serves nobody
+        ({"workers": 0, "network": "host"}, False, "host", False),
     ],
 )
 def test_local_tasks_have_a_private_network_unless_it_is_impossible_or_useless(
@@ -69,7 +69,7 @@ def test_a_network_that_cannot_be_is_refused(monkeypatch, name, code):
 
 def test_containers_have_their_own(resolved, docker):
     docker(WORKING_ENGINE)
-    planned = planning.plan(Request(workers="1"))
+    planned = planning.plan(Request(workers=1))
     assert ("docker", "private", []) == (planned.runtime.name, planned.network.name, warnings(planned))
     error = refusal(Request(network="host"))
     assert EXIT_USAGE == error.exit_code
@@ -96,6 +96,6 @@ def test_what_was_asked_for_holds_when_the_run_goes_on(resolved, monkeypatch):
 @pytest.mark.parametrize(("inside", "interface"), [("private", "lo"), ("host", None)])
 def test_gpus_of_several_tasks_meet_on_the_loopback(resolved, nvidia_smi, monkeypatch, inside, interface):
     nvidia_smi("8-h100-nvswitch")
-    tasks = planning.plan(Request(workers="1", ps="1", gpus="2", network=inside, **LOCAL)).compose["tasks"]
+    tasks = planning.plan(Request(workers=1, ps=1, gpus="2", network=inside, **LOCAL)).compose["tasks"]
     found = {name: task["environment"].get("NCCL_SOCKET_IFNAME") for name, task in tasks.items()}
     assert {"chief": interface, "worker-0": interface, "ps-0": None} == found

@@ -267,12 +267,12 @@ def test_why_no_task_is_heard_is_what_the_controller_says(printed, has_log, expe
 
 def test_options_of_a_job_need_a_job():
     with pytest.raises(UsageError, match="--partition and --nodes"):
-        planning.plan(Request(runtime="local", partition="main", nodes="2"))
+        planning.plan(Request(runtime="local", partition="main", nodes=2))
 
 
 def test_each_gpu_is_a_replica(run, monkeypatch):
     site(run, monkeypatch, "")
-    plan = planning.plan(Request(runtime="slurm", workers="0", gpus_per_task="2", tensorboard_port="0"))
+    plan = planning.plan(Request(runtime="slurm", workers=0, gpus_per_task=2, tensorboard_port="0"))
     assert ("mirrored", 2) == (plan.cluster.strategy, plan.cluster.devices)
     assert "#SBATCH --gpus-per-task=2\n" in plan.compose["script"]
     assert "export CUDA_VISIBLE_DEVICES" not in plan.compose["script"]
@@ -281,14 +281,14 @@ def test_each_gpu_is_a_replica(run, monkeypatch):
 
 def test_a_network_that_nothing_closes_is_warned_of(run, monkeypatch):
     site(run, monkeypatch, "")
-    plan = planning.plan(Request(runtime="slurm", workers="1", tensorboard_port="0"))
+    plan = planning.plan(Request(runtime="slurm", workers=1, tensorboard_port="0"))
     assert "docs/guides/slurm.md" in plan.network.warning
     assert plan.network.warning in plan.notes
 
 
 def test_a_task_has_as_many_threads_as_its_job_requests_processors(run, monkeypatch):
     site(run, monkeypatch, "")
-    plan = planning.plan(Request(runtime="slurm", cpus_per_task="5", tensorboard_port="0"))
+    plan = planning.plan(Request(runtime="slurm", cpus_per_task=5, tensorboard_port="0"))
     assert 5 == plan.config["threads"]
 
 

@@ -214,7 +214,7 @@ def test_a_network_that_nothing_closes_is_warned_of(requested, way_out, warns):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"nodes": "2"}, "--nodes"),
+        ({"nodes": 2}, "--nodes"),
         ({"account": "physics"}, "--account"),
         ({"constraint": "gpu"}, "--constraint"),
         ({"network": "host"}, "--network"),

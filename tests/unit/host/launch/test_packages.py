@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.host.launch.inputs import packages
+from cluster.host.launch import packages
 from cluster.system.errors import PrerequisiteError, UsageError
 
 PYTHON = packages.host_python()

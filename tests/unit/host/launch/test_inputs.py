@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch.inputs import initial
+from cluster.host.launch import inputs
 from cluster.system import files
 from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
@@ -29,37 +29,37 @@ def names(found: tuple[Path, ...]) -> list[str]:
 
 
 def test_of_a_run_the_newest_checkpoint_is_meant(trained):
-    assert ["ckpt-10.data-00000-of-00001", "ckpt-10.index"] == names(initial.find("trained"))
+    assert ["ckpt-10.data-00000-of-00001", "ckpt-10.index"] == names(inputs.find_weights("trained"))
 
 
 def test_a_damaged_checkpoint_is_passed_over(trained):
     (trained.checkpoints / "ckpt-10.index").write_text("other")
-    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(initial.find("trained"))
+    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(inputs.find_weights("trained"))
     (trained.checkpoints / "ckpt-5.index").unlink()
     with pytest.raises(UsageError, match="--init-from trained: the run has no intact checkpoint"):
-        initial.find("trained")
+        inputs.find_weights("trained")
 
 
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize("name", ["trainde", "absent.npz", "folder/file"])
 def test_what_is_not_there_is_refused(name):
     with pytest.raises(UsageError, match=name):
-        initial.find(name)
+        inputs.find_weights(name)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "weights.txt").touch()
     with pytest.raises(UsageError, match="--init-from "):
-        initial.find(str(tmp_path / "weights.txt"))
+        inputs.find_weights(str(tmp_path / "weights.txt"))
 
 
 def test_files_are_copied_so_that_a_repeated_run_finds_them(trained, make_run):
     prefix = trained.checkpoints / "ckpt-5.index"
-    found = initial.find(str(prefix))
+    found = inputs.find_weights(str(prefix))
     run = make_run("tuned")
-    initial.copy(found, run.init)
-    assert {"ckpt-5.index", "ckpt-5.data-00000-of-00001"} == set(initial.hashes(run.init))
+    inputs.copy_weights(found, run.init)
+    assert {"ckpt-5.index", "ckpt-5.data-00000-of-00001"} == set(inputs.hash_weights(run.init))
     for path in found:
         path.unlink()
-    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(initial.find(str(prefix), run))
-    assert () == initial.find("")
+    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(inputs.find_weights(str(prefix), run))
+    assert () == inputs.find_weights("")

@@ -1,6 +1,6 @@
 """Extra packages for one's own code: `--requirements FILE` -> a folder for PYTHONPATH, made once and kept.
 
-    python -m cluster.host.launch.inputs.packages FILE PYTHON
+    python -m cluster.host.launch.packages FILE PYTHON
 
 Neither .venv nor the image changes: what they have stays as locked, and only what the file needs beyond that is put
 into `.build/packages/`, every file checked against the hash that it was resolved with. Wheels alone are taken, so that
@@ -118,7 +118,7 @@ def importable(requirements: Path, *, installs: bool) -> Iterator[Path]:
 
 def command(requirements: Path, python: str) -> str:
     """Return the command that calls `prepare`; run it from the root."""
-    return shlex.join([sys.executable, "-m", "cluster.host.launch.inputs.packages", str(requirements), python])
+    return shlex.join([sys.executable, "-m", "cluster.host.launch.packages", str(requirements), python])
 
 
 def _fill(requirements: Path, python: str, scratch: Path) -> Path:
@@ -134,7 +134,7 @@ def _fill(requirements: Path, python: str, scratch: Path) -> Path:
 
 
 def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:
-    """Return what must be installed beyond our own packages, a line of a requirements file each."""
+    """Return the packages to install beyond our own, a line of a requirements file each."""
     from packaging.utils import canonicalize_name  # here, because `up` without --requirements does without it
 
     own = locks.pins("train-cpu")
@@ -160,7 +160,7 @@ def _line(package: dict[str, Any], requirements: Path) -> str:
     if not digest:
         raise UsageError(
             f"--requirements {str(requirements)!r}: {name} comes from {origin['url']}, which has no hash; name a "
-            "release or a wheel, or put its code beside the script"
+            "release or a wheel, or put its code next to the script"
         )
     return f"{name} @ {origin['url']} --hash=sha256:{digest}"
 

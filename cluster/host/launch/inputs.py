@@ -1,0 +1,158 @@
+"""The user's files of a run: the script that every task runs, and the weights that training begins with.
+
+Weights are found before anything starts and copied to the run's folder: every task has them wherever it runs, and so
+does a repetition of the run when their origin is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cluster.contract import settings
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec
+from cluster.host.launch.folders import find_run
+from cluster.host.runtime.payload import Payload
+from cluster.system import files
+from cluster.system.errors import RunFailed, UsageError
+from cluster.system.files import make_folder
+from cluster.system.json_files import read_json
+
+WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
+"""Of a file with weights; `train/model/initial_weights.py` reads them."""
+
+
+def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ...]:
+    """Return the files with the weights that are named.
+
+    Args:
+        name: of a run, whose newest intact checkpoint is meant, or of a file; empty for none.
+        previous: the run that is repeated: they are in its folder.
+
+    Raises:
+        UsageError: there is no such run or file, or it has no weights.
+    """
+    if not name:
+        return ()
+    if previous is not None:
+        return _inside(previous.init)
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix not in WEIGHT_SUFFIXES:
+            raise UsageError(f"--init-from {name}: expected a run, or a file that ends in {', '.join(WEIGHT_SUFFIXES)}")
+        parts = sorted(path.parent.glob(f"{path.stem}.data-*")) if path.suffix == ".index" else []
+        return (path.absolute(), *(part.absolute() for part in parts))
+    if path.suffix in WEIGHT_SUFFIXES or "/" in name:
+        raise UsageError(f"--init-from {name}: there is no such file; expected a run, or a file with weights")
+    run = find_run(name)
+    for step in reversed(run.saved_steps):
+        if found := _checkpoint(run, step):
+            return found
+    raise UsageError(f"--init-from {name}: the run has no intact checkpoint; name another run, or a file with weights")
+
+
+def copy_weights(found: Sequence[Path], folder: Path) -> None:
+    """Copy the files to a run's folder.
+
+    Raises:
+        RunFailed: one has changed since it was found.
+    """
+    if found:
+        folder.mkdir()
+    for path in found:
+        try:
+            shutil.copyfile(path, folder / path.name)
+        except FileNotFoundError:
+            raise RunFailed(f"--init-from: {path} has just been deleted; try again") from None
+
+
+def hash_weights(folder: Path) -> dict[str, str]:
+    """Return the sha256 of each file with the weights that a run began with."""
+    return {path.name: files.sha256(path) for path in _inside(folder)}
+
+
+def _inside(folder: Path) -> tuple[Path, ...]:
+    return tuple(sorted(folder.glob("*"))) if folder.is_dir() else ()
+
+
+def _checkpoint(run: RunFolder, step: int) -> tuple[Path, ...]:
+    """Return the files of a finished checkpoint; none where one is not as its record says."""
+    try:
+        recorded = read_json(run.checkpoints / f"ckpt-{step}.json")["files"]
+        paths = {run.checkpoints / Path(name).name: of["sha256"] for name, of in recorded.items()}
+        if any(files.sha256(path) != digest for path, digest in paths.items()):
+            return ()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ()
+    return tuple(sorted(paths))
+
+
+def check_path(option: str, name: str) -> None:
+    """Check that a path can be one.
+
+    Raises:
+        UsageError: the system takes no such path, or it cannot be shown in one line.
+    """
+    if not name.isprintable():
+        raise UsageError(f"--{option} {name!r}: a path without control characters is expected; rename that file")
+
+
+def check_script(name: str, runs_dir: Path) -> Path:
+    """Return the script's path.
+
+    Raises:
+        UsageError: there is no such file, it cannot be read, or its folder cannot be shared with the tasks.
+    """
+    check_path("script", name)
+    script = settings.expanded("script", name).resolve()
+    if not script.is_file() or not os.access(script, os.R_OK):
+        what = "is a folder" if script.is_dir() else "cannot be read" if script.exists() else "does not exist"
+        raise UsageError(f"--script {name!r} {what}: expected a Python file that reads TF_CONFIG; name one")
+    folder = script.parent
+    shared = {Path("/"): "the root of the file system"}
+    if home := settings.home():
+        shared[home.resolve()] = "your home folder"
+    if folder in shared:
+        raise UsageError(
+            f"--script {name!r} lies in {shared[folder]}, and tasks see all of the folder that a script lies in; "
+            "move it to a separate folder"
+        )
+    if folder.is_relative_to(runs_dir.resolve()):
+        raise UsageError(f"--script {name!r} lies in the folder of the runs, {runs_dir}; copy it to a separate folder")
+    return script
+
+
+def lay_out(payload: Payload, run: RunFolder, spec: ClusterSpec, seen_at: Path | None = None) -> None:
+    """Make each task a folder to run the script in: `work/TASK`, with a link to each entry of the script's folder.
+
+    So the script finds its files next to itself, and what it writes lands in the run's folder. What is there
+    already stays.
+
+    Args:
+        payload: with the script; without one there is nothing to do.
+        run: whose tasks.
+        spec: the cluster.
+        seen_at: where the tasks see the script's folder; None: where it lies.
+    """
+    if payload.script is None:
+        return
+    folder = payload.script.parent
+    for task in spec.tasks:
+        work = run.work(task.name)
+        make_folder(work)  # not through a link that an earlier run of the script left
+        for name in _entries(folder, run.path.resolve()):
+            link = work / name
+            if link.is_symlink():
+                link.unlink()
+            if not link.exists():
+                link.symlink_to((seen_at or folder) / name)
+
+
+def _entries(folder: Path, run: Path) -> Iterator[str]:
+    """Yield the names to link to: all but the one that holds the run, in which a walk would not end."""
+    for entry in folder.iterdir():
+        if not run.is_relative_to(os.path.realpath(entry)):
+            yield entry.name

@@ -1,1 +1,0 @@
-"""What a user gives a run beside its options: a script, packages, weights to begin with."""
