@@ -1,7 +1,7 @@
 """The first process of every task: runs the agent of the task that the environment names.
 
 python -m cluster.agent [-- COMMAND ...]               RUN_DIR, TASK and TF_CONFIG in the environment
-python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see cluster/agent/script.py
+python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see cluster/agent/program.py
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from cluster.agent.agent import Agent
-from cluster.agent.gang.board import Board
-from cluster.agent.script import ScriptAgent
+from cluster.agent.board import Board
+from cluster.agent.program import Script
 from cluster.contract import settings, tf_config
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
@@ -33,9 +33,10 @@ def main(arguments: list[str]) -> int:
         if text := os.environ.get("TF_CONFIG"):
             tf_config.parse(text)
         timeout_s = settings.seconds("RENDEZVOUS_TIMEOUT_S")
-        run = Board(Path(run_dir), Copy.given(RunFolder(Path(run_dir)), task))
+        folder = RunFolder(Path(run_dir))
+        run = Board(folder, Copy.given(folder, task))
         if arguments[:1] == ["--script"]:
-            return ScriptAgent(run, task, [sys.executable, *arguments[1:]], timeout_s).main()
+            return Agent(run, task, [sys.executable, *arguments[1:]], timeout_s, kind=Script).main()
         if arguments[:1] == ["--"]:
             return Agent(run, task, arguments[1:], timeout_s).main()
         trainer = [sys.executable, "-m", "train", "--run-dir", run_dir]

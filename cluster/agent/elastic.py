@@ -1,18 +1,31 @@
-"""Elastic runs: which tasks a run can continue without, and when tasks that return are taken in again.
+"""Elastic runs: which tasks a run can continue without, when tasks that return are taken in, and an agent's part in it.
 
-Only decisions: the caller passes the missing and returned tasks and the time. See docs/guides/faults.md for the policy;
-`members.py` acts on the decisions.
+The decisions are pure: their caller passes the missing and returned tasks and the time. See docs/guides/faults.md for
+the policy. The chief's agent alone changes the tasks of a run, by beginning a generation. A task that a generation
+leaves out runs no program and decides nothing; it reports that it waits, and answers the chief, until a generation
+includes it.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.agent import ports, rendezvous
+from cluster.agent.board import Board
+from cluster.agent.policy import Recovery
+from cluster.contract import tf_config
+from cluster.contract.recovery import attempts
+from cluster.contract.recovery.attempts import EXTERNAL
+from cluster.contract.recovery.ends import End
+from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.spec import ClusterSpec, Role
+from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.records import AfterStop, TaskState
+from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.messages import counted
 
 STEADY_S = 10.0
@@ -22,6 +35,13 @@ AGAIN_S = 60.0
 LONGEST_S = 1800.0
 GONE_S = 5.0
 """A task without a new heartbeat for this long is away again."""
+TRIES = 3
+"""Generations whose cluster was never complete, in a row, after which a job is not queued again."""
+LOOK_S = 0.5
+PROBE_S = 0.5
+"""How long a task that has returned gets to answer the chief."""
+DECISION_S = 5.0
+"""How much longer than the chief's agent may take to decide the others wait for it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +72,7 @@ def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) 
     return frozenset(missing) if enough and set(missing) <= workers else None
 
 
-def cause(cluster: ClusterSpec, left_out: Collection[str], missing: Collection[str], timeout_s: float) -> str:
+def describe_change(cluster: ClusterSpec, left_out: Collection[str], missing: Collection[str], timeout_s: float) -> str:
     """Describe why a generation leaves out tasks that were missing at the rendezvous."""
     now = counted(len(cluster.without(left_out).of(Role.WORKER)), "worker")
     return f"{', '.join(sorted(missing))} stayed away for {timeout_s:g} s: the run continues with {now}"
@@ -69,12 +89,6 @@ class Returns:
     """Watches the tasks that were left out, for the chief's agent, by its monotonic clock."""
 
     def __init__(self, times_left_out: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to watch.
-
-        Args:
-            times_left_out: how often each task was left out.
-            clock: returns the seconds of a clock that never jumps.
-        """
         self._times, self._clock = times_left_out, clock
         self._newest: dict[str, tuple[Any, float]] = {}
         """The newest heartbeat of each task, and when it was first seen."""
@@ -105,3 +119,121 @@ class Returns:
             self._saved_when_ready = saved  # for the next time, in case they cannot be reached
             return ready
         return frozenset()
+
+
+class Members:
+    """The tasks of the run as one agent sees them."""
+
+    def __init__(self, run: Board, everyone: ClusterSpec, task: Task) -> None:
+        self._run, self._everyone, self._task = run, everyone, task
+        self._elasticity = Elasticity.of(run.folder)
+        self._decides = self._elasticity is not None and task.role == Role.CHIEF
+        self._returns: Returns | None = None
+        self._looked = -LOOK_S
+        self._waits = False
+
+    def cluster(self, generation: int) -> ClusterSpec:
+        """Return the cluster of a generation. Its tasks listen where this agent knows, not where the folder says."""
+        self._returns, self._waits = None, False
+        self._look_for_everyone()
+        return self._everyone.without(membership.left_out(self._run.folder, generation))
+
+    def _look_for_everyone(self) -> None:
+        """Find where the tasks are now: one that a scheduler has replaced is elsewhere."""
+        if "CLUSTER_JSON" in os.environ:
+            self._everyone = membership.cluster_with_addresses(self._run.folder)
+
+    def has(self, generation: int) -> bool:
+        """Whether this agent's task belongs to a generation."""
+        return self._task.name not in membership.left_out(self._run.folder, generation)
+
+    def patience_s(self, timeout_s: float, missing: Collection[str]) -> float:
+        """Return how long to wait at the rendezvous for the missing tasks.
+
+        Where the chief's agent decides whether the run needs them, the others wait for its decision. The chief is
+        missing only if its hub is silent, too: it passes the rendezvous later than those that it waits for.
+        """
+        chief_is_gone = Role.CHIEF.value in missing and not self._run.hub_is_current
+        if self._elasticity is None or self._decides or chief_is_gone:
+            return timeout_s
+        return 2 * timeout_s + DECISION_S  # the chief may have come as late as it could
+
+    def variables(self, cluster: ClusterSpec) -> dict[str, str]:
+        """Return the variables that an attempt's program gets for the cluster of its generation."""
+        if self._elasticity is None or self._task not in cluster.tasks:
+            return {}
+        return {"TF_CONFIG": tf_config.dumps(cluster, self._task) or ""}
+
+    def continue_without(self, recovery: Recovery, generation: int, missing: Collection[str], timeout_s: float) -> bool:
+        """Begin a generation without the tasks that missed the rendezvous; return False if the run needs them."""
+        if not self._decides:
+            return False
+        assert self._elasticity
+        absent = membership.left_out(self._run.folder, generation) | set(missing)
+        if (left_out := leave_out(self._everyone, absent, self._elasticity.min_workers)) is None:
+            return False
+        cause = describe_change(self._everyone, left_out, missing, timeout_s)
+        begun = self._run.begun(generation)
+        at = begun.failure_time if begun else time.time()
+        recovery.change_members(generation, left_out, End(min(missing), EXTERNAL, cause, None, at), "left out")
+        return True
+
+    def are_queued_again(self, generation: int) -> bool:
+        """Whether the job is queued again where tasks miss the rendezvous of a generation.
+
+        Not if the cluster has not been complete in a few generations: other nodes would not help.
+        """
+        if os.environ.get("LOST_THEN") != AfterStop.REQUEUE:
+            return False
+        met = {event.generation for event in self._run.folder.events() if event.event == "cluster complete"}
+        return generation < TRIES - 1 or bool(met & set(range(generation - TRIES + 1, generation)))
+
+    def take_in_returned(self, recovery: Recovery, generation: int) -> None:
+        """Begin a generation with the tasks that have returned, at a checkpoint; to be called often."""
+        now = time.monotonic()
+        if not self._decides or now - self._looked < LOOK_S or not (self._elasticity and self._elasticity.grow):
+            return
+        self._looked = now
+        if not (left_out := membership.left_out(self._run.folder, generation)):
+            return
+        if self._returns is None:
+            self._returns = Returns(membership.times_left_out(self._run.folder))
+        beats = {name: self._run.heartbeat(name) for name in left_out}
+        waiting = {
+            name: beat.updated_at
+            for name, beat in beats.items()
+            if beat and (beat.state, beat.generation) == (TaskState.WAITING, generation)
+        }
+        if not (due := self._returns.due(waiting, max(self._run.folder.saved_steps, default=-1))):
+            return
+        self._look_for_everyone()
+        token = joining.generation_token(self._run.folder, generation)
+        back = {n for n in due if rendezvous.reaches(self._task, self._everyone.task(n), token, PROBE_S)}
+        if back and not self._run.stop_requested:
+            names = ", ".join(sorted(back))
+            end = End(min(back), EXTERNAL, f"{names} returned and is taken in", None, time.time())
+            recovery.change_members(generation, left_out - back, end, "taken in")
+
+    def await_turn(self, generation: int, is_over: Callable[[], bool], listener: Task) -> None:
+        """Wait, as a task that this generation leaves out, until that is over."""
+        restarts = attempts.restarts(self._run.folder, self._task.name)
+        heartbeat = HeartbeatWriter(self._run.folder, self._task, generation, restarts).start()
+        heartbeat.update(state=TaskState.WAITING)
+        if not self._waits:
+            self._run.folder.event(self._task.name, "returned", generation=generation)
+            self._waits = True
+        try:
+            rendezvous.await_turn(
+                listener,
+                token=joining.generation_token(self._run.folder, generation),
+                abandon=is_over,
+                report=lambda obstacle: heartbeat.update(obstacle=obstacle),
+            )
+        except ports.Abandoned:
+            pass
+        except ports.PortTaken as error:
+            heartbeat.update(obstacle=str(error))
+            while not is_over():
+                time.sleep(LOOK_S)
+        finally:
+            heartbeat.stop()

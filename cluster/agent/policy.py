@@ -7,11 +7,11 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from cluster.agent.board import Board
 from cluster.contract.recovery import attempts, ends, standby_cluster, step_record
 from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.recovery.ends import End
 from cluster.contract.run import membership
-from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Attempt
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.errors import EXIT_FAILED
@@ -21,7 +21,7 @@ from cluster.system.messages import counted
 class Recovery:
     """Decides for the agent of one task whether a failed program starts again, and records the decision."""
 
-    def __init__(self, run: RunFolder, spec: ClusterSpec, task: Task) -> None:
+    def __init__(self, run: Board, spec: ClusterSpec, task: Task) -> None:
         self._run = run
         self._spec = spec
         self._task = task
@@ -50,57 +50,50 @@ class Recovery:
             beat = self._run.heartbeat(task.name)
             return beat.step if beat else -1
         if self._spec.restarts_alone(task):  # written by the chief, in whatever generation
-            progress = step_record.read(self._run, task.name)
+            progress = step_record.read(self._run.folder, task.name)
             return progress.step if progress else -1
-        return step_record.last_step(self._run, "chief" if self._spec.serves(task) else task.name, generation)
+        return step_record.last_step(self._run.folder, "chief" if self._spec.serves(task) else task.name, generation)
 
     def restart_gang(self, generation: int, own: End) -> None:
         """Begin the next generation, in which every task starts again, unless the run has failed too often."""
         if self._run.outcome or self._run.generation > generation:
             return  # another agent has acted on this failure
-        run, end = self._run, ends.root_cause(self._run, generation, own)
-        saved = max(run.saved_steps, default=-1)
-        tried = [*attempts.of_gang(run, generation), _attempt(end, saved)]
-        if count := attempts.too_many(tried, *attempts.limits(run)):
+        run, end = self._run, ends.root_cause(self._run.folder, generation, own)
+        saved = max(run.folder.saved_steps, default=-1)
+        tried = [*attempts.of_gang(run.folder, generation), _attempt(end, saved)]
+        if count := attempts.too_many(tried, *attempts.limits(run.folder)):
             self._fail(end, count)
             return
-        step = max(run.newest_step, step_record.newest(run, generation))
+        step = max(run.folder.newest_step, step_record.newest(run.folder, generation))
         # A task that is reported by another is silent: its standby process is ready, but nobody would open its gate.
-        complete = own.task == self._task.name and standby_cluster.complete(run, self._spec, generation)
+        complete = own.task == self._task.name and standby_cluster.complete(run.folder, self._spec, generation)
         began = run.begin_generation(
             generation + 1,
             **self._failure(generation, end, step, saved),
             error=end.error,
             pause_s=attempts.pause_s(tried),
-            left_out=membership.left_out(run, generation),
-            standby_ports=1 - standby_cluster.ports(run, generation) if complete else None,
+            left_out=membership.left_out(run.folder, generation),
+            standby_ports=1 - standby_cluster.ports(run.folder, generation) if complete else None,
         )
         if began:
-            run.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
+            run.folder.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
 
     def change_members(self, generation: int, left_out: Collection[str], end: End, event: str) -> None:
-        """Begin the next generation with other tasks; this never counts as a failure.
-
-        Args:
-            generation: the current one.
-            left_out: the tasks that the next one leaves out.
-            end: why.
-            event: what to record.
-        """
+        """Begin the next generation without these tasks, for the reason `end`; this never counts as a failure."""
         run = self._run
-        step = max(run.newest_step, step_record.newest(run, generation), 0)
-        record = self._failure(generation, end, step, max(run.saved_steps, default=-1))
+        step = max(run.folder.newest_step, step_record.newest(run.folder, generation), 0)
+        record = self._failure(generation, end, step, max(run.folder.saved_steps, default=-1))
         record["kind"] = attempts.PLANNED
         if run.begin_generation(generation + 1, **record, left_out=frozenset(left_out)):
-            run.event(end.task, event, step=step, cause=end.cause)
+            run.folder.event(end.task, event, step=step, cause=end.cause)
 
     def restart_alone(self, end: End) -> float:
         """Record that this task restarts alone, unless it has failed too often; return how long to pause before.
 
         An evaluator never fails the run.
         """
-        tried = [*attempts.of_task(self._run, self._task.name), _attempt(end)]
-        count = attempts.too_many(tried, *attempts.limits(self._run))
+        tried = [*attempts.of_task(self._run.folder, self._task.name), _attempt(end)]
+        count = attempts.too_many(tried, *attempts.limits(self._run.folder))
         if count and self._task.role != Role.EVALUATOR:
             self._fail(end, count)
             return 0.0
@@ -112,7 +105,7 @@ class Recovery:
             "pause_s": pause_s,
             **_attempt(end).to_json(),
         }
-        self._run.event(self._task.name, "restarted", step=self._run.newest_step, **detail)
+        self._run.folder.event(self._task.name, "restarted", step=self._run.folder.newest_step, **detail)
         return pause_s
 
     def _failure(self, generation: int, end: End, step: int, saved: int) -> dict[str, Any]:
@@ -143,7 +136,7 @@ class Recovery:
         """End the run because it has failed too often."""
         step = end.last_step
         if step < 0:  # it did no step in this attempt: use the others' steps
-            step = max(self._run.newest_step, step_record.newest(self._run, self._run.generation), 0)
+            step = max(self._run.folder.newest_step, step_record.newest(self._run.folder, self._run.generation), 0)
         after = f" after step {step}" if step else ""
         verb, where = ("failed", "") if end.kind != EXTERNAL else ("ended from outside", f" on {end.host}")
         error = f"{verb} {counted(count, 'time')} without progress{after}{where}: {end.reported}"

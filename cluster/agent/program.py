@@ -1,28 +1,43 @@
-"""The process that a task's agent watches: the training program, which waits at a gate, or a user's script."""
+"""The process that a task's agent watches: the training program, which waits at a gate, or a user's script.
+
+A script knows nothing of gates, heartbeats or our exit codes. So it starts once its cluster is complete, and its agent
+writes the heartbeat until the end.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.contract.recovery import ends
-from cluster.contract.run import logs
-from cluster.system import fork_server, processes
+from cluster.contract.run import joining, logs
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import Task
+from cluster.system import fork_server, memory, processes
 from cluster.system.messages import NOISE
+from cluster.system.paths import ROOT
+
+KERAS_HOOK = ROOT / "train" / "patches" / "hook"
+"""Holds the `sitecustomize` that patches Keras 3 in a script's process."""
 
 
 class Program(ABC):
     """One attempt of the task's program: its process and the last lines of its output."""
 
-    can_wait = False
-    """Whether it can be started long before it joins the cluster."""
+    scripted = False
+    """Whether it is a user's script. Any other program can be started long before it joins the cluster."""
     noise: tuple[bytes, ...] = ()
     """Parts of lines that are neither logged nor shown."""
 
@@ -136,7 +151,6 @@ class Program(ABC):
 class Trainer(Program):
     """The training program. It starts at once and waits at its gate, the pipe whose descriptor is `GATE_FD`."""
 
-    can_wait = True
     noise = NOISE
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
@@ -179,6 +193,8 @@ class Trainer(Program):
 class Script(Program):
     """A user's script. It has no gate, so it starts once its cluster is complete, in a separate working folder."""
 
+    scripted = True
+
     def __init__(self, command: list[str], environment: dict[str, str], log: Path, folder: Path) -> None:
         super().__init__(command, environment, log)
         self._folder = folder
@@ -188,3 +204,63 @@ class Script(Program):
         self._environment |= variables
         self._folder.mkdir(parents=True, exist_ok=True)
         self._start(self._folder)
+
+
+def create(
+    kind: type[Program], command: list[str], environment: Mapping[str, str], run: RunFolder, task: Task
+) -> Program:
+    """Create a task's program, with a separate folder for temporary files that survives the task's restarts."""
+    folder = temporary_folder(run, task)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    environment = {**environment, "TMPDIR": str(folder)}
+    if issubclass(kind, Script):
+        return kind(command, script_environment(environment), run.log(task.name), run.work(task.name))
+    return kind(command, environment, run.log(task.name))
+
+
+def temporary_folder(run: RunFolder, task: Task) -> Path:
+    """Return the task's folder for temporary files, in which scripts keep checkpoints.
+
+    The name follows from the run's token, so that nobody else on the machine can create it.
+    """
+    digest = hashlib.sha256(joining.token(run).encode()).hexdigest()
+    return Path(tempfile.gettempdir(), f"{task.name}-{digest[:12]}")
+
+
+def remove_temporary_folder(run: RunFolder, task: Task) -> None:
+    """Remove the folder, once the run has ended."""
+    shutil.rmtree(temporary_folder(run, task), ignore_errors=True)  # it follows no link
+
+
+def script_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a script's environment: modules of this checkout must not shadow those that it imports.
+
+    The folder of the hook that patches Keras has no other module.
+    """
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
+    return {**environment, "PYTHONPATH": os.pathsep.join([str(KERAS_HOOK), *kept])}
+
+
+class MemoryKills:
+    """The processes of this task that the kernel kills for lack of memory from now on."""
+
+    def __init__(self) -> None:
+        self._kills_before = memory.kills()
+        self._began_s = time.monotonic()
+
+    def include(self, program: Program, code: int, standby_kills: int) -> bool:
+        """Return whether the program, which ended with this code, was killed for memory, and not only its standby."""
+        if code != -signal.SIGKILL:
+            return False
+        in_container = memory.kills() > self._kills_before + standby_kills
+        return in_container or memory.in_kernel_log(program.pid, self._began_s)
+
+
+def describe_end(code: int, *, out_of_memory: bool) -> str:
+    """Describe the reason why a program ended before its work was done."""
+    if out_of_memory and memory.limit_bytes() < sys.maxsize:
+        return f"killed for memory: the task may use {memory.limit_bytes() / 2**30:.1f} GiB, see --memory of up"
+    if out_of_memory:
+        return "killed for memory: the kernel reports that the machine had none left"
+    return processes.describe_exit(code) if code else "ended with exit code 0 before it was done"

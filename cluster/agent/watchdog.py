@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.agent.gang.board import Board
-from cluster.agent.gang.roster import HEARD_S
+from cluster.agent.board import Board
+from cluster.agent.hub import SILENCE_S
 from cluster.contract.recovery import ends, standby_cluster
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
@@ -36,7 +36,7 @@ READ_AT_ONCE = 16
 """In a larger gang they are read less often, so that all agents together read as many a second for each task."""
 AWAY_S = 4.0
 """A longer time between two examinations means that this process was stopped and does not know what changed."""
-PROOF_S = HEARD_S + 2.0
+PROOF_S = SILENCE_S + 2.0
 """After this time the hub has reported to every agent that it has no connection to a task that is gone."""
 START_STATES = frozenset({TaskState.STARTING, TaskState.WAITING, TaskState.RESTARTING, TaskState.COMPILING})
 
@@ -48,7 +48,7 @@ class Finding:
     task: str
     cause: str
     kind: str
-    """`frozen`: this agent's task; `silent`: another task; `hang`: no new step."""
+    """`frozen`: this agent's task; `silent`: another task; `hang`: no new step; `late`: no task has joined."""
     stopped: bool = False
     """Whether a signal had stopped the program."""
 
@@ -58,21 +58,21 @@ class Watchdog:
 
     def __init__(self, run: Board, spec: ClusterSpec, task: Task, generation: int) -> None:
         """Begin to watch a complete cluster."""
-        timeout_s = run.started.hang_timeout_s
+        timeout_s = run.folder.started.hang_timeout_s
         self._hang_timeout_s = HANG_TIMEOUT_S if timeout_s is None else timeout_s
         """0 in a run whose task is debugged: every thread stands still at a breakpoint."""
         self._run = run
         self._spec = spec
         self._task = task
         self._generation = generation
-        self._scripted = run.script is not None
+        self._scripted = run.folder.script is not None
         self._changed: dict[str, tuple[Any, float]] = {}
         self._newest: dict[str, Heartbeat] = {}
         self._behind: set[str] = set()
         """The tasks whose newest heartbeat is of an earlier generation."""
         self._renewed: set[str] = set()
-        """The heartbeats and steps that were seen to change since `doubt_others`."""
-        self._doubted = 0.0
+        """The heartbeats and steps that were seen to change since `suspect_others`."""
+        self._suspected_at = 0.0
         self._began = self._examined = time.monotonic()
         larger = max(1.0, len(spec.tasks) / READ_AT_ONCE)
         self._others_every_s = EXAMINE_S if task.role == Role.CHIEF else OTHERS_S * larger
@@ -107,14 +107,17 @@ class Watchdog:
         ages = {name: now - self._since(name, beat.updated_at, now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
-    def late(self, timeout_s: float) -> list[str]:
-        """Return the tasks that train if none of them has joined this generation in so many seconds, otherwise none.
+    def late(self, timeout_s: float) -> Finding | None:
+        """Return a finding if none of the tasks that train has joined this generation in so many seconds.
 
         It is for tasks that hold no rendezvous, in which missing tasks are noticed.
         """
         trains = sorted(task.name for task in self._spec.tasks if not task.role.is_sidecar)
-        waits = time.monotonic() - self._began < timeout_s or not self._behind.issuperset(trains)
-        return [] if waits else trains
+        if time.monotonic() - self._began < timeout_s or not self._behind.issuperset(trains):
+            return None
+        missing = ", ".join(trains)
+        error = f"no task joined generation {self._generation} in {timeout_s:g} s: missing {missing}"
+        return Finding(trains[0], error, "late")
 
     def longest_silent(self) -> tuple[str, float]:
         """Return which other task has written no heartbeat for longest, and for how many seconds; no name if none runs.
@@ -124,27 +127,29 @@ class Watchdog:
         first heartbeat for a minute; then a script's task is silent unless it is connected to the hub.
         """
         ages = {
-            name: age_s for name, (hidden, age_s) in self._others().items() if not (hidden and self._run.hears(name))
+            name: age_s
+            for name, (hidden, age_s) in self._others().items()
+            if not (hidden and self._run.is_connected(name))
         }
         return max(ages.items(), key=lambda each: each[1], default=("", 0.0))
 
-    def doubt_others(self) -> None:
+    def suspect_others(self) -> None:
         """From now on count another task as alive only once it is seen to write a heartbeat again."""
         self._others_read_at = float("-inf")
-        self._doubted = time.monotonic()
+        self._suspected_at = time.monotonic()
         self._others()
         self._renewed.clear()
 
     @property
     def all_are_alive(self) -> bool:
-        """Whether every other task was seen to write a heartbeat since `doubt_others`, or its agent reported its end.
+        """Whether every other task was seen to write a heartbeat since `suspect_others`, or its agent reported its end.
 
         A task whose heartbeat is hidden counts as alive if it is connected to the hub, after the time in which the hub
         would have noticed that it was gone.
         """
-        proven = time.monotonic() - self._doubted > PROOF_S
+        proven = time.monotonic() - self._suspected_at > PROOF_S
         return all(
-            name in self._renewed or (hidden and proven and self._run.hears(name))
+            name in self._renewed or (hidden and proven and self._run.is_connected(name))
             for name, (hidden, _) in self._others().items()
         )
 
@@ -162,7 +167,7 @@ class Watchdog:
 
     @property
     def _hang(self) -> Path:
-        return self._run.control / f"hang-{self._generation}.json"
+        return self._run.folder.control / f"hang-{self._generation}.json"
 
     def _read(
         self, read: Callable[[str], Heartbeat | None], watched: Sequence[str], now: float, others_every_s: float
@@ -192,8 +197,8 @@ class Watchdog:
         these are left out.
         """
         now = time.monotonic()
-        known = {self._task.name, *ends.ended_tasks(self._run, self._generation)}
-        beats = self._read(self._run.recorded_heartbeat, self._names, now, EXAMINE_S)
+        known = {self._task.name, *ends.ended_tasks(self._run.folder, self._generation)}
+        beats = self._read(self._run.folder.heartbeat, self._names, now, EXAMINE_S)
         found = {}
         for name in (task.name for task in self._spec.members if task.name not in known):
             beat = beats.get(name)
@@ -233,7 +238,7 @@ class Watchdog:
         # Without a rendezvous a task may never join the generation.
         waited_s = now - self._began
         late = sorted(name for name in self._behind if standby_cluster.trains(self._spec.task(name)))
-        if late and waited_s >= SILENT_S and standby_cluster.begins_generation(self._run, self._generation):
+        if late and waited_s >= SILENT_S and standby_cluster.begins_generation(self._run.folder, self._generation):
             return Finding(late[0], f"it did not join generation {self._generation} in {waited_s:.0f} s", "silent")
         return None
 

@@ -44,7 +44,7 @@ class Drawn:
     stale_s: float = 0.0
     """For how long hosts may remember that a file of the run folder does not exist; where agents have connections."""
     min_workers: int | None = None
-    """With how many workers the run goes on; None: it needs all."""
+    """With how many workers the run continues; None: it needs all."""
     grow: bool = False
     standby_s: float | None = None
     """After how much training standby processes start; None: there are none."""

@@ -11,7 +11,7 @@ from cluster.contract.recovery.ends import End
 from cluster.contract.recovery.step_record import Progress
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import first_heartbeat
-from cluster.contract.run.records import FINAL_STATES, Event, Generation, Heartbeat, Outcome, StopRequest
+from cluster.contract.run.records import FINAL_STATES, Event, Generation, Heartbeat, Outcome, Started, StopRequest
 from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now, SimTask, World
 
@@ -57,7 +57,6 @@ class Cache:
         self._listed.pop(name.partition("/")[0], None)
 
     def elsewhere(self) -> Cache:
-        """Return that of another host."""
         return Cache(self._world, self._longest_s)
 
     def _until(self) -> float:
@@ -122,8 +121,8 @@ class SimFolder(RunFolder):
         return self.spec
 
     @property
-    def started(self) -> dict[str, Any]:
-        return self.how
+    def started(self) -> Started:
+        return Started(**self.how)
 
     @property
     def script(self) -> dict[str, Any] | None:
@@ -135,7 +134,7 @@ class SimFolder(RunFolder):
 
     @property
     def newest_generation(self) -> int:
-        """The generation, for whoever is no agent."""
+        """The generation, for code that is not an agent."""
         return max(self._numbers)
 
     @property
@@ -202,7 +201,7 @@ class SimFolder(RunFolder):
         return None if self.cache.hides(f"beats/{task}", exists=beat is not None) else beat.read()
 
     def died(self, task: str) -> None:
-        """Note that whoever wrote a task's heartbeat is dead."""
+        """Note that the writer of a task's heartbeat is dead."""
         if beat := self.beats.get(task):
             beat.settle()
 
@@ -241,12 +240,10 @@ class SimHeartbeat:
         self.current = first_heartbeat(task, generation, restarts)
 
     def start(self) -> SimHeartbeat:
-        """Write from now on."""
         self.write()
         return self
 
     def update(self, **values: Any) -> None:
-        """Change what is written."""
         self._run.world.operation("heartbeat")
         self.current = replace(self.current, **values)
         if self._beat and self._run.beats.get(self._name) is self._beat:
@@ -255,7 +252,6 @@ class SimHeartbeat:
             self.write()
 
     def write(self) -> None:
-        """Write now."""
         self._run.world.operation("heartbeat")
         if self._owner.superseded:
             return  # the newer copy writes it again within a second
@@ -273,14 +269,12 @@ class SimHeartbeat:
         """Let the program write it once it does: it replaces the record."""
 
     def stop(self) -> None:
-        """Write no more."""
         self._run.world.operation("heartbeat")
         if self._beat:
             self._beat.settle()
 
 
 def record_end(run: SimFolder, generation: int, end: End) -> None:
-    """Replace `ends.record`."""
     run.world.operation("record an end")
     run.cache.forget("ends")
     run.ends.setdefault((generation, end.task), end)
@@ -288,18 +282,15 @@ def record_end(run: SimFolder, generation: int, end: End) -> None:
 
 
 def ended_tasks(run: SimFolder, generation: int) -> frozenset[str]:
-    """Replace `ends.ended_tasks`."""
     return frozenset(end.task for end in recorded_ends(run, generation))
 
 
 def recorded_ends(run: SimFolder, generation: int) -> list[End]:
-    """Replace `ends.recorded`."""
     run.world.operation("read")
     seen = set(run.cache.listed("ends", run.ends.keys()))
     return [end for (number, task), end in run.ends.items() if number == generation and (number, task) in seen]
 
 
 def read_progress(run: SimFolder, task: str) -> Progress | None:
-    """Replace `step_record.read`."""
     run.world.operation("read")
     return run.steps.get(task)

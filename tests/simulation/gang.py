@@ -1,9 +1,9 @@
 """Connections between simulated agents: the hub's own roster and the board's own code, over messages that get lost.
 
-The chief's agent tells every agent what changed, twice a second, and hears them. A message is dropped, late, or comes a
-second time when it is old; a connection is cut for a while, in one direction or both; and whoever is frozen or dead
-neither says nor hears anything. An agent that hears nothing for three seconds goes on by the folder, as it does on a
-real machine.
+The chief's agent sends every agent the changes, twice a second, and receives theirs. A message is dropped, late, or
+comes a second time when it is old; a connection is cut for a while, in one direction or both; and an agent that is
+frozen or dead neither sends nor receives. One that receives nothing for three seconds continues by the folder, as it
+does on a real machine.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.agent.gang.board import Board
-from cluster.agent.gang.roster import HEARD_S, News, Roster
+from cluster.agent.board import Board
+from cluster.agent.hub import SILENCE_S, News, Roster
 from cluster.contract.run.copies import Superseded
 from cluster.contract.run.records import Generation, Outcome
 from cluster.contract.spec import ClusterSpec, Role, Task
@@ -39,24 +39,20 @@ class SimCopy:
             raise Superseded(f"a newer copy of {self._owner.name} has begun")
 
 
-class SimBoard(Board, SimFolder):
+class SimBoard(Board):
     """What a simulated agent sees of the run."""
 
     def __init__(self, folder: SimFolder, owner: SimTask) -> None:
-        copy = SimCopy(owner) if owner.world.copied else None
-        own = {"_hub": None, "_link": None, "_read": {}, "_ended": None, "_newest": -1, "_copy": copy}
-        self.__dict__ |= folder.seen_by(owner).__dict__ | own
+        super().__init__(folder.seen_by(owner), SimCopy(owner) if owner.world.copied else None)  # type: ignore[arg-type]
+        self._owner = owner
 
-    def join(self, spec: ClusterSpec, task: Task, host: str) -> None:
-        """Connect, if the schedule has connections."""
-        world = self.world
-        if not world.linked or len(spec.tasks) == 1:
+    def connect(self, spec: ClusterSpec, task: Task, host: str) -> None:
+        if not self._owner.world.linked or len(spec.tasks) == 1:
             return
-        owner = world.running
         if task.role == Role.CHIEF:
-            self.__dict__["_hub"] = SimHub(owner, spec)
+            self._hub = SimHub(self._owner, spec)  # type: ignore[assignment]
         else:
-            self.__dict__["_link"] = SimLink(owner)
+            self._link = SimLink(self._owner)  # type: ignore[assignment]
 
 
 class End:
@@ -81,7 +77,6 @@ class End:
         return self.owner.frozen_until > self.world.now
 
     def close(self) -> None:
-        """Close it for good."""
         self.closed = True
 
     def send(self, link: SimLink, to: End, what: Any) -> None:
@@ -102,10 +97,9 @@ class End:
             self.world.at(self.owner.frozen_until - self.world.now, lambda: self.receive(by, link, number, what))
         elif number > self.received.get((link, by), 0):
             self.received[link, by] = number
-            self.hear(link, what)
+            self.process(link, what)
 
-    def hear(self, link: SimLink, what: Any) -> None:
-        """Take in a message."""
+    def process(self, link: SimLink, what: Any) -> None:
         raise NotImplementedError
 
 
@@ -123,7 +117,7 @@ class SimHub(End):
     fresh = True
 
     def _tick(self) -> None:
-        if self.gone or self.world.hub is not self:  # whoever lost contact goes where the record says
+        if self.gone or self.world.hub is not self:  # the links follow the record to the newest hub
             return
         if not self.frozen:
             digest = json.loads(json.dumps(self.roster.digest()))
@@ -135,17 +129,14 @@ class SimHub(End):
                     self.send(link, link, digest)
         self.world.at(TICK_S, self._tick)
 
-    def hear(self, link: SimLink, what: Any) -> None:
-        """Take in what an agent says."""
-        self.roster.hear(link.owner.name, what)
+    def process(self, link: SimLink, what: Any) -> None:
+        self.roster.receive(link.owner.name, what)
 
     def beat(self, task: str) -> dict[str, Any] | None:
-        """Return a task's newest heartbeat."""
         return self.roster.beat(task)
 
-    def come(self, number: int) -> None:
-        """Say that the chief is at the rendezvous."""
-        self.roster.come(number)
+    def join_rendezvous(self, number: int) -> None:
+        self.roster.join_rendezvous(number)
 
 
 class SimLink(End):
@@ -153,18 +144,16 @@ class SimLink(End):
 
     def __init__(self, owner: SimTask) -> None:
         super().__init__(owner)
-        self.heard = float("-inf")
+        self.received_at = float("-inf")
         self.message: dict[str, Any] = {"number": -1}
         self.world.links[owner.name] = self
         self.world.at(self.world.random.uniform(0, 1), self._tick)
 
     @property
     def fresh(self) -> bool:
-        """Whether the hub was heard a moment ago."""
-        return self.world.now - self.heard < HEARD_S
+        return self.world.now - self.received_at < SILENCE_S
 
-    def tell(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
-        """Tell the hub of a generation and of the outcome."""
+    def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
         here = number == self.message["number"] and self.message.get("here", False)
         self.message = {
             "number": number,
@@ -173,8 +162,7 @@ class SimLink(End):
             "here": here,
         }
 
-    def come(self, number: int) -> None:
-        """Say that this task is at the rendezvous."""
+    def join_rendezvous(self, number: int) -> None:
         if number == self.message["number"]:
             self.message = self.message | {"here": True}
 
@@ -189,6 +177,5 @@ class SimLink(End):
             )
         self.world.at(TICK_S, self._tick)
 
-    def hear(self, link: SimLink, what: Any) -> None:
-        """Take in a digest."""
-        self.news, self.heard = News.of(what), self.world.now
+    def process(self, link: SimLink, what: Any) -> None:
+        self.news, self.received_at = News.of(what), self.world.now

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent, decisions, members, policy, ports, rendezvous, script, watchdog
+from cluster.agent import agent, attempt, board, elastic, policy, ports, rendezvous, watchdog
 from cluster.agent import standby as standing_by
 from cluster.agent.agent import Agent
-from cluster.agent.gang import board
 from cluster.agent.ports import Abandoned
-from cluster.agent.rendezvous import Attendance, Hub, Incomplete
-from cluster.agent.script import ScriptAgent
+from cluster.agent.program import Program, Script, Trainer
+from cluster.agent.rendezvous import Attendance, Gang, Incomplete
 from cluster.contract.recovery import ends, standby_cluster, step_record
 from cluster.contract.results import summary
 from cluster.contract.run import joining
@@ -30,7 +29,7 @@ POLL_S = 0.5
 """How often agents look, at most: five times less than on a real machine, so that a schedule takes less time."""
 RENDEZVOUS_S = 60.0
 DROPPED_SHARE = 0.2
-"""How many greetings of the rendezvous are lost."""
+"""How many connections of the rendezvous fail."""
 
 
 class Clock:
@@ -64,8 +63,8 @@ def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Age
         scripted: whether it runs a script.
         standby_s: after how much training it starts a standby process; None: never.
     """
-    kind: type[Agent] = ScriptAgent if scripted else Agent
-    made = kind(SimBoard(task.world.folder, task), task.name, ["program"], RENDEZVOUS_S)
+    kind: type[Program] = Script if scripted else Trainer
+    made = Agent(SimBoard(task.world.folder, task), task.name, ["program"], RENDEZVOUS_S, kind=kind)
     made._program = lambda environment: SimProgram(task.world, task, environment)  # type: ignore[method-assign,assignment,return-value]
     made.standby._start = made._program
     made.standby._enabled = standby_s is not None
@@ -76,7 +75,8 @@ def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Age
 def hold_rendezvous(
     spec: ClusterSpec,
     task: Task,
-    hub: Hub,
+    gang: Gang,
+    generation: int,
     *,
     token: str,
     timeout_s: float,
@@ -85,24 +85,24 @@ def hold_rendezvous(
     patience: Callable[[Collection[str]], float],
     **_: Any,
 ) -> None:
-    """Replace `rendezvous.wait`: who is there with the same token answers a greeting, unless that is lost."""
-    world, others = Now.world, [member.name for member in spec.members if member.name != task.name]
+    """Replace `rendezvous.wait`: a task that is there with the same token answers, unless the connection fails."""
+    world, others = Now.world, frozenset(member.name for member in spec.members) - {task.name}
     if not others:
         return
     world.operation("begin the rendezvous")
-    mine = Attendance.of(token, others)
+    mine = Attendance(token, others, gang, generation)
     if world.tasks[task.name] is world.running:  # others reach the newest copy
         world.meetings[task.name] = mine
-    first, began = rendezvous.greeted_first(spec, task), world.now
+    first, began = rendezvous.dialed_first(spec, task), world.now
     try:
         while True:
-            due = mine.gather(hub, first, world.now - began, timeout_s)
+            due = mine.exchange(first, world.now - began, timeout_s)
             for name in sorted(due & mine.missing.keys()):
                 theirs = world.meetings.get(name)
                 if theirs and theirs.token == token and world.random.random() >= DROPPED_SHARE:
                     mine.missing.pop(name)
                     theirs.unconfirmed.discard(task.name)
-            mine.met(passed())
+            mine.mark_present(passed())
             missing = mine.absent
             if not missing:
                 return
@@ -125,7 +125,6 @@ def listen(task: Task, *, abandon: Callable[[], bool], **_: Any) -> Any:
 
 
 def await_turn(task: Task, *, token: str, abandon: Callable[[], bool], **_: Any) -> None:
-    """Replace `rendezvous.await_turn`."""
     Now.world.waiting[task.name] = token
     try:
         while not abandon():
@@ -135,30 +134,26 @@ def await_turn(task: Task, *, token: str, abandon: Callable[[], bool], **_: Any)
 
 
 def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
-    """Replace `rendezvous.reaches`."""
     world = Now.world
     answers = world.waiting.get(other.name) == token and world.tasks[other.name].frozen_until <= world.now
     return answers and world.random.random() >= DROPPED_SHARE
 
 
-def write_summary(run: folder.SimFolder) -> None:
-    """Replace `summary.write`."""
+def write_summary(run: folder.SimFolder, outcome: Any) -> None:
     run.world.sleep(0.1)
+    assert outcome
     run.records["summary"] = run.records["outcome"]
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """Replace what agents use of the system by the simulated world, until the patch is undone."""
-    signals = types.SimpleNamespace(
-        **{name: getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGKILL", "SIG_IGN")},
-        signal=lambda *_: None,
-    )
-    for module in (agent, board, decisions, members, watchdog, policy, script, standing_by):
+    signals = types.SimpleNamespace(**vars(signal) | {"signal": lambda *_: None})
+    for module in (agent, attempt, board, elastic, watchdog, policy, standing_by):
         patch.setattr(module, "time", Clock)
-    for module in (agent, decisions, members):
+    for module in (agent, elastic):
         patch.setattr(module, "HeartbeatWriter", folder.SimHeartbeat)
-    for module in (agent, decisions):
-        patch.setattr(module, "MemoryKills", NoKills)
+    patch.setattr(attempt, "MemoryKills", NoKills)
+    for module in (agent, attempt):
         patch.setattr(module, "POLL_S", POLL_S)
     patch.setattr(agent, "signal", signals)
     patch.setattr(agent, "write_json", lambda *_: Now.world.operation("write"))
@@ -169,14 +164,16 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rendezvous, "wait", hold_rendezvous)
     patch.setattr(rendezvous, "await_turn", await_turn)
     patch.setattr(rendezvous, "reaches", reaches)
-    patch.setattr(members, "Returns", partial(members.Returns, clock=Clock.monotonic))
+    patch.setattr(elastic, "Returns", partial(elastic.Returns, clock=Clock.monotonic))
     patch.setattr(summary, "write", write_summary)
     patch.setattr(ends, "record", folder.record_end)
     patch.setattr(ends, "recorded", folder.recorded_ends)
     patch.setattr(ends, "ended_tasks", folder.ended_tasks)
     patch.setattr(step_record, "read", folder.read_progress)
-    patch.setattr(watchdog.Watchdog, "hang_reported", property(lambda self: _hang(self) in self._run.records))
-    patch.setattr(watchdog.Watchdog, "report_hang", lambda self, finding: self._run.records.update({_hang(self): {}}))
+    patch.setattr(watchdog.Watchdog, "hang_reported", property(lambda self: _hang(self) in self._run.folder.records))
+    patch.setattr(
+        watchdog.Watchdog, "report_hang", lambda self, finding: self._run.folder.records.update({_hang(self): {}})
+    )
     patch.setattr(standing_by, "memory", standby.Memory)
     patch.setattr(standing_by.Standby, "_set_kill_score", lambda *_: None)
     for name in ("possible", "write_json", "create_json"):

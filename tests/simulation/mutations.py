@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent, elastic, script, watchdog
+from cluster.agent import agent, decide, elastic, watchdog
 from cluster.agent.agent import Agent
-from cluster.agent.decisions import Decisions
+from cluster.agent.attempt import Attempt
 from cluster.agent.policy import Recovery
-from cluster.agent.script import ScriptAgent
 from cluster.agent.watchdog import Watchdog
 from cluster.contract.recovery import attempts, ends, standby_cluster
 from cluster.contract.spec import ClusterSpec
@@ -31,7 +30,7 @@ SEEDS_OF_A_MUTATION = 600
 
 def ignore_generations(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """Agents look at the outcome only."""
-    patch.setattr(Decisions, "_is_over", lambda self, generation: self.run.outcome is not None)
+    patch.setattr(SimBoard, "is_over", lambda self, generation: self.outcome is not None)
     return schedules()
 
 
@@ -59,7 +58,7 @@ def token_without_generation(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def news_of_earlier_generations(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """What the hub says of an earlier generation counts."""
-    patch.setattr(SimBoard, "gathers", property(lambda self: self._side is not None and self._side.fresh))
+    patch.setattr(SimBoard, "hub_is_current", property(lambda self: self._side is not None and self._side.fresh))
     patch.setattr(SimBoard, "absent", lambda self, number: self._news().absent)
     return schedules()
 
@@ -102,21 +101,14 @@ def nobody_misses_the_silent(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def stops_unheard(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """No program is ended for a stop request."""
-    patch.setattr(Agent, "_watch", deaf(Agent._watch))
+    forget(patch, serves=True)  # as if no task were asked to stop
     return schedules()
 
 
-def deaf(watch: Callable[..., None]) -> Callable[..., None]:
-    """Return a `_watch` whose agent takes every task for one that is not asked to stop."""
-
-    def watch_on(self: Agent, *arguments: object) -> None:
-        self.serves = True
-        try:
-            watch(self, *arguments)
-        finally:
-            self.serves = self.spec.serves(self.task)
-
-    return watch_on
+def forget(patch: pytest.MonkeyPatch, **values: Any) -> None:
+    """Let agents decide as if these facts had other values."""
+    whole = decide.decide
+    patch.setattr(decide, "decide", lambda facts: whole(replace(facts, **values)))
 
 
 def damaged_records_stay(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
@@ -138,7 +130,7 @@ def kills_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 
 def failures_do_not_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A program that fails by itself starts again for ever."""
+    """A program that fails by itself starts again without a limit."""
     patch.setattr(attempts, "too_many", lambda tried, *limits: 0)
     patch.setattr(attempts, "pause_s", lambda tried: 0.0)
     return schedules()
@@ -169,14 +161,14 @@ def copies_claim(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 
 def needs_everyone(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An elastic run does not go on without a worker."""
+    """An elastic run does not continue without a worker."""
     patch.setattr(elastic, "leave_out", lambda *_: None)
     return schedules()
 
 
 def deaf_to_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A script's agent does not look for a task that was killed and has reported only that so far."""
-    patch.setattr(ScriptAgent, "_another_died", lambda self, generation: False)
+    patch.setattr(Attempt, "_another_died", lambda self: False)
 
     return slow_reports(patch)
 
@@ -202,14 +194,14 @@ def taken_for_alive(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def mute(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A worker's program is killed while its agent stands still and cannot say so; the others wait too briefly."""
-    patch.setattr(script, "PEER_LOST_PATIENCE_S", 1.0)
+    patch.setattr(decide, "PEER_LOST_PATIENCE_S", 1.0)
     faults = [(8.0, "freeze task", "worker-1", 20.0), (8.2, "kill program", "worker-1", 0.0)]
     return schedules(drawn=Drawn({"workers": 2}, scripted=True, steps=15, save_every=5, linked=True, faults=faults))
 
 
 def no_patience(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A script that lost contact does not wait for the task that was killed to report it."""
-    patch.setattr(Agent, "_another_restarts_gang", lambda self, generation, patience_s: False)
+    patch.setattr(decide, "patience_s", lambda facts: 0.0)
     return schedules()
 
 
@@ -271,7 +263,7 @@ def stopped_programs_are_waited_for(patch: pytest.MonkeyPatch) -> Iterator[Sched
 
 def only_the_chief_records_the_end(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A task that has done its work waits for the chief's agent, however long that stands still."""
-    patch.setattr(Agent, "_must_act_for_chief", lambda self, generation: self._wait_until_over(generation))
+    forget(patch, chief_done_s=0.0)
     return schedules(drawn=NEVER_RECORDS)
 
 

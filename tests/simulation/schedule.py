@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from cluster.agent.gang.roster import HEARD_S
+from cluster.agent.hub import SILENCE_S
 from cluster.agent.schedulers.lifecycle import COPY_S
 from cluster.agent.watchdog import FROZEN_S, SILENT_S
 from cluster.contract import spec
@@ -157,7 +157,7 @@ class Schedule:
     def _lose_sight(self, task: SimTask, seconds: float) -> float:
         """Let the engine start another copy of a task whose host stands still; return for how long that does.
 
-        A script's other copy comes first: a script that goes on after the others lost contact fails its run.
+        A script's other copy comes first: a script that continues after the others lost contact fails its run.
         """
         uniform = self.world.random.uniform
         self.world.at(seconds * uniform(0.2, 0.8 if self.drawn.scripted else 1.0), lambda: self._copy(task))
@@ -173,7 +173,7 @@ class Schedule:
             if (since_s := self.world.now - task.frozen_until) < COPY_S:
                 self.world.at(2 * COPY_S - since_s, ended)
             elif task.superseded and (task.alive or any(each.code is None for each in task.programs)):
-                raise Broken(f"copies: the older copy of {task.name} goes on")
+                raise Broken(f"copies: the older copy of {task.name} continues")
 
         self.world.at(2 * COPY_S, ended)
 
@@ -209,7 +209,7 @@ class Schedule:
         generation, thread, until = program.generation, task.thread, program.frozen_until
         patience_s = (SILENT_S if whole else FROZEN_S) + self.seen_s
         if whole and self.drawn.linked:
-            patience_s += HEARD_S  # until then its agent counts as connected
+            patience_s += SILENCE_S  # until then its agent counts as connected
         began = self.world.now
         watchers = {other: self._as_watcher(other) for other in self.world.tasks.values() if other is not task}
         settled = program.state in ("training", "evaluating") and not self.drawn.scripted
@@ -228,7 +228,7 @@ class Schedule:
             self.world.at(patience_s, seen)
 
     def _as_watcher(self, task: SimTask) -> Any:
-        """Return what stays the same while an agent watches others: one that restarts alone begins to watch anew."""
+        """Return the values that stay the same while an agent watches others; a restart alone begins that again."""
         return task.alive, task.thread, task.programs_in_use if self._is_alone(task.name) else None
 
     def _watch(self) -> None:
@@ -253,7 +253,7 @@ class Schedule:
         ):
             raise Broken(f"stuck: no new step and no end since {self._last_change():.1f} s")
         if self.stop_at is not None and self.training.last_step_at > self._last_fault() + STOP_TRAINING_S:
-            raise Broken("stop: training goes on")
+            raise Broken("stop: training continues")
         if not self._is_over():
             self.world.at(0.5, self._watch)
 
@@ -285,9 +285,10 @@ class Schedule:
         """Check something once a generation was seen; agents list it if its creator died or the hub was frozen."""
         began, hub = self.world.now, self.world.tasks["chief"]
         teller, thread = self.folder.created_by[f"generations/{generation}"]
+        was_frozen = hub.frozen_until > began  # a new agent may have replaced it until the look
 
         def look() -> None:
-            awake = max(teller.frozen_until, hub.frozen_until) <= began
+            awake = not was_frozen and max(teller.frozen_until, hub.frozen_until) <= began
             told = teller.alive and teller.thread is thread and awake
             self.world.at(more_s + (0.0 if told else self.drawn.stale_s), check)
 
@@ -383,6 +384,6 @@ class Schedule:
 
 
 def explain(schedule: Schedule, last: int = 60) -> str:
-    """Return what was drawn and the last that happened, to be shown with a broken invariant."""
+    """Return the schedule's faults and its last events, to be shown with a broken invariant."""
     lines = [f"{at:8.2f}  {task:<10} {what}" for at, task, what in schedule.world.trace[-last:]]
     return "\n".join([f"seed {schedule.world.seed}: {schedule.drawn}", *lines])

@@ -82,7 +82,7 @@ def port(environment: Mapping[str, str], spec: ClusterSpec, task: Task) -> int:
     if (config := environment.get(standby_cluster.VARIABLE)) is None:
         return task.port if task in spec.members else 0
     if not config:
-        return 0  # the cluster of a chief that goes on alone: its program has no TF_CONFIG, so it starts no server
+        return 0  # the cluster of a chief that continues alone: its program has no TF_CONFIG, so it starts no server
     cluster, role, index = tf_config.parse(config)
     return int(cluster[role][index].rpartition(":")[2])
 
@@ -98,28 +98,23 @@ class Record:
         """Make its folder."""
 
     def unlink(self, **_: Any) -> None:
-        """Remove it."""
         self._run.world.operation("withdraw the standby process")
         self._run.standby.pop(self._task, None)
 
     def exists(self) -> bool:
-        """Whether there is one, as the host sees it."""
         self._run.world.operation("read")
         return not self._run.cache.hides(f"standby/{self._task}", exists=self._task in self._run.standby)
 
     def write(self, value: dict[str, Any]) -> None:
-        """Replace it."""
         self._run.world.operation("report the standby process")
         self._run.standby[self._task] = value
 
     def create(self, value: dict[str, Any]) -> None:
-        """Create it unless it exists."""
         self._run.world.operation("replace the standby cluster")
         self._run.standby.setdefault(self._task, value)
         self._run.cache.forget(f"standby/{self._task}")
 
     def read(self, default: Any) -> Any:
-        """Return it."""
         self._run.world.operation("read")
         hidden = self._run.cache.hides(f"standby/{self._task}", exists=self._task in self._run.standby)
         return default if hidden else self._run.standby[self._task]
@@ -148,21 +143,17 @@ def possible(_run: RunFolder, spec: ClusterSpec) -> bool:
 
 
 def write_json(record: Record, value: dict[str, Any], *, durable: bool) -> None:
-    """Replace `standby_cluster.write_json`."""
     assert not durable
     record.write(json.loads(json.dumps(value)))
 
 
 def create_json(record: Record, value: dict[str, Any]) -> None:
-    """Replace `standby_cluster.create_json`."""
     record.create(value)
 
 
 def path(run: RunFolder, task: str) -> Record:
-    """Replace `standby_cluster._path`."""
     return Record(run, Path(task).name)
 
 
 def replaced(run: RunFolder, generation: int, number: int) -> Record:
-    """Replace `standby_cluster._replaced`."""
     return Record(run, f"replaced-{generation}-{number}")

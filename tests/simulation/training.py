@@ -39,7 +39,6 @@ class SimProgram:
         self.pid = len(world.pids) + 1
         world.pids.append(self)
         self._stop_requested = False
-        self.can_wait = not self.training.scripted
         self.standby = "STANDBY_PROCESS" in environment
         """Whether it waits to be used."""
         self.port = standby.port(environment, world.spec, owner.task)
@@ -56,7 +55,6 @@ class SimProgram:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
         return self.code is not None
 
     @property
@@ -66,27 +64,23 @@ class SimProgram:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is frozen."""
         return self.code is None and not self.runs
 
     @property
     def stopped_s(self) -> float:
-        """For how long it has been frozen."""
         return self.world.now - self.frozen_since if self.is_stopped else 0.0
 
     @property
     def runs(self) -> bool:
-        """Whether it is alive and not frozen."""
         return self.code is None and self.frozen_until <= self.world.now
 
     def open_gate(self, variables: dict[str, str]) -> None:
-        """Join the cluster once the imports are done."""
         self.world.operation("open the gate")
         self.generation, self.standby = int(variables["GENERATION"]), False
         if self.cluster is None:
             self.training.passed_gate(self)
             if variables.get("TF_CONFIG") == "":
-                self.port = 0  # a chief that goes on alone
+                self.port = 0  # a chief that continues alone
         self.world.at(max(0.0, self.imported_at - self.world.now), self._join)
 
     def _join(self) -> None:
@@ -106,7 +100,6 @@ class SimProgram:
             self.training.join(self)
 
     def beat(self, state: str, step: int) -> None:
-        """Write the heartbeat."""
         self.state = state
         if self.world.training.scripted or self.owner.superseded:
             return  # its agent writes it, or the newer copy's program does again within a second
@@ -128,7 +121,6 @@ class SimProgram:
         return self.runs
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for the end."""
         self.world.operation("wait for the program")
         if self.code is None:
             self.world.sleep(timeout_s if timeout_s is not None else 1.0)
@@ -137,7 +129,6 @@ class SimProgram:
         return self.code
 
     def request_end(self) -> None:
-        """Handle SIGTERM, once."""
         self.world.operation("SIGTERM")
         if not self._stop_requested and self.code is None:
             self._stop_requested = True
@@ -147,7 +138,6 @@ class SimProgram:
         """Print nothing."""
 
     def end(self, grace_s: float) -> int:
-        """End it, after a while by SIGKILL."""
         self.world.operation("end the program")
         if self.code is None and grace_s > 0:
             self.request_end()
@@ -159,7 +149,6 @@ class SimProgram:
         return self.code
 
     def error(self, code: int) -> str | None:
-        """Return what it printed."""
         return "own error" if code > 0 else None
 
     def exit(self, code: int) -> None:
@@ -271,7 +260,7 @@ class Training:
         self._step(session)
 
     def _together(self, session: list[SimProgram]) -> bool:
-        """Whether a step can be done; a frozen member delays it until it goes on."""
+        """Whether a step can be done; a frozen member delays it until it continues."""
         if session is not self.session:
             return False
         needed = self._leaders(session) if self.served else session
@@ -304,7 +293,7 @@ class Training:
             self._update(session)
 
     def _waits_for(self, needed: list[SimProgram], again: Callable[[], None]) -> bool:
-        """Whether one of these is frozen; then go on later."""
+        """Whether one of these is frozen; then continue later."""
         late_s = max((each.frozen_until for each in needed if each.code is None), default=0.0) - self.world.now
         if late_s > 0:
             self.world.at(min(late_s, 0.5) + 0.1, again)
@@ -397,7 +386,7 @@ class Training:
         self.joined = {name: program for name, program in self.joined.items() if program.owner is not owner}
 
     def froze(self, program: SimProgram) -> None:
-        """Let the others lose contact with a frozen program, unless it goes on in time."""
+        """Let the others lose contact with a frozen program, unless it continues in time."""
         patience_s = self.world.random.uniform(7, 12)
         if program.cluster:
             program.cluster.froze(program, patience_s)

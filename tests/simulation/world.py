@@ -1,6 +1,6 @@
 """A deterministic machine for real agents: one clock, one schedule, one thread that runs at a time.
 
-Every agent runs its own code, `cluster.agent.agent.Agent`, in a thread of its own. It gives up control only where it
+Every agent runs its own code, `cluster.agent.agent.Agent`, in a separate thread. It gives up control only where it
 waits or uses the run folder, and the order in which agents get it back is drawn from a seed. So a schedule can be
 repeated exactly, an hour of waiting takes milliseconds, and an agent can be killed between any two of its operations.
 """
@@ -24,7 +24,7 @@ HURRY_S = 1.0
 
 
 class Killed(BaseException):
-    """Unwinds the thread of an agent that was killed. Nothing that it does meanwhile has an effect."""
+    """Unwinds the thread of an agent that was killed. Nothing that it does until then has an effect."""
 
 
 class Broken(AssertionError):
@@ -32,7 +32,7 @@ class Broken(AssertionError):
 
 
 def _held() -> threading.Lock:
-    """Return a lock that is held: whoever acquires it waits until another thread releases it."""
+    """Return a lock that is held: a thread that acquires it waits until another thread releases it."""
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -199,7 +199,7 @@ class World:
         heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), action))
 
     def start_copy(self, name: str) -> None:
-        """Start a task elsewhere, as a scheduler that lost sight of its host; the first copy may go on."""
+        """Start a task elsewhere, as a scheduler that lost sight of its host; the first copy may continue."""
         older = self.tasks[name]
         if older.ended or older.lost:
             return
@@ -215,7 +215,7 @@ class World:
         self._fence(older)
 
     def _fence(self, older: SimTask) -> None:
-        """End an older copy as `lifecycle.run_agent` does: soon after its host goes on."""
+        """End an older copy as `lifecycle.run_agent` does: soon after its host continues."""
         wait_s = older.frozen_until - self.now
 
         def end() -> None:

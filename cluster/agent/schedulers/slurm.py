@@ -10,7 +10,7 @@
 Where the tasks run is known only when the job has its nodes, and again elsewhere after each requeue. So every task
 records the address of its node and a port that is free there, and the chief's makes the cluster of all of them.
 
-In the job of a replacement (`replacements.py`) REPLACED_TASK names the task, of an attempt that continues without
+In the job of a replacement REPLACED_TASK names the task, of an attempt that continues without
 it; such a job is never queued again.
 """
 
@@ -23,6 +23,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,9 +31,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.agent.schedulers import lifecycle, probe, replacements
+from cluster.agent import elastic
+from cluster.agent.schedulers import lifecycle, probe
 from cluster.agent.schedulers.lifecycle import exit_code, go_on
-from cluster.agent.schedulers.replacements import Replacements
 from cluster.contract import settings, tf_config
 from cluster.contract.run import membership, records
 from cluster.contract.run.copies import Copy
@@ -60,6 +61,10 @@ LATER_S = 10.0
 """How much longer the other tasks wait for the chief than it waits for each of them."""
 UNSEEN = "does not see the folder of the run; see logs/slurm.log there"
 SCONTROL_S = 30.0
+LOOK_S = 2.0
+"""How often the chief looks for tasks to replace."""
+REPLACED_TASK, REPLACED_ATTEMPT = "REPLACED_TASK", "ATTEMPT"
+"""The variables of a replacement: which task it is, and the name of the folder of the job's attempt."""
 TIME_LIMIT = "time limit"
 """The `by` of a stop request because the job's time ends."""
 
@@ -71,7 +76,7 @@ def main(arguments: list[str]) -> int:
         if arguments[:1] == ["task"]:
             return _task(run, arguments[1:])
         if arguments == ["stop"]:
-            if os.environ.get(replacements.TASK) not in membership.left_out(run):
+            if os.environ.get(REPLACED_TASK) not in membership.left_out(run):
                 run.request_stop(TIME_LIMIT, then=AfterStop.REQUEUE)
             return 0
         if arguments == ["result"]:
@@ -93,7 +98,7 @@ def _task(run: RunFolder, command: list[str]) -> int:
         raise PrerequisiteError(f"{node}: there is no {command[0]} on its PATH")
     _require_folder(run, node)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
-    if replacements.TASK in os.environ and run.outcome:
+    if REPLACED_TASK in os.environ and run.outcome:
         return EXIT_DONE  # it came too late
     cluster, task = _join(run)
     os.environ |= {"TASK": task.name, "STOP_THEN": AfterStop.REQUEUE, "CLUSTER_JSON": str(places(run) / "cluster.json")}
@@ -130,7 +135,7 @@ def _require_folder(run: RunFolder, node: str) -> None:
 
 def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
     """Record where this task is; return the cluster of all and which of its tasks this one is."""
-    tasks, replaced = run.load_cluster().tasks, os.environ.get(replacements.TASK)
+    tasks, replaced = run.load_cluster().tasks, os.environ.get(REPLACED_TASK)
     names = [task.name for task in tasks]
     number = names.index(replaced) if replaced else int(os.environ["SLURM_PROCID"])
     if number >= len(tasks):
@@ -167,7 +172,7 @@ def check(run: RunFolder) -> dict[str, Any]:
 def places(run: RunFolder) -> Path:
     """Return the folder in which the tasks of this attempt of the job record where they are."""
     own = f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    return run.control / "slurm" / os.environ.get(replacements.ATTEMPT, own)
+    return run.control / "slurm" / os.environ.get(REPLACED_ATTEMPT, own)
 
 
 def node_address(node: str) -> str:
@@ -252,7 +257,7 @@ def keep_agent(command: Sequence[str], run: RunFolder, copy: Copy) -> int:
 
 def result(run: RunFolder) -> int:
     """Return 75 if the job is to be queued again, because its run has not come to its end; else how it ended."""
-    if replacements.TASK in os.environ:
+    if REPLACED_TASK in os.environ:
         return EXIT_DONE  # what follows is for the run's own job
     outcome = run.outcome
     if outcome is None and not (places(run) / "cluster.json").exists():
@@ -262,6 +267,94 @@ def result(run: RunFolder) -> int:
     elif outcome is None or (run.has_stopped and run.after_stop == AfterStop.REQUEUE):
         return EXIT_PEER_LOST
     return exit_code(run)
+
+
+class Replacements:
+    """The replacements of the tasks that an attempt of an elastic job has lost with their nodes.
+
+    Slurm takes a lost node out of a job and gives it no other. So with `--grow` the first process of the chief's task
+    queues a job of one task, on any node, for each task that the run continues without. Its script is that of the
+    run's job. The task records its place next to the others'; from there the chief alone puts it into the cluster. Then
+    the chief's agent takes the task in as it does everywhere.
+    """
+
+    def __init__(self, run: RunFolder, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._folder, self._clock = run, folder, clock
+        self._queued: dict[str, int] = {}
+        """How often a replacement was queued for each task that is left out."""
+        self._due: dict[str, float] = {}
+        """When the next one may be."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Watch no longer, and take from the queue what is in it."""
+        self._ended.set()
+        self._thread.join()
+        for name in self._queued:
+            self._withdraw(name)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            try:
+                self.look()
+            except (ClusterError, OSError) as error:  # such as of a shared folder that is away
+                print(f"replacements: {error}", file=sys.stderr, flush=True)
+
+    def look(self) -> None:
+        """Queue a replacement of each task that lacks one, and admit those that have started."""
+        absent = membership.left_out(self._run) if self._run.outcome is None else frozenset[str]()
+        for name in set(self._queued) - absent:  # it may have returned by itself
+            self._withdraw(name)
+            del self._queued[name], self._due[name]
+        for name in sorted(absent):
+            self._admit(name)
+            if self._clock() >= self._due.get(name, 0.0):
+                self._queue(name)
+
+    def _admit(self, name: str) -> None:
+        """Put the place of a task that has started into the cluster."""
+        path = self._folder / "cluster.json"
+        cluster = records.read(path, records.cluster)
+        task, place = cluster.task(name), records.read(self._folder / f"{name}.json", Place.from_json, None)
+        if place and (place.host, place.port) != (task.host, task.port):
+            moved = replace(task, host=place.host, port=place.port)
+            tasks = tuple(moved if each.name == name else each for each in cluster.tasks)
+            write_json(path, replace(cluster, tasks=tasks).to_json())
+
+    def _queue(self, name: str) -> None:
+        """Queue a replacement, unless there is one; the pauses grow, should none come to be taken in."""
+        times = self._queued.setdefault(name, 0)
+        self._due[name] = self._clock() + elastic.patience_s(times + 1)
+        code, printed, _ = processes.run(
+            ["squeue", "--me", "--noheader", "--format=%i", f"--name={_job(name)}"], SCONTROL_S
+        )
+        if code or printed.strip():
+            return
+        self._queued[name] = times + 1
+        job = [f"--job-name={_job(name)}", "--ntasks=1", "--nodes=1", "--no-requeue"]
+        variables = f"--export=ALL,{REPLACED_TASK}={name},{REPLACED_ATTEMPT}={self._folder.name}"
+        command = ["env", *_without_slurm(), "sbatch", *job, variables, str(self._run.control / "job.sh")]
+        code, printed, complained = processes.run(command, SCONTROL_S)
+        print(f"replacement of {name}: {(complained if code else printed).strip()}", file=sys.stderr, flush=True)
+
+    def _withdraw(self, name: str) -> None:
+        """Take a task's replacement from the queue; one that runs ends by itself."""
+        processes.run(["scancel", "--state=PENDING", f"--jobname={_job(name)}"], SCONTROL_S)
+
+
+def _job(task: str) -> str:
+    """Return the name of a replacement's job, by which it is found and cancelled."""
+    return f"{os.environ['SLURM_JOB_NAME']}.{task}"
+
+
+def _without_slurm() -> list[str]:
+    """Return arguments of `env` that unset this job's Slurm variables, which another job would take for requests."""
+    return [f"--unset={name}" for name in os.environ if name.startswith(("SLURM", "SRUN", "SBATCH"))]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from cluster.contract.recovery import restarts
 from cluster.contract.results import card, goodput, stragglers
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Cause, OutcomeState, Summary
+from cluster.contract.run.records import Cause, Outcome, OutcomeState, Summary
 from cluster.system.json_files import write_json
 from cluster.system.waiting import wait_until
 
@@ -18,9 +18,9 @@ SETTLE_S = 20.0
 """How long to wait for the other tasks' last heartbeats; a task that was killed for good never sends one."""
 
 
-def write(run: RunFolder, settle_s: float = SETTLE_S) -> Summary:
-    """Write `summary.json` for a run that has an outcome; return it."""
-    outcome = run.outcome
+def write(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome | None = None) -> Summary:
+    """Write `summary.json` for a run that has an outcome, even if its folder does not show it yet; return it."""
+    outcome = outcome or run.outcome
     assert outcome is not None
     spec = run.load_cluster()
     await_last_heartbeats(run, settle_s)

@@ -1,12 +1,26 @@
-"""Whom a run goes on without, and when it takes them in again: decisions alone, with a clock of the test's own."""
+"""Elastic runs: which tasks a run continues without, when it takes them in again, and how the agents do so."""
 
 import itertools
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from cluster.agent import elastic
-from cluster.agent.elastic import AGAIN_S, GONE_S, LONGEST_S, STEADY_S, Returns
+from cluster.agent import agent, elastic, rendezvous
+from cluster.agent.board import Board
+from cluster.agent.decide import Phase
+from cluster.agent.elastic import AGAIN_S, GONE_S, LONGEST_S, STEADY_S, Members, Returns
+from cluster.agent.policy import Recovery
 from cluster.contract import spec
+from cluster.contract.recovery import attempts
+from cluster.contract.recovery.attempts import PLANNED
+from cluster.contract.run import joining, membership
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.records import AfterStop
+from cluster.system.json_files import read_json, write_json
+from tests.support.gang import Gang
+from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize(
@@ -23,7 +37,7 @@ from cluster.contract import spec
         ({"chief", "worker-1"}, 0, None),
     ],
 )
-def test_a_run_goes_on_without_workers_as_long_as_enough_are_left(missing, min_workers, left_out):
+def test_a_run_continues_without_workers_as_long_as_enough_are_left(missing, min_workers, left_out):
     assert left_out == elastic.leave_out(spec.build(3), missing, min_workers)
 
 
@@ -108,3 +122,249 @@ def test_no_host_however_unsteady_restarts_the_run_more_often_than_its_patience(
     while not world.pass_time(1, "worker-1", saved=next(saved)):
         pass
     assert world.now - began >= elastic.patience_s(times)
+
+
+# Real agents
+
+
+CHECKED = """
+import json
+assert '2222' not in os.environ['TF_CONFIG']
+cluster = json.loads(os.environ['TF_CONFIG'])
+assert GENERATION == 0 or (1, 1) == (len(cluster['cluster']['chief']), len(cluster['cluster']['worker'])), cluster
+assert 0 == cluster['task']['index'], cluster
+"""
+"""A worker-1 that is alone with the chief is worker 0 to TensorFlow."""
+
+
+@pytest.fixture
+def begin(start_gang, monkeypatch) -> Callable[..., Gang]:
+    """Starts a gang of a chief and two workers without worker-0, and the chief once worker-1 waits for it."""
+    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "2")
+
+    def start(lines: str, min_workers: int) -> Gang:
+        elastic_run = {"min_workers": min_workers, "grow": False}
+        gang = start_gang(lines, workers=2, elastic=elastic_run, away=("chief", "worker-0"))
+        wait_for(lambda: gang.beat("worker-1").state == "waiting", "worker-1 at the rendezvous")
+        gang.run.away("chief").unlink()
+        return gang
+
+    return start
+
+
+def test_a_run_continues_without_a_worker_that_stays_away(begin):
+    gang = begin(CHECKED + "train(5), meet(), finish()", min_workers=1)
+    summary = gang.summary()
+    assert ("succeeded", 2) == (summary["state"], summary["replicas"])
+    assert {"chief": 0, "worker-0": None, "worker-1": 0} == summary["tasks"]
+    (restart,) = summary["restarts"]
+    assert (1, "worker-0") == (restart["generation"], restart["task"])
+    assert 2 <= restart["detected_s"] < restart["resumed_s"]
+    change = {"generation": 1, "step": 0, "lost": ["worker-0"], "regained": [], "left_out": ["worker-0"]}
+    assert [change] == summary["membership"]
+    assert ["worker-0"] == [event.task for event in gang.events("left out")]
+    assert 3 == len(gang.run.load_cluster().tasks)  # which is what was requested
+
+
+def test_a_run_that_needs_the_worker_fails_and_names_it(begin):
+    gang = begin("train(5), meet(), finish()", min_workers=2)
+    outcome = gang.outcome()
+    assert ("failed", 4) == (outcome.state, outcome.exit_code)
+    assert "missing worker-0 (" in outcome.error
+
+
+def test_a_worker_that_returns_waits_and_a_failure_of_the_others_does_not_bring_it_in(begin):
+    lines = "train(3)\nif GENERATION == 1: until(lambda: (run.path / 'go').exists())\n"
+    gang = begin(lines + "if GENERATION == 1 and NAME == 'worker-1': die()\nwork()", min_workers=1)
+    gang.await_step("worker-1", 3)
+    gang.run.away("worker-0").unlink()
+    wait_for(lambda: gang.beat("worker-0").state == "waiting", "worker-0 to return")
+    (gang.run.path / "go").touch()
+    wait_for(lambda: (gang.beat("worker-0").generation, gang.run.generation) == (2, 2), "the next generation")
+    wait_for(lambda: gang.beat("worker-1").generation == 2, "the others in it")
+    gang.await_step("chief", 3)
+    gang.run.request_stop("a test")
+    summary = gang.summary()
+    assert "stopped" == summary["state"]
+    assert ["worker-0"] == [event.task for event in gang.events("returned")]
+    assert {"chief": "stopped", "worker-0": "stopped", "worker-1": "stopped"} == {
+        name: beat.state for name, beat in gang.run.heartbeats().items()
+    }
+    assert not (gang.run.path / "pids" / "worker-0.json").exists()  # it ran no program
+
+
+# One agent alone, in this process
+
+
+def record(run: RunFolder, **elasticity: object) -> None:
+    write_json(run.control / "started.json", read_json(run.control / "started.json") | elasticity)
+
+
+@pytest.fixture
+def without(make_run) -> RunFolder:
+    """A run of a chief and two workers that continues without worker-1, in generation 1."""
+    run = make_run(workers=2)
+    record(run, min_workers=1, grow=True)
+    chief = run.load_cluster().task("chief")
+    members, recovery = Members(Board(run), run.load_cluster(), chief), Recovery(Board(run), run.load_cluster(), chief)
+    assert members.continue_without(recovery, 0, {"worker-1"}, timeout_s=60)
+    assert (1, {"worker-1"}) == (run.generation, membership.left_out(run))
+    return run
+
+
+def test_only_the_chief_leaves_a_task_out(make_run):
+    run = make_run(workers=2)
+    record(run, min_workers=0)
+    cluster = run.load_cluster()
+    worker = cluster.task("worker-0")
+    assert not Members(Board(run), cluster, worker).continue_without(
+        Recovery(Board(run), cluster, worker), 0, {"worker-1"}, 60
+    )
+    assert 0 == run.generation
+
+
+@pytest.mark.parametrize(
+    ("complete", "generation", "again"),
+    [([], 0, True), ([], 1, True), ([], 2, False), ([0], 2, True), ([0], 3, False), ([0, 3], 5, True)],
+)
+def test_a_job_is_queued_again_for_a_lost_task_unless_its_cluster_is_never_complete(
+    complete, generation, again, make_run, monkeypatch
+):
+    run = make_run(workers=2)
+    for each in complete:
+        run.event("chief", "cluster complete", generation=each)
+    members = Members(Board(run), run.load_cluster(), run.load_cluster().task("worker-0"))
+    assert not members.are_queued_again(generation)  # by an engine that has no queue
+    monkeypatch.setenv("LOST_THEN", AfterStop.REQUEUE)
+    assert again == members.are_queued_again(generation)
+
+
+def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without):
+    cluster, chief = without.load_cluster(), without.load_cluster().task("chief")
+    assert not Members(Board(without), cluster, chief).continue_without(
+        Recovery(Board(without), cluster, chief), 1, {"worker-0"}, 60
+    )
+    record(without, min_workers=0)
+    members = Members(Board(without), cluster, chief)
+    assert members.continue_without(Recovery(Board(without), cluster, chief), 1, {"worker-0"}, 60)
+    assert {"worker-0", "worker-1"} == membership.left_out(without)
+    alone = members.cluster(2)
+    assert ((), "") == (alone.members, members.variables(alone)["TF_CONFIG"])
+
+
+def test_a_loss_never_counts_as_a_failure_of_the_program(without):
+    assert [PLANNED] == [attempt.kind for attempt in attempts.of_gang(without, 1)]
+    assert 1 == attempts.restarts(without, "chief")
+
+
+def test_the_agent_of_a_task_that_was_left_out_reports_no_death(without):
+    HeartbeatWriter(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")
+    killed = agent.Agent(Board(without), "worker-1", ["false"], rendezvous_timeout_s=1)
+    killed._report_own_death()
+    assert (1, None) == (without.generation, without.outcome)
+
+
+def test_sigterm_to_a_task_that_was_left_out_ends_its_agent_alone(without):
+    with pytest.raises(SystemExit):
+        agent.Agent(Board(without), "worker-1", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
+    assert not without.stop_requested
+    agent.Agent(Board(without), "worker-0", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
+    assert without.stop_requested
+
+
+def test_sigterm_to_a_task_whose_code_was_changed_ends_its_agent_alone(make_run):
+    run = make_run(workers=1)
+    write_json(run.replaced, {})
+    with pytest.raises(SystemExit):
+        agent.Agent(Board(run), "chief", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
+    assert not run.stop_requested
+
+
+@pytest.fixture
+def returned(without) -> Iterator[RunFolder]:
+    """The same, and worker-1's agent is back."""
+    over = threading.Event()
+    cluster = without.load_cluster()
+    worker = cluster.task("worker-1")
+    arguments = (1, over.is_set, worker)
+    thread = threading.Thread(target=Members(Board(without), cluster, worker).await_turn, args=arguments)
+    thread.start()
+    wait_for(lambda: (beat := without.heartbeat("worker-1")) and beat.state == "waiting", "worker-1 to wait")
+    yield without
+    over.set()
+    thread.join()
+
+
+def look(run: RunFolder, saved: int) -> None:
+    """Let the chief's agent look once, after a checkpoint."""
+    (run.checkpoints / f"ckpt-{saved}.json").touch()
+    cluster = run.load_cluster()
+    members, recovery = (
+        Members(Board(run), cluster, cluster.task("chief")),
+        Recovery(Board(run), cluster, cluster.task("chief")),
+    )
+    members.take_in_returned(recovery, run.generation)
+
+
+def test_a_task_that_returned_and_can_be_reached_is_taken_in(returned, monkeypatch):
+    monkeypatch.setattr(elastic.Returns, "due", lambda self, waiting, saved: frozenset(waiting))
+    wait_for(lambda: look(returned, 10) or returned.generation == 2, "worker-1 to be taken in")
+    assert frozenset() == membership.left_out(returned)
+    assert ["lost", "regained"] == [
+        next(kind for kind in ("lost", "regained") if change[kind]) for change in membership.changes(returned)
+    ]
+    assert [10] == [change["step"] for change in membership.changes(returned)][1:]
+    assert {"worker-1": 1} == membership.times_left_out(returned)
+
+
+def test_a_task_out_of_reach_is_not_taken_in(without, monkeypatch):
+    HeartbeatWriter(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")  # and nothing listens
+    monkeypatch.setattr(elastic.Returns, "due", lambda self, waiting, saved: frozenset(waiting))
+    look(without, 10)
+    assert 1 == without.generation
+
+
+def test_nobody_is_taken_in_unasked_or_while_the_run_stops(returned, monkeypatch):
+    monkeypatch.setattr(elastic.Returns, "due", lambda self, waiting, saved: frozenset(waiting))
+    record(returned, grow=False)
+    look(returned, 10)
+    record(returned, grow=True)
+    returned.request_stop("a test")
+    look(returned, 20)
+    assert 1 == returned.generation
+
+
+def test_a_task_that_waits_answers_only_its_generation(returned):
+    chief, worker = (returned.load_cluster().task(name) for name in ("chief", "worker-1"))
+    wait_for(lambda: rendezvous.reaches(chief, worker, joining.generation_token(returned, 1), 1), "an answer")
+    assert not rendezvous.reaches(chief, worker, joining.generation_token(returned, 0), 1)
+
+
+def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without):
+    chief = agent.Agent(Board(without), "chief", ["false"], rendezvous_timeout_s=1)
+    HeartbeatWriter(without, without.load_cluster().task("chief"), 1).update(state="stopped")
+    without.request_stop("invoke scale", then="scale")
+    without.withdraw_stop()
+    attempt = chief._attempt_in(1)
+    attempt.begin(Phase.DONE)
+    chief._watch(attempt)
+    assert (2, {"worker-1"}) == (without.generation, membership.left_out(without))
+
+
+def test_a_frozen_task_that_returns_acts_on_nothing(without):
+    """Its generation is over, however its program has ended."""
+    zombie = agent.Agent(Board(without), "worker-1", ["false"], rendezvous_timeout_s=1)
+    attempt = zombie._attempt_in(0)
+    attempt.begin(Phase.RUNNING)
+    zombie._watch(attempt)
+    assert (1, None) == (without.generation, without.outcome)
+
+
+def test_only_the_others_wait_for_the_chief_s_decision(without):
+    cluster = without.load_cluster()
+    waits = [
+        Members(Board(without), cluster, cluster.task(name)).patience_s(60, [missing])
+        for name, missing in (("chief", "worker-1"), ("worker-0", "worker-1"), ("worker-0", "chief"))
+    ]
+    assert 60 == waits[0] == waits[2]  # without the chief nobody decides
+    assert waits[1] > 2 * 60

@@ -1,7 +1,6 @@
 """The rendezvous: it is complete when everybody answers everybody, and otherwise ends in time saying who is missing."""
 
 import contextlib
-import functools
 import socket
 import threading
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import ports, rendezvous
+from cluster.agent import connection, ports, rendezvous
 from cluster.contract import spec
 from cluster.contract.spec import ClusterSpec, Task
 from cluster.system.errors import EXIT_TIMEOUT, TimedOut
@@ -26,7 +25,7 @@ def three() -> ClusterSpec:
 
 @dataclass
 class Arrival:
-    """A task at the rendezvous, in a thread of its own."""
+    """A task at the rendezvous, in a separate thread."""
 
     thread: threading.Thread
     ended: list[Exception | None]
@@ -122,7 +121,7 @@ def test_a_name_that_does_not_resolve_is_distinguished(three, monkeypatch):
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return connect(address, timeout)
 
-    monkeypatch.setattr(rendezvous.socket, "create_connection", resolve)
+    monkeypatch.setattr(connection.socket, "create_connection", resolve)
     error = arrive(replace(three, tasks=moved), "chief", timeout_s=0.5).end()
     assert "worker-1 (the name gone does not resolve)" in str(error)
     assert f"worker-0 (nothing listens on {three.task('worker-0').address})" in str(error)
@@ -173,8 +172,7 @@ def test_a_port_that_stays_taken_is_an_error_in_the_end(three):
     assert [str(error)] == reported
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_port_is_waited_for_until_who_holds_it_has_ended(alone):
+def test_a_port_is_waited_for_until_its_holder_has_ended():
     cluster = spec.build(1, ports=free_ports(2))
     taken, reported = threading.Event(), []
 
@@ -183,18 +181,9 @@ def test_a_port_is_waited_for_until_who_holds_it_has_ended(alone):
         taken.set()
 
     with listening(cluster, "worker-0"):
-        if alone:
-            waits = {"timeout_s": 20.0, "abandon": lambda: False, "report": report}
-            waiting = threading.Thread(target=ports.listen, args=(cluster.task("worker-0"),), kwargs=waits)
-            waiting.start()
-        else:
-            arrived = arrive(cluster, "worker-0", report=report)
+        arrived = arrive(cluster, "worker-0", report=report)
         assert taken.wait(20)
-    if alone:
-        waiting.join(20)
-        assert not waiting.is_alive()
-    else:
-        assert [None, None] == [arrival.end() for arrival in (arrive(cluster, "chief"), arrived)]
+    assert [None, None] == [arrival.end() for arrival in (arrive(cluster, "chief"), arrived)]
     assert [True, False] == reported
 
 
@@ -228,7 +217,7 @@ def test_strangers_do_not_keep_the_cluster_from_meeting(three):
 def test_who_does_not_know_the_token_cannot_pass_as_a_task(three):
     chief = arrive(three, "chief", timeout_s=1)
     for token in ("run/1", "name/0", "run/0 worker-0", ""):
-        assert rendezvous._greeting(three.task("worker-0"), three.task("chief"), token, 5)
+        assert rendezvous._dial(three.task("worker-0"), three.task("chief"), token, 5)
     error = chief.end()
     assert isinstance(error, rendezvous.Incomplete)
     assert {"worker-0", "worker-1"} == error.missing
@@ -238,7 +227,7 @@ def test_an_answer_of_another_task_does_not_count(three):
     chief = arrive(three, "chief", timeout_s=1)
     connect_to(three.task("chief")).close()
     moved = replace(three.task("worker-1"), port=three.task("chief").port)
-    assert rendezvous._greeting(three.task("worker-0"), moved, "run/0", 5)
+    assert rendezvous._dial(three.task("worker-0"), moved, "run/0", 5)
     assert isinstance(chief.end(), rendezvous.Incomplete)
 
 
@@ -294,35 +283,47 @@ def test_a_task_that_never_gets_its_address_is_reported_in_time(three):
     assert "on the cluster's network?" in str(error)
 
 
+@dataclass
+class Report:
+    """A task's connection to a hub."""
+
+    tasks_absent: set[str] | None
+    name: str = ""
+    hub_is_current: bool = True
+
+    def join_rendezvous(self, _number: int) -> None:
+        if self.tasks_absent is not None:
+            self.tasks_absent.discard(self.name)
+
+    def absent(self, _number: int) -> frozenset[str] | None:
+        return None if self.tasks_absent is None else frozenset(self.tasks_absent)
+
+
 class Gathering:
-    """A hub that all hear but those named, and the greetings that were made."""
+    """A hub to which all are connected but those named, and who dialed whom."""
 
-    def __init__(self, cluster: ClusterSpec, *, unheard: tuple[str, ...] = ()) -> None:
+    def __init__(self, cluster: ClusterSpec, *, unconnected: tuple[str, ...] = ()) -> None:
         self.absent = {task.name for task in cluster.members}
-        self.unheard = unheard
-        self.greetings: list[tuple[str, str]] = []
+        self.unconnected = unconnected
+        self.dialed: list[tuple[str, str]] = []
 
-    def of(self, name: str) -> rendezvous.Hub:
-        if name in self.unheard:
-            return rendezvous.Hub()
-        return rendezvous.Hub(
-            lambda: True, functools.partial(self.absent.discard, name), lambda: frozenset(self.absent)
-        )
+    def of(self, name: str) -> Report | None:
+        return None if name in self.unconnected else Report(self.absent, name)
 
 
 @pytest.fixture
 def gathered(monkeypatch) -> Callable[..., Gathering]:
     """Lets tasks meet by a hub; counts who greets whom."""
-    greet = rendezvous._greeting
+    dial = rendezvous._dial
 
     def make(cluster: ClusterSpec, **options: tuple[str, ...]) -> Gathering:
         gathering = Gathering(cluster, **options)
 
         def count(task: Task, other: Task, *words: object) -> str:
-            gathering.greetings.append((task.name, other.name))
-            return greet(task, other, *words)
+            gathering.dialed.append((task.name, other.name))
+            return dial(task, other, *words)
 
-        monkeypatch.setattr(rendezvous, "_greeting", count)
+        monkeypatch.setattr(rendezvous, "_dial", count)
         return gathering
 
     return make
@@ -331,9 +332,9 @@ def gathered(monkeypatch) -> Callable[..., Gathering]:
 def test_where_a_hub_is_heard_each_greets_two(gathered):
     cluster = spec.build(7, ports=free_ports(8))
     gathering = gathered(cluster)
-    arrivals = [arrive(cluster, task.name, hub=gathering.of(task.name)) for task in cluster.tasks]
+    arrivals = [arrive(cluster, task.name, gang=gathering.of(task.name)) for task in cluster.tasks]
     assert [None] * 8 == [arrival.end() for arrival in arrivals]
-    assert len(set(gathering.greetings)) <= 2 * 8
+    assert len(set(gathering.dialed)) <= 2 * 8
 
 
 @pytest.mark.parametrize(
@@ -349,35 +350,35 @@ def test_where_a_hub_is_heard_each_greets_two(gathered):
 def test_a_large_gang_greets_all_only_after_a_while(number, heard, absent, waited_s, greets_all):
     cluster = spec.build(number - 1)
     others = [task.name for task in cluster.members[1:]]
-    attendance = rendezvous.Attendance.of("run/0", others)
-    first = rendezvous.greeted_first(cluster, cluster.members[0])
-    hub = rendezvous.Hub(lambda: heard, lambda: None, lambda: absent)
-    assert (frozenset(others) if greets_all else first) == attendance.gather(hub, first, waited_s, 60.0)
+    attendance = rendezvous.Attendance("run/0", frozenset(others), Report(absent, hub_is_current=heard))
+    first = rendezvous.dialed_first(cluster, cluster.members[0])
+    assert (frozenset(others) if greets_all else first) == attendance.exchange(first, waited_s, 60.0)
 
 
 def test_a_hub_that_falls_silent_for_a_moment_makes_nobody_greet_all():
     cluster = spec.build(rendezvous.SMALL + 1)
     others = frozenset(task.name for task in cluster.members[1:])
-    attendance = rendezvous.Attendance.of("run/0", others)
-    first = rendezvous.greeted_first(cluster, cluster.members[0])
-    attendance.gather(rendezvous.Hub(gathers=lambda: True), first, 20.0, 60.0)
-    silent = rendezvous.Hub()
-    assert first == attendance.gather(silent, first, 19.0 + rendezvous.HUB_S, 60.0)
-    assert others == attendance.gather(silent, first, 20.0 + rendezvous.HUB_S, 60.0)
+    hub = Report(None)
+    attendance = rendezvous.Attendance("run/0", others, hub)
+    first = rendezvous.dialed_first(cluster, cluster.members[0])
+    attendance.exchange(first, 20.0, 60.0)
+    hub.hub_is_current = False
+    assert first == attendance.exchange(first, 19.0 + rendezvous.HUB_S, 60.0)
+    assert others == attendance.exchange(first, 20.0 + rendezvous.HUB_S, 60.0)
 
 
 def test_those_who_are_still_absent_at_the_hub_are_greeted_if_they_are_few():
     cluster = spec.build(39)
-    attendance = rendezvous.Attendance.of("run/0", [task.name for task in cluster.members[1:]])
-    first, absent = rendezvous.greeted_first(cluster, cluster.members[0]), frozenset({"worker-7", "worker-9"})
-    hub = rendezvous.Hub(lambda: True, lambda: None, lambda: absent)
-    assert first == attendance.gather(hub, first, rendezvous.GATHER_S - 1, 60.0)
-    assert first | absent == attendance.gather(hub, first, rendezvous.GATHER_S, 60.0)
+    first, absent = rendezvous.dialed_first(cluster, cluster.members[0]), {"worker-7", "worker-9"}
+    others = frozenset(task.name for task in cluster.members[1:])
+    attendance = rendezvous.Attendance("run/0", others, Report(absent))
+    assert first == attendance.exchange(first, rendezvous.GATHER_S - 1, 60.0)
+    assert first | absent == attendance.exchange(first, rendezvous.GATHER_S, 60.0)
 
 
 def test_who_does_not_hear_the_hub_is_let_in(three, gathered):
-    gathering = gathered(three, unheard=("worker-0",))
-    arrivals = [arrive(three, task.name, hub=gathering.of(task.name)) for task in three.tasks]
+    gathering = gathered(three, unconnected=("worker-0",))
+    arrivals = [arrive(three, task.name, gang=gathering.of(task.name)) for task in three.tasks]
     assert [None] * 3 == [arrival.end() for arrival in arrivals]
 
 
@@ -386,14 +387,19 @@ def test_who_was_met_by_greetings_alone_says_so_to_the_hub_before_it_leaves(thre
     come: set[str] = set()
     names = ("chief", "worker-0")
     two = replace(three, tasks=three.tasks[:2])
-    hubs = {name: rendezvous.Hub(lambda: True, functools.partial(come.add, name), lambda: None) for name in names}
-    assert [None] * 2 == [arrival.end() for arrival in [arrive(two, name, hub=hubs[name]) for name in names]]
+
+    class Hub(Report):
+        def join_rendezvous(self, _number: int) -> None:
+            come.add(self.name)
+
+    arrivals = [arrive(two, name, gang=Hub(None, name)) for name in names]
+    assert [None] * 2 == [arrival.end() for arrival in arrivals]
     assert set(names) == come
 
 
 def test_who_is_absent_at_the_hub_is_named_with_the_reason(three, gathered):
     gathering = gathered(three)
-    arrivals = [arrive(three, name, timeout_s=1, hub=gathering.of(name)) for name in ("chief", "worker-0")]
+    arrivals = [arrive(three, name, timeout_s=1, gang=gathering.of(name)) for name in ("chief", "worker-0")]
     for arrival in arrivals:
         error = arrival.end()
         assert isinstance(error, rendezvous.Incomplete)
@@ -406,7 +412,7 @@ def test_a_task_that_answers_is_not_missing(gathered):
     cluster = spec.build(3, ports=free_ports(4))
     gathering = gathered(cluster)
     names = ("chief", "worker-0", "worker-2")
-    arrivals = [arrive(cluster, name, timeout_s=1, hub=gathering.of(name)) for name in names]
+    arrivals = [arrive(cluster, name, timeout_s=1, gang=gathering.of(name)) for name in names]
     errors = [arrival.end() for arrival in arrivals]
     assert [{"worker-1"}] * 3 == [error.missing for error in errors if isinstance(error, rendezvous.Incomplete)]
 
@@ -414,7 +420,7 @@ def test_a_task_that_answers_is_not_missing(gathered):
 def test_whom_a_task_cannot_reach_it_names_although_the_hub_has_everybody(three, gathered):
     gathering = gathered(three)
     gathering.absent.discard("worker-1")  # it has come, but its port is not to be reached
-    error = arrive(three, "worker-0", timeout_s=1, hub=gathering.of("worker-0")).end()
+    error = arrive(three, "worker-0", timeout_s=1, gang=gathering.of("worker-0")).end()
     assert isinstance(error, rendezvous.Incomplete)
     assert {"chief", "worker-1"} == error.missing
     assert "worker-0" in gathering.absent

@@ -11,7 +11,7 @@ from itertools import islice
 
 import pytest
 
-from cluster.agent import decisions
+from cluster.agent import agent
 from cluster.system.errors import EXIT_TIMEOUT
 from tests.simulation import machine, mutations
 from tests.simulation.drawn import FOREVER_S, Drawn
@@ -200,7 +200,7 @@ def test_a_schedule_can_be_repeated_exactly(simulated):
     ],
 )
 def test_without_its_protection_an_invariant_breaks(simulated, mutation, invariant):
-    assert decisions.POLL_S == machine.POLL_S
+    assert agent.POLL_S == machine.POLL_S
     broken = []
     for schedule in mutation(simulated):
         try:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from cluster.agent.schedulers import lifecycle, replacements, slurm
+from cluster.agent.schedulers import lifecycle, slurm
+from cluster.agent.schedulers.slurm import Replacements
 from cluster.contract import spec
+from cluster.contract.run import records
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import TASK_LOST, RunFolder
 from cluster.contract.run.records import AfterStop
+from cluster.system import processes
 from cluster.system.errors import EXIT_PEER_LOST, EXIT_PREREQUISITE, PrerequisiteError, TimedOut
 from cluster.system.json_files import write_json
 
@@ -176,9 +179,102 @@ def test_one_task_queues_the_job_again_that_has_lost_another(run, by, requeued, 
 
 @pytest.mark.parametrize("left_out", [True, False])
 def test_the_end_of_a_replacements_time_stops_only_a_run_that_has_it(run, left_out, monkeypatch):
-    monkeypatch.setenv(replacements.TASK, "worker-0")
+    monkeypatch.setenv(slurm.REPLACED_TASK, "worker-0")
     run.begin_generation(1, left_out=["worker-0"] if left_out else [])
     assert 0 == slurm.main(["stop"])
     assert left_out != run.stop_requested
     run.end("stopped", task="chief")
     assert (0, 0) == (slurm.main(["result"]), slurm.main(["task", "bash"]))
+
+
+# Replacements of lost tasks: when one is queued, and how it comes into the cluster
+
+
+class Queue:
+    """A queue that takes jobs, and a clock."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run, self.now = run, 0.0
+        self.commands: list[list[str]] = []
+        self.queued: set[str] = set()
+        self.refusal = ""
+        self.folder = run.control / "slurm" / "7.0"
+        write_json(self.folder / "cluster.json", run.load_cluster().to_json())
+        self.replacements = Replacements(run, self.folder, lambda: self.now)
+
+    def answer(self, command: list[str], _timeout_s: float) -> tuple[int, str, str]:
+        words = [word for word in command if not word.startswith("--unset") and word != "env"]
+        self.commands.append(words)
+        name = next(word.partition("=")[2] for word in words if "name=" in word)
+        if words[0] == "squeue":
+            return 0, "8\n" if name in self.queued else "", ""
+        if words[0] == "sbatch" and self.refusal:
+            return 1, "", self.refusal
+        (self.queued.discard if words[0] == "scancel" else self.queued.add)(name)
+        return 0, "", ""
+
+    def look(self, *left_out: str) -> list[list[str]]:
+        """Return the jobs that are queued at a look at a run that continues without these tasks."""
+        self.run.begin_generation(self.run.generation + 1, left_out=list(left_out))
+        self.commands.clear()
+        self.replacements.look()
+        return [words for words in self.commands if words[0] == "sbatch"]
+
+
+@pytest.fixture
+def queue(make_run, monkeypatch) -> Queue:
+    site = Queue(make_run(workers=2))
+    monkeypatch.setenv("SLURM_JOB_NAME", "a-job")
+    monkeypatch.setattr(processes, "run", site.answer)
+    return site
+
+
+def test_nothing_is_queued_for_a_run_that_has_its_tasks(queue):
+    queue.look()
+    assert [] == queue.commands
+
+
+def test_a_lost_task_is_queued_once_and_withdrawn_when_it_is_back(queue):
+    (job,) = queue.look("worker-1")
+    assert {"--job-name=a-job.worker-1", "--ntasks=1", "--no-requeue"} <= set(job)
+    assert "--export=ALL,REPLACED_TASK=worker-1,ATTEMPT=7.0" in job
+    assert str(queue.run.control / "job.sh") == job[-1]
+    queue.now = 1000.0
+    assert [] == queue.look("worker-1")
+    queue.look()
+    assert set() == queue.queued
+
+
+def test_one_that_ends_is_queued_again_after_growing_pauses(queue):
+    times = []
+    for second in range(200):
+        queue.now = float(second)
+        times += [second] * len(queue.look("worker-1"))
+        queue.queued.clear()
+    assert [0, 10, 70, 190] == times
+
+
+def test_a_site_that_takes_no_jobs_from_its_nodes_does_no_harm(queue):
+    queue.refusal = "sbatch: error: Access/permission denied"
+    assert 1 == len(queue.look("worker-1"))
+    assert [] == queue.look("worker-1")
+
+
+def test_a_task_is_where_its_replacement_is_only_while_the_run_does_without_it(queue):
+    place = {"node": "n9", "host": "node-9", "port": 20009, "job": "8"}
+    write_json(queue.folder / "worker-1.json", place)
+    for left_out, moved in (((), False), (("worker-1",), True)):
+        queue.look(*left_out)
+        cluster = records.read(queue.folder / "cluster.json", records.cluster)
+        assert moved == (cluster.task("worker-1").address == "node-9:20009")
+    assert cluster.task("worker-0") == queue.run.load_cluster().task("worker-0")
+
+
+def test_what_is_queued_ends_with_the_run(queue):
+    queue.look("worker-0", "worker-1")
+    queue.replacements.start()
+    queue.replacements.end()
+    assert set() == queue.queued
+    queue.run.end("stopped", task="chief")
+    queue.now = 1000.0
+    assert [] == queue.look("worker-0")

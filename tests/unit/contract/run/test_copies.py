@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.agent.gang import link
-from cluster.agent.gang.board import Board
+from cluster.agent import board as board_module
+from cluster.agent.board import Board
 from cluster.contract.run import copies
 from cluster.contract.run.copies import Copy, Superseded
 from cluster.contract.run.folder import RunFolder
@@ -47,8 +47,8 @@ def test_a_damaged_record_ends_nobody(run):
     ],
 )
 def test_an_older_copy_claims_nothing(run, claim):
-    older = Board(run.path, Copy.begin(run, "worker-0"))
-    newer = Board(run.path, Copy.begin(run, "worker-0"))
+    older = Board(run, Copy.begin(run, "worker-0"))
+    newer = Board(run, Copy.begin(run, "worker-0"))
     with pytest.raises(Superseded):
         claim(older)
     assert (0, None, False) == (run.generation, run.outcome, run.stop_requested)
@@ -56,17 +56,17 @@ def test_an_older_copy_claims_nothing(run, claim):
 
 
 def test_an_older_copy_does_not_take_the_newer_one_s_connection(run, monkeypatch):
-    monkeypatch.setattr(link, "RETRY_S", 0.05)
+    monkeypatch.setattr(board_module, "RETRY_S", 0.05)
     spec = run.load_cluster()
-    chief, older = Board(run.path), Board(run.path, Copy.begin(run, "worker-0"))
-    chief.join(spec, spec.task("chief"), "127.0.0.1")
-    newer = Board(run.path, Copy.begin(run, "worker-0"))
-    newer.join(spec, spec.task("worker-0"), "127.0.0.1")
+    chief, older = Board(run), Board(run, Copy.begin(run, "worker-0"))
+    chief.connect(spec, spec.task("chief"), "127.0.0.1")
+    newer = Board(run, Copy.begin(run, "worker-0"))
+    newer.connect(spec, spec.task("worker-0"), "127.0.0.1")
     try:
         wait_for(lambda: newer._link.fresh, "the newer copy's connection")
-        older.join(spec, spec.task("worker-0"), "127.0.0.1")  # as one whose connection broke does again
+        older.connect(spec, spec.task("worker-0"), "127.0.0.1")  # as one whose connection broke does again
         wait_for(lambda: not older._link._thread.is_alive(), "the end of its attempts")
         assert newer._link._thread.is_alive()
     finally:
         for board in (older, newer, chief):
-            board.leave()
+            board.disconnect()

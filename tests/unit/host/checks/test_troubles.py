@@ -15,8 +15,10 @@ from types import SimpleNamespace
 import pytest
 from invoke import Config, Context
 
-from cluster.agent import diagnosis, ports, rendezvous
+from cluster.agent import ports, rendezvous
+from cluster.agent.board import Board
 from cluster.agent.policy import Recovery
+from cluster.agent.program import describe_end
 from cluster.contract import compatibility, spec
 from cluster.contract.recovery.attempts import PROGRAM_FAILURE
 from cluster.contract.recovery.ends import End
@@ -189,7 +191,7 @@ def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
 @provokes("killed for memory", EXIT_FAILED, "--memory")
 def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
     monkeypatch.setattr(system_memory, "limit_bytes", lambda: 2**31)
-    return diagnosis.describe(-signal.SIGKILL, out_of_memory=True), EXIT_FAILED
+    return describe_end(-signal.SIGKILL, out_of_memory=True), EXIT_FAILED
 
 
 @provokes("no GPU was found", EXIT_PREREQUISITE, "--gpus none")
@@ -288,14 +290,14 @@ def cannot_listen(host: str, port: int) -> Provoked:
 def _(make_run: Callable[..., RunFolder]) -> Provoked:
     run = make_run(workers=1)
     cluster = run.load_cluster()
-    policy = Recovery(run, cluster, cluster.task("worker-0"))
+    policy = Recovery(Board(run), cluster, cluster.task("worker-0"))
     policy._fail(End("worker-0", PROGRAM_FAILURE, "ended with exit code 1", "ValueError: x", 0.0, last_step=5), 4)
     return run.outcome.error, run.outcome.exit_code
 
 
 @provokes("before it was done", EXIT_FAILED)
 def _() -> Provoked:
-    return diagnosis.describe(0, out_of_memory=False), EXIT_FAILED
+    return describe_end(0, out_of_memory=False), EXIT_FAILED
 
 
 @provokes("was not started by you", EXIT_USAGE, "--trust")

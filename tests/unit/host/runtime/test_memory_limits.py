@@ -9,7 +9,7 @@ import pytest
 
 from cluster.agent import standby
 from cluster.agent.agent import Agent
-from cluster.agent.gang.board import Board
+from cluster.agent.board import Board
 from cluster.contract.recovery import attempts
 from cluster.host.image import engine
 from cluster.host.launch import planning, startup
@@ -172,10 +172,10 @@ def test_an_agent_reports_whether_memory_killed_its_program(
     make_run, kernel, monkeypatch, code, kills, standby_kills, message
 ):
     kernel(V2)
-    agent = Agent(Board(make_run(workers=0).path), "chief", [], 1.0)
+    attempt = Agent(Board(make_run(workers=0)), "chief", [], 1.0)._attempt_in(0)
     kernel({"memory.events": f"oom_kill {kills}\n"})
     monkeypatch.setattr(standby.Standby, "kills", standby_kills)
-    end = agent._end_of(Ended(), code, 0)
+    end = attempt._end_of(Ended(), code)
     assert (message, None) == (end.cause, end.error)
     assert (attempts.PROGRAM_FAILURE if code == -11 or "memory" in message else attempts.EXTERNAL) == end.kind
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster.agent.gang import board, hub, link, server
-from cluster.agent.gang.board import Board
-from cluster.agent.gang.wire import Channel
+from cluster.agent import board, connection, hub
+from cluster.agent.board import Board
+from cluster.agent.connection import Channel
+from cluster.agent.hub import urgent
 from cluster.contract.run import joining
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
@@ -34,14 +35,14 @@ def join(run) -> Iterator[Callable[[str], Board]]:
 
     def connect(name: str) -> Board:
         spec = run.load_cluster()
-        boards.append(Board(run.path))
-        boards[-1].join(spec, spec.task(name), "127.0.0.1")
+        boards.append(Board(RunFolder(run.path)))
+        boards[-1].connect(spec, spec.task(name), "127.0.0.1")
         _ = boards[-1].generation
         return boards[-1]
 
     yield connect
     for each in boards:
-        each.leave()
+        each.disconnect()
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def blind(monkeypatch):
 
 def linked(board: Board) -> Board:
     """Wait until a board hears the hub."""
-    wait_for(lambda: board.relieved, "the hub")
+    wait_for(lambda: board.is_relieved, "the hub")
     _ = board.generation, board.outcome, board.stop_requested  # read once
     return board
 
@@ -81,7 +82,8 @@ def test_what_the_chief_sees_all_learn(run, join):
 def test_what_an_agent_knows_all_learn_although_their_folders_do_not_show_it(run, join):
     join("chief")
     worker, other = linked(join("worker-0")), linked(join("worker-1"))
-    worker.learn(Generation(generation=1, time=1.0, pause_s=3.0))  # as if only its host's cache showed it
+    worker.folder.learn(Generation(generation=1, time=1.0, pause_s=3.0))  # as if only its host's cache showed it
+    assert worker.begun(1)
     assert 1 == worker.generation
     wait_for(lambda: other.generation == 1, "the generation")
     assert 3.0 == other.begun(1).pause_s
@@ -115,9 +117,9 @@ def test_a_hub_that_is_gone_is_noticed_at_once_and_found_again(run, join):
     chief = join("chief")
     worker = linked(join("worker-0"))
     before = joining.invitation(run)
-    chief.leave()
+    chief.disconnect()
     began = time.monotonic()
-    wait_for(lambda: not worker.relieved, "the end of the connection")
+    wait_for(lambda: not worker.is_relieved, "the end of the connection")
     assert time.monotonic() - began < 1.0
     run.begin_generation(1)
     assert 1 == worker.generation
@@ -127,12 +129,12 @@ def test_a_hub_that_is_gone_is_noticed_at_once_and_found_again(run, join):
 
 
 def test_a_frozen_hub_is_noticed_by_its_silence(run, join, monkeypatch):
-    monkeypatch.setattr(link, "HEARD_S", 0.5)
+    monkeypatch.setattr(board, "SILENCE_S", 0.5)
     monkeypatch.setattr(hub, "PULSE_S", 0.1)
     chief = join("chief")
     worker = linked(join("worker-0"))
     with chief._hub._lock:
-        wait_for(lambda: not worker.relieved, "that nothing is heard")
+        wait_for(lambda: not worker.is_relieved, "that nothing is heard")
     linked(worker)
 
 
@@ -153,23 +155,23 @@ def test_a_resumed_copy_shares_neither_token_nor_port_with_the_original(run, joi
     copy.reopen()
     assert joining.invitation(copy) is None
     assert joining.token(copy) != joining.token(run)
-    chief = Board(copy.path)
-    chief.join(copy.load_cluster(), copy.load_cluster().task("chief"), "127.0.0.1")
-    worker = Board(copy.path)
-    worker.join(copy.load_cluster(), copy.load_cluster().task("worker-1"), "127.0.0.1")
+    chief = Board(copy)
+    chief.connect(copy.load_cluster(), copy.load_cluster().task("chief"), "127.0.0.1")
+    worker = Board(copy)
+    worker.connect(copy.load_cluster(), copy.load_cluster().task("worker-1"), "127.0.0.1")
     _ = worker.generation
-    wait_for(lambda: worker.relieved, "the copy's own hub")
-    assert not original.hears("worker-1")
-    worker.leave()
-    chief.leave()
+    wait_for(lambda: worker.is_relieved, "the copy's own hub")
+    assert not original.is_connected("worker-1")
+    worker.disconnect()
+    chief.disconnect()
 
 
 def test_strangers_and_the_slow_keep_nobody_out(run, join, monkeypatch):
-    monkeypatch.setattr(server, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.3)
     join("chief")
     found = joining.invitation(run)
     assert found
-    strangers = [socket.create_connection((found.host, found.port)) for _ in range(server.MAX_UNPROVED + 10)]
+    strangers = [socket.create_connection((found.host, found.port)) for _ in range(connection.MAX_UNPROVED + 10)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     linked(join("worker-0"))
     for each in strangers:
@@ -182,7 +184,7 @@ def test_strangers_and_the_slow_keep_nobody_out(run, join, monkeypatch):
 def test_a_peer_that_takes_nothing_is_closed_and_holds_up_nobody(run, join, monkeypatch):
     monkeypatch.setattr(hub, "PULSE_S", 0.0)
     monkeypatch.setattr(hub, "TICK_S", 0.01)
-    monkeypatch.setattr(server, "MAX_UNSENT", 500_000)
+    monkeypatch.setattr(connection, "MAX_UNSENT", 500_000)
     chief = join("chief")
     found = joining.invitation(run)
     assert found
@@ -202,7 +204,7 @@ def test_a_peer_that_takes_nothing_is_closed_and_holds_up_nobody(run, join, monk
             "the end of the slow connection",
             timeout_s=60,
         )
-        wait_for(lambda: worker.relieved, "the hub")
+        wait_for(lambda: worker.is_relieved, "the hub")
 
 
 def test_the_newest_connection_of_a_task_counts(run, join):
@@ -210,7 +212,7 @@ def test_the_newest_connection_of_a_task_counts(run, join):
     first = linked(join("worker-0"))
     second = linked(join("worker-0"))
     wait_for(lambda: not first._link._thread.is_alive(), "the end of the first")  # which does not come back
-    assert second.relieved
+    assert second.is_relieved
     run.request_stop("a user")
     assert first.stop_requested  # by the folder
     beat(run, "worker-0", step=7)
@@ -225,21 +227,33 @@ def test_a_hub_that_cannot_listen_leaves_the_folder(run, join, monkeypatch):
     chief = join("chief")
     run.begin_generation(1)
     assert 1 == chief.generation
-    assert not chief.gathers
+    assert not chief.hub_is_current
 
 
 def test_all_meet_by_the_hub(run, join):
     boards = [join("chief"), linked(join("worker-0")), linked(join("worker-1"))]
-    wait_for(lambda: all(each.gathers for each in boards), "the hub")
+    wait_for(lambda: all(each.hub_is_current for each in boards), "the hub")
     for each in boards[:2]:
-        each.come(0)
+        each.join_rendezvous(0)
     for each in boards:
         wait_for(lambda each=each: each.absent(0) == {"worker-1"}, "who is absent")
-    boards[2].come(0)
+    boards[2].join_rendezvous(0)
     for each in boards:
         wait_for(lambda each=each: each.absent(0) == frozenset(), "that all have come")
         assert each.absent(1) is None
 
 
-def test_the_ports_of_containers_are_of_the_cluster_s_network():
-    assert 2224 == joining.hub_port(2222)
+@pytest.mark.parametrize(
+    ("change", "waited_for"),
+    [
+        ({"absent": ["worker-1"]}, False),  # they come one by one: a message to all for each would be N^2
+        ({"absent": []}, True),
+        ({"unlinked": ["worker-1"]}, False),
+        ({"number": 1}, True),
+        ({"stop": {"by": "a user"}}, True),
+        ({"outcome": {"state": "failed", "time": 1.0}}, True),
+    ],
+)
+def test_only_what_others_wait_for_is_urgent(change, waited_for):
+    digest = {"number": 0, "begun": None, "outcome": None, "stop": None, "unlinked": [], "absent": None}
+    assert waited_for == (urgent(digest) != urgent(digest | change))

@@ -1,0 +1,293 @@
+"""What an agent does next: a pure function of what it knows. `agent.py` observes the facts and executes the actions.
+
+    chief, worker (synchronous), ps           a new generation: every agent ends its program and starts it again
+    worker (parameter server), evaluator      only that program starts again
+    frozen, or no new step                    as if it had died; see cluster/agent/watchdog.py
+    exit code 1 to 4 of a training program    the program knows that another attempt is useless: the run fails, unless
+                                              it is the evaluator's, which starts again after growing pauses
+    any other failure without progress        after `--max-restarts` times the run fails; see cluster/agent/policy.py
+
+A script knows nothing of our exit codes. With 0 its work is done; the run succeeds once every script that trains has
+ended so. A signal killed it or it crashed: it starts again. Any other code is its own error, which another attempt
+would repeat, so the run fails. But when a task is killed, the scripts of the others end with an error as well; so each
+waits for the task that really died to report it.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any
+
+from cluster.agent.watchdog import SILENT_S, Finding
+from cluster.contract.recovery.attempts import LOST_CONTACT, PROGRAM_FAILURE
+from cluster.contract.recovery.ends import End
+from cluster.contract.run.records import OutcomeState, TaskState
+from cluster.contract.spec import Role
+from cluster.system.errors import EXIT_FAILED, EXIT_TIMEOUT
+
+PEER_LOST_PATIENCE_S = 3.0
+"""How long a task that lost contact waits for the task that really died to report it."""
+CULPRIT_PATIENCE_S = 1.0
+"""How long a task that failed by itself waits for one that failed before it and whose agent is slower."""
+SILENT_HINT_S = 2.0
+"""Age of a heartbeat after which its task may have died with its agent and not been brought back yet.
+
+Well under the patience above: a heartbeat is due every second, and may be read half a second late.
+"""
+
+
+class Phase(Enum):
+    """Where an agent is in an attempt.
+
+    STARTING -> RUNNING -> FAILED or DONE
+    DIED                -> FAILED or DONE
+    """
+
+    STARTING = auto()
+    """The program has not joined its cluster, so it has nothing to save."""
+    RUNNING = auto()
+    FAILED = auto()
+    """The program has failed; a task that failed before it gets time to report that."""
+    DONE = auto()
+    """The program's work is done, and the run's outcome is due."""
+    DIED = auto()
+    """The agent has come back after the whole task was killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What an agent knows at one moment. Facts that do not matter in its phase keep their defaults."""
+
+    phase: Phase
+    role: Role = Role.WORKER
+    scripted: bool = False
+    restarts_alone: bool = False
+    serves: bool = False
+    """Whether the program serves others until they are done."""
+    has_peers: bool = True
+    is_over: bool = False
+    """Whether the run has an outcome or a newer generation has begun."""
+    stop_requested: bool = False
+    grace_is_over: bool = False
+    """Whether a script that was asked to end has had its time for that."""
+    state: str = ""
+    """The state in the task's newest heartbeat."""
+
+    finding: Finding | None = None
+    code: int | None = None
+    """The exit code of the program, negative for a signal; None while it runs."""
+    end: End | None = None
+    """The failure to act on: of the program, or of the task of the finding."""
+
+    others_failed: bool = False
+    """Whether the script of another task had failed when this one ended."""
+    failed_s: float = 0.0
+    """Seconds since the failure."""
+    silent_s: float = 0.0
+    """For how long the other task has been silent that has been so for longest."""
+    last_silence_s: float = 0.0
+    """Seconds from the failure until another task was last seen to be silent."""
+    all_are_alive: bool = True
+    another_died: bool = False
+    """Whether another task has reported that it was killed or crashed."""
+    worker_restarted: bool = False
+    """Whether a worker of parameter servers was restarted alone shortly before."""
+
+    chief_done_s: float = 0.0
+    """For how long the chief's work has been done without an outcome."""
+    all_are_done: bool = False
+    """Whether every script that trains has ended with 0."""
+    stop_withdrawn: bool = False
+
+
+class Step(Enum):
+    """An action that needs nothing else."""
+
+    LEAVE = auto()
+    """End the attempt: nothing is left to decide in this generation."""
+    CONTINUE = auto()
+    """Observe again in a moment."""
+    REQUEST_END = auto()
+    """Ask the program to save and end."""
+    AWAIT_OUTCOME = auto()
+    """Enter the phase DONE."""
+    REPORT_FAILURE = auto()
+    """Report the failure to the others, as one that may have caused theirs, and enter the phase FAILED."""
+    AWAIT_REPORTS = auto()
+    """Enter the phase FAILED."""
+    RESUME = auto()
+    """Begin the next generation of a run whose tasks have saved for a stop that was withdrawn."""
+
+
+@dataclass(frozen=True)
+class RestartAlone:
+    """Start only this task's program again, unless it has failed too often."""
+
+    end: End
+
+
+@dataclass(frozen=True)
+class RestartGang:
+    """Begin the next generation, in which every task starts again, unless the run has failed too often."""
+
+    end: End
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """Record the run's outcome; the task is the agent's unless another is named."""
+
+    state: OutcomeState
+    task: str = ""
+    failure: dict[str, Any] = field(default_factory=dict)
+    """The exit code and the error of a run that failed."""
+
+
+Action = Step | RestartAlone | RestartGang | EndRun
+STOP_RUN = EndRun(OutcomeState.STOPPED)
+
+
+def decide(facts: Facts) -> Action:
+    """Return the next action."""
+    if facts.is_over:
+        return Step.LEAVE  # another agent has decided
+    if facts.stop_requested and facts.phase is Phase.STARTING:
+        return STOP_RUN
+    if facts.finding:
+        return _after_finding(facts, facts.finding)
+    if facts.code is None and facts.phase in (Phase.STARTING, Phase.RUNNING):
+        return _while_running(facts)
+    return _AFTER[facts.phase](facts)
+
+
+def _fail(exit_code: int, error: str, task: str = "") -> EndRun:
+    return EndRun(OutcomeState.FAILED, task, {"exit_code": exit_code, "error": error})
+
+
+def patience_s(facts: Facts) -> float:
+    """Return how long to wait after a failure for a task that failed before to report it."""
+    assert facts.end
+    if is_own_error(facts):
+        return PEER_LOST_PATIENCE_S * (2 if facts.others_failed else 1)
+    if facts.end.kind not in (PROGRAM_FAILURE, LOST_CONTACT) or not facts.has_peers:
+        return 0.0
+    return PEER_LOST_PATIENCE_S if facts.end.may_follow else CULPRIT_PATIENCE_S
+
+
+def is_own_error(facts: Facts) -> bool:
+    """Whether a script ended with an error rather than by a signal; TensorFlow aborts when another task failed."""
+    if not facts.scripted or facts.code is None:
+        return False
+    return facts.code > 0 or (facts.code == -signal.SIGABRT and facts.others_failed)
+
+
+def records_outcome(facts: Facts) -> bool:
+    """Whether this agent records the outcome: the chief's does, or any other if that one stands still."""
+    return facts.role == Role.CHIEF or facts.chief_done_s > SILENT_S
+
+
+def _while_running(facts: Facts) -> Action:
+    # An evaluator ends after the run, whose last checkpoint it evaluates.
+    if facts.stop_requested and not facts.serves and facts.role != Role.EVALUATOR:
+        return STOP_RUN if facts.grace_is_over else Step.REQUEST_END
+    return Step.CONTINUE
+
+
+def _after_finding(facts: Facts, finding: Finding) -> Action:
+    """Return the response to a task that is alive but does nothing, or that never joined the generation."""
+    if finding.kind == "late":
+        return _fail(EXIT_TIMEOUT, finding.cause, finding.task)
+    assert facts.end
+    if facts.restarts_alone and finding.kind != "silent":
+        return RestartAlone(facts.end)
+    if facts.stop_requested:  # it cannot save any more
+        return EndRun(OutcomeState.STOPPED, finding.task)
+    return RestartGang(facts.end)
+
+
+def _after_program(facts: Facts) -> Action:
+    """Return the response to the end of the program."""
+    assert facts.end
+    assert facts.code is not None
+    if facts.scripted:
+        return _after_script(facts, facts.end)
+    is_done = facts.state in (TaskState.DONE, TaskState.STOPPED)
+    if is_done or (facts.role.is_sidecar and facts.stop_requested):
+        # The program reports whether it was done: any user code can end it with exit code 0, and TensorFlow's teardown
+        # can fail after the work was done.
+        return Step.AWAIT_OUTCOME
+    if EXIT_FAILED <= facts.code <= EXIT_TIMEOUT and facts.role != Role.EVALUATOR:
+        return _fail(facts.code, facts.end.reported)
+    if facts.restarts_alone:
+        return RestartAlone(facts.end)  # also if the run is to stop: the chief saves with the help of its workers
+    return STOP_RUN if facts.stop_requested else Step.REPORT_FAILURE
+
+
+def _after_script(facts: Facts, end: End) -> Action:
+    if facts.stop_requested:
+        return STOP_RUN
+    if facts.code == 0:
+        return Step.AWAIT_OUTCOME
+    if is_own_error(facts):
+        return Step.AWAIT_REPORTS
+    return RestartAlone(end) if facts.restarts_alone else Step.REPORT_FAILURE
+
+
+def _after_death(facts: Facts) -> Action:
+    assert facts.end
+    if facts.state in (TaskState.DONE, TaskState.STOPPED):
+        return Step.AWAIT_OUTCOME
+    if facts.restarts_alone:
+        return RestartAlone(facts.end)
+    return STOP_RUN if facts.stop_requested else Step.REPORT_FAILURE
+
+
+def _after_failure(facts: Facts) -> Action:
+    """Return the response to a failure of this task, for which another task that failed before may be the reason.
+
+    A task that was killed with its agent reports that once it is back; one that stays silent is the one that failed. A
+    script's own error would end the run, so it counts only once all others are seen to be alive.
+    """
+    assert facts.end
+    if facts.stop_requested:
+        return STOP_RUN
+    if patience := patience_s(facts):
+        if facts.scripted:  # a task that answers again gets as long to report
+            patience += min(facts.last_silence_s, SILENT_S)
+        is_waiting = facts.failed_s <= patience or (facts.scripted and not facts.all_are_alive)
+        if facts.silent_s > SILENT_HINT_S or is_waiting:
+            return Step.CONTINUE
+    if not is_own_error(facts) or facts.another_died:
+        kind = LOST_CONTACT if is_own_error(facts) else facts.end.kind
+        return RestartGang(replace(facts.end, kind=kind))
+    if facts.worker_restarted:
+        return RestartGang(replace(facts.end, kind=LOST_CONTACT, cause=f"{facts.end.cause}, after a worker had died"))
+    return _fail(EXIT_FAILED, _with_exit_code(facts.end))
+
+
+def _with_exit_code(end: End) -> str:
+    """Describe a script's end, its exit code first, since only the script's author knows what that means."""
+    return end.reported if not end.error or end.error.startswith(end.cause) else f"{end.cause}: {end.error}"
+
+
+def _when_done(facts: Facts) -> Action:
+    if not records_outcome(facts):
+        return Step.CONTINUE
+    if facts.scripted:
+        if not facts.all_are_done:
+            return Step.CONTINUE
+        return STOP_RUN if facts.stop_requested else EndRun(OutcomeState.SUCCEEDED)
+    if facts.state != TaskState.STOPPED:
+        return EndRun(OutcomeState.SUCCEEDED)
+    return Step.RESUME if facts.stop_withdrawn else STOP_RUN
+
+
+_AFTER = {
+    Phase.STARTING: _after_program,
+    Phase.RUNNING: _after_program,
+    Phase.FAILED: _after_failure,
+    Phase.DONE: _when_done,
+    Phase.DIED: _after_death,
+}

@@ -1,0 +1,259 @@
+"""The hub: in the chief's agent, accepts one connection from each other agent and sends a digest to all.
+
+One thread serves all connections. It sends a digest every `PULSE_S`, and within `TICK_S` after a change for which
+others wait: O(N) messages a second for N tasks, also while these join the rendezvous one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.agent.connection import HANDSHAKE_S, Peer, Refused, Server
+from cluster.contract.run import joining, membership
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Generation, Heartbeat, Outcome, StopRequest
+from cluster.contract.schema import Count, Record
+from cluster.contract.spec import ClusterSpec
+
+TICK_S = 0.1
+PULSE_S = 1.0
+SILENCE_S = 3.0
+"""A side that has received nothing for this long uses the folder alone; a message is sent every second."""
+BEAT_S = 1.5
+"""A task without a message for this long has a newer heartbeat in the folder, if any."""
+FEW = 32
+"""Up to this many tasks are named in a digest; more are `MANY`."""
+MANY = None
+REPLACED = {"replaced": True}
+"""The message to an agent whose task has connected a second time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message(Record):
+    """What an agent sends: its newest generation with its record, the outcome, its task's heartbeat.
+
+    Attributes:
+        here: whether it is at the rendezvous, where others reach it and it has reached those that it has to.
+    """
+
+    number: Count
+    begun: Generation | None = None
+    outcome: Outcome | None = None
+    beat: Heartbeat | None = None
+    here: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class News(Record):
+    """The digest that the hub sends to every agent.
+
+    Attributes:
+        number: the current generation.
+        begun: its record.
+        outcome: the run's; None while it continues.
+        stop: the request to stop; None without one.
+        unlinked: the tasks without a connection; None for many.
+        absent: the members of the cluster that have not joined the rendezvous yet; None for many.
+    """
+
+    number: Count = -1
+    begun: Generation | None = None
+    outcome: Outcome | None = None
+    stop: StopRequest | None = None
+    unlinked: frozenset[str] | None = MANY
+    absent: frozenset[str] | None = MANY
+
+    @classmethod
+    def of(cls, digest: Any) -> News:
+        """Return the news in a digest.
+
+        Raises:
+            ValueError: it is not valid.
+        """
+        news = cls.from_json(digest)
+        _check_number(news.number, news.begun)
+        return news
+
+
+class Roster:
+    """The tasks of a run, for the hub. Times are those of its monotonic clock."""
+
+    def __init__(self, run: RunFolder, names: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin without any connection. No other thread uses `run`; the chief is the first of the names."""
+        self._run, self._clock = run, clock
+        self._chief, *self._others = names
+        self._members: frozenset[str] = frozenset()
+        self._number = -1
+        self._outcome: Outcome | None = None
+        self._received_at: dict[str, float] = {}
+        """The time of each connected task's last message."""
+        self._beats: dict[str, Heartbeat] = {}
+        """The newest heartbeat of each task."""
+        self._here: set[str] = set()
+        """The tasks at the rendezvous of the current generation."""
+
+    def receive(self, name: str, received: Any) -> None:
+        """Process a message of an agent. A message about an earlier generation is ignored.
+
+        Raises:
+            ValueError: the message is not valid.
+        """
+        message = Message.from_json(received)
+        if message.begun is not None and message.number > self._number:
+            _check_number(message.number, message.begun)
+            self._run.learn(message.begun)
+            self._look_at_generation()
+        self._received_at[name] = self._clock()
+        if message.number != self._number:
+            return
+        self._outcome = self._outcome or message.outcome
+        if message.here:
+            self._here.add(name)
+        beat = message.beat
+        if beat and (beat.task, beat.generation) == (name, self._number):
+            self._beats[name] = beat
+
+    def closed(self, name: str) -> None:
+        """Note that a task has no connection any more."""
+        self._received_at.pop(name, None)
+        self._beats.pop(name, None)
+
+    def join_rendezvous(self, number: int) -> None:
+        """Note that the chief is at the rendezvous of a generation."""
+        if number == self._number:
+            self._here.add(self._chief)
+
+    def beat(self, name: str) -> Heartbeat | None:
+        """Return the newest heartbeat of a task with a recent message; None if the folder has a newer one."""
+        age_s = self._clock() - self._received_at.get(name, float("-inf"))
+        return self._beats.get(name) if age_s < BEAT_S else None
+
+    def _look_at_generation(self) -> None:
+        if (number := self._run.generation) != self._number:
+            self._number, self._here, self._beats = number, set(), {}
+            self._members = frozenset(task.name for task in membership.cluster(self._run, number).members)
+
+    def digest(self) -> dict[str, Any]:
+        """Return the digest for the others, from the folder and their messages."""
+        self._look_at_generation()
+        self._outcome = self._outcome or self._run.outcome
+        now = self._clock()
+        linked = {name for name, at in self._received_at.items() if now - at < SILENCE_S}
+        news = News(
+            number=self._number,
+            begun=self._run.begun(self._number),
+            outcome=self._outcome,
+            stop=self._run.stop_request,
+            unlinked=_few(set(self._others) - linked),
+            absent=_few(self._members - self._here),
+        )
+        return news.to_json()
+
+
+def _check_number(number: int, begun: Generation | None) -> None:
+    if begun is not None and begun.generation != number:
+        raise ValueError(f"generation: expected {number}")
+
+
+def urgent(digest: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a digest for which others wait; of the absent tasks only whether there are any."""
+    return digest | {"unlinked": [], "absent": digest.get("absent") == []}
+
+
+def _few(names: Collection[str]) -> frozenset[str] | None:
+    return frozenset(names) if len(names) <= FEW else MANY
+
+
+class Hub(Server):
+    """The chief's end of the connections."""
+
+    def __init__(self, run: RunFolder, spec: ClusterSpec, host: str) -> None:
+        """Listen at `host`, and record where."""
+        self._names = [task.name for task in spec.tasks]
+        super().__init__(*joining.invite(run, spec.tasks[0], host), len(spec.tasks))
+        self._roster = Roster(RunFolder(run.path), self._names)
+        self._lock = threading.Lock()
+        """Guards the roster."""
+        self._sent: dict[str, Any] = {}
+        self._sent_at = 0.0
+        self._stopped = False
+        self.news = News()
+        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        self._thread.start()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the thread runs."""
+        return time.monotonic() - self._sent_at < SILENCE_S
+
+    def beat(self, task: str) -> Heartbeat | None:
+        """Return a connected task's newest heartbeat; None if the folder has a newer one."""
+        with self._lock:
+            return self._roster.beat(task)
+
+    def join_rendezvous(self, number: int) -> None:
+        """Report that the chief is at the rendezvous of a generation, and others reach it."""
+        with self._lock:
+            self._roster.join_rendezvous(number)
+
+    def close(self) -> None:
+        """Send a last digest, and close every connection."""
+        self._stopped = True
+        self._thread.join(HANDSHAKE_S)
+
+    def _run(self) -> None:
+        looked = 0.0
+        while not self._stopped:
+            self.serve(TICK_S)
+            if time.monotonic() - looked >= TICK_S:
+                looked = time.monotonic()
+                self._send_all()
+        self._send_all()
+        self.shut_down()
+
+    def on_open(self, peer: Peer) -> None:
+        """Accept the connection of a task that has proved itself; its newest connection counts.
+
+        Raises:
+            Refused: the task does not exist.
+        """
+        task = peer.channel.task
+        if task not in self._names[1:]:
+            raise Refused(f"no task {task!r}")
+        for other in [each for each in self._peers.values() if each.channel.established and each is not peer]:
+            if other.channel.task == task:
+                other.channel.send(REPLACED)
+                self._flush(other)
+                self._close(other)
+        if self._sent:
+            peer.channel.send(self._sent)
+
+    def on_message(self, peer: Peer, message: dict[str, Any]) -> None:
+        """Process a message of an agent."""
+        with self._lock:
+            self._roster.receive(peer.channel.task, message)
+
+    def on_close(self, peer: Peer) -> None:
+        """Note that a task has no connection any more, unless it has a newer one."""
+        task, others = peer.channel.task, [each.channel for each in self._peers.values()]
+        if peer.channel.established and not any(each.established and each.task == task for each in others):
+            with self._lock:
+                self._roster.closed(task)
+
+    def _send_all(self) -> None:
+        """Send the digest to every task if it is due."""
+        now = time.monotonic()
+        with self._lock:
+            try:
+                digest = self._roster.digest()
+            except (OSError, ValueError):  # a full disk, or a cluster.json that was damaged
+                return
+        if urgent(digest) != urgent(self._sent) or now - self._sent_at >= PULSE_S:
+            self._sent, self._sent_at, self.news = digest, now, News.of(digest)
+            for peer in [each for each in self._peers.values() if each.channel.established]:
+                peer.channel.send(digest)
+                self._flush(peer)

@@ -1,0 +1,193 @@
+"""The failure policy as a table: what an agent knows, and what it does then."""
+
+from typing import Any
+
+import pytest
+
+from cluster.agent.decide import (
+    CULPRIT_PATIENCE_S,
+    PEER_LOST_PATIENCE_S,
+    SILENT_HINT_S,
+    EndRun,
+    Facts,
+    Phase,
+    RestartAlone,
+    RestartGang,
+    Step,
+    decide,
+)
+from cluster.agent.watchdog import SILENT_S, Finding
+from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
+from cluster.contract.recovery.ends import End
+from cluster.contract.run.records import OutcomeState
+from cluster.contract.spec import Role
+
+KILLED = End("worker-0", EXTERNAL, "killed", None, 1.0)
+ERROR = End("worker-0", PROGRAM_FAILURE, "exit code 1", "ValueError: a bug", 1.0)
+LOST = End("worker-0", LOST_CONTACT, "lost contact", None, 1.0, may_follow=True)
+FROZEN = Finding("worker-0", "no heartbeat for 8 s", "frozen")
+SILENT = Finding("worker-1", "no heartbeat for 12 s", "silent")
+HANG = Finding("worker-1", "no new step", "hang")
+STOPPED = EndRun(OutcomeState.STOPPED)
+SUCCEEDED = EndRun(OutcomeState.SUCCEEDED)
+
+
+def failed(code: int, error: str, task: str = "") -> EndRun:
+    return EndRun(OutcomeState.FAILED, task, {"exit_code": code, "error": error})
+
+
+def facts(phase: Phase, **known: Any) -> Facts:
+    return Facts(phase=phase, **{"end": ERROR} | known)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_after_the_end_of_a_run_or_generation_nothing_is_decided(phase):
+    assert Step.LEAVE == decide(facts(phase, is_over=True, code=1, finding=FROZEN, stop_requested=True))
+
+
+@pytest.mark.parametrize(
+    ("known", "action"),
+    [
+        ({}, Step.CONTINUE),
+        ({"stop_requested": True}, Step.REQUEST_END),
+        ({"stop_requested": True, "role": Role.EVALUATOR}, Step.CONTINUE),
+        ({"stop_requested": True, "serves": True}, Step.CONTINUE),
+        ({"stop_requested": True, "scripted": True}, Step.REQUEST_END),
+        ({"stop_requested": True, "scripted": True, "grace_is_over": True}, STOPPED),
+        ({"stop_requested": True, "phase": Phase.STARTING}, STOPPED),
+        ({"finding": FROZEN}, RestartGang(ERROR)),
+        ({"finding": HANG}, RestartGang(ERROR)),
+        ({"finding": SILENT}, RestartGang(ERROR)),
+        ({"finding": FROZEN, "restarts_alone": True}, RestartAlone(ERROR)),
+        ({"finding": SILENT, "restarts_alone": True}, RestartGang(ERROR)),
+        ({"finding": SILENT, "stop_requested": True}, EndRun(OutcomeState.STOPPED, "worker-1")),
+        ({"finding": Finding("chief", "no task joined", "late")}, failed(4, "no task joined", "chief")),
+        ({"finding": FROZEN, "phase": Phase.STARTING}, RestartGang(ERROR)),
+    ],
+)
+def test_while_the_program_runs(known, action):
+    assert action == decide(facts(**{"phase": Phase.RUNNING} | known))
+
+
+@pytest.mark.parametrize(
+    ("known", "action"),
+    [
+        ({"code": 0, "state": "done"}, Step.AWAIT_OUTCOME),
+        ({"code": -11, "state": "done"}, Step.AWAIT_OUTCOME),  # TensorFlow's teardown failed
+        ({"code": 0, "state": "stopped"}, Step.AWAIT_OUTCOME),
+        ({"code": 0, "state": "training"}, Step.REPORT_FAILURE),  # user code called exit
+        ({"code": 1}, failed(1, "ValueError: a bug")),
+        ({"code": 4, "restarts_alone": True}, failed(4, "ValueError: a bug")),
+        ({"code": 1, "role": Role.EVALUATOR, "restarts_alone": True}, RestartAlone(ERROR)),
+        ({"code": 70}, Step.REPORT_FAILURE),
+        ({"code": 75}, Step.REPORT_FAILURE),
+        ({"code": -9}, Step.REPORT_FAILURE),
+        ({"code": -9, "phase": Phase.STARTING}, Step.REPORT_FAILURE),
+        ({"code": -9, "stop_requested": True}, STOPPED),
+        ({"code": -9, "restarts_alone": True}, RestartAlone(ERROR)),
+        ({"code": -9, "restarts_alone": True, "stop_requested": True}, RestartAlone(ERROR)),
+        ({"code": -9, "role": Role.EVALUATOR, "restarts_alone": True, "stop_requested": True}, Step.AWAIT_OUTCOME),
+    ],
+)
+def test_when_a_training_program_has_ended(known, action):
+    assert action == decide(facts(**{"phase": Phase.RUNNING} | known))
+
+
+@pytest.mark.parametrize(
+    ("known", "action"),
+    [
+        ({"code": 0}, Step.AWAIT_OUTCOME),
+        ({"code": 0, "stop_requested": True}, STOPPED),
+        ({"code": 1}, Step.AWAIT_REPORTS),
+        ({"code": 75, "restarts_alone": True}, Step.AWAIT_REPORTS),
+        ({"code": -6}, Step.REPORT_FAILURE),
+        ({"code": -6, "others_failed": True}, Step.AWAIT_REPORTS),  # TensorFlow aborts when another task failed
+        ({"code": -9, "others_failed": True}, Step.REPORT_FAILURE),
+        ({"code": -9, "restarts_alone": True}, RestartAlone(ERROR)),
+    ],
+)
+def test_when_a_script_has_ended(known, action):
+    assert action == decide(facts(Phase.RUNNING, scripted=True, **known))
+
+
+@pytest.mark.parametrize(
+    ("known", "action"),
+    [
+        ({}, Step.REPORT_FAILURE),
+        ({"state": "done"}, Step.AWAIT_OUTCOME),
+        ({"state": "stopped"}, Step.AWAIT_OUTCOME),
+        ({"stop_requested": True}, STOPPED),
+        ({"restarts_alone": True}, RestartAlone(KILLED)),
+        ({"restarts_alone": True, "stop_requested": True}, RestartAlone(KILLED)),
+    ],
+)
+@pytest.mark.parametrize("scripted", [False, True])
+def test_when_the_whole_task_was_killed(known, action, scripted):
+    assert action == decide(facts(Phase.DIED, end=KILLED, scripted=scripted, **known))
+
+
+@pytest.mark.parametrize(
+    ("end", "known", "action"),
+    [
+        (KILLED, {}, RestartGang(KILLED)),
+        (ERROR, {"failed_s": CULPRIT_PATIENCE_S}, Step.CONTINUE),
+        (ERROR, {"failed_s": CULPRIT_PATIENCE_S + 0.1}, RestartGang(ERROR)),
+        (ERROR, {"has_peers": False}, RestartGang(ERROR)),
+        (LOST, {"failed_s": PEER_LOST_PATIENCE_S}, Step.CONTINUE),
+        (LOST, {"failed_s": PEER_LOST_PATIENCE_S + 0.1}, RestartGang(LOST)),
+        (LOST, {"failed_s": 9.0, "silent_s": SILENT_HINT_S + 0.1}, Step.CONTINUE),
+        (LOST, {"failed_s": 9.0, "finding": SILENT}, RestartGang(LOST)),
+        (LOST, {"stop_requested": True}, STOPPED),
+    ],
+)
+def test_a_task_that_failed_before_gets_time_to_report_that(end, known, action):
+    assert action == decide(facts(Phase.FAILED, end=end, code=-9, **known))
+
+
+@pytest.mark.parametrize(
+    ("known", "action"),
+    [
+        ({"failed_s": 3.0}, Step.CONTINUE),
+        ({"failed_s": 3.1}, failed(1, "exit code 1: ValueError: a bug")),
+        ({"failed_s": 3.1, "others_failed": True}, Step.CONTINUE),
+        ({"failed_s": 3.1, "all_are_alive": False}, Step.CONTINUE),
+        ({"failed_s": 6.0, "last_silence_s": 5.0}, Step.CONTINUE),
+        ({"failed_s": 8.1, "last_silence_s": 5.0}, failed(1, "exit code 1: ValueError: a bug")),
+        ({"failed_s": SILENT_S + 3.1, "last_silence_s": 100.0}, failed(1, "exit code 1: ValueError: a bug")),
+        ({"failed_s": 3.1, "stop_requested": True}, STOPPED),
+    ],
+)
+def test_a_script_s_own_error_ends_the_run_only_when_all_others_are_alive(known, action):
+    assert action == decide(facts(Phase.FAILED, scripted=True, code=1, **known))
+
+
+@pytest.mark.parametrize(
+    ("known", "cause"),
+    [
+        ({"another_died": True}, "exit code 1"),
+        ({"worker_restarted": True}, "exit code 1, after a worker had died"),
+    ],
+)
+def test_a_script_s_error_after_the_death_of_another_task_restarts_the_gang(known, cause):
+    action = decide(facts(Phase.FAILED, scripted=True, code=1, failed_s=3.1, **known))
+    assert isinstance(action, RestartGang)
+    assert (LOST_CONTACT, cause) == (action.end.kind, action.end.cause)
+
+
+@pytest.mark.parametrize(
+    ("known", "action"),
+    [
+        ({"role": Role.CHIEF, "state": "done"}, SUCCEEDED),
+        ({"role": Role.CHIEF, "state": "stopped"}, STOPPED),
+        ({"role": Role.CHIEF, "state": "stopped", "stop_withdrawn": True}, Step.RESUME),
+        ({"state": "done"}, Step.CONTINUE),
+        ({"state": "done", "chief_done_s": SILENT_S + 0.1}, SUCCEEDED),
+        ({"state": "done", "finding": SILENT}, RestartGang(ERROR)),
+        ({"role": Role.CHIEF, "scripted": True}, Step.CONTINUE),
+        ({"role": Role.CHIEF, "scripted": True, "all_are_done": True}, SUCCEEDED),
+        ({"role": Role.CHIEF, "scripted": True, "all_are_done": True, "stop_requested": True}, STOPPED),
+        ({"scripted": True, "all_are_done": True}, Step.CONTINUE),
+    ],
+)
+def test_when_the_work_is_done_one_agent_records_the_outcome(known, action):
+    assert action == decide(facts(Phase.DONE, **known))
