@@ -72,7 +72,6 @@ def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
 
 
 def _print(output: IO[bytes]) -> None:
-    """Copy the program's output to stderr, separate from ours."""
     sys.stderr.flush()
     with output:
         for line in output:
@@ -82,7 +81,6 @@ def _print(output: IO[bytes]) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """Return the exit code; None if the program still runs after the timeout."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return processes.wait(process, timeout_s)
     return None

@@ -135,7 +135,6 @@ class ForkedProcess:
 
 
 def _reset_handlers() -> None:
-    """Restore the signal handlers of a new process."""
     for number in signal.valid_signals():
         if callable(handler := signal.getsignal(number)) and handler is not signal.default_int_handler:
             signal.signal(number, signal.SIG_DFL)

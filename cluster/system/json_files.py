@@ -208,7 +208,6 @@ def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return in one line why a file holds no value."""
     if isinstance(error, OSError):
         return error.strerror or "it cannot be read"
     return f"no JSON: {error}" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else str(error)
@@ -330,7 +329,6 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line; None if there is none."""
     try:
         value = parse_json(line, LINE_BYTES)
     except ValueError:

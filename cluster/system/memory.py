@@ -92,7 +92,6 @@ def in_kernel_log(pid: int, since_s: float) -> bool:
 
 
 def _log_records() -> list[str]:
-    """Return the records of the kernel's log, oldest first."""
     records: list[str] = []
     descriptor = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
     try:

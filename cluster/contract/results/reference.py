@@ -64,7 +64,6 @@ def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
 
 
 def _elastic(run: RunFolder) -> bool:
-    """Return whether a run computes the same bits on any number of replicas."""
     return bool(run.load_config().get("bitwise_elastic"))
 
 

@@ -89,7 +89,6 @@ def append(log: Path, data: bytes) -> None:
 
 
 def _begin_part(log: Path) -> None:
-    """Begin a new part of a log."""
     first, previous = _parts(log)[:2]
     if not os.path.lexists(first):
         rename(log, first.name)

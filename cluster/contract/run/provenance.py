@@ -112,7 +112,6 @@ def prepare() -> None:
 
 
 def _folder() -> Path:
-    """Return the folder of the notes."""
     state = os.environ.get("XDG_STATE_HOME", "")
     if Path(state).is_absolute():  # XDG says to ignore a relative path
         return Path(state) / "tf-cluster" / "runs"

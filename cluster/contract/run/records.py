@@ -577,7 +577,6 @@ def compose(value: Any) -> dict[str, Any]:
 
 
 def _port(value: Any) -> int:
-    """A port."""
     if count(value) >= 2**16:
         raise ValueError(f"expected a port, found {value}")
     return count(value)
