@@ -124,8 +124,9 @@ class Records:
     """Replaces the module `records` there."""
 
     @staticmethod
-    def read(record: Record, _check: Callable[[Any], Any], default: Any) -> Any:
-        return record.read(default)
+    def read(record: Record, check: Callable[[Any], Any], default: Any) -> Any:
+        value = record.read(None)
+        return default if value is None else check(value)
 
 
 class Memory:

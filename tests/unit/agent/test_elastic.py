@@ -311,9 +311,9 @@ def test_a_task_that_returned_and_can_be_reached_is_taken_in(returned, monkeypat
     wait_for(lambda: look(returned, 10) or returned.generation == 2, "worker-1 to be taken in")
     assert frozenset() == membership.left_out(returned)
     assert ["lost", "regained"] == [
-        next(kind for kind in ("lost", "regained") if change[kind]) for change in membership.changes(returned)
+        next(kind for kind in ("lost", "regained") if getattr(change, kind)) for change in membership.changes(returned)
     ]
-    assert [10] == [change["step"] for change in membership.changes(returned)][1:]
+    assert [10] == [change.step for change in membership.changes(returned)][1:]
     assert {"worker-1": 1} == membership.times_left_out(returned)
 
 
