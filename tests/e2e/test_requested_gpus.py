@@ -11,6 +11,7 @@ import pytest
 from invoke import Config, Context, Exit
 
 import tasks
+from cluster.contract.run import records
 from cluster.host.checks import gpu_image
 from cluster.host.cli.command_line import shell
 from cluster.host.gpu import placement
@@ -93,7 +94,7 @@ def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(clu
     run = clusters.run(f"asked-{way}")
     expected = {"chief": {way: ["2", "3"]}, "worker-0": {way: ["6", "7"]}, "ps-0": {}}
     assert expected == {task: requested(noted, found["Id"]) for task, found in containers(run).items()}
-    assert {"chief": ["2", "3"], "worker-0": ["6", "7"]} == read_json(run.compose)[placement.RECORD]
+    assert {"chief": ["2", "3"], "worker-0": ["6", "7"]} == read_json(run.compose)[records.GPUS]
     if port:
         _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
         assert board

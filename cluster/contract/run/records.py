@@ -567,7 +567,7 @@ class _Manifest(Record):
 
 config, manifest = dictionary(_Config), dictionary(_Manifest)
 GPUS = "x-gpus"
-"""The key of `compose.json` with the GPUs of each task."""
+"""The key of `compose.json` with the GPUs of each task; Compose ignores keys that begin with `x-`."""
 
 
 def compose(value: Any) -> dict[str, Any]:

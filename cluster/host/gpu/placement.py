@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cluster.contract.run.records import GPUS
 from cluster.contract.spec import MAX_DEVICES, ClusterSpec, Role, parse_count
 from cluster.host.gpu.devices import Gpu, Machine
 from cluster.system.errors import UsageError, nearest
@@ -20,8 +21,6 @@ DEVICE_REQUESTS = (DEVICE_REQUEST, "cdi", "nvidia")
 NCCL_LEVEL = "WARN"
 NCCL_LEVELS = ("VERSION", NCCL_LEVEL, "INFO", "TRACE")
 MAX_GPUS = 1024
-RECORD = "x-gpus"
-"""Its key in `compose.json`; Compose ignores keys that begin so."""
 NO_DEVICE = "-1"
 """What CUDA takes for no device at all."""
 
@@ -85,7 +84,7 @@ class Placement:
 
     def record(self) -> dict[str, Any]:
         """Return the entry for `compose.json`, by which other runs avoid these GPUs, see `ids_in`."""
-        return {RECORD: {task: list(ids) for task, ids in self.ids.items()}} if self.ids else {}
+        return {GPUS: {task: list(ids) for task, ids in self.ids.items()}} if self.ids else {}
 
     def to_json(self) -> dict[str, str]:
         """Return the record that a resumed run inherits; empty if it has no GPUs."""
@@ -95,7 +94,7 @@ class Placement:
 
 def ids_in(compose: Mapping[str, Any]) -> list[str]:
     """Return the ids of all GPUs that a run's `compose.json` hands out."""
-    return [gpu for ids in compose.get(RECORD, {}).values() for gpu in ids]
+    return [gpu for ids in compose.get(GPUS, {}).values() for gpu in ids]
 
 
 def parse(gpus: str, per_task: str) -> GpuRequest | None:
