@@ -30,13 +30,13 @@ def chosen(only: str) -> list[str]:
     """Return the requested benchmarks.
 
     Raises:
-        UsageError: there is no such.
+        UsageError: unknown benchmark.
     """
     known = (*NAMES, *ON_REQUEST)
     names = [name for name in only.split(",") if name]
     for name in names:
         if name not in known:
-            raise UsageError(f"--only {name!r} is no benchmark{nearest(name, known)}")
+            raise UsageError(f"--only: unknown benchmark {name!r}{nearest(name, known)}")
     return list(dict.fromkeys(names)) or list(NAMES)
 
 
@@ -103,7 +103,7 @@ def check_plots() -> None:
 
 
 def _possible(names: Sequence[str], runtime: str, *, named: bool, log: Callable[[str], object]) -> list[str]:
-    """Return what can be measured here: without an engine not its images, unless they were requested by name."""
+    """Return the benchmarks possible here: without an engine not its images, unless they were requested by name."""
     chosen, why = registry.choose(runtime)
     if chosen.name == "docker" or named:
         return list(names)

@@ -35,7 +35,7 @@ COUNTS = (8, 16, 32, 64)
 LARGEST = 256
 """So many in one round only: two cores are busy for minutes with starting them."""
 APART = 64
-"""So many on hosts of their own, with slow links, in one round."""
+"""Tasks on separate hosts, with slow links, in one round."""
 STEADY_S = 10.0
 STRACE_S = 4.0
 LIMIT_S = 300.0
@@ -65,7 +65,7 @@ def measure(bench: Bench) -> list[Figure]:
     """Run each number of tasks in turn, as many as fit into the memory.
 
     Raises:
-        PrerequisiteError: there is no strace.
+        PrerequisiteError: strace is missing.
     """
     _check_strace()
     counts = [count for count in (*COUNTS, LARGEST) if count * TASK_BYTES < memory.available_bytes()]
@@ -113,7 +113,7 @@ def _check_strace() -> None:
 
 
 def _run(folder: Path, count: int, measured: Measured, hosts: Sequence[Host] = ()) -> None:
-    """Bring up a cluster of stub programs, on hosts of their own if there are any; disturb it, and stop it."""
+    """Bring up a cluster of stub programs, on separate hosts if there are any; disturb it, and stop it."""
     run = _prepare(folder, count, hosts)
     names = [task.name for task in run.load_cluster().tasks]
     began = time.monotonic()

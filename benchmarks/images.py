@@ -28,7 +28,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Build both images of a copy of the checkout under names of their own, weigh them, and build them after changes.
+    """Build both images of a copy of the checkout under separate names, weigh them, and build them after changes.
 
     Raises:
         PrerequisiteError: no engine answers.

@@ -1,4 +1,4 @@
-"""PyTorch and Ray Train on the same model, data and batch, each in an environment of its own, on request.
+"""PyTorch and Ray Train on the same model, data and batch, each in a separate environment, on request.
 
 Both are made where they are missing: Ray's from the locks in `requirements/`, PyTorch's by its version alone, because
 which build of it there is depends on the package index, and so does what that build needs. `TORCH_PYTHON` and
@@ -55,7 +55,7 @@ class Peer:
         return os.environ.get(self.variable, str(self.made) if _ready(self.made).exists() else "")
 
     def contender(self, bench: Bench) -> Contender:
-        """Return what is measured, its version in its title."""
+        """Return the program to measure, its version in its title."""
         asked = f"from importlib.metadata import version; print(version({self.module!r}))"
         version = bench.call([self.python, "-c", asked]).strip()
         return Contender(f"{self.title} {version}", self.settings, self._run, self.alone)
@@ -123,7 +123,7 @@ PEERS = (
 
 
 def chosen(bench: Bench) -> list[Contender]:
-    """Return what is measured beside the hand-written baselines."""
+    """Return the peers to measure in addition to the hand-written baselines."""
     return [peer.contender(bench) for peer in PEERS if peer.python] if bench.peers else []
 
 

@@ -1,6 +1,6 @@
 """Two stages with one core each: what more micro-batches bring, against the bubble's formula and against one task.
 
-K = 2 is measured on two cores. K = 4 and 8 are simulated from the measured time of a stage, beside GPipe's table 2.
+K = 2 is measured on two cores. K = 4 and 8 are simulated from the measured time of a stage, next to GPipe's table 2.
 """
 
 from __future__ import annotations

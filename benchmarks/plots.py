@@ -46,7 +46,7 @@ def show(found: Sequence[Row], plots: dict[str, Path], folder: Path) -> None:
 
 
 def _save(path: Path, plot: Callable[[Any, Sequence[Row]], None], rows: Sequence[Row]) -> Path:
-    from matplotlib.figure import Figure  # without pyplot there is no display to look for
+    from matplotlib.figure import Figure  # pyplot would look for a display
 
     figure = Figure(SIZE, DPI, layout="constrained")
     axes = figure.add_subplot()

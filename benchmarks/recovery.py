@@ -52,7 +52,7 @@ def _recoveries(bench: Bench, number: int, how: str, victims: tuple[str, ...], r
         ready = partial(standby_cluster.complete, run, run.load_cluster(), run.generation)
         if how == READY and not wait_until(ready, LIMIT_S):
             raise RunFailed(f"the standby processes of {name} do not become ready")
-        result = chaos.inflict(run, chaos.Fault("kill", victim))
+        result = chaos.inject(run, chaos.Fault("kill", victim))
         if result.resumed_s is None:
             raise RunFailed(f"{name} did not recover from the death of {victim}: {result.description}")
         found.append(result.resumed_s)

@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 def conditions() -> dict[str, Any]:
-    """Return what a figure depends on, but for what is measured."""
+    """Return the conditions of a measurement."""
     return {
         "hardware": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(_memory_gib(), 1)},
         "commit": checkout.revision(*KEPT),
@@ -50,7 +50,7 @@ def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 
 
 def read(path: Path = RESULTS) -> list[Row]:
-    """Return what was measured before; nothing where there is nothing.
+    """Return the earlier figures; none without a file.
 
     Raises:
         RunFailed: the file cannot be read.

@@ -121,7 +121,7 @@ class Bench:
     # Others
 
     def call(self, command: Sequence[str], environment: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
-        """Run a command to its end; return what it printed on stdout.
+        """Run a command to its end; return its stdout.
 
         Raises:
             RunFailed: it failed.

@@ -11,9 +11,9 @@ WINDOW = 50
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Train a chief alone, once: each checkpoint is a round of its own."""
+    """Train a chief alone, once: each checkpoint is a round."""
     steps = 6 * WINDOW if bench.quick else STEPS
-    # A chief alone, so that nothing but the writing is beside the training.
+    # A chief alone, so that nothing but the writing competes with the training.
     rows = bench.train("saving", "--workers=0", f"--checkpoint-every={2 * WINDOW}", steps=steps)
     starts = range(2 * WINDOW, steps - 2 * WINDOW + 1, 2 * WINDOW)
     # A window with a checkpoint, from its first byte on, and its neighbour without: noise of the machine is in both.

@@ -49,7 +49,7 @@ def measure(bench: Bench) -> list[Figure]:
 
 
 def against_apart(rates: Mapping[str, list[float]]) -> Figure:
-    """Return what two tasks reach together of what two reach apart: cores may share units, caches and their clock."""
+    """Return the rate of two tasks together by that of two apart: cores may share units, caches and their clock."""
     title = f"examples/s of {SAME_SHARE}, over those of {APART}, one core each"
     two, apart = rates[SAME_SHARE], rates[APART]
     return Figure("scaling-of-apart", title, "examples/s", {SAME_SHARE: two, APART: apart}, ratios(two, apart), "times")

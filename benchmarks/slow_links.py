@@ -1,4 +1,4 @@
-"""Tasks on hosts of their own, as far as one machine can have them: network namespaces with slow links between them.
+"""Tasks on separate hosts, as far as one machine can have them: network namespaces with slow links between them.
 
 Needs root, and `ip` and `tc` of iproute2.
 """
@@ -46,7 +46,7 @@ def refusal() -> str | None:
 def hosts(count: int) -> Iterator[list[Host]]:
     """Provide so many hosts that reach each other, and nothing else; they go in the end.
 
-    Each has a link to a router, in a namespace of its own, where the packet filter of a Docker Engine does not see
+    Each has a link to a router, in a separate namespace, where the packet filter of a Docker Engine does not see
     them. On a bridge they would fill the one table of neighbours that the kernel has for all.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What every test shares: folders of its own, run folders, the engine, and the logs of a failed run."""
+"""What every test shares: separate folders, run folders, the engine, and the logs of a failed run."""
 
 import functools
 import os

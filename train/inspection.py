@@ -3,7 +3,7 @@
 python -m train.inspection classify --run-dir runs/RUN [--data-dir data]
 python -m train.inspection distance --run-dir runs/ONE --run-dir runs/OTHER
 
-Prints JSON. `cluster/host/reports/inspection.py` runs it and checks the output.
+Prints JSON. `cluster/host/reports/weights.py` runs it and checks the output.
 
 Shapes: N examples, K classes.
 """

@@ -1,6 +1,6 @@
 """Ray Train's TensorflowTrainer, as its guide has it, on the data and the model of our runs.
 
-The workers' lines go through a file, because Ray puts words of its own before what they print.
+The workers' lines go through a file, because Ray adds a prefix to what they print.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Clusters:
         )
 
     def invoke(self, *words: str, expect: int = 0, timeout_s: float = 240) -> str:
-        """Run `invoke` with these words to its end; return what it printed."""
+        """Run `invoke` with these words to its end; return its output."""
         process = self.popen(*words)
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -81,7 +81,7 @@ class Clusters:
         return self.run(name)
 
     def rerun(self, name: str, *words: str) -> tuple[str, RunFolder]:
-        """Make a run once more; return what was said of it, and its folder."""
+        """Make a run once more; return the output and its folder."""
         output = self.invoke("rerun", name, *words)
         return output, self.run(Path(output.splitlines()[-1].split()[-1]).name)
 

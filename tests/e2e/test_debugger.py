@@ -11,7 +11,7 @@ from tests.support.waiting import wait_for
 
 
 def debug(clusters: Clusters, name: str, runtime: str, *, hold_s: float = 0) -> None:
-    """Attach to a worker, hold it in the middle of training until it was silent for so long, and let it go on."""
+    """Attach to a worker, hold it in the middle of training until it was silent for `hold_s`, and let it continue."""
     pytest.importorskip("debugpy", reason="debugpy is in requirements/dev.lock")
     port, run = free_port(), clusters.run(name)
     up = clusters.popen(

@@ -133,7 +133,7 @@ def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(image, 
 
 @pytest.mark.long
 def test_the_last_files_must_be_the_code(held):
-    """So a change of the code alone makes no other layer anew."""
+    """So a change of the code alone rebuilds no other layer."""
     files = [{path for path, entry in layer.entries.items() if entry.type != "folder"} for layer in held(TRAIN).layers]
     (number,) = [number for number, paths in enumerate(files) if any(path.startswith("/app/") for path in paths)]
     assert [] == [path for paths in files[number:] for path in paths if not path.startswith("/app/")]

@@ -29,7 +29,7 @@ PHASES: dict[str, Callable[[Heartbeat], bool]] = {
     "export": lambda beat: beat.state == "saving" and beat.step == STEPS,
 }
 SAMPLE = {("ps", "ps-0", "evaluation")}
-"""What every run of the tests tries, beside `test_storms.py`."""
+"""Cases of every run of the tests, in addition to `test_storms.py`."""
 
 
 def words(name: str, strategy: str) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def programs(run: RunFolder) -> dict[str, int]:
 
 
 def standby_of(run: RunFolder, task: str) -> set[int]:
-    """Return the standby process of a task: what its agent has started beside its program."""
+    """Return the standby process of a task: its agent's child other than its program."""
     pids = {which: value["pid"] for which, value in read_json(run.programs(task)).items()}
     children = Path(f"/proc/{pids['agent']}/task/{pids['agent']}/children").read_text()
     return {int(pid) for pid in children.split()} - {pids["program"]}

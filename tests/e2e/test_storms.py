@@ -1,4 +1,4 @@
-"""Real faults on real runs: every run must go on, and a synchronous one end with the bits of an undisturbed one."""
+"""Real faults on real runs: every run must continue, and a synchronous one end with the bits of an undisturbed one."""
 
 import itertools
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run.folder import RunFolder
-from cluster.host.control import chaos, storm
+from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
 from cluster.host.runtime import registry, supervisor
 from tests.e2e.scenario import ENDLESS, Clusters, summary
@@ -28,7 +28,7 @@ STORMS = {
     "multiworker": ("--workers=2",),
     "fit": ("--workers=2", "--loop=fit"),
     "elastic": ("--workers=2", "--bitwise-elastic=4"),
-    "ps": ("--workers=2", "--ps=1", "--evaluator"),
+    "ps": ("--workers=2", "--ps=1", "--evaluator", "--checkpoint-every=20"),
     "one": ("--strategy=one",),
     "mirrored": ("--strategy=mirrored", "--devices=2"),
     "central": ("--strategy=central", "--devices=2"),
@@ -75,7 +75,7 @@ def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(c
             "the cluster of the standby processes",
             SLOW_MACHINE_S,
         )
-        print(chaos.inflict(run, Fault("kill", victim)).description)
+        print(chaos.inject(run, Fault("kill", victim)).description)
     assert [None, 1, 0] == [record.standby_ports for record in run.generations()]
     check_stopped(clusters, run, *words)
 
@@ -83,13 +83,16 @@ def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(c
 @pytest.mark.alone
 @pytest.mark.parametrize("strategy", STORMS)
 def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters, strategy):
-    """At the defaults; STORM_SEED repeats the faults of a failure."""
+    """At the defaults, but for parameter servers; STORM_SEED repeats the faults of a failure."""
     words = STORMS[strategy]
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
     print(f"STORM_SEED={seed}")
     run = start(clusters, f"any-{strategy}", *words)
-    assert [None] * FAULTS == [result.ended for result in storm.deal(run, FAULTS, seed, [], print)]
-    if strategy != "ps":
+    results = chaos.inject_all(run, FAULTS, seed, [], print)
+    assert [None] * FAULTS == [result.ended for result in results]
+    if strategy == "ps":
+        assert max(result.steps_lost or 0 for result in results) <= 20  # since the last checkpoint
+    else:
         check_stopped(clusters, run, *words)
 
 
@@ -104,15 +107,6 @@ def test_faults_in_any_phase_must_lose_no_run_and_change_no_bit(clusters, case):
 
 
 @pytest.mark.alone
-def test_parameter_servers_must_lose_no_more_than_since_the_last_checkpoint(clusters):
-    run = start(clusters, "ps-storm", "--workers=2", "--ps=1", "--checkpoint-every=20")
-    results = storm.deal(run, FAULTS, 3, [], print)
-    clusters.invoke("stop", "ps-storm", timeout_s=SLOW_MACHINE_S)
-    assert [None] * FAULTS == [result.ended for result in results]
-    assert max(result.steps_lost or 0 for result in results) <= 20
-
-
-@pytest.mark.alone
 @pytest.mark.docker
 @pytest.mark.usefixtures("require_engine", "images")
 def test_containers_must_outlive_what_only_an_engine_can_do(clusters):
@@ -122,7 +116,7 @@ def test_containers_must_outlive_what_only_an_engine_can_do(clusters):
     others = [Fault("oom", "chief"), *(Fault(kind, "worker-0") for kind in ("pause", "partition", "slow"))]
     for fault in (whole, *others):
         # Some steps apart: three failures at one step would end the run.
-        result = chaos.inflict(run, replace(fault, at_step=run.newest_step + 30), SLOW_MACHINE_S)
+        result = chaos.inject(run, replace(fault, at_step=run.newest_step + 30), SLOW_MACHINE_S)
         assert result.ended is None, result
         assert (fault.kind == "slow") is (result.detected_s is None), result
     check_stopped(clusters, run, *words)

@@ -1,4 +1,4 @@
-"""A whole run in a terminal of 80 columns."""
+"""A whole run, and the tour, in a terminal."""
 
 import fcntl
 import os
@@ -10,6 +10,7 @@ import termios
 
 import pytest
 
+from cluster.host.cli.tasks import tour
 from cluster.system.paths import ROOT
 from tests.e2e.scenario import TRAINING
 
@@ -45,3 +46,13 @@ def test_no_line_of_a_run_must_be_wrapped_and_its_view_must_stay_while_tensorboa
     first_step = next(at for at, line in enumerate(lines) if re.match(r".* step [1-9]", line))
     assert [line for line in lines[first_step + 1 : address] if line.startswith("chief ")]
     assert any(line.startswith("succeeded: ") for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("data")
+def test_a_tour_must_end_with_the_same_weights(clusters):
+    output = clusters.invoke("tour", "--yes", timeout_s=480)
+    for step in tour.STEPS:
+        assert f"$ {step.command()}" in output
+    assert "noticed after" in output
+    assert "identical: " in output

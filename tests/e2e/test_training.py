@@ -1,74 +1,17 @@
-"""The main job: topologies train, repeat themselves bit for bit, and agree with each other."""
+"""Whole trainings: from a stream, on truncated data, in micro-batches, for three epochs, fine-tuned, and scaled."""
 
+import json
 import os
-import signal
 import subprocess
 import sys
 
 import pytest
 
-from cluster.contract.run.folder import RunFolder
-from cluster.system.json_files import read_json
-from tests.e2e.scenario import DATA, ROOT, TRAINING, losses, step_of, summary
+from tests.e2e.scenario import DATA, ROOT, Clusters, losses, step_of, summary
 from tests.support.waiting import wait_for
+from train.saving.files import BEST, finished
 
 pytestmark = pytest.mark.usefixtures("data")
-
-LONGER = (
-    *("--max-steps", "100", "--global-batch", "192"),
-    *("--optimizer.name", "adamw", "--optimizer.schedule", "cosine", "--optimizer.ema", "0.9"),
-)
-"""For what is done to a run while it trains: slower steps, more of them, and an optimizer that keeps all it can."""
-
-
-@pytest.fixture(scope="module")
-def longer(clusters) -> RunFolder:
-    """Chief and two workers, undisturbed for as many steps as those that are stopped and frozen."""
-    return clusters.up("longer", f"--workers=2 -- {' '.join(LONGER)}")
-
-
-@pytest.mark.long  # `test_storms.py` stops and resumes a run too
-def test_a_stopped_run_must_go_on_as_if_it_had_not_stopped(clusters, longer):
-    words = ("up", "--name=stopped", "--runtime=local", "--tensorboard-port=0", "--detach")
-    clusters.invoke(*words, "--", *TRAINING, *LONGER)
-    run = clusters.run("stopped")
-    wait_for(lambda: step_of(run) >= 6, "step 6")
-    assert run.request_stop("a test")  # at once, as the run would do many steps while a command starts
-    wait_for(run.summary.exists, "the run's end")
-    stopped_at = summary(run)["steps"]
-    assert "stopped" == summary(run)["state"]
-    assert 6 <= stopped_at < 100
-    assert [stopped_at] * 3 == [beat.step for beat in run.heartbeats().values()]
-    clusters.invoke("up", "--resume=stopped", "--runtime=local", "--tensorboard-port=0")
-    assert ("succeeded", 100) == (summary(run)["state"], summary(run)["steps"])
-    assert summary(longer)["weights_sha256"] == summary(run)["weights_sha256"]
-    assert losses(longer) == losses(run)
-
-
-@pytest.mark.long
-def test_a_frozen_worker_must_be_noticed_and_the_run_end_with_the_same_bits(clusters, longer):
-    words = ("up", "--name=frozen", "--runtime=local", "--tensorboard-port=0", "--detach", "--checkpoint-every=5")
-    clusters.invoke(*words, "--", *TRAINING, *LONGER)
-    run = clusters.run("frozen")
-    wait_for(lambda: step_of(run) >= 10, "step 10")
-    os.kill(pid_of(run, "worker-0", "program"), signal.SIGSTOP)
-    clusters.invoke("wait", "--timeout=240")
-    (restart,) = summary(run)["restarts"]
-    assert restart["steps_lost"] <= 5
-    assert summary(longer)["weights_sha256"] == summary(run)["weights_sha256"]
-
-
-@pytest.mark.long
-def test_a_damaged_checkpoint_must_be_passed_over(clusters):
-    whole = clusters.up("whole", "--workers=0 --checkpoint-every=10 -- --max-steps 40")
-    damaged = clusters.up("damaged", "--workers=0 --checkpoint-every=10 -- --max-steps 30")
-    newest = damaged.checkpoints / "ckpt-30.data-00000-of-00001"
-    newest.write_bytes(newest.read_bytes()[:-1])
-    clusters.invoke("up", "--resume=damaged", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps", "40")
-    log = damaged.log("chief").read_text()
-    assert "warning: checkpoint of step 30 is damaged (ckpt-30.data-00000-of-00001 has" in log
-    assert [20] == [event.step for event in damaged.events() if event.event == "restored"]
-    assert summary(whole)["weights_sha256"] == summary(damaged)["weights_sha256"]
 
 
 @pytest.mark.long
@@ -111,7 +54,72 @@ def test_three_epochs_must_end_above_088(clusters):
     assert ended["metrics"]["eval_accuracy"] > 0.88
 
 
-def pid_of(run: RunFolder, task: str, which: str) -> int:
-    """Return the process id of a task's `agent` or `program`, once there is one."""
-    wait_for(run.programs(task).exists, f"the program of {task}")
-    return read_json(run.programs(task))[which]["pid"]
+@pytest.mark.long
+def test_parameter_servers_must_be_scaled_with_their_evaluator(clusters):
+    run = clusters.up("scaled", "--workers=1 --ps=1 --evaluator --detach -- --max-steps 200 --global-batch 192")
+    wait_for(lambda: step_of(run) >= 6, "step 6")
+    for sizes in (("--workers=2",), ("--workers=1", "--ps=2")):
+        assert "every task trains again after" in clusters.invoke("scale", *sizes, "--run=scaled")
+    clusters.invoke("wait", "--timeout=200", "scaled")
+    first, second = (event.step for event in run.events() if event.event == "scaled")
+    assert 6 <= first < second < 200
+    assert list(range(1, 201)) == list(losses(run))
+    assert losses(run)[200] < losses(run)[1]
+    ended = summary(run)
+    assert ("succeeded", "ParameterServerStrategy", 1) == tuple(ended[k] for k in ("state", "strategy", "replicas"))
+    assert {"chief": 0, "worker-0": 0, "ps-0": 0, "ps-1": 0, "evaluator": 0} == ended["tasks"]
+
+
+MICRO = "--micro-batches=4"
+STEPS = 12
+MODEL = """
+from tensorflow import keras
+
+
+def model(feature_shape, num_outputs):
+    layers, l2 = keras.layers, keras.regularizers.L2(1e-3)
+    hidden = [layers.Dense(16, kernel_regularizer=l2), layers.BatchNormalization(), layers.ReLU(), layers.Dropout(0.5)]
+    return keras.Sequential([keras.Input(feature_shape), layers.Flatten(), *hidden, layers.Dense(num_outputs)])
+"""
+"""With all that goes wrong on several replicas without its guard."""
+
+
+def test_two_tasks_must_give_the_bits_of_two_devices_wherever_they_are(clusters, tmp_path):
+    (tmp_path / "guarded.py").write_text(MODEL)
+    own = Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path)})
+    training = f"{MICRO} -- --max-steps {STEPS} --model guarded:model"
+    devices = own.up("devices", f"--workers=0 --devices=2 {training}")
+    tasks = own.up("tasks", f"--workers=1 {training}")
+    assert losses(devices) == losses(tasks)
+    assert STEPS == len(losses(tasks))
+    assert summary(devices)["weights_sha256"] == summary(tasks)["weights_sha256"]
+
+
+WORSE_AT_ONCE = ("--best.metric", "eval_loss", "--best.mode", "max", "--best.patience", "1", "--best.export")
+"""The loss falls, so the first evaluation stays the best, and the second ends the training."""
+
+
+def test_a_run_must_end_early_in_every_task_and_another_begin_with_its_weights(clusters):
+    base = clusters.up("base", f"--workers=1 -- --evaluate-every 5 {' '.join(WORSE_AT_ONCE)}")
+    assert ("succeeded", 10) == (summary(base)["state"], summary(base)["steps"])
+    assert {10} == {beat.step for beat in base.heartbeats().values()}
+    assert [5] == [saved.step for saved in finished(base.checkpoints / BEST)]
+    assert 5 == json.loads(clusters.invoke("evaluate", "base", "--best", "--json"))["step"]
+    tuned = clusters.up("tuned", "--workers=0 --init-from=base -- --max-steps 5 --freeze conv2d*")
+    assert "began with 8 of the 8 weights from ckpt-10.index" in (tuned.path / "logs" / "chief.log").read_text()
+    assert tuned.losses()[1] < base.losses()[1]
+
+
+def test_a_best_metric_that_no_evaluation_has_must_be_refused_before_anything_starts(clusters):
+    output = clusters.invoke(
+        "up",
+        "--name=mistyped",
+        "--runtime=local",
+        "--tensorboard-port=0",
+        "--",
+        "--best.metric",
+        "eval_acuracy",
+        expect=2,
+    )
+    assert "did you mean 'eval_accuracy'?" in output
+    assert not clusters.run("mistyped").path.exists()

@@ -19,7 +19,7 @@ CHANGED = "this is the changed code"
 
 @pytest.fixture
 def edited(data, tmp_path, copy_checkout) -> Iterator[Clusters]:
-    """Commands of a copy of the checkout, with images of its own."""
+    """Commands of a copy of the checkout, with separate images."""
     folder = tmp_path / "checkout"
     copy_checkout(folder)
     clusters = Clusters(folder / "runs", {"IMAGE_NAMESPACE": OWN_IMAGES}, folder)
@@ -61,7 +61,7 @@ def test_a_change_of_the_code_must_start_every_task_again(edited):
         generation = run.generation
         program.write_text(f"{program.read_text()}\nthis is no Python\n")
         wait_for(lambda: "Build failed" in log.read_text(), "the compiler", SOON_S)
-        assert (generation, None) == (run.generation, run.outcome)  # what trains goes on
+        assert (generation, None) == (run.generation, run.outcome)  # training continues
         edited.invoke("stop")
         assert 0 == watch.wait(60), log.read_text()
     finally:

@@ -1,4 +1,4 @@
-"""Each file of this folder is run by a pytest of its own: Keras is patched in it, and it says how many devices it has.
+"""Each file of this folder runs in a separate pytest: Keras is patched in it, and it sets its number of devices.
 
 `DEVICES = 2` in a file gives its process two logical devices; `(2, 3)` runs the file with two, then with three. Without
 it TensorFlow is left as it is. `OWN_PROCESS=2 pytest FILE` runs the tests of a file directly, for a debugger.

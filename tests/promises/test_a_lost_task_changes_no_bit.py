@@ -18,17 +18,17 @@ def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters):
         patch.setitem(clusters.environment, "STANDBY_DELAY_S", "1")
         run = start(clusters, "stormy", *words, length=length)
     # From this process, as the run would do many steps while a command starts.
-    killed = chaos.inflict(run, Fault("kill", "worker-0", at_step=20))
+    killed = chaos.inject(run, Fault("kill", "worker-0", at_step=20))
     assert killed.ended is None
     assert killed.detected_s is not None
     assert killed.detected_s < EARLY_S
     assert killed.steps_lost is not None
     assert killed.steps_lost <= 10
-    damaged = chaos.inflict(run, Fault("corrupt", "chief", at_step=40))
+    damaged = chaos.inject(run, Fault("corrupt", "chief", at_step=40))
     assert damaged.steps_lost is not None
     assert 5 <= damaged.steps_lost <= 25  # the newest checkpoint was of no use
     assert "is damaged" in run.log("chief").read_text()
-    assert "stopped" == chaos.inflict(run, Fault("stop", "worker-0", at_step=50)).ended
+    assert "stopped" == chaos.inject(run, Fault("stop", "worker-0", at_step=50)).ended
     assert "stopped" == summary(run)["state"]
     output = clusters.invoke("up", "--resume=stormy", "--runtime=local", "--tensorboard-port=0")
     assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]

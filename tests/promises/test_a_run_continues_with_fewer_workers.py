@@ -6,7 +6,7 @@ import pytest
 
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.host.control import chaos, storm
+from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
@@ -77,7 +77,7 @@ def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(cluster
 @pytest.mark.long
 def test_a_lost_worker_that_returns_must_be_taken_in(clusters):
     run = begin(clusters, "grows", *ELASTIC, "--grow")
-    lost = chaos.inflict(run, Fault("lose", "worker-1", at_step=20), SLOW_MACHINE_S)
+    lost = chaos.inject(run, Fault("lose", "worker-1", at_step=20), SLOW_MACHINE_S)
     assert lost.ended is None
     await_members(run)
     assert [["worker-1"], []] == [list(change.left_out) for change in membership.changes(run)]
@@ -86,7 +86,7 @@ def test_a_lost_worker_that_returns_must_be_taken_in(clusters):
 
 @pytest.mark.long
 def test_a_frozen_worker_must_do_no_harm_when_it_thaws(clusters):
-    """Its agent and its program go on from where they were, in a generation that is long over."""
+    """Its agent and its program continue from where they were, in a generation that is long over."""
     run = begin(clusters, "thaws", *ELASTIC)
     injector = registry.of(run).faults(run)
     injector.pause("worker-1")
@@ -101,21 +101,6 @@ def test_a_frozen_worker_must_do_no_harm_when_it_thaws(clusters):
     reached = step_of(run)
     wait_for(lambda: step_of(run) >= reached + 20, "further steps", SLOW_MACHINE_S)
     assert (generation, None) == (run.generation, run.outcome)
-    check_bits(clusters, run)
-
-
-@pytest.mark.long
-def test_scale_must_bring_in_a_worker_that_waits(clusters):
-    run = begin(clusters, "scaled", *ELASTIC)
-    chaos.inflict(run, Fault("lose", "worker-0", at_step=20), SLOW_MACHINE_S)
-    wait_for(
-        lambda: (beat := run.heartbeat("worker-0")) and beat.state == "waiting", "worker-0 to wait", SLOW_MACHINE_S
-    )
-    await_members(run, "worker-0")
-    assert "without worker-0" in clusters.invoke("status", "--run=scaled")
-    output = clusters.invoke("scale", "--workers=2", "--run=scaled", timeout_s=SLOW_MACHINE_S)
-    assert "scaled from 1 to 2 workers at step " in output
-    await_members(run)
     check_bits(clusters, run)
 
 
@@ -135,7 +120,7 @@ def test_the_chief_must_go_on_alone(clusters):
 def test_a_storm_with_lost_workers_must_lose_no_run_and_change_no_bit(clusters):
     run = begin(clusters, "stormy", *ELASTIC, "--grow")
     kinds = ["lose", "kill", "lose", "corrupt"]
-    assert [None] * 8 == [result.ended for result in storm.deal(run, 8, 5, kinds, print, SLOW_MACHINE_S)]
+    assert [None] * 8 == [result.ended for result in chaos.inject_all(run, 8, 5, kinds, print, SLOW_MACHINE_S)]
     assert [change for change in membership.changes(run) if change.lost]
     check_bits(clusters, run)
 
@@ -145,7 +130,7 @@ def test_a_storm_with_lost_workers_must_lose_no_run_and_change_no_bit(clusters):
 @pytest.mark.usefixtures("require_engine", "images")
 def test_a_container_that_is_lost_must_be_taken_in_again(clusters):
     run = begin(clusters, "contained", *ELASTIC, "--grow", runtime="docker")
-    lost = chaos.inflict(run, Fault("lose", "worker-1", at_step=20), SLOW_MACHINE_S)
+    lost = chaos.inject(run, Fault("lose", "worker-1", at_step=20), SLOW_MACHINE_S)
     assert lost.ended is None
     await_members(run)
     check_bits(clusters, run)

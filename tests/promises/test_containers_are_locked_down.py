@@ -73,7 +73,7 @@ def training(clusters, port, tmp_path_factory) -> Iterator[RunFolder]:
 
 
 def containers(run: RunFolder) -> dict[str, dict[str, Any]]:
-    """Return what the engine says of a run's containers, by task."""
+    """Return the engine's description of a run's containers, by task."""
     label = f"label=com.docker.compose.project={compose_services.project(run.path)}"
     _, ids = engine.ask("ps", "--all", "--quiet", "--filter", label)
     if not ids:
@@ -107,7 +107,7 @@ def test_a_secret_must_be_known_to_a_task_and_shown_nowhere(training, task):
     log = training.log(task)
     wait_for(lambda: log.exists() and "a key of 2 words" in log.read_text(), f"the secret to be known to {task}")
     assert SECRET not in json.dumps(containers(training)[task])
-    written = [*training.path.glob("*.json*"), *training.path.glob("logs/*.log")]  # what is not deleted meanwhile
+    written = [*training.path.glob("*.json*"), *training.path.glob("logs/*.log")]  # files that stay
     assert {training.compose, training.log(task)} <= {*written}
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
 
@@ -199,7 +199,7 @@ def test_tensorboard_must_show_the_run_on_loopback_only(training, port):
 
 @pytest.fixture
 def neighbour() -> Iterator[list[str]]:
-    """A machine beside this one that routes everything through it; the words that run a command there."""
+    """A neighbour of this machine that routes everything through it; the words that run a command there."""
     if os.getuid() != 0:
         pytest.skip("only root can make a network namespace")
     name = f"nb{os.getpid()}"
@@ -218,7 +218,7 @@ def neighbour() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def beside() -> Iterator[Callable[..., str]]:
+def open_servers() -> Iterator[Callable[..., str]]:
     """Starts a server in a network that the engine does not protect; returns its address. It is ended afterwards."""
     name, started = f"tf-cluster-tests-{os.getpid()}", []
     unprotected = "--opt=com.docker.network.bridge.gateway_mode_ipv4=nat-unprotected"
@@ -250,11 +250,11 @@ def answers(address: str, *where: str) -> bool:
 
 
 @pytest.mark.needs("ip")
-def test_a_neighbour_must_not_reach_tensorboard(training, port, neighbour, beside):
+def test_a_neighbour_must_not_reach_tensorboard(training, port, neighbour, open_servers):
     _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
     _, settings = engine.ask("inspect", "--format={{json .HostConfig.Sysctls}}", board)
     (setting,) = json.loads(settings).items()
-    open_server, closed_server = beside(), beside("--sysctl={}={}".format(*setting))
+    open_server, closed_server = open_servers(), open_servers("--sysctl={}={}".format(*setting))
     for address in (open_server, closed_server):
         wait_for(lambda address=address: answers(address), "the server to answer this machine")
     wait_for(lambda: answers(open_server, *neighbour), "the neighbour to have a route to containers", timeout_s=300)

@@ -59,4 +59,4 @@ def test_verify_must_do_so_with_both_loops_in_less_than_five_minutes_and_leave_n
     check(json.loads(done.stdout)["rows"], verify.CASES)
     assert written == [path.read_text() for path in verify.DOCUMENTS]
     assert [] == list(tmp_path.iterdir())
-    assert [] == sorted(processes.Table().marked("TMPDIR", str(tmp_path)))
+    assert [] == sorted(processes.ProcessTable().with_environment("TMPDIR", str(tmp_path)))

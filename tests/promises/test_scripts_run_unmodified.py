@@ -159,7 +159,7 @@ def theirs(tmp_path) -> Path:
     folder.chmod(0o755)
     for name, text in (("fit.py", FIT), ("coordinate.py", COORDINATE), ("routes.py", ROUTES)):
         (folder / name).write_text(text)
-    (folder / "neighbour.txt").write_text("beside the script\n")
+    (folder / "neighbour.txt").write_text("next to the script\n")
     return folder
 
 

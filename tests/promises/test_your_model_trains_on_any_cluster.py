@@ -97,13 +97,6 @@ def test_bfloat16_must_learn_and_export_float32(own, half):
     assert ["float32", "float32"] == done.stdout.split()
 
 
-@pytest.mark.long  # the sums are those of `test_precision.py`
-def test_bfloat16_must_give_the_same_bits_again(own, half):
-    output, again = own.rerun("half", "--runtime=local")
-    assert "identical: the losses of 200 logged steps and the final weights are the same bits" in output
-    assert summary(half)["weights_sha256"] == summary(again)["weights_sha256"]
-
-
 def test_a_typo_in_a_users_function_must_be_reported_before_anything_starts(own):
     output = own.invoke("up", "--name=typo", "--preset=plants:preset", "--", "--model", "plants:modle", expect=2)
     assert "did you mean 'model'?" in output

@@ -1,13 +1,25 @@
-"""Records that the tasks of a run leave."""
+"""Records that the tasks of a run leave, for runs without tasks."""
 
 import time
 from collections.abc import Callable
 from typing import Any
 
+from cluster.contract.results import summary
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
 
 MakeRun = Callable[..., RunFolder]
+LEDGER: dict[str, Any] = {
+    "generation": 0,
+    "began": 1.0,
+    "first_step_at": 1.0,
+    "first": 0,
+    "updated_at": 1.0,
+    "step": 1,
+    "timed_steps": 1,
+    "seconds": {"input": 0.0, "compute": 4.0, "save": 1.0, "evaluate": 0.0},
+}
+"""What the chief records of one generation."""
 
 
 def beat(run: RunFolder, task: str, state: str = "training", *, age_s: float = 0, **values: Any) -> None:
@@ -21,3 +33,9 @@ def save(run: RunFolder, *steps: int) -> None:
     """Leave records of checkpoints."""
     for step in steps:
         write_json(run.checkpoints / f"ckpt-{step}.json", {"step": step, "files": {}})
+
+
+def end(run: RunFolder, state: str, **cause: Any) -> dict[str, Any]:
+    """Record an outcome and write the summary."""
+    run.end(state, **cause)
+    return summary.write(run, settle_s=0).to_json()

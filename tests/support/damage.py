@@ -176,7 +176,7 @@ def _mistyped(value: Any, draw: random.Random) -> Any:
 
 
 def misplace(path: Path, draw: random.Random, outside: Path) -> None:
-    """Put something that is no file in a file's place, or in that of its folder."""
+    """Put something other than a file in a file's place, or in that of its folder."""
     if draw.random() < 0.2 and path.parent.parent.name != "runs" and path.parent.name != "runs":
         path = path.parent
     if path.is_dir() and not path.is_symlink():
@@ -202,7 +202,7 @@ def hide(path: Path, draw: random.Random, outside: Path) -> None:
 
 
 def add(path: Path, draw: random.Random, outside: Path) -> None:
-    """Lay a file beside it that no run has."""
+    """Add a file that no run has."""
     if path.parent.is_dir() and not path.parent.is_symlink():
         name = draw.choice(["zzz.json", "-1.json", "².json", "1e9.json", f"{'9' * 200}.json", "\x1b[2J.json", ".json"])
         (path.parent / f"ckpt-{name}").write_bytes(draw.choice(TEXTS))

@@ -1,4 +1,4 @@
-"""The least that a debugger says, in the Debug Adapter Protocol, and a port of its own."""
+"""A minimal client of the Debug Adapter Protocol, and a free port for it."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Numbers measured in processes of their own, by programs in `tests/programs`.
+"""Numbers measured in separate processes, by programs in `tests/programs`.
 
 They need several logical devices, a cluster, or Keras first without and then with the patches of `train/patches/`. A
 process can choose each of these only once, and all other unit tests share pytest's process.
@@ -38,7 +38,7 @@ def start(module: str, result: Path, *arguments: str, **environment: str) -> sub
 
 
 def finish(process: subprocess.Popen[str], result: Path, timeout_s: float = HANG_S) -> dict[str, Any]:
-    """Wait for a process of `start` and return what it measured."""
+    """Wait for a process of `start` and return its measurements."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -50,7 +50,7 @@ def finish(process: subprocess.Popen[str], result: Path, timeout_s: float = HANG
 
 @functools.cache
 def measured(module: str, *arguments: str) -> dict[str, Any]:
-    """Return what `tests/programs/<module>.py` measures, once for all tests of this process."""
+    """Return the measurements of `tests/programs/<module>.py`, made once for all tests of this process."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         return finish(start(module, result, *arguments), result)

@@ -1,5 +1,6 @@
-"""Waiting for a condition, with a bound: no test sleeps for a fixed time."""
+"""Waiting for a condition, with a bound: no test sleeps for a fixed time; and the same thing several times at once."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,3 +15,13 @@ def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 300, paus
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
         time.sleep(pause_s)
     return value
+
+
+def together(body: Callable[[int], None], count: int = 8) -> None:
+    """Run `body` in several threads at the same moment."""
+    start = threading.Barrier(count)
+    threads = [threading.Thread(target=lambda at=at: (start.wait(), body(at))) for at in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -72,7 +72,7 @@ def take(run: RunFolder, folder: Path, log: Callable[[str], None]) -> list[Path]
         log: prints a line.
 
     Raises:
-        PrerequisiteError: there is no browser.
+        PrerequisiteError: a browser is missing.
         RunFailed: the browser made no picture.
     """
     program = browser()

@@ -117,7 +117,7 @@ def resolved(monkeypatch):
 
 @pytest.fixture
 def recorded_configuration(monkeypatch):
-    """The configuration of the run that goes on, without the process that checks it."""
+    """The configuration of the run that continues, without the process that checks it."""
     monkeypatch.setattr(configuration, "resolve", lambda request, base, *_: (read_json(base), (), ""))
 
 

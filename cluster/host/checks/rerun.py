@@ -140,7 +140,7 @@ def lines(second: RunFolder, verdict: Verdict | None) -> list[str]:
     """Return the lines that the command prints about a run that was made again."""
     folder = short_path(second.path)
     if verdict is None:
-        return ended_lines(second, folder)
+        return ended_lines(second)
     return [*verdict.lines, f"run folder   {folder}"]
 
 

@@ -1,42 +1,44 @@
-"""`invoke down`: end everything that was started; report what cannot be ended, also by the exit code."""
+"""End runs and delete them: `invoke down` and `invoke clean`. What fails is reported, also by the exit code."""
 
 from __future__ import annotations
 
+import re
 import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.contract import spec
+from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import watch
 from cluster.host.launch import folders, teardown
 from cluster.host.runtime import tensorboard
-from cluster.host.runtime.base import Shell
-from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError
+from cluster.host.runtime.base import Runtime, Shell
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, TimedOut, UsageError, nearest
 from cluster.system.messages import plain, short_path
 from cluster.system.terminal import error_text, print_lines
 
+UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
+
 
 def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
-    """End a run, or every run of a folder and its TensorBoard; return the exit code, that of the first failure.
+    """End a run, or without a name every run and TensorBoard; return the exit code, that of the first failure.
 
-    One that cannot be ended does not prevent ending the others.
-
-    Args:
-        runs_dir: the folder of all runs.
-        name: the run's; empty for everything.
-        timeout_s: in which a run may save and stop before it is ended.
-        sh: runs commands.
+    A run may save and stop in `timeout_s` before it is ended. One that cannot be ended does not prevent ending the
+    others.
 
     Raises:
-        UsageError: there is no such run.
+        UsageError: unknown run.
     """
     failures = _Failures()
     left = teardown.leftovers(runs_dir)
-    for run in [_named(runs_dir, name, left)] if name else [RunFolder(runs_dir / each) for each in left.found]:
+    for run in [_find_run(runs_dir, name, left)] if name else [RunFolder(runs_dir / each) for each in left.found]:
         with failures:
             if run.name in left.unreachable:
                 continue
-            watch.end(run, "invoke down", timeout_s, sh, also=left.found.get(run.name, ()))
+            end(run, "invoke down", timeout_s, sh, also=left.found.get(run.name, ()))
             where = short_path(run.path) if run.path.exists() else "gone"
             print_lines(f"{run.name} is down; its folder is {where}")
     with failures:
@@ -48,7 +50,28 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
     return failures.code
 
 
-def _named(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:
+def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
+    """Ask a run to save and stop if it is in progress, and end whatever is left of it, however damaged its folder is.
+
+    `also` are runtimes that have something of it, whatever its records say.
+
+    Raises:
+        Taken: another command is at work on the run, and did not come to an end.
+        PrerequisiteError: it is in containers, and no engine answers.
+    """
+    try:
+        if teardown.in_progress(run):
+            watch.stop(run, by, timeout_s)
+    except TimedOut:  # a run that cannot stop is ended all the same
+        pass
+    except Exception as error:
+        print(f"{run.name} cannot be stopped: {' '.join(str(error).split())}", file=sys.stderr)
+    with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+        teardown.remove(run, sh, also=also)
+        teardown.record_end(run)
+
+
+def _find_run(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:
     """Return the run of a name, also where its folder is gone and only something that runs of it is left."""
     run = RunFolder(runs_dir / spec.check_run_name(name))
     return run if run.name in left.found or run.name in left.unreachable else folders.find_run(name)
@@ -69,3 +92,77 @@ class _Failures:
         print(error_text(message), file=sys.stderr, flush=True)
         self.code = self.code or (error.exit_code if isinstance(error, ClusterError) else EXIT_FAILED)
         return True
+
+
+@dataclass(frozen=True)
+class OldRun:
+    """A run that can be deleted."""
+
+    run: RunFolder
+    ended: float
+    """Seconds since the epoch."""
+
+
+def parse_age(text: str) -> float:
+    """Return the seconds of an age such as `7d`, `12h`, `30m` or `2w`."""
+    match = re.fullmatch(r"([0-9]{1,6})([mhdw])", text.strip())
+    if not match:
+        raise UsageError(f"--older {text!r}: expected a number with m, h, d or w behind it, such as 7d")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def find_old(runs_dir: Path, older_s: float) -> list[OldRun]:
+    """Return the runs that ended at least `older_s` ago and are not in progress; the oldest first."""
+    found = []
+    for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
+        run = RunFolder(path)
+        if path.name.startswith(".") or not _is_run(run):
+            continue
+        ended = _ended(run)
+        if time.time() - ended >= older_s and not teardown.in_progress(run):
+            found.append(OldRun(run, ended))
+    return sorted(found, key=lambda old: old.ended)
+
+
+def find_ended(runs_dir: Path, name: str) -> OldRun:
+    """Return the run of this name.
+
+    Raises:
+        UsageError: unknown run, or it is in progress.
+    """
+    run = RunFolder(runs_dir / spec.check_run_name(name))
+    if not _is_run(run):
+        known = [path.parent.name for path in runs_dir.glob("*/cluster.json")]
+        raise UsageError(f"no run {name!r} in {short_path(runs_dir)}{nearest(name, known) if known else ''}")
+    if teardown.in_progress(run):
+        raise UsageError(f"run {name!r} is in progress; `invoke down {name}` before it is deleted")
+    return OldRun(run, _ended(run))
+
+
+def _is_run(run: RunFolder) -> bool:
+    """Return whether a folder is a run, or the remains of a killed command's."""
+    if run.path.is_symlink():
+        return False  # the folder that a link leads to is not ours to delete
+    return not claim.held(run) if run.incomplete else run.cluster.exists()
+
+
+def _ended(run: RunFolder) -> float:
+    """Return when a run ended, or else last did something, by the files that its commands and tasks write."""
+    if run.summary.exists():  # a report or an export of a later day does not make it younger
+        return run.outcome.time if run.outcome else run.summary.lstat().st_mtime
+    paths = [run.path, run.summary, run.events_log, run.cluster, run.control, *(run.path / "status").glob("*.json")]
+    return max((path.lstat().st_mtime for path in paths if path.exists()), default=0.0)
+
+
+def delete(old_runs: Iterable[OldRun]) -> list[str]:
+    """Delete runs, unless they were resumed since they were listed; return the errors of those that stay."""
+    errors = []
+    for old in old_runs:
+        try:
+            with claim.hold(old.run, "deleted"):
+                if teardown.in_progress(old.run):
+                    raise UsageError(f"run {old.run.name!r} is in progress again; it stays")
+                old.run.delete()
+        except (ClusterError, OSError) as error:
+            errors.append(f"{old.run.name}: {' '.join(str(error).split())}")
+    return errors

@@ -11,14 +11,13 @@ import time
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop
+from cluster.host.control.watch import print_end
 from cluster.host.launch import teardown
 from cluster.host.runtime import registry
-from cluster.host.view.ended import ended_lines
 from cluster.system import interrupts, processes
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.files import remove
 from cluster.system.json_files import write_json
-from cluster.system.messages import short_path
 
 POLL_S = 0.2
 INTERRUPTED_S = 20.0
@@ -30,10 +29,6 @@ def watch(run: RunFolder, *, trust: bool = False) -> None:
 
     The tasks are killed and continue from the newest checkpoint, with the new code, as after any loss of a task.
 
-    Args:
-        run: a run in progress.
-        trust: whether to believe a run that this user did not start here, or that was changed since.
-
     Raises:
         UsageError: it is not in progress, or nothing replaces its tasks.
         PrerequisiteError: what builds its image is missing.
@@ -42,10 +37,10 @@ def watch(run: RunFolder, *, trust: bool = False) -> None:
     if not trust:
         provenance.check(run)
     if not teardown.in_progress(run):
-        raise UsageError(f"run {run.name!r} is not in progress; `invoke up --resume {run.name}` goes on with it")
+        raise UsageError(f"run {run.name!r} is not in progress; `invoke up --resume {run.name}` continues it")
     command = registry.of(run).watch(run)
     print(
-        f"{command}\na change to the code of {run.name} starts its tasks again; Ctrl-C ends this, the run goes on",
+        f"{command}\na change to the code of {run.name} starts its tasks again; Ctrl-C ends this, the run continues",
         flush=True,
     )
     write_json(run.replaced, {"by": "invoke image.watch"})
@@ -54,11 +49,11 @@ def watch(run: RunFolder, *, trust: bool = False) -> None:
     finally:
         remove(run.replaced)
     if run.load_summary():
-        print("\n".join(ended_lines(run, short_path(run.path))), flush=True)
+        print_end(run)
     elif run.stop_requested:
         print(f"{run.name} is being {'scaled' if run.after_stop == AfterStop.SCALE else 'stopped'}", flush=True)
     else:
-        raise RunFailed(f"`docker compose watch` ended with exit code {code}, see above; {run.name} goes on")
+        raise RunFailed(f"`docker compose watch` ended with exit code {code}, see above; {run.name} continues")
 
 
 def _compose(command: str, run: RunFolder) -> int:

@@ -1,8 +1,8 @@
 """`invoke scale`: a run continues with other workers or parameter servers, from the step where it was stopped.
 
-The request to stop says what follows (`control/stop.json`). So the chief's agent writes no summary, and whoever watches
-the run waits for its next generation, which this module begins. If this command is killed, the kernel releases
-its claim on the run, and the run counts as stopped.
+The request to stop records that the run is scaled (`control/stop.json`). So the chief's agent writes no summary, and
+watchers wait for the next generation, which this module begins. If this command is killed, the kernel releases its
+claim on the run, and the run counts as stopped.
 """
 
 from __future__ import annotations
@@ -23,30 +23,21 @@ from cluster.host.launch.plan import Plan
 from cluster.host.launch.topology import build_cluster, inherit_topology
 from cluster.host.options.request import Request, parse_options
 from cluster.host.runtime.base import Shell
-from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, TimedOut, UsageError
-from cluster.system.messages import counted, short_path
+from cluster.system.messages import counted
 from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
-BY = "invoke scale"
 SHOWN_COUNTS = 3
 """How many suitable numbers of workers an error names."""
 
 
 def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = False) -> int:
-    """Scale a run, and return once every task trains again, or the run has ended instead.
+    """Scale a run; return the exit code once every task trains again, or the run has ended instead.
 
-    Args:
-        run: in progress.
-        workers: worker tasks beside the chief, as typed; empty: as many as now.
-        ps: parameter servers, as typed; empty: as many as now.
-        sh: runs commands.
-        trust: whether the run's records may have been changed since this user started it.
-
-    Returns:
-        The exit code.
+    `workers` and `ps` are as typed; empty: as many as now. `trust`: the run's records may have been changed since this
+    user started it.
 
     Raises:
         UsageError: the run cannot be scaled to that size. It continues undisturbed.
@@ -65,8 +56,15 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
         swapped = stopped and _swap(planned, sh)
     if not swapped:
         return _report_end(run, sh, "ended before it was scaled")
-    run.event("chief", "scaled", step=step, **_counts(before, "before"), **_counts(planned.cluster, "after"))
-    done = f"scaled {_sizes(before, planned.cluster)} at {reached}"
+    after = planned.cluster
+    counts: dict[str, int] = {}
+    for when, cluster in (("before", before), ("after", after)):
+        counts |= {f"workers_{when}": _workers(cluster), f"ps_{when}": len(cluster.of(Role.PS))}
+    run.event("chief", "scaled", step=step, **counts)
+    sizes = f"{_workers(before)} to {_workers(after)} workers"
+    if before.of(Role.PS) or after.of(Role.PS):
+        sizes = f"{_size(before)} to {_size(after)}"
+    done = f"scaled from {sizes} at {reached}"
     with Live() as live:
         trains = watch.until_training(run, live.show)
     if not trains:
@@ -76,7 +74,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
 
 
 def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
-    """Check that a run can be scaled to a size, and return what would be started. Changes nothing.
+    """Check that a run can be scaled to a size, and return the plan. Changes nothing.
 
     Raises:
         UsageError: it cannot.
@@ -91,9 +89,7 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
             f"`invoke up --resume {run.name}{options}`"
         )
     if not teardown.in_progress(run):
-        raise UsageError(
-            f"run {run.name!r} is not in progress; `invoke up --resume {run.name}{options}` goes on with it"
-        )
+        raise UsageError(f"run {run.name!r} is not in progress; `invoke up --resume {run.name}{options}` continues it")
     previous = run.load_cluster()
     if previous.kind.staged:
         raise UsageError(
@@ -118,12 +114,15 @@ def stop(run: RunFolder) -> bool:
         UsageError: somebody else is stopping it.
         TimedOut: it did not stop, and continues.
     """
-    if (
-        not run.request_stop(BY, then=AfterStop.SCALE) and run.after_stop != AfterStop.SCALE
-    ):  # or by a command that was killed
+    requested = run.request_stop("invoke scale", then=AfterStop.SCALE)
+    if not requested and run.after_stop != AfterStop.SCALE:  # else it is the request of a command that was killed
         raise UsageError(f"run {run.name!r} is being stopped already; `invoke status --watch` shows it")
     try:
-        _await_outcome(run)
+        if not wait_until(lambda: run.outcome, watch.STOP_TIMEOUT_S, watch.POLL_S):
+            raise TimedOut(
+                f"run {run.name} did not stop in {watch.STOP_TIMEOUT_S:g} s, so it was not scaled; once its tasks have "
+                "saved it continues as it was, see `invoke status --watch`"
+            )
     except BaseException:
         run.withdraw_stop()
         raise
@@ -147,14 +146,6 @@ def _swap(planned: Plan, sh: Shell) -> bool:
     return False
 
 
-def _await_outcome(run: RunFolder) -> None:
-    if not wait_until(lambda: run.outcome, watch.STOP_TIMEOUT_S, watch.POLL_S):
-        raise TimedOut(
-            f"run {run.name} did not stop in {watch.STOP_TIMEOUT_S:g} s, so it was not scaled; once its tasks have "
-            "saved it goes on as it was, see `invoke status --watch`"
-        )
-
-
 def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -> None:
     """Check that the run can continue from its checkpoint on this cluster."""
     if previous.kind.hardware:
@@ -164,14 +155,9 @@ def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -
     if [task.name for task in requested.tasks] == [task.name for task in previous.tasks]:
         raise UsageError(f"run {run.name!r} has {_size(previous)} already")
     config = run.load_config()
-    if not config.get("bitwise_elastic", 0):  # whether replicas can share virtual shards is checked with the plan
-        _check_batch(config.get("global_batch", 0), previous, requested)
-
-
-def _check_batch(batch: int, previous: ClusterSpec, requested: ClusterSpec) -> None:
-    """Check that the global batch, which does not change, can be divided evenly."""
-    if batch % requested.batch_divisor == 0:
-        return
+    batch = config.get("global_batch", 0)  # it does not change, so it must be divided evenly
+    if config.get("bitwise_elastic", 0) or batch % requested.batch_divisor == 0:
+        return  # whether replicas can share virtual shards is checked with the plan
     counts = range(spec.MAX_TASKS + 1)
     fitting = [n for n in counts if batch % ((1 + n) * requested.devices) == 0 and n != _workers(previous)]
     near = [str(n) for n in sorted(sorted(fitting, key=lambda n: abs(n - _workers(requested)))[:SHOWN_COUNTS])]
@@ -201,10 +187,10 @@ def _end_here(run: RunFolder) -> None:
 
 def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
     """Report a run that ended while it was being scaled; return the exit code."""
-    with Live() as live:
-        ended = watch.follow(run, live.show)
+    ended = watch.show_until_end(run)
     left = teardown.finish(run, sh)
-    print("\n".join([f"{run.name} {how}", *ended_lines(run, short_path(run.path))]))
+    print(f"{run.name} {how}")
+    watch.print_end(run)
     if left:
         print(left, file=sys.stderr)
     return watch.exit_code(ended)
@@ -214,16 +200,6 @@ def _workers(cluster: ClusterSpec) -> int:
     return len(cluster.of(Role.WORKER))
 
 
-def _counts(cluster: ClusterSpec, when: str) -> dict[str, int]:
-    return {f"workers_{when}": _workers(cluster), f"ps_{when}": len(cluster.of(Role.PS))}
-
-
 def _size(cluster: ClusterSpec) -> str:
     servers = len(cluster.of(Role.PS))
     return counted(_workers(cluster), "worker") + (f" and {counted(servers, 'parameter server')}" if servers else "")
-
-
-def _sizes(before: ClusterSpec, after: ClusterSpec) -> str:
-    if before.of(Role.PS) or after.of(Role.PS):
-        return f"from {_size(before)} to {_size(after)}"
-    return f"from {_workers(before)} to {_workers(after)} workers"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from cluster.contract.results import summary
@@ -16,7 +16,7 @@ from cluster.contract.run.records import AfterStop, Summary
 from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import registry, tensorboard
-from cluster.host.runtime.base import Runtime, Shell
+from cluster.host.runtime.base import Shell
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.host.view.status import read_status
@@ -55,16 +55,27 @@ def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_
         on_status(read_status(run, monitor.look(), with_board=False))
         _notice_silence(run, monitor)
         if time.monotonic() > deadline:
-            raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it goes on, see `invoke status`")
+            raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it continues, see `invoke status`")
         time.sleep(POLL_S)
     return ended
+
+
+def show_until_end(run: RunFolder, timeout_s: float = float("inf")) -> Summary:
+    """Show a run until it has a summary, and return the summary."""
+    with Live() as live:
+        return follow(run, live.show, timeout_s)
+
+
+def print_end(run: RunFolder) -> None:
+    """Print how a run ended."""
+    print("\n".join(ended_lines(run)), flush=True)
 
 
 def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
     """Watch a run until every task trains; return False if it ended before."""
     monitor = LivenessMonitor(run)
     while not run.load_summary():
-        names = {task.name for task in membership.cluster(run).tasks}  # anew: it may be scaled meanwhile
+        names = {task.name for task in membership.cluster(run).tasks}  # read every time: it may be scaled
         value = read_status(run, monitor.look(), with_board=False)
         on_status(value)
         under_way = {"training", "saving", "evaluating", "done"}
@@ -89,53 +100,18 @@ def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> Summary:
         raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s; `invoke down` ends it at once") from None
 
 
-def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
-    """Ask a run to save and stop if it is in progress, and end whatever is left of it, however damaged its folder is.
-
-    Args:
-        run: the run.
-        by: who requests it.
-        timeout_s: in which it may save and stop.
-        sh: runs commands.
-        also: runtimes that have something of it, whatever its records say.
-
-    Raises:
-        Taken: another command is at work on the run, and did not come to an end.
-        PrerequisiteError: it is in containers, and no engine answers.
-    """
-    try:
-        if teardown.in_progress(run):
-            stop(run, by, timeout_s)
-    except TimedOut:  # a run that cannot stop is ended all the same
-        pass
-    except Exception as error:
-        print(f"{run.name} cannot be stopped: {' '.join(str(error).split())}", file=sys.stderr)
-    with claim.hold(run, "ended", wait_s=claim.WAIT_S):
-        teardown.remove(run, sh, also=also)
-        teardown.record_end(run)
-
-
 def up(plan: Plan, sh: Shell, *, began: float) -> int:
-    """Start a run and watch it; return the exit code. However this ends, it reports what happens to the run.
-
-    Args:
-        plan: what to start.
-        sh: runs commands.
-        began: when `up` was called, for the summary's times.
-    """
+    """Start a run at `began` and watch it; return the exit code. Errors are reported with the state of the run."""
     try:
         plan = startup.begin(plan, sh, began=began)
         return attend(plan.run, plan.runtime.board, plan.tensorboard_port, plan.request.detach, sh)
     except KeyboardInterrupt:  # after the tasks were started and before `attend` looks after them
-        _announce_that_it_goes_on(plan.run)
+        _announce_background(plan.run)
         raise
 
 
 def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell) -> int:
-    """Show a run that was started until it ends or, detached, until it trains; return the exit code.
-
-    However this ends, it reports what happens to the run.
-    """
+    """Show a run until it ends or, detached, until it trains; return the exit code."""
     try:
         try:
             with Live(run if run.script else None) as live:
@@ -148,15 +124,15 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
         ended = kill(run, sh)
     except interrupts.HungUp:
         run.event("chief", "unattended", cause="SIGHUP")
-        print_lines(f"the terminal is gone; {_goes_on(run)}")
+        print_lines(f"the terminal is gone; {_in_background(run)}")
         return EXIT_HUNG_UP
     except BaseException:
-        _announce_that_it_goes_on(run)
+        _announce_background(run)
         raise
     if ended is None:
         return EXIT_DONE
     left = teardown.finish(run, sh)
-    print("\n".join(ended_lines(run, short_path(run.path))), flush=True)
+    print_end(run)
     if left:
         print(left, file=sys.stderr)
     return exit_code(ended)
@@ -177,7 +153,7 @@ def _watch(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
         else:
             if board == tensorboard.CONTAINER:
                 live.clear()  # the engine's client prints
-            started = _start_tensorboard(run, port, board, sh, _shower(run, show))
+            started = _start_tensorboard(run, port, board, sh, show)
             live.clear()
             print_lines(started)
         if detach:
@@ -188,17 +164,15 @@ def _watch(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
     return follow(run, show)
 
 
-def _shower(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-    """Return a function that shows a run's newest status, for those who wait for something else."""
-    monitor = LivenessMonitor(run)
-    return lambda: on_status(read_status(run, monitor.look(), with_board=False))
-
-
 def _start_tensorboard(
-    run: RunFolder, port: int | None, board: str, sh: Shell, while_waiting: Callable[[], object] = lambda: None
+    run: RunFolder, port: int | None, board: str, sh: Shell, on_status: Callable[[dict[str, Any]], None]
 ) -> str:
     """Start TensorBoard; return its address, or why there is none: the run continues in any case."""
-    runs_dir, taken = run.path.parent, ""
+    runs_dir, taken, monitor = run.path.parent, "", LivenessMonitor(run)
+
+    def while_waiting() -> None:
+        on_status(read_status(run, monitor.look(), with_board=False))
+
     if port and (problem := tensorboard.port_problem(runs_dir, port)):
         port, taken = None, f" ({problem[0]})"
     try:
@@ -214,7 +188,7 @@ def kill(run: RunFolder, sh: Shell) -> Summary:
     """End every task at once; return the summary."""
     print("killing every task", flush=True)
     with interrupts.ignored("ending every task"):
-        run.end("stopped", task="user")  # before the claim: whoever scales the run gives it back then
+        run.end("stopped", task="user")  # before the claim: a scaling command releases it then
         try:
             with claim.hold(run, "ended", wait_s=claim.WAIT_S):
                 teardown.kill(run, sh)
@@ -223,15 +197,15 @@ def kill(run: RunFolder, sh: Shell) -> Summary:
     return records.read(run.summary, Summary.from_json)
 
 
-def _announce_that_it_goes_on(run: RunFolder) -> None:
+def _announce_background(run: RunFolder) -> None:
     """Report that a run continues although nobody watches it any more; the error is reported separately."""
     with contextlib.suppress(Exception):
         if teardown.in_progress(run):
-            print(error_text(_goes_on(run)), file=sys.stderr, flush=True)
+            print(error_text(_in_background(run)), file=sys.stderr, flush=True)
 
 
-def _goes_on(run: RunFolder) -> str:
-    return f"{run.name} goes on in the background; next: invoke status --watch, invoke stop, invoke down"
+def _in_background(run: RunFolder) -> str:
+    return f"{run.name} continues in the background; next: invoke status --watch, invoke stop, invoke down"
 
 
 def exit_code(ended: Summary) -> int:
@@ -245,9 +219,7 @@ def exit_code(ended: Summary) -> int:
 def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
     """End a run of which nothing is alive any more: its engine stopped, or everything was killed.
 
-    Args:
-        run: which is watched.
-        monitor: what this watcher has seen of it. The times that others wrote would end runs that only seem silent.
+    It counts as silent by what this watcher has seen: by the times that others wrote it might only seem silent.
     """
     if monitor.silence_s <= LOST_AFTER_S:
         return

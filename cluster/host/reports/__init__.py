@@ -1,1 +1,1 @@
-"""What ended runs show: a table of them, their differences, a page about one. Reads run folders and changes none."""
+"""Reports about runs: a table of them, their differences, a page about one. Reads run folders and changes none."""

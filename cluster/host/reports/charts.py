@@ -1,37 +1,54 @@
-"""Charts as SVG, which a page holds as they are: no script, no network, and colours that follow light and dark."""
+"""Curves and timelines of runs as SVG: no script, no network, and colours that follow light and dark."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 
-from cluster.host.reports.curves import Curve
+from cluster.contract.run.folder import RunFolder
+from cluster.host.view.columns import thinned
 
+Curve = list[tuple[float, float]]
+
+MAX_POINTS = 600
+MAX_CURVES = 40
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 30, 34
 COLOURS = 8
-"""How many colours there are; the ninth curve has that of the first, dashed."""
-
-STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1c2127; --soft: #5b6570; --line: #d8dde3; --fill: #f3f5f7;
-  --c0: #1f6fd0; --c1: #c2410c; --c2: #15803d; --c3: #a21caf; --c4: #ca8a04; --c5: #0e7490; --c6: #be123c;
-  --c7: #4d5b6a; --good: #15803d; --bad: #b91c1c; --heat: 31, 111, 208; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14181d; --ink: #e6e9ed; --soft: #9aa5b1; --line: #323a43;
-  --fill: #1d232a; --c0: #6cb0ff; --c1: #ff9d66; --c2: #6fd08c; --c3: #e08bf0; --c4: #f2c14e; --c5: #5ecbe0;
-  --c6: #ff8aa3; --c7: #b4bfca; --good: #6fd08c; --bad: #ff8a80; --heat: 108, 176, 255; } }
-svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg .soft { fill: var(--soft); }
-svg .axis { stroke: var(--line); stroke-width: 1; } svg .curve { fill: none; stroke-width: 1.8; }
-"""
+"""The ninth curve has the colour of the first, dashed."""
+ROW = 24
+MAX_GENERATIONS = 60
+MAX_MARKS = 400
+MARKS = {"fault": "bad", "checkpoint": "good", "scaled": "c3", "left out": "bad", "taken in": "c3"}
+"""The events that a timeline marks, and their colours."""
+STYLE = Path(__file__).with_name("charts.css").read_text()
 
 
-def lines(title: str, curves: Mapping[str, Curve], unit: str = "step") -> str:
+def read_curves(run: RunFolder) -> dict[str, Curve]:
+    """Return (step, value) for each finite number that the chief logged, by its name; at most `MAX_POINTS` of each."""
+    curves: dict[str, Curve] = {}
+    for row in run.rows("chief"):
+        for name, value in row.items():
+            known = name in curves or (len(curves) < MAX_CURVES and len(name) <= 60)
+            if name not in ("step", "epoch", "time") and known and _is_number(value):
+                curves.setdefault(name, []).append((row["step"], float(value)))
+    return {name: thinned(curve, MAX_POINTS) for name, curve in curves.items()}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < 1e30
+
+
+def draw_curves(title: str, curves: Mapping[str, Curve]) -> str:
     """Return curves over the same axes; the legend names them where there are several."""
     points = [point for curve in curves.values() for point in curve]
     if not points:
         return ""
-    x_ticks, y_ticks = ticks(*_span(x for x, _ in points)), ticks(*_span(y for _, y in points))
-    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    x_low, x_high = min(xs), max(xs)
+    x_ticks, y_ticks = ticks(x_low, x_high), ticks(min(ys), max(ys))
 
     def x_at(value: float) -> float:
         return round(LEFT + (value - x_low) / ((x_high - x_low) or 1) * (WIDTH - LEFT - RIGHT), 1)
@@ -47,14 +64,16 @@ def lines(title: str, curves: Mapping[str, Curve], unit: str = "step") -> str:
         parts.append(f'<text class="soft" x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{value:g}</text>')
     for value in (tick for tick in x_ticks if x_low <= tick <= x_high):
         parts.append(f'<text class="soft" x="{x_at(value)}" y="{HEIGHT - 16}" text-anchor="middle">{value:g}</text>')
-    parts.append(f'<text class="soft" x="{WIDTH - RIGHT}" y="{HEIGHT - 3}" text-anchor="end">{escape(unit)}</text>')
+    parts.append(f'<text class="soft" x="{WIDTH - RIGHT}" y="{HEIGHT - 3}" text-anchor="end">step</text>')
     for at, (name, curve) in enumerate(curves.items()):
         path = " ".join(f"{x_at(x)},{y_at(y)}" for x, y in curve)
         parts.append(f'<polyline class="curve" {_stroke(at)} points="{path}"><title>{escape(name)}</title></polyline>')
         if len(curve) == 1:
             ((x, y),) = curve
             parts.append(f'<circle cx="{x_at(x)}" cy="{y_at(y)}" r="4" fill="var(--c{at % COLOURS})"/>')
-    return svg(HEIGHT, parts, title) + (legend(list(curves)) if len(curves) > 1 else "")
+    return svg(HEIGHT, parts, title) + (
+        legend((name, f"c{at % COLOURS}") for at, name in enumerate(curves)) if len(curves) > 1 else ""
+    )
 
 
 def picture(charts: Sequence[tuple[str, Mapping[str, Curve]]]) -> str:
@@ -68,7 +87,7 @@ def picture(charts: Sequence[tuple[str, Mapping[str, Curve]]]) -> str:
         parts.append(f'<text x="{LEFT + 32}" y="{y}">{escape(name)}</text>')
     y = top + row * len(names) + 8
     for title, curves in charts:
-        chart = lines(title, {name: curves.get(name, []) for name in names}).partition("<ul")[0]
+        chart = draw_curves(title, {name: curves.get(name, []) for name in names}).partition("<ul")[0]
         parts.append(chart.replace("<svg ", f'<svg x="0" y="{y}" width="{WIDTH}" height="{HEIGHT}" ', 1))
         y += HEIGHT + 12
     return svg(y, parts, "curves").replace("<svg ", f'<svg width="{WIDTH}" height="{y}" ', 1)
@@ -82,13 +101,8 @@ def svg(height: float, parts: Sequence[str], title: str) -> str:
     )
 
 
-def legend(names: Sequence[str]) -> str:
-    """Return which colour is which, as a list."""
-    return keys((name, f"c{at % COLOURS}") for at, name in enumerate(names))
-
-
-def keys(named: Iterable[tuple[str, str]]) -> str:
-    """Return what colours mean, each of `STYLE`, as a list."""
+def legend(named: Iterable[tuple[str, str]]) -> str:
+    """Return a list of names, each with its colour of `STYLE`."""
     items = (f'<li><i style="background: var(--{colour})"></i>{escape(name)}</li>' for name, colour in named)
     return f'<ul class="legend">{"".join(items)}</ul>'
 
@@ -96,11 +110,6 @@ def keys(named: Iterable[tuple[str, str]]) -> str:
 def _stroke(at: int) -> str:
     dashed = ' stroke-dasharray="5 3"' if at >= COLOURS else ""
     return f'stroke="var(--c{at % COLOURS})"{dashed}'
-
-
-def _span(values: Iterable[float]) -> tuple[float, float]:
-    listed = list(values)
-    return min(listed), max(listed)
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -112,3 +121,52 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     stride = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.floor(low / stride + 1e-9), math.ceil(high / stride - 1e-9)
     return [round(at * stride, 10) for at in range(first, last + 1)]
+
+
+def draw_timeline(run: RunFolder) -> str:
+    """Return a bar for each generation, a mark for each fault and checkpoint; empty where nothing was recorded."""
+    generations = run.generations()[:MAX_GENERATIONS]
+    events = sorted(run.events(), key=lambda event: event.time)
+    outcome = run.outcome
+    if not generations:
+        return ""
+    began = generations[0].time if run.started.time is None else run.started.time
+    times = [*(each.time for each in generations), *(event.time for event in events)]
+    ended = max([*times, outcome.time if outcome else 0.0])
+    marks_at = ticks(0.0, max(ended - began, 1.0))
+
+    def x_at(moment: float) -> float:
+        share: float = (moment - began) / marks_at[-1]
+        return round(LEFT + min(1.0, max(0.0, share)) * (WIDTH - LEFT - RIGHT), 1)
+
+    height, parts = ROW * len(generations) + 30, []
+    for tick in marks_at:
+        x = x_at(began + tick)
+        parts.append(f'<line class="axis" x1="{x}" x2="{x}" y1="0" y2="{height - 22}"/>')
+        anchor = "end" if tick == marks_at[-1] else "middle"
+        parts.append(f'<text class="soft" x="{x}" y="{height - 6}" text-anchor="{anchor}">{tick:g} s</text>')
+    firsts = {event.generation: event.time for event in reversed(events) if event.event == "first step"}
+    rows = {}
+    for at, generation in enumerate(generations):
+        y = rows[generation.generation] = at * ROW + 4
+        until = generations[at + 1].time if at + 1 < len(generations) else ended
+        first = firsts.get(generation.generation, until)
+        why = generation.cause or "the start"
+        title = escape(f"generation {generation.generation}: {why}")
+        parts.append(f'<text class="soft" x="4" y="{y + 13}">gen {generation.generation}</text>')
+        for start, end, opacity in ((generation.time, first, 0.35), (first, until, 1)):
+            width = max(0.0, round(x_at(end) - x_at(start), 1))
+            parts.append(
+                f'<rect x="{x_at(start)}" y="{y}" width="{width}" height="16" fill="var(--c0)" opacity="{opacity}">'
+                f"<title>{title}</title></rect>"
+            )
+    marked = [event for event in events if event.event in MARKS and event.generation in rows][:MAX_MARKS]
+    for event in marked:
+        x, y = x_at(event.time), rows[event.generation]
+        words = [event.event, event.detail.get("kind", ""), event.task, f"step {event.step}"]
+        parts.append(
+            f'<path d="M{x - 4} {y + 18}L{x + 4} {y + 18}L{x} {y + 9}Z" fill="var(--{MARKS[event.event]})">'
+            f"<title>{escape(' '.join(word for word in words if word))}</title></path>"
+        )
+    notes = ("generation, pale until its first step", "c0"), ("fault", "bad"), ("checkpoint", "good")
+    return svg(height, parts, "timeline") + legend(notes)

@@ -1,4 +1,4 @@
-"""The differences between runs: what they were made of, what came of it, and how far their weights are apart."""
+"""The differences between runs: their inputs, their results, and the distance between their weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.reports import charts, curves, inspection, listing
-from cluster.host.view.columns import columns, plain_lines
-from cluster.host.view.sparkline import sparkline
+from cluster.host.reports import charts, listing, weights
+from cluster.host.view.columns import columns, plain_lines, sparkline
 from cluster.system.files import write_text
 from cluster.system.terminal import WIDE, print_wait, terminal_width
 
@@ -19,11 +18,11 @@ _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
 _RESULTS = ("result", "steps", "wall_s", "restarts")
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return nested objects as one, with dotted keys."""
     if not isinstance(value, dict):
         return {prefix: value}
-    parts = (flat(each, f"{prefix}.{name}" if prefix else str(name)) for name, each in value.items())
+    parts = (flatten(each, f"{prefix}.{name}" if prefix else str(name)) for name, each in value.items())
     return {name: each for part in parts for name, each in part.items()}
 
 
@@ -36,11 +35,11 @@ def made_of(run: RunFolder) -> dict[str, Any]:
         "devices": cluster.devices,
     }
     kept = {name: manifest.get(name) for name in ("runtime", "code", "locks", "own_code", "data", "environment")}
-    return shareable(flat({"config": run.load_config(), "cluster": topology, **kept}))
+    return shareable(flatten({"config": run.load_config(), "cluster": topology, **kept}))
 
 
 def shareable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded values without those whose names say that they are nobody else's."""
+    """Return recorded values without those whose names mark them as secret."""
     return {name: value for name, value in values.items() if not _SECRET.search(name)}
 
 
@@ -78,8 +77,8 @@ def _weights(one: RunFolder, other: RunFolder, *, trust: bool) -> dict[str, Any]
         value["identical"] = False
     print_wait(f"reading the weights of {one.name} and {other.name}")
     try:
-        apart = inspection.distance(one, other, trust=trust)
-    except inspection.Unavailable as error:
+        apart = weights.distance(one, other, trust=trust)
+    except weights.Unavailable as error:
         return value | {"detail": str(error)}
     if not apart["comparable"]:
         return value | {"identical": False, "detail": "the models have different shapes"}
@@ -89,7 +88,7 @@ def _weights(one: RunFolder, other: RunFolder, *, trust: bool) -> dict[str, Any]
 
 def plot(runs: Sequence[RunFolder], path: Path) -> bool:
     """Write the runs' curves as one picture; return False where they logged nothing."""
-    logged = {run.name: curves.of(run) for run in runs}
+    logged = {run.name: charts.read_curves(run) for run in runs}
     names = dict.fromkeys(name for found in logged.values() for name in found)
     shown = [(name, {run: found[name] for run, found in logged.items() if name in found}) for name in names]
     if shown:
@@ -99,10 +98,10 @@ def plot(runs: Sequence[RunFolder], path: Path) -> bool:
 
 @plain_lines
 def lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[str]:
-    """Return a comparison as lines of text: what differs first, then what came of it."""
+    """Return a comparison as lines of text: the differences first, then the results."""
     shown = [(name, *map(_cell, values)) for name, values in value["differences"].items()]
     result = [(name, *map(_cell, values)) for name, values in value["results"].items()]
-    losses = [[loss for _, loss in curves.of(run).get("loss", [])] for run in runs]
+    losses = [[loss for _, loss in charts.read_curves(run).get("loss", [])] for run in runs]
     result.append(("loss", *(f"{sparkline(each)} {each[-1]:.4f}" if each else "-" for each in losses)))
     head = ("", *value["runs"])
     shown = shown or [("nothing differs", *[""] * len(runs))]

@@ -23,7 +23,7 @@ SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC", "DISK", "
 
 
 def rows(runs_dir: Path) -> list[dict[str, Any]]:
-    """Return what `invoke runs --json` shows of each run, the newest first."""
+    """Return each run as `invoke runs --json` shows it, the newest first."""
     found = [RunFolder(path.parent) for path in runs_dir.glob("*/cluster.json")]
     return sorted(
         (row(run) for run in found if not run.incomplete),
@@ -33,7 +33,7 @@ def rows(runs_dir: Path) -> list[dict[str, Any]]:
 
 
 def row(run: RunFolder) -> dict[str, Any]:
-    """Return what is shown of a run; of damaged records only that they are damaged."""
+    """Return a run's row; of damaged records only that they are damaged."""
     value: dict[str, Any] = {"run": run.name, "started": run.started.time, "disk_bytes": disk_bytes(run.path)}
     try:
         spec, summary = run.load_cluster(), run.load_summary()
@@ -81,7 +81,7 @@ def commit(run: RunFolder) -> str | None:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return what a folder takes on the disk. Links are not followed."""
+    """Return how much of the disk a folder takes. Links are not followed."""
     total = 0
     for at, _, names in os.walk(folder):
         for name in names:
@@ -108,14 +108,14 @@ def table(found: list[dict[str, Any]], width: int | None = None) -> list[str]:
         (
             each["run"],
             each["result"],
-            _or_dash(each["steps"]),
+            or_dash(each["steps"]),
             duration(each["wall_s"]),
             "-" if each["score"] is None else f"{each['score']:.4f}",
-            each["metric"] or "-",
-            _or_dash(each["strategy"]),
-            _or_dash(each["tasks"]),
-            each["commit"] or "-",
-            _or_dash(each["restarts"]),
+            or_dash(each["metric"]),
+            or_dash(each["strategy"]),
+            or_dash(each["tasks"]),
+            or_dash(each["commit"]),
+            or_dash(each["restarts"]),
             size(each["disk_bytes"]),
         )
         for each in found
@@ -123,5 +123,6 @@ def table(found: list[dict[str, Any]], width: int | None = None) -> list[str]:
     return chosen_columns(COLUMNS, shown, right=NUMBERS, spare=SPARE, width=width)
 
 
-def _or_dash(value: object) -> object:
-    return "-" if value is None else value
+def or_dash(value: object) -> object:
+    """Return a cell; a dash where nothing is known."""
+    return "-" if value is None or value == "" else value

@@ -6,9 +6,11 @@ that allows none.
 
 from __future__ import annotations
 
+import string
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from cluster.contract.results import stragglers
@@ -16,8 +18,9 @@ from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import EVALUATED, Pace, Paces
 from cluster.contract.schema import Record, dictionary
-from cluster.host.reports import charts, curves, inspection, listing, timeline
-from cluster.host.reports.comparison import flat, shareable
+from cluster.host.reports import charts, listing, weights
+from cluster.host.reports.comparison import flatten, shareable
+from cluster.host.reports.listing import or_dash
 from cluster.system.processes import describe_exit
 
 MAX_ROWS = 200
@@ -33,29 +36,7 @@ PARTS = {
     "other": "line",
 }
 """The colour of each part of the time."""
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-_STYLE = (
-    charts.STYLE
-    + """
-body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p.soft, .soft { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }
-table { border-collapse: collapse; font-size: 13px; } td, th { padding: .2rem .7rem .2rem 0; text-align: left;
-  border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
-th { color: var(--soft); font-weight: 500; } td.number, th.number { text-align: right; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .6rem; margin: 1rem 0; }
-.cards div { background: var(--fill); padding: .6rem .8rem; border-radius: 6px; } .cards b { display: block; }
-ul.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1rem; padding: 0; margin: .3rem 0;
-  font-size: 12px; } ul.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
-  margin-right: .4em; } .wide { overflow-x: auto; } svg { width: 100%; height: auto; }
-section > svg { max-width: 40rem; }
-table.confusion td { text-align: right; padding: .25rem .45rem; border: 1px solid var(--paper); }
-.examples { display: flex; flex-wrap: wrap; gap: .8rem; } figure { margin: 0; width: 6.6rem; font-size: 12px; }
-figure img { width: 84px; height: 84px; image-rendering: pixelated; background: #000; border-radius: 4px; }
-"""
-)
+TEMPLATE = string.Template(Path(__file__).with_name("report.html").read_text())
 
 
 def render(run: RunFolder, *, predictions: bool = True, trust: bool = False) -> str:
@@ -64,7 +45,7 @@ def render(run: RunFolder, *, predictions: bool = True, trust: bool = False) -> 
     Args:
         run: which need not have ended.
         predictions: whether its export is run on the test split, for the confusion matrix.
-        trust: whether that is done for a run that may be somebody else's.
+        trust: whether that is done for a run that may be another user's.
 
     Raises:
         DamagedError: the run's description is damaged.
@@ -74,19 +55,14 @@ def render(run: RunFolder, *, predictions: bool = True, trust: bool = False) -> 
         ("", _head(run, row)),
         ("Curves", _curves(run)),
         ("Cluster", _cluster(run)),
-        ("Timeline", timeline.draw(run) + _restarts(run)),
+        ("Timeline", charts.draw_timeline(run) + _restarts(run)),
         ("Where the time went", _time(run)),
         ("Predictions", _predictions(run, trust=trust) if predictions else ""),
-        ("Configuration", _table(shareable(flat(run.load_config())).items())),
+        ("Configuration", _table(shareable(flatten(run.load_config())).items())),
         ("Environment", _environment(run)),
     ]
     body = "".join(f"<section>{f'<h2>{name}</h2>' if name else ''}{part}</section>" for name, part in sections if part)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)}</title><style>{_STYLE}</style></head><body>{body}</body></html>\n"
-    )
+    return TEMPLATE.substitute(title=escape(run.name), style=charts.STYLE, body=body)
 
 
 def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
@@ -107,26 +83,23 @@ def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
     moment = row["started"]
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment)) if moment else "at an unknown time"
     words = f"{row['strategy']}, started {began}, commit {row['commit'] or 'unknown'}"
-    weights = getattr(run.load_summary(), "weights_sha256", None)
-    sha = f'<p class="soft">weights sha256 {escape(weights)}</p>' if weights else ""
-    title = f'<h1>{escape(run.name)}</h1><p class="soft">{escape(words)}</p>'
-    return f'{title}<div class="cards">{cards}</div>{_cause(run)}{sha}'
-
-
-def _cause(run: RunFolder) -> str:
     summary = run.load_summary()
-    if not summary or not (cause := summary.failure):
-        return ""
-    ended = "" if cause.exit_code is None else describe_exit(cause.exit_code)
-    words = ", ".join(str(each) for each in (cause.task, ended, cause.error) if each)
-    return f'<p class="bad">{escape(words)}</p>'
+    sha256 = summary and summary.weights_sha256
+    sha = f'<p class="soft">weights sha256 {escape(sha256)}</p>' if sha256 else ""
+    title = f'<h1>{escape(run.name)}</h1><p class="soft">{escape(words)}</p>'
+    why = ""
+    if summary and (cause := summary.failure):
+        code = "" if cause.exit_code is None else describe_exit(cause.exit_code)
+        named = ", ".join(str(each) for each in (cause.task, code, cause.error) if each)
+        why = f'<p class="bad">{escape(named)}</p>'
+    return f'{title}<div class="cards">{cards}</div>{why}{sha}'
 
 
 def _curves(run: RunFolder) -> str:
-    found = curves.of(run)
+    found = charts.read_curves(run)
     titles = dict.fromkeys(name.removeprefix(EVALUATED) for name in found)
     drawn = [
-        charts.lines(title, {name: found[name] for name in (title, EVALUATED + title) if name in found})
+        charts.draw_curves(title, {name: found[name] for name in (title, EVALUATED + title) if name in found})
         for title in titles
     ]
     return f'<div class="grid">{"".join(f"<div>{each}</div>" for each in drawn if each)}</div>' if any(drawn) else ""
@@ -152,8 +125,8 @@ def _restarts(run: RunFolder) -> str:
     rows = []
     summary = run.load_summary()
     for each in summary.restarts if summary else ():
-        times = [_seconds(each.detected_s), _seconds(each.resumed_s)]
-        rows.append([each.generation, each.task, each.cause, *times, _dash(each.steps_lost)])
+        times = ["-" if value is None else f"{value:.2f} s" for value in (each.detected_s, each.resumed_s)]
+        rows.append([each.generation, each.task, each.cause, *times, or_dash(each.steps_lost)])
     return _rows(head, rows, numbers=range(3, 6)) if rows else "<p>No restart.</p>"
 
 
@@ -173,15 +146,15 @@ def _time(run: RunFolder) -> str:
     named = [
         (f"{name} {split[name]:.1f} s ({shares[name]:.0%})", PARTS[name]) for name in PARTS if shares[name] > 0.001
     ]
-    return charts.svg(26, bars, "where the time went") + charts.keys(named)
+    return charts.svg(26, bars, "where the time went") + charts.legend(named)
 
 
 def _predictions(run: RunFolder, *, trust: bool) -> str:
     if not (run.export / "saved_model.pb").exists():
         return ""
     try:
-        found = inspection.classify(run, trust=trust)
-    except inspection.Unavailable as error:
+        found = weights.classify(run, trust=trust)
+    except weights.Unavailable as error:
         return f'<p class="soft">{escape(str(error))}</p>'
     return _confusion(found["classes"], found["confusion"]) + _examples(found["wrong"])
 
@@ -213,11 +186,11 @@ def _environment(run: RunFolder) -> str:
     recorded = records.read(run.environment, dictionary(Record), {})
     manifest = listing.manifest(run)
     recorded |= {name: manifest[name] for name in ("runtime", "image", "code", "locks") if manifest.get(name)}
-    return _table(shareable(flat(recorded)).items())
+    return _table(shareable(flatten(recorded)).items())
 
 
 def _table(pairs: Iterable[tuple[str, Any]]) -> str:
-    shown = [[name, ", ".join(map(str, value)) if isinstance(value, list) else _dash(value)] for name, value in pairs]
+    shown = [[name, ", ".join(map(str, value)) if isinstance(value, list) else or_dash(value)] for name, value in pairs]
     more = f'<p class="soft">and {len(shown) - MAX_ROWS} more</p>' if len(shown) > MAX_ROWS else ""
     return _rows([], shown[:MAX_ROWS]) + more if shown else ""
 
@@ -233,11 +206,3 @@ def _rows(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterab
 
     lines = [*([cells("th", head)] if head else []), *(cells("td", row) for row in rows)]
     return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} s"
-
-
-def _dash(value: object) -> object:
-    return "-" if value is None or value == "" else value

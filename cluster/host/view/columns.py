@@ -1,63 +1,50 @@
-"""Text for a terminal: aligned columns, and nothing that would steer it."""
+"""Text for a terminal: aligned columns, values as a line of blocks, and no control characters."""
 
 from __future__ import annotations
 
 import functools
-import io
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import ParamSpec
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import ParamSpec, TypeVar
 
 from cluster.system.messages import plain
 from cluster.system.terminal import WIDE, fit, terminal_width
 
+P = ParamSpec("P")
+T = TypeVar("T")
 MIN_ROOM = 30
 """A last column narrower than this is shown below its row instead."""
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def columns(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), width: int | None = None) -> list[str]:
     """Return rows as lines of aligned columns; where they do not fit, the last one is wrapped, or below its row.
 
-    Args:
-        rows: cells, equally many in each row; what would steer a terminal is made harmless.
-        right: the indices of the columns that are aligned to the right, as numbers are.
-        width: of a line; None: the terminal's.
+    Control characters are made harmless. The columns with the indices `right` are aligned to the right, as numbers are.
     """
-    from rich.console import Console  # here, because most commands show no columns
-    from rich.table import Table
-    from rich.text import Text
-
     width = terminal_width() if width is None else width
     cells = [[plain(str(cell)) for cell in row] for row in rows]
-    count = len(cells[0]) if cells else 0
-    room = width - sum(max(map(len, column)) + 2 for column in list(zip(*cells, strict=True))[:-1])
-    if count - 1 in right or all(len(row[-1]) <= room for row in cells):
-        room = WIDE
-    elif room < MIN_ROOM:
-        heads = columns([row[:-1] for row in cells], right=right, width=width)
-        return [line for head, row in zip(heads, cells, strict=True) for line in (head, *_below(row[-1], width))]
-    grid = Table.grid(padding=(0, 2))
-    for at in range(count):
-        grid.add_column(justify="right" if at in right else "left", no_wrap=True)
+    if not cells:
+        return []
+    sizes = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    last = len(sizes) - 1
+    room = width - sum(size + 2 for size in sizes[:-1])
+    wraps = last not in right and sizes[-1] > room
+    lines = []
     for row in cells:
-        for line in _folded(row, room):
-            grid.add_row(*map(Text, line))
-    console = Console(file=io.StringIO(), width=WIDE, color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(grid)
-    return [line.rstrip() for line in captured.get().splitlines()]
-
-
-def _below(text: str, width: int) -> list[str]:
-    return fit([f"    {text}"], width) if text else []
-
-
-def _folded(row: Sequence[str], room: int) -> Iterator[Sequence[str]]:
-    """Yield a row with its last cell wrapped, in rows of which all but the first have only that cell."""
-    *others, last = row
-    first, *rest = fit([last], room)
-    yield (*others, first)
-    for part in rest:
-        yield (*[""] * len(others), part.strip())
+        padded = [
+            cell.rjust(size) if at in right else cell.ljust(size)
+            for at, (cell, size) in enumerate(zip(row, sizes, strict=True))
+        ]
+        if not wraps:
+            lines.append("  ".join(padded).rstrip())
+        elif room < MIN_ROOM:
+            lines.append("  ".join(padded[:-1]).rstrip())
+            lines += fit([f"    {row[-1]}"], width) if row[-1] else []
+        else:
+            first, *rest = fit([row[-1]], room)
+            lines.append("  ".join([*padded[:-1], first]).rstrip())
+            lines += [" " * (width - room) + part.strip() for part in rest]
+    return lines
 
 
 def chosen_columns(
@@ -68,15 +55,7 @@ def chosen_columns(
     spare: Sequence[str],
     width: int | None = None,
 ) -> list[str]:
-    """Return a table without the columns that do not fit.
-
-    Args:
-        names: of the columns.
-        rows: cells, as many as there are names in each row.
-        right: the names of the columns that are aligned to the right.
-        spare: the names of the columns that may be left out, in this order.
-        width: of a line; None: the terminal's.
-    """
+    """Return a table without the columns that do not fit: those named in `spare` are left out, in this order."""
     width = terminal_width() if width is None else width
     cells = [names, *rows]
     kept = list(names)
@@ -90,9 +69,6 @@ def chosen_columns(
     return lines
 
 
-P = ParamSpec("P")
-
-
 def plain_lines(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
     """Escape what a terminal would obey in a function's lines, which may come from tasks' programs, and fit them."""
 
@@ -101,3 +77,27 @@ def plain_lines(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
         return fit(plain(line) for line in lines(*arguments, **options))
 
     return wrapped
+
+
+def thinned(values: Sequence[T], most: int) -> list[T]:
+    """Return at most `most` values, evenly spaced, with the last."""
+    if len(values) <= most:
+        return list(values)
+    stride = -(-len(values) // (most - 1))
+    return [*values[:-1:stride], values[-1]]
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """Return values as a line of blocks, such as `█▆▃▂▁`; empty for fewer than two."""
+    shown = thinned(values, width)
+    if len(shown) < 2:
+        return ""
+    low, high = min(shown), max(shown)
+    span = (high - low) or 1.0
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in shown)
+
+
+def bar(share: float, width: int) -> str:
+    """Return a progress bar."""
+    full = round(min(1.0, max(0.0, share)) * width)
+    return "█" * full + "░" * (width - full)

@@ -11,7 +11,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Cause, Summary
 from cluster.host.runtime import tensorboard
 from cluster.host.view.columns import plain_lines
-from cluster.system.messages import counted
+from cluster.system.messages import counted, short_path
 from cluster.system.processes import describe_exit
 from cluster.system.terminal import terminal_width
 
@@ -20,10 +20,10 @@ SHOWN_CHANGES = 5
 
 
 @plain_lines
-def ended_lines(run: RunFolder, shown_path: str) -> list[str]:
+def ended_lines(run: RunFolder) -> list[str]:
     """Return the last lines of a run that has a summary: how it ended, where it is, what to do next."""
     summary = records.read(run.summary, Summary.from_json)
-    port = tensorboard.running(run.path.parent)
+    port, shown_path = tensorboard.running(run.path.parent), short_path(run.path)
     lines = []
     if summary.state == "failed":
         lines += _failure(run, summary)
@@ -62,7 +62,7 @@ def _next(run: RunFolder, state: str) -> list[str]:
 
 
 def _longer(config: dict[str, Any]) -> str:
-    """Return the option with which a training that came to its end goes on as long again."""
+    """Return the option with which a training that came to its end continues for as long again."""
     if most := config.get("max_steps"):
         return f"--max-steps {2 * most}"
     return f"--epochs {2 * config.get('epochs', 3):g}"

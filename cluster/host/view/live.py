@@ -1,15 +1,17 @@
-"""The live view of a run."""
+"""The live view of a run, and the output of its tasks."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.logs import Reader
-from cluster.host.view.logs import new_lines
+from cluster.contract.run.logs import Reader, rendered
 from cluster.host.view.status import live_lines, progress
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
@@ -18,8 +20,16 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live as Screen
 
-
 MAX_LOSSES = 2000
+COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+"""Of the tasks' names in a terminal: a task has the same in every call."""
+NOISE = re.compile(
+    r"WARNING: All log messages before absl::InitializeLog"
+    r"|(\S+ \S+: )?I(\d{4})? .*\.cc:\d+\]|To enable the following instructions: "
+    r"|.*Unable to register cu(FFT|DNN|BLAS) factory"
+)
+"""Lines that TensorFlow prints when it starts, whatever it runs: information, not the program's warnings."""
+_STYLED = re.compile(r"(\x1b\[[0-9;]*m|\t)")
 
 
 class Live:
@@ -92,7 +102,7 @@ class Live:
         from rich.text import Text
 
         if self._screen is None:
-            # Nothing else is redirected: commands that run meanwhile print by themselves.
+            # Nothing else is redirected: commands that run at the same time print by themselves.
             self._screen = Screen(
                 console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
             )
@@ -104,3 +114,50 @@ class Live:
         if self._screen:
             self._screen.stop()
             self._screen = None
+
+
+def new_lines(reader: Reader, *, ended: bool, terminal: bool, styled: bool = False) -> Iterator[str]:
+    """Yield the lines that a program has printed since the last call, each as a terminal shows it in the end.
+
+    Once it has ended, the last line may lack its end. Lines for a terminal are without TensorFlow's start-up messages,
+    and harmless; `styled` keeps their colours.
+    """
+    for printed in reader.lines(ended=ended):
+        line = rendered(printed.decode(errors="replace"), styled=styled)
+        if not terminal:
+            yield line
+        elif not NOISE.match(line):
+            yield _harmless(line)
+
+
+def _harmless(line: str) -> str:
+    return "".join(part if at % 2 else plain(part) for at, part in enumerate(_STYLED.split(line)))
+
+
+def print_logs(run: RunFolder, names: list[str], follow: bool) -> None:
+    """Print what some tasks' programs printed, each line behind its task's name where there are several.
+
+    Progress bars are shown in their last state. In a terminal colours are kept and TensorFlow's start-up messages left
+    out.
+    """
+    terminal = sys.stdout.isatty()
+    coloured = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    width = max(len(name) for name in names)
+    readers, silent = {name: Reader(run.log(name)) for name in names}, set(names)
+    while True:
+        ended = (
+            not follow or run.load_summary() is not None
+        )  # before reading: what was printed until then is still shown
+        for at, (name, reader) in enumerate(readers.items()):
+            head = f"{name:<{width}} |"
+            head = f"\x1b[{COLOURS[at % len(COLOURS)]}m{head}\x1b[m" if coloured else head
+            for line in new_lines(reader, ended=ended, terminal=terminal, styled=coloured):
+                silent.discard(name)
+                print(f"{head} {line}" if len(names) > 1 else line)
+        sys.stdout.flush()
+        if ended:
+            break
+        time.sleep(0.2)
+    if silent == set(names):
+        chief = "" if "chief" in names or run.script else "; the chief prints progress: invoke logs chief"
+        print(f"{' and '.join(names)}: nothing was printed{chief}", file=sys.stderr)

@@ -14,8 +14,7 @@ from cluster.contract.run.heartbeat import final_state, look_once
 from cluster.contract.run.logs import last_line
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, Ledger, Paces, TaskState
 from cluster.host.runtime import registry, tensorboard
-from cluster.host.view.columns import MIN_ROOM, chosen_columns, columns, plain_lines
-from cluster.host.view.sparkline import bar, sparkline
+from cluster.host.view.columns import MIN_ROOM, bar, chosen_columns, columns, plain_lines, sparkline
 from cluster.system.messages import plain, shortened
 from cluster.system.terminal import WIDE, fit, terminal_width
 
@@ -25,10 +24,8 @@ def read_status(
 ) -> dict[str, Any]:
     """Return the run's status, as `invoke status --json` shows it.
 
-    Args:
-        run: whose.
-        beats: its heartbeats, with the state of silent tasks replaced, from whoever watches it; else they are read.
-        with_board: whether to look for TensorBoard, which may need a call of the engine.
+    `beats` are its heartbeats as a watcher sees them, with the state of silent tasks replaced; else they are read.
+    To look for TensorBoard may need a call of the engine.
 
     Raises:
         DamagedError: the run's description is damaged.
@@ -92,13 +89,7 @@ def _last_event(run: RunFolder) -> dict[str, Any] | None:
 
 @plain_lines
 def live_lines(value: dict[str, Any], losses: Sequence[float], width: int) -> list[str]:
-    """Return a status as the lines of a screen that is redrawn: how far it is, then a row for each task.
-
-    Args:
-        value: the status.
-        losses: the chief's, as they were seen so far.
-        width: of the screen.
-    """
+    """Return a status and the chief's losses so far as the lines of a screen: progress, then a row for each task."""
     if value["script"]:
         return _script_table(value)
     loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)

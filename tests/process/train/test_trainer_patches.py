@@ -98,7 +98,7 @@ def normalized(name: str, guarded: bool, found: dict[str, sources.Source]) -> di
 
 
 def normalized_by_mask(name: str) -> list[Any]:
-    """Return what BatchNormalization makes of four examples, the first of which have less padding, and gradients."""
+    """Return BatchNormalization's outputs for four examples, the first of which have less padding, and gradients."""
     strategy = strategy_called(name)
     replicas, random = strategy.num_replicas_in_sync, np.random.default_rng(SEED)
     values, weights = (random.normal(size=(replicas, 4 // replicas, 3, 2)).astype(np.float32) for _ in range(2))

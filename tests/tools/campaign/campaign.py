@@ -42,7 +42,7 @@ def chosen(names: str) -> list[Case]:
     """Return the requested cases; all that this machine can run if none is named.
 
     Raises:
-        UsageError: there is no such case.
+        UsageError: unknown case.
     """
     requested = [name for name in names.split(",") if name]
     for name in requested:
@@ -206,7 +206,7 @@ def _kinds(run: RunFolder, case: Case, *, resumed: bool) -> set[str]:
     kinds = {*injector.storm, volleys.AGENT}
     if resumed and not case.result:
         kinds.add("stop")
-        with contextlib.suppress(UsageError):  # the disk is no small one of its own
+        with contextlib.suppress(UsageError):  # not a small disk for this run alone
             injector.check("diskfull", "chief")
             kinds.add("diskfull")
     if case.result or not case.repeats:

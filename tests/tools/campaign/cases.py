@@ -9,7 +9,7 @@ TRAINING = (
     "--max-steps=500",
 )
 WITHOUT_WORKERS = (*TRAINING[:-1], "--max-steps=3000")
-"""Under parameter servers training goes on while a worker starts again: a run needs more steps for as many faults."""
+"""Under parameter servers training continues while a worker starts again: a run needs more steps for as many faults."""
 SAVING = "--checkpoint-every=20"
 LOOP = "examples/own_loop/loop.py"
 LOOP_STEPS = 1500

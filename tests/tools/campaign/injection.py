@@ -26,7 +26,7 @@ PHASE_S = 3.0
 PROCESS_S = 2.0
 """Longest wait for a process that the fault is for."""
 RECOVERED_STEPS = 10
-"""So many new steps show that the run goes on: more than an inner call does, which may end after a fault."""
+"""New steps that show that the run has recovered: more than an inner call does, which may end after a fault."""
 CLOSING_STEPS = 40
 """So many steps before the run's last one its last volleys begin."""
 SCRIPT_PHASES = ("start", "rendezvous", "step")
@@ -214,7 +214,7 @@ class _Lasting:
             entry[1].undo(entry[2])
 
     def wait(self, seconds: float) -> None:
-        """Wait, and undo the faults whose time ends meanwhile."""
+        """Wait, and undo the faults whose time ends while waiting."""
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
             self.undo_due()

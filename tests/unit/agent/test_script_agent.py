@@ -94,7 +94,7 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts):
     summary = gang.summary()
     assert_ended(summary, state="succeeded", replicas=3, tasks={"chief": 0, "worker-0": 0, "worker-1": 0})
     assert {("done", 0)} == {(beat.state, beat.exit_code) for beat in gang.run.heartbeats().values()}
-    line, *rest = ended_lines(gang.run, "runs/run")
+    line, *rest = ended_lines(gang.run)
     assert line.startswith("succeeded: every task's script ended with 0 in ")
     assert "its files    runs/run/work/TASK" in rest
 
@@ -114,7 +114,7 @@ def test_a_script_s_own_failure_ends_the_run_at_once(start_scripts, end, code, m
     assert ("worker-0", 1, message) == tuple(summary["cause"][key] for key in ("task", "exit_code", "error"))
     assert code == summary["tasks"]["worker-0"]
     assert 1 == watch.exit_code(Summary.from_json(summary))  # 2 to 4 would say that nothing was started
-    (cause,) = [line for line in ended_lines(gang.run, "runs/run") if line.startswith("root cause: worker-0 at ")]
+    (cause,) = [line for line in ended_lines(gang.run) if line.startswith("root cause: worker-0 at ")]
     assert cause.endswith(f": {message}")
     assert ["failed", "stopped"] == [gang.beat(task).state for task in ("worker-0", "chief")]
 
@@ -168,7 +168,7 @@ def test_servers_are_ended_when_the_chief_s_script_is_done(start_scripts):
     summary = gang.summary()
     assert "succeeded" == summary["state"]
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0} == summary["tasks"]
-    assert ended_lines(gang.run, "runs/run")[0].startswith("succeeded: the chief's script ended with 0 in ")
+    assert ended_lines(gang.run)[0].startswith("succeeded: the chief's script ended with 0 in ")
 
 
 def test_a_killed_worker_under_ps_starts_again_alone(start_scripts):

@@ -1,9 +1,13 @@
-"""`invoke bench`: what is chosen, kept and refused. Nothing here is timed."""
+"""`invoke bench`: what is chosen, kept and refused, and the weight of images. Nothing here is timed."""
 
 import dataclasses
+import gzip
 import importlib
 import importlib.util
+import io
 import json
+import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from benchmarks import command, results
 from benchmarks import images as weighing
 from benchmarks.figures import Figure
 from benchmarks.runs import Bench
-from cluster.host.image import engine
+from cluster.host.image import engine, images
 from cluster.system.errors import (
     EXIT_FAILED,
     EXIT_PREREQUISITE,
@@ -24,6 +28,7 @@ from cluster.system.errors import (
     RunFailed,
     UsageError,
 )
+from cluster.system.paths import ROOT
 from tests.unit.benchmarks.sampled import COST, SCALING, START, rows
 
 
@@ -59,7 +64,7 @@ def test_every_benchmark_must_be_there():
 
 
 def test_an_unknown_benchmark_must_be_refused_with_the_nearest(measured):
-    assert (EXIT_USAGE, "error: --only 'throughptu' is no benchmark; did you mean 'throughput'?") == invoked(
+    assert (EXIT_USAGE, "error: --only: unknown benchmark 'throughptu'; did you mean 'throughput'?") == invoked(
         only="start,throughptu"
     )
     assert [] == measured
@@ -127,3 +132,53 @@ def test_steps_and_rounds_must_be_few_in_a_quick_try():
     quick, whole = Bench(Path(), quick=True), Bench(Path(), rounds=3)
     assert (75, 150) == (quick.steps(150), whole.steps(150))
     assert ([0], [0, 1, 2]) == (list(quick.turns()), list(whole.turns()))
+
+
+def test_an_image_s_weight_must_be_that_of_its_layers_compressed(tmp_path):
+    layers = {"plain/layer.tar": b"a" * 5_000_000, "blobs/packed": gzip.compress(b"b" * 1000)}
+    parts = {"manifest.json": json.dumps([{"Config": "c", "Layers": list(layers)}]).encode(), **layers}
+    with tarfile.open(tmp_path / "image.tar", "w") as archive:
+        for name, content in parts.items():
+            (info := tarfile.TarInfo(name)).size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    packed = len(gzip.compress(layers["plain/layer.tar"], 6)) + len(layers["blobs/packed"])
+    assert pytest.approx(packed, abs=20) == weighing.compressed_bytes(tmp_path / "image.tar")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_images_must_be_built_under_names_of_their_own_that_go_again(monkeypatch, fails):
+    there: set[str] = set()
+    contexts: list[str] = []
+
+    def call(self: Bench, words: list[str], environment: object = None, cwd: Path = Path()) -> str:
+        assert (cwd / ".dockerignore").is_file()
+        contexts.append((cwd / weighing.CHANGED).read_text())
+        (tag,) = re.findall(r"--tag=(\S+)", words[-1])
+        assert tag.startswith("tf-cluster/bench:")
+        there.add(tag)
+        if fails and len(contexts) == 3:
+            raise RunFailed("the build broke")
+        return ""
+
+    def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
+        assert words[:2] == ("image", "rm")
+        there.discard(words[2])
+        return 0, ""
+
+    monkeypatch.setattr(Bench, "call", call)
+    monkeypatch.setattr(engine, "demand", lambda what: None)
+    monkeypatch.setattr(engine, "ask", ask)
+    monkeypatch.setattr(images, "default_base", lambda: images.Base("some-base"))
+    bench = Bench(Path(), rounds=2, quick=True, log=lambda line: None)
+    if fails:
+        with pytest.raises(RunFailed, match="the build broke"):
+            weighing.measure(bench)
+    else:
+        (figure,) = weighing.measure(bench)
+        assert ("rebuild", 1) == (figure.name, len(figure.variants["both images"]))
+        assert 4 == len(contexts)
+    first, changed = contexts[0], contexts[2]
+    assert first == contexts[1] == (ROOT / weighing.CHANGED).read_text()
+    assert changed.startswith(first)
+    assert changed != first
+    assert set() == there

@@ -1,6 +1,10 @@
-"""What a benchmark compares with: the environments of others, and the setting that suits each best."""
+"""The programs that a benchmark compares with: their environments, and the setting that suits each best."""
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,3 +106,28 @@ def test_every_setting_must_be_tried_on_a_task_s_share_of_the_cores_and_on_all(m
         assert () == found[0].words
         assert {"--threads=2", "--threads=4"} <= {word for setting in found for word in setting.words}
         assert len(found) == len({setting.name for setting in found})
+
+
+ROOT = Path(__file__).resolve().parents[3]
+RAY = """
+import json, os, sys
+def init(**_):
+    names = ("RAY_USAGE_STATS_ENABLED", "RAY_USAGE_STATS_CONFIG_PATH")
+    enabled, path = (os.environ.get(name) for name in names)
+    print(json.dumps([enabled, json.load(open(path))]))
+    sys.exit(0)
+"""
+
+
+def test_ray_sends_no_usage_report(tmp_path):
+    (tmp_path / "ray" / "train").mkdir(parents=True)
+    (tmp_path / "ray" / "__init__.py").write_text(RAY)
+    (tmp_path / "ray" / "train" / "__init__.py").write_text("RunConfig = ScalingConfig = None\n")
+    (tmp_path / "ray" / "train" / "tensorflow.py").write_text("TensorflowTrainer = None\n")
+    words = ["--arrays=/nowhere", "--steps=1", "--tasks=1"]
+    requested = {"PYTHONPATH": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.baselines.ray_train", *words],
+        cwd=ROOT, env=os.environ | requested, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ["0", {"usage_stats": False}] == json.loads(done.stdout or "null"), done.stderr

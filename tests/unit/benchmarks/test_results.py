@@ -1,16 +1,17 @@
-"""What benchmarks find: its arithmetic, what is kept of it, the tables and plots made of it. Nothing is timed."""
+"""The figures of benchmarks: from measured times to the tables of the documents."""
 
 import json
 
 import pytest
 
-from benchmarks import exchange, figures, plots, results
+from benchmarks import exchange, figures, pipeline, plots, results
 from benchmarks.figures import Figure, Goal
 from cluster.host.checks import documents as places
 from cluster.system.errors import (
     ClusterError,
 )
 from tests.unit.benchmarks.sampled import COST, RECOVERY, SCALING, START, TASKS, TOGETHER, UNDER, rows
+from train.pipeline import schedule
 
 # Arithmetic
 
@@ -179,3 +180,24 @@ def test_every_plot_must_be_drawn_of_what_was_measured_and_no_other(tmp_path):
     assert ["start.png"] == [path.name for path in (tmp_path / "one").iterdir()]
     for path in (tmp_path / "all").iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_more_stages_are_simulated_from_the_times_of_two():
+    spans = {m: schedule.simulate(schedule.build("1f1b", 2, m), [1.0, 1.0], [2.0, 2.0]) for m in (1, 4, 8, 32)}
+    figures = {figure.name: figure for figure in pipeline._simulated(spans)}
+    assert {f"pipeline-k{stages}-m{m}-simulated" for stages in (4, 8) for m in (1, 4, 32)} == set(figures)
+    for stages in (4, 8):
+        for m in (1, 4, 32):
+            figure = figures[f"pipeline-k{stages}-m{m}-simulated"]
+            assert figure.value == pytest.approx(stages * m / (m + stages - 1))
+            assert "simulated" in figure.title
+            assert f"{pipeline.PAPER[stages][m]:g}" in figure.title
+
+
+def test_more_micro_batches_are_compared_with_one_and_with_one_task():
+    rates = {(2, 1): [10.0], (2, 4): [16.0], (2, 32): [18.0], (1, 4): [10.5], (1, 32): [10.0]}
+    chosen = {m: pipeline.MICRO_BATCHES[m] for m in (1, 4, 32)}
+    figures = {figure.name: figure for figure in pipeline._measured(rates, chosen)}
+    assert (1.6, True) == (figures["pipeline-m4"].value, figures["pipeline-m4"].met)
+    assert (1.8, True) == (figures["pipeline-k2-m32"].value, figures["pipeline-k2-m32"].met)
+    assert figures["pipeline-k2-m4"].met is None

@@ -16,7 +16,7 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.contract.strategies import Strategy
-from cluster.host.control import chaos, ending, faults, watch
+from cluster.host.control import chaos, ending, watch
 from cluster.host.launch import folders, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
@@ -106,7 +106,7 @@ def toy(monkeypatch) -> Toy:
     """A runtime that is registered like ours, and a kind of fault."""
     made = Toy()
     monkeypatch.setitem(registry.RUNTIMES, made.name, made)
-    monkeypatch.setitem(faults.KINDS, "nudge", faults.FaultKind("nudge"))
+    monkeypatch.setitem(chaos.KINDS, "nudge", chaos.FaultKind("nudge"))
     return made
 
 

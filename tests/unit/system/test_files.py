@@ -14,7 +14,7 @@ import pytest
 from cluster.system import files
 from cluster.system.files import sha256
 from cluster.system.json_files import DamagedError, create_json, read_json, write_json
-from tests.support.together import together
+from tests.support.waiting import together
 
 
 def test_a_file_that_was_replaced_on_another_host_is_read_again(tmp_path, monkeypatch):

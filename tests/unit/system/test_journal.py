@@ -10,7 +10,7 @@ import pytest
 
 from cluster.system import json_files
 from cluster.system.json_files import LINE_BYTES, Journal, append_json, read_json_lines
-from tests.support.together import together
+from tests.support.waiting import together
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, supervisor
 from cluster.host.runtime.local_runtime import ProcessFaults
-from cluster.host.view.logs import print_logs
+from cluster.host.view.live import print_logs
 from cluster.system import files, json_files
 from tests.support.launching import Commands
 

@@ -1,15 +1,26 @@
-"""A campaign: which runs it makes, when it is over, and how it counts them."""
+"""A campaign: which runs it makes, which faults are drawn, when they are injected, and how they are counted."""
 
+import threading
+import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.contract import spec
+from cluster.contract.recovery.step_record import StepRecord
+from cluster.contract.run.folder import RunFolder
 from cluster.host.checks import documents
 from cluster.host.image import checkout
+from cluster.host.runtime import registry
 from cluster.system.errors import UsageError
-from tests.tools.campaign import campaign, record
+from cluster.system.json_files import write_json
+from tests.support.waiting import wait_for
+from tests.tools.campaign import campaign, injection, record, volleys
 from tests.tools.campaign.cases import CASES
+from tests.tools.campaign.injection import Injection
+from tests.tools.campaign.volleys import Shot, Volley
 
 FAULT = {"kind": "kill", "task": "chief", "phase": "step", "step": 3}
 
@@ -89,3 +100,186 @@ def test_the_table_counts_what_the_record_file_holds(tmp_path):
 
 def test_the_table_in_the_document_is_the_record_s():
     assert record.table(record.read()) == documents.written(record.PAGE, record.BEGIN)
+
+
+KINDS = set(volleys.WEIGHTS)
+CLUSTER = spec.build(workers=2)
+
+
+def drawn(seed: str, count: int, kinds: set[str] = KINDS) -> list[tuple[Volley, Volley]]:
+    return list(islice(volleys.draw(CLUSTER, seed, kinds), count))
+
+
+def test_the_same_seed_draws_the_same_faults():
+    first, again, other = (drawn(seed, 50) for seed in ("a 1", "a 1", "a 2"))
+    assert first == again != other
+
+
+def test_every_kind_phase_task_and_number_of_faults_is_drawn():
+    pairs = [pair for seed in range(20) for pair in drawn(str(seed), 50)]
+    shots = [shot for middle, _ in pairs for shot in middle.shots]
+    assert KINDS == {shot.kind for shot in shots}
+    assert {task.name for task in CLUSTER.tasks} == {shot.task for shot in shots}
+    assert {"", *volleys.OPENING, *volleys.RECOVERING} == {shot.phase for shot in shots}
+    assert {1, 2, 4, 5, 6, 7} == {len(middle.shots) for middle, _ in pairs}
+    assert {"kill"} == {shot.kind for middle, _ in drawn("b", 50, {"kill"}) for shot in middle.shots}
+
+
+def test_a_run_is_resumed_once_at_most():
+    for seed in range(20):
+        shots = [shot.kind for middle, _ in drawn(str(seed), 200) for shot in middle.shots]
+        assert 1 == sum(kind in volleys.ENDING for kind in shots)
+
+
+def test_the_last_volleys_of_a_run_come_in_its_last_phases():
+    assert set(volleys.LAST_PHASES) == {last.shots[0].phase for _, last in drawn("last", 50)}
+    assert all(middle.shots[1:] == last.shots[1:] for middle, last in drawn("last", 50))
+
+
+TOTAL = 100
+
+
+def beat(run: RunFolder, task: str, state: str, step: int, *, generation: int = 0) -> None:
+    values = {"task": task, "state": state, "generation": generation, "step": step, "steps_total": TOTAL}
+    write_json(run.status(task), values | {"updated_at": time.time()})
+    StepRecord(run, task, generation).done(step)
+
+
+class Injected:
+    """Takes faults instead of the processes of a run."""
+
+    refuses = gone = False
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def faults(self, _run: RunFolder) -> "Injected":
+        return self
+
+    def reaches(self, _task: str, which: str) -> bool:
+        assert which in ("program", "agent")
+        return not self.gone
+
+    def inject(self, kind: str, task: str, *, whole: bool = False) -> None:
+        if self.refuses:
+            raise UsageError(f"{task} has no program yet")
+        self.calls.append((kind, task, whole))
+
+    def undo(self, task: str) -> None:
+        self.calls.append(("undo", task))
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows with every look at a task's newest step."""
+    read, looks = injection.step_record.read, []
+    monkeypatch.setattr(injection.step_record, "read", lambda *words: looks.append(words) or read(*words))
+    return looks
+
+
+@pytest.fixture
+def run(make_run: Any) -> RunFolder:
+    made = make_run(workers=2)
+    for task in ("chief", "worker-0"):
+        beat(made, task, "training", 5)
+    return made
+
+
+@pytest.fixture
+def injected(monkeypatch: pytest.MonkeyPatch) -> "Injected":
+    made = Injected()
+    monkeypatch.setattr(registry, "of", lambda _run: made)
+    monkeypatch.setattr(injection, "PHASE_S", 0.01)
+    monkeypatch.setattr(injection, "PROCESS_S", 0.01)
+    monkeypatch.setattr(injection, "LAST_STEPS_S", 0.01)
+    return made
+
+
+def one(kind: str, task: str = "worker-0", phase: str = "step", steps: int = 0, lasts_s: float = 0.0) -> Volley:
+    return Volley(steps, 0.0, (Shot(kind, task, phase, 0.0, lasts_s),))
+
+
+def inject(run: RunFolder, *drawn: Volley) -> list[dict[str, Any]]:
+    made = Injection(run, iter([(volley, volley) for volley in drawn]), len(drawn))
+    made.inject(time.monotonic() + 60, time.monotonic() + 60)
+    return made.faults
+
+
+def test_a_fault_is_recorded_with_the_phase_in_which_its_task_was(run: RunFolder, injected: Injected) -> None:
+    beat(run, "worker-0", "waiting", 0)
+    first = inject(run, one("kill", phase="rendezvous"))
+    beat(run, "chief", "saving", TOTAL)
+    made = Injection(run, iter([(one("slow"), one("agent", "chief", phase="export"))] * 3), 3)
+    made.inject(time.monotonic() + 60, time.monotonic() + 60)
+    last = made.faults[:1]
+    assert [("kill", "worker-0", False), ("kill", "chief", True)] == injected.calls[:2]
+    assert [("kill", "rendezvous"), ("agent", "export")] == [(each["kind"], each["phase"]) for each in first + last]
+
+
+def test_a_volley_waits_for_new_steps_and_its_phase(
+    run: RunFolder, injected: Injected, looks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(injection, "PHASE_S", 60.0)
+    thread = threading.Thread(target=inject, args=(run, one("kill", phase="evaluate", steps=3)))
+    thread.start()
+    wait_for(lambda: len(looks) > 5, "the volley to wait for steps after the fifth")
+    beat(run, "chief", "training", 8)
+    assert thread.is_alive()
+    assert not injected.calls
+    beat(run, "worker-0", "evaluating", 8)
+    thread.join()
+    assert [("kill", "worker-0", False)] == injected.calls
+
+
+def test_a_phase_that_does_not_come_is_not_waited_for_without_end(run: RunFolder, injected: Injected) -> None:
+    (found,) = inject(run, one("kill", phase="compile"))
+    assert "step" == found["phase"]
+
+
+@pytest.mark.parametrize(("step", "generation"), [(5 + injection.RECOVERED_STEPS + 1, 0), (3, 1)])
+def test_a_phase_of_a_recovery_is_not_waited_for_once_the_run_goes_on(
+    run: RunFolder, injected: Injected, looks: list[Any], monkeypatch: pytest.MonkeyPatch, step: int, generation: int
+) -> None:
+    monkeypatch.setattr(injection, "PHASE_S", 60.0)
+    volley = Volley(0, 0.0, (Shot("kill", "chief", "step", 0.0, 0.0), Shot("kill", "worker-0", "start", 0.0, 0.0)))
+    thread = threading.Thread(target=inject, args=(run, volley))
+    thread.start()
+    wait_for(lambda: injected.calls, "the first fault")
+    looked = len(looks)
+    wait_for(lambda: len(looks) > looked + 3, "the second to wait for its phase")
+    beat(run, "chief", "training", step, generation=generation)
+    thread.join()
+    assert ["chief", "worker-0"] == [task for _, task, _ in injected.calls]
+
+
+def test_the_last_volleys_come_at_the_end_and_are_bounded(run: RunFolder, injected: Injected) -> None:
+    middle, last = one("kill"), one("slow", "chief", "export")
+    beat(run, "chief", "saving", TOTAL)
+    made = Injection(run, iter([(middle, last)] * 9), 9)
+    made.inject(time.monotonic() + 60, time.monotonic() + 60)
+    assert ["slow"] * injection.CLOSING_VOLLEYS == [fault["kind"] for fault in made.faults]
+
+
+def test_what_lasts_is_undone_even_if_the_run_ends_meanwhile(run: RunFolder, injected: Injected) -> None:
+    ended = threading.Thread(target=_end_after, args=(run, injected))
+    ended.start()
+    inject(run, one("pause", lasts_s=0.05), one("kill", steps=1000))
+    ended.join()
+    assert [("pause", "worker-0", False), ("undo", "worker-0")] == injected.calls
+
+
+def _end_after(run: RunFolder, injected: Injected) -> None:
+    wait_for(lambda: injected.calls, "the first fault")
+    write_json(run.summary, {})
+
+
+@pytest.mark.parametrize("why", ["refuses", "gone"])
+def test_a_fault_that_cannot_be_injected_does_not_count(run: RunFolder, injected: Injected, why: str) -> None:
+    setattr(injected, why, True)
+    assert [] == inject(run, one("kill"))
+
+
+def test_a_fault_that_ends_the_run_is_named_once(run: RunFolder, injected: Injected) -> None:
+    made = Injection(run, iter([(one("stop"), one("stop"))]), 1)
+    made.inject(time.monotonic() + 60, time.monotonic() + 60)
+    assert ["stop", ""] == [made.take_ending(), made.take_ending()]

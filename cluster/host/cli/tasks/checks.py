@@ -15,12 +15,11 @@ from cluster.host.checks import rerun as repetition
 from cluster.host.checks import verify as verification
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
 from cluster.host.control import chaos as injection
-from cluster.host.control import storm as storming
-from cluster.host.control.faults import KINDS, STORM
+from cluster.host.control.chaos import KINDS, STORM
 from cluster.host.launch import folders, startup
 from cluster.host.launch.topology import build_cluster
 from cluster.host.options.request import OPTIONS, Request, parse_options
-from cluster.host.view.findings import findings_lines
+from cluster.host.view.columns import columns
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.system.terminal import fit, print_wait
 
@@ -34,7 +33,11 @@ from cluster.system.terminal import fit, print_wait
 def doctor(c, bandwidth=False, gpus="", runtime="", json=False):
     """Check what this machine has and lacks, each with its fix; exit code 3 where something must be fixed."""
     value = machine.look(bandwidth=bandwidth, gpus=gpus, runtime=runtime)
-    show(value, findings_lines, as_json=json)
+    rows = [
+        (found["state"], found["check"], "; ".join(filter(None, (found["detail"], found["fix"]))))
+        for found in value["findings"]
+    ]
+    show(value, lambda _: columns(rows), as_json=json)
     raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
 
 
@@ -91,14 +94,14 @@ def chaos(
         count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
         seed = spec.parse_count("seed", seed, 0, 2**31 - 1)
         limit_s = spec.parse_count("minutes", minutes, 1, 10**5) * 60
-        raise Exit(code=storming.main(folder, count, seed, drawn, timeout_s, limit_s))
+        raise Exit(code=injection.storm(folder, count, seed, drawn, timeout_s, limit_s))
     if not kind or (not task and kind in KINDS):
         raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
     injection.check(folder, fault)
     step = f"step {fault.at_step}, then for " if fault.at_step > folder.newest_step else ""
     print_wait(f"waiting for {step}the effect of {fault}")
-    result = injection.inflict(folder, fault, timeout_s)
+    result = injection.inject(folder, fault, timeout_s)
     shown = f"{fault} at step {result.step}: {result.description}"
     show(dataclasses.asdict(result), lambda _: fit([shown]), as_json=json)
     raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)

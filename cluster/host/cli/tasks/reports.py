@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster.contract import settings
 from cluster.host.checks import bug_report
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, answer, show, task
-from cluster.host.control import cleaning
+from cluster.host.control import ending
 from cluster.host.launch import folders
 from cluster.host.reports import comparison, listing, page
 from cluster.host.view.columns import columns
@@ -97,7 +97,7 @@ def clean(c, run=None, older="", yes=False):
     if bool(run) == bool(older):
         raise UsageError("name a run, or say how old: invoke clean RUN, or invoke clean --older 7d")
     runs_dir = folders.runs_dir()
-    found = [cleaning.named(runs_dir, run)] if run else cleaning.find(runs_dir, cleaning.parse_age(older))
+    found = [ending.find_ended(runs_dir, run)] if run else ending.find_old(runs_dir, ending.parse_age(older))
     if not found:
         print(f"no run has ended longer ago than {older}")
         return
@@ -109,7 +109,7 @@ def clean(c, run=None, older="", yes=False):
     if not yes and not _agreed(question):
         print("nothing was deleted")
         return
-    if left := cleaning.delete_all(found):
+    if left := ending.delete(found):
         raise RunFailed(f"{counted(len(left), 'run')} could not be deleted: {'; '.join(left)}")
     print(f"deleted {counted(len(found), 'run')}")
 

@@ -11,16 +11,14 @@ from cluster.contract import spec
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, show, task
 from cluster.host.cli.options import takes_request
 from cluster.host.control import ending, scaling
-from cluster.host.control import trace as tracing
+from cluster.host.control import profile as tracing
 from cluster.host.control import watch as watching
 from cluster.host.launch import folders, footprint, planning, startup, teardown
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS
 from cluster.host.runtime import tensorboard as board
-from cluster.host.view.ended import ended_lines
-from cluster.host.view.live import Live
-from cluster.host.view.logs import print_logs
-from cluster.host.view.plan import plan_lines
+from cluster.host.view.live import print_logs
+from cluster.host.view.plan_view import plan_lines
 from cluster.host.view.status import read_status, status_table
 from cluster.system import interrupts
 from cluster.system.errors import RunFailed, UsageError
@@ -61,8 +59,7 @@ def status(c, run=None, watch=False, json=False):
     """Show every task's state, step, speed, loss and restarts."""
     folder = folders.find_run(run)
     if watch:
-        with Live() as live:
-            watching.follow(folder, live.show)
+        watching.show_until_end(folder)
     show(read_status(folder), status_table, as_json=json)
 
 
@@ -104,9 +101,8 @@ def wait(c, run=None, timeout=""):
     """Wait for a run to end and show how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
     folder = folders.find_run(run)
     bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
-    with Live() as live:
-        ended = watching.follow(folder, live.show, bound)
-    print("\n".join(ended_lines(folder, short_path(folder.path))))
+    ended = watching.show_until_end(folder, bound)
+    watching.print_end(folder)
     raise Exit(code=watching.exit_code(ended))
 
 
@@ -129,7 +125,7 @@ def stop(c, run=None):
         print_lines(f"stopping {folder.name}")
     watching.stop(folder, "invoke stop")
     left = teardown.finish(folder, shell(c))
-    print("\n".join(ended_lines(folder, short_path(folder.path))), flush=True)
+    watching.print_end(folder)
     if left:
         raise RunFailed(left)
 

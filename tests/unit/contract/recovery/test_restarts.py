@@ -10,7 +10,7 @@ from cluster.contract.results import summary
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
 from cluster.system.json_files import append_json, read_json, write_json
-from tests.support.ending import end
+from tests.support.beats import end
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def commands(monkeypatch, resolved):
     monkeypatch.setattr(logs, "PART_BYTES", 10**6)
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     monkeypatch.setattr(limits, "check_free_memory", lambda *_, **__: None)
-    monkeypatch.setattr("cluster.host.control.trace.PATIENCE_S", 0.2)
+    monkeypatch.setattr("cluster.host.control.profile.PATIENCE_S", 0.2)
     monkeypatch.setattr(registry, "choose", lambda *_: (registry.LOCAL, "requested"))
     monkeypatch.setattr("cluster.host.image.engine.ask", lambda *_, **__: (1, ""))
 

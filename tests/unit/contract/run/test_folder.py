@@ -15,8 +15,7 @@ from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import Result
 from cluster.system.errors import PrerequisiteError
 from cluster.system.json_files import RESERVE, read_json, write_json
-from tests.support.together import together
-from tests.support.waiting import wait_for
+from tests.support.waiting import together, wait_for
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import TraceAnswer
 from cluster.host.checks import doctor, verify
 from cluster.host.checks.verify import CASES
-from cluster.host.control import trace
+from cluster.host.control import profile
 from cluster.host.image import engine
 from cluster.host.launch import footprint
 from cluster.host.reports import comparison
@@ -187,7 +187,7 @@ def test_logs_of_a_task_that_prints_nothing(capsys, training):
 
 
 def test_profile(training):
-    check(trace.lines(training, TraceAnswer(id="1", task="worker-0", first=123_452, last=123_461), 5))
+    check(profile.lines(training, TraceAnswer(id="1", task="worker-0", first=123_452, last=123_461), 5))
 
 
 # Runs that ended
@@ -197,7 +197,7 @@ def test_profile(training):
 @pytest.mark.parametrize("state", ["succeeded", "stopped", "failed"])
 def test_the_end(capsys, make_ended, state, script):
     run = make_ended(FIRST, state, **({"script": script} if script else {}))
-    check(ended_lines(run, f"runs/{FIRST}"))
+    check(ended_lines(run))
     for command in ("wait", "stop", "status", "runs"):
         check(screen(capsys, command))
     check(screen(capsys, "down", FIRST))

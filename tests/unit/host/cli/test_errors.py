@@ -91,7 +91,7 @@ def test_wrong_usage_ends_with_2_and_starts_nothing(make_run, task, requested, e
 def test_waiting_too_long_ends_with_4(make_run):
     run = current(make_run(workers=0))
     beat(run, "chief", step=1)
-    message = "error: run run has not ended after 1 s; it goes on, see `invoke status`"
+    message = "error: run run has not ended after 1 s; it continues, see `invoke status`"
     assert (4, message) == refusal("wait", timeout="1")
 
 

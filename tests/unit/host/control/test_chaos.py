@@ -1,14 +1,54 @@
-"""Real faults on real agents with fake trainers: what is inflicted, and what it is said to have cost."""
+"""Real faults on real agents with fake trainers: injected or refused, their cost, and how it is reported."""
 
+import json
+import threading
+import time
 from typing import Any
 
 import pytest
+from invoke import Exit, MockContext
 
+import tasks
+from cluster.contract.run.folder import RunFolder
 from cluster.host.control import chaos
-from cluster.host.control.chaos import Fault
-from cluster.system.json_files import write_json
-from tests.support.gang import Gang
-from tests.unit.host.control.faulty import STEPS_ON, WORKS_ON, begin, recorded, slowing
+from cluster.host.control.chaos import Fault, Result
+from cluster.host.runtime import injector
+from cluster.system.errors import TimedOut, UsageError
+from cluster.system.json_files import read_json, read_json_lines, write_json
+from tests.support.beats import beat
+from tests.support.gang import Gang, StartGang
+from tests.support.waiting import wait_for
+
+WORKS_ON = "train(6 if GENERATION else 5), work()"
+"""At step 5 a task is hurt; the next generation repeats the steps from 3 and works until it is asked to stop."""
+
+STEPS_ON = """
+import itertools
+steps = itertools.count(1)
+until(lambda: train(next(steps)) or run.stop_requested)
+finish("stopped")
+"""
+
+
+def begin(start_gang: StartGang, lines: str = WORKS_ON, **topology: Any) -> Gang:
+    """Start a gang and wait until all of it is at step 5."""
+    gang = start_gang(lines, **{"workers": 1} | topology)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 5)
+    return gang
+
+
+def recorded(gang: Gang) -> list[dict[str, Any]]:
+    """Return the results that the run folder keeps, without their times."""
+    results = list(read_json_lines(gang.run.path / "chaos.jsonl"))
+    for result in results:
+        assert 0 < time.time() - result.pop("time") < 60
+    return results
+
+
+def slowing() -> list[threading.Thread]:
+    """Return the threads that slow a task down."""
+    return [thread for thread in threading.enumerate() if "_slow" in thread.name]
 
 
 def stopped(gang: Gang) -> dict[str, Any]:
@@ -20,7 +60,7 @@ def stopped(gang: Gang) -> dict[str, Any]:
 def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault(start_gang):
     gang = begin(start_gang)
     program = gang.pid("worker-0")
-    result = chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=5))
+    result = chaos.inject(gang.run, Fault("kill", "worker-0", at_step=5))
     assert ("kill", "worker-0", 5, 3, None) == (
         *(result.kind, result.task, result.step, result.steps_lost),
         result.ended,
@@ -44,7 +84,7 @@ def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault
 
 def test_a_worker_of_parameter_servers_that_is_killed_costs_no_steps(start_gang):
     gang = start_gang("if NAME != 'chief': serve()\n" + STEPS_ON, workers=1, ps=1)
-    result = chaos.inflict(gang.run, Fault("kill", "worker-0", at_step=5))
+    result = chaos.inject(gang.run, Fault("kill", "worker-0", at_step=5))
     assert (0, None, 0) == (result.steps_lost, result.ended, gang.run.generation)
     (restart,) = stopped(gang)["restarts"]
     assert (result.detected_s, result.resumed_s) == (restart["detected_s"], restart["resumed_s"])
@@ -54,7 +94,7 @@ def test_a_worker_of_parameter_servers_that_is_killed_costs_no_steps(start_gang)
 def test_a_whole_task_that_is_killed_comes_back(start_gang):
     gang = begin(start_gang)
     agent = gang.pid("worker-0", "agent")
-    result = chaos.inflict(gang.run, Fault("kill", "worker-0", whole=True))
+    result = chaos.inject(gang.run, Fault("kill", "worker-0", whole=True))
     assert (3, None) == (result.steps_lost, result.ended)
     gang.await_step("worker-0", 6)
     assert agent != gang.pid("worker-0", "agent")
@@ -65,7 +105,7 @@ def test_a_whole_task_that_is_killed_comes_back(start_gang):
 
 def test_a_task_that_is_stopped_stops_the_run_as_it_should(start_gang):
     gang = begin(start_gang)
-    result = chaos.inflict(gang.run, Fault("stop", "worker-0"))
+    result = chaos.inject(gang.run, Fault("stop", "worker-0"))
     assert ("stopped", None, 0, True) == (result.ended, result.detected_s, result.steps_lost, result.as_it_should)
     assert result.resumed_s is not None and gang.run.outcome is not None
     assert result.resumed_s == pytest.approx(gang.run.outcome.time - gang.events("fault")[0].time, abs=0.2)
@@ -81,7 +121,7 @@ def test_the_biggest_file_of_the_newest_checkpoint_is_corrupted_by_one_byte(star
         names = (f"ckpt-{step}.index", f"ckpt-{step}.data")
         files = {name: {"size_bytes": sizes[name], "sha256": ""} for name in names}
         write_json(gang.run.checkpoints / f"ckpt-{step}.json", {"step": step, "files": files})
-    result = chaos.inflict(gang.run, Fault("corrupt", "chief"))
+    result = chaos.inject(gang.run, Fault("corrupt", "chief"))
     left = {name: (gang.run.checkpoints / name).stat().st_size for name in sizes}
     assert sizes | {"ckpt-10.data": 79} == left
     assert ("corrupt", None) == (result.kind, result.ended)
@@ -90,14 +130,14 @@ def test_the_biggest_file_of_the_newest_checkpoint_is_corrupted_by_one_byte(star
 
 def test_a_corrupt_fault_before_the_first_checkpoint_only_kills(start_gang):
     gang = begin(start_gang)
-    assert 3 == chaos.inflict(gang.run, Fault("corrupt", "worker-0")).steps_lost
+    assert 3 == chaos.inject(gang.run, Fault("corrupt", "worker-0")).steps_lost
 
 
 def test_a_slow_task_lets_nothing_start_again(start_gang, monkeypatch):
     monkeypatch.setattr(chaos, "SLOW_S", 1.0)
     gang = begin(start_gang, STEPS_ON)
     before = {task: gang.beat(task).step for task in ("chief", "worker-0")}
-    result = chaos.inflict(gang.run, Fault("slow", "worker-0"))
+    result = chaos.inject(gang.run, Fault("slow", "worker-0"))
     done = {task: gang.beat(task).step - step for task, step in before.items()}
     assert done["worker-0"] < done["chief"] / 2
     assert (None, 0, None) == (result.detected_s, result.steps_lost, result.ended)
@@ -112,7 +152,7 @@ def test_a_lone_task_that_nobody_can_see_paused_goes_on_after_a_while(start_gang
     monkeypatch.setattr(chaos, "SLOW_S", 1.0)
     gang = start_gang(STEPS_ON, workers=0)
     gang.await_step("chief", 5)
-    result = chaos.inflict(gang.run, Fault("pause", "chief"), timeout_s=300)
+    result = chaos.inject(gang.run, Fault("pause", "chief"), timeout_s=300)
     assert (None, 0, None) == (result.detected_s, result.steps_lost, result.ended)
     assert result.resumed_s is not None and result.resumed_s >= 1.0
     assert 0 == gang.run.generation
@@ -130,7 +170,7 @@ if NAME == "worker-0": until(lambda: time.time() > fault()[0].time + 1.5)
 if NAME != "chief": serve()
 """
     gang = start_gang(lines + STEPS_ON, workers=1, ps=1)
-    result = chaos.inflict(gang.run, Fault("slow", "worker-0", at_step=5))
+    result = chaos.inject(gang.run, Fault("slow", "worker-0", at_step=5))
     assert result.detected_s is not None and result.resumed_s is not None
     assert max(result.detected_s, 1.0) < result.resumed_s
     assert "succeeded" != stopped(gang)["state"]
@@ -149,13 +189,178 @@ if NAME == "worker-0" and not GENERATION:
         os._exit(70)
 """
     gang = begin(start_gang, lines + WORKS_ON)
-    result = chaos.inflict(gang.run, Fault("oom", "worker-0"), timeout_s=300)
+    result = chaos.inject(gang.run, Fault("oom", "worker-0"), timeout_s=300)
     assert (3, None) == (result.steps_lost, result.ended)
     assert [("worker-0", "exit code 70")] == [(r["task"], r["cause"]) for r in stopped(gang)["restarts"]]
 
 
 def test_a_run_that_ends_meanwhile_is_an_end_and_no_error(start_gang):
     gang = begin(start_gang, "if GENERATION: sys.exit('no more')\n" + WORKS_ON)
-    result = chaos.inflict(gang.run, Fault("kill", "worker-0"))
+    result = chaos.inject(gang.run, Fault("kill", "worker-0"))
     assert ("failed", False) == (result.ended, result.as_it_should)
     assert ["failed"] == [line["ended"] for line in recorded(gang)]
+
+
+# What never comes
+
+
+def test_a_fault_whose_step_never_comes_is_not_injected(start_gang):
+    gang = start_gang("train(5), meet(), finish()", workers=1)
+    with pytest.raises(UsageError, match=r"run 'run' ended before step 100; nothing was injected"):
+        chaos.inject(gang.run, Fault("kill", "worker-0", at_step=100))
+    assert ([], []) == (gang.events("fault"), recorded(gang))
+    assert ("succeeded", []) == (gang.summary()["state"], gang.summary()["restarts"])
+
+
+def test_waiting_for_the_step_is_bounded(start_gang):
+    gang = begin(start_gang)
+    with pytest.raises(TimedOut, match=r"waited 0.2 s for worker-0 to train and step 100; see `invoke status`"):
+        chaos.inject(gang.run, Fault("kill", "worker-0", at_step=100), timeout_s=0.2)
+    assert [] == gang.events("fault")
+
+
+def test_waiting_for_the_recovery_is_bounded(start_gang):
+    gang = begin(start_gang, "if GENERATION: until(lambda: False)\n" + WORKS_ON)
+    with pytest.raises(TimedOut, match=r"waited 0.5 s for the run to recover from kill worker-0; see `invoke status`"):
+        chaos.inject(gang.run, Fault("kill", "worker-0"), timeout_s=0.5)
+    assert (1, []) == (len(gang.events("fault")), recorded(gang))
+    wait_for(lambda: gang.run.generation == 1, "the gang's next generation")
+
+
+def test_what_still_lasts_is_undone_when_nothing_recovers(start_gang, monkeypatch):
+    monkeypatch.setattr(chaos._Before, "recovered", lambda self, fault: False)
+    monkeypatch.setattr(chaos, "SLOW_S", 0.1)
+    gang = begin(start_gang, STEPS_ON)
+    with pytest.raises(TimedOut):
+        chaos.inject(gang.run, Fault("slow", "worker-0"), timeout_s=0.3)
+    assert [] == slowing()
+    gang.await_step("worker-0", gang.beat("worker-0").step + 20)
+
+
+# How it is reported
+
+
+@pytest.mark.parametrize(
+    ("kind", "ended", "as_it_should"),
+    [
+        ("kill", None, True),
+        ("kill", "succeeded", True),
+        ("kill", "failed", False),
+        ("kill", "stopped", False),
+        ("stop", "stopped", True),
+        ("stop", "succeeded", False),
+        ("stop", None, False),
+        ("diskfull", "failed", True),
+        ("diskfull", None, False),
+    ],
+)
+def test_a_fault_must_end_the_run_only_where_it_should(kind, ended, as_it_should):
+    assert as_it_should == Result(kind, "chief", 5, 1.0, 2.0, 0, ended).as_it_should
+
+
+@pytest.fixture
+def run(make_run) -> RunFolder:
+    """A run that trains, as far as its folder says."""
+    made = make_run(workers=1)
+    beat(made, "chief", step=5)
+    (made.path.parent / ".current").write_text(made.name + "\n")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (Fault("kil", "worker-0"), "unknown fault 'kil'; did you mean 'kill'?"),
+        (Fault("strom", "worker-0"), "unknown fault 'strom'; did you mean 'storm'?"),
+        (Fault("kill", "worker-7"), "no task 'worker-7' in this cluster; did you mean 'worker-0'?"),
+        (
+            Fault("pause", "worker-0", whole=True),
+            "--whole with pause: it is for kill, which else kills the task's program alone",
+        ),
+        (
+            Fault("partition", "worker-0"),
+            "partition worker-0: local tasks share one network; use a run of --runtime docker",
+        ),
+    ],
+)
+def test_what_cannot_be_injected_is_refused_in_one_line(run, fault, line):
+    with pytest.raises(UsageError) as refused:
+        chaos.check(run, fault)
+    assert line == str(refused.value)
+
+
+def test_a_script_s_checkpoints_are_left_alone(run):
+    write_json(run.config, {"script": "train.py", "arguments": []})
+    with pytest.raises(UsageError, match=r"^corrupt with a script: only the script knows its checkpoints$"):
+        chaos.check(run, Fault("corrupt", "worker-0"))
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_is_not_in_progress_is_refused(run, ended):
+    if ended:
+        write_json(run.summary, {"state": "succeeded"})
+    else:
+        beat(run, "chief", age_s=60)  # nothing of it lives
+    with pytest.raises(UsageError, match=r"^run 'run' is not in progress; start one with `invoke up --detach`$"):
+        chaos.check(run, Fault("kill", "worker-0"))
+
+
+def ends(**options: Any) -> tuple[int, str]:
+    with pytest.raises(Exit) as ended:
+        tasks.ns["chaos"](MockContext(), **options)
+    return ended.value.code, ended.value.message or ""
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kind": "kill"}, "chaos kill"),
+        ({"kind": "kil", "task": "worker-0"}, "'kill'"),
+        ({"kind": "kill", "task": "worker-0", "at_step": "soon"}, "--at-step 'soon'"),
+        ({"kind": "storm", "faults": "0"}, "--faults '0'"),
+        ({"kind": "partition", "task": "worker-0"}, "partition worker-0"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_injects_nothing(run, options, named):
+    code, message = ends(**options)
+    assert (2, 1) == (code, len(message.splitlines()))
+    assert named in message
+    assert ([], False) == (run.events(), (run.path / "chaos.jsonl").exists())
+
+
+@pytest.mark.parametrize(("kind", "code"), [("kill", 1), ("stop", 0)])
+def test_the_exit_code_reports_whether_the_run_did_as_it_should(run, monkeypatch, capsys, kind, code):
+    injected = []
+
+    def inject(folder: RunFolder, fault: Fault, timeout_s: float) -> Result:
+        injected.append((folder, fault, timeout_s))
+        return Result(fault.kind, fault.task, 52, None, 1.0, 0, "stopped")
+
+    monkeypatch.setattr(chaos, "inject", inject)
+    requested = {"kind": kind, "task": "worker-0", "at_step": "50", "timeout": "9"}
+    assert (code, "") == ends(**requested)
+    assert f"{kind} worker-0 at step 52: the run stopped 1.0 s later\n" == capsys.readouterr().out
+    assert (code, "") == ends(**requested, json=True)
+    assert {"kind": kind, "task": "worker-0", "step": 52, "ended": "stopped"}.items() <= json.loads(
+        capsys.readouterr().out
+    ).items()
+    assert [(run, Fault(kind, "worker-0", 50), 9)] * 2 == injected
+
+
+def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(start_gang, monkeypatch):
+    gang = begin(start_gang)
+    monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", 0)
+    monkeypatch.setattr(injector, "BALLAST", "absent/ballast")  # cannot be filled, whatever is decided
+    with pytest.raises(UsageError, match="put RUNS_DIR on a small separate disk"):
+        chaos.inject(gang.run, Fault("diskfull", "worker-0"))
+    assert ([], []) == (gang.events("fault"), recorded(gang))
+    assert "training" == read_json(gang.run.status("chief"))["state"]
+
+
+def test_a_disk_that_must_not_be_filled_is_refused_before_anything_is_waited_for(make_run):
+    run = make_run(workers=0)
+    with pytest.raises(UsageError, match="put RUNS_DIR on a small separate disk"):
+        chaos.check(run, Fault("diskfull", "chief", at_step=10**9))

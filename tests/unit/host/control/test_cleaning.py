@@ -12,7 +12,7 @@ from invoke import Exit, MockContext
 import tasks
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
-from cluster.host.control import cleaning
+from cluster.host.control import ending
 from cluster.host.launch import folders
 from cluster.host.reports import listing
 from cluster.system.errors import EXIT_USAGE, UsageError
@@ -47,13 +47,13 @@ def clean(**options: object) -> int:
 
 @pytest.mark.parametrize(("text", "seconds"), [("7d", 604800), ("12h", 43200), ("30m", 1800), (" 2w ", 1209600)])
 def test_ages(text, seconds):
-    assert seconds == cleaning.parse_age(text)
+    assert seconds == ending.parse_age(text)
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1.5d", "7y", "7d7d", "99999999d"])
 def test_what_is_no_age_is_refused(text):
     with pytest.raises(UsageError, match="--older"):
-        cleaning.parse_age(text)
+        ending.parse_age(text)
 
 
 def test_only_old_runs_go_and_it_is_said_which(old, capsys):
@@ -110,13 +110,6 @@ def test_what_is_no_run_is_not_deleted_by_name(old, tmp_path, name):
     assert (runs_dir / "own").exists()
 
 
-def test_a_run_in_progress_is_not_deleted_by_name(old, monkeypatch):
-    run = old("one")
-    monkeypatch.setattr(cleaning, "in_progress", lambda run: True)
-    assert EXIT_USAGE == clean(run="one", yes=True)
-    assert run.path.exists()
-
-
 def test_age_counts_from_the_end_of_the_run(old):
     reported, copied, young = old("reported"), old("copied"), old("young", days=1)
     (reported.path / "report.html").touch()
@@ -129,10 +122,10 @@ def test_age_counts_from_the_end_of_the_run(old):
 
 def test_a_run_in_progress_stays(old, monkeypatch):
     run = old("one")
-    monkeypatch.setattr(cleaning, "in_progress", lambda run: True)
-    assert [] == cleaning.find(run.path.parent, 0)
-    with pytest.raises(UsageError, match="in progress"):
-        cleaning.delete(cleaning.Old(run, 0.0))
+    monkeypatch.setattr(ending.teardown, "in_progress", lambda run: True)
+    assert EXIT_USAGE == clean(run="one", yes=True)
+    assert [] == ending.find_old(run.path.parent, 0)
+    assert ["one: run 'one' is in progress again; it stays"] == ending.delete([ending.OldRun(run, 0.0)])
     assert run.path.exists()
 
 
@@ -163,13 +156,13 @@ def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(old, m
     folders.check_folder(run, resumes=False, replaces=False)
     assert run.path == folders.free_folder("one").path
     assert [] == listing.rows(run.path.parent)
-    assert [run] == [old.run for old in cleaning.find(run.path.parent, 0)]
+    assert [run] == [old.run for old in ending.find_old(run.path.parent, 0)]
     with claim.hold(run, "started"):
         monkeypatch.setattr(claim, "_mine", set())  # by another process, which is about to complete it
         with pytest.raises(claim.Taken):
             folders.check_folder(run, resumes=False, replaces=False)
         assert run.path.with_name("one-2") == folders.free_folder("one").path
-        assert [] == cleaning.find(run.path.parent, 0)
+        assert [] == ending.find_old(run.path.parent, 0)
 
 
 def test_a_deletion_that_was_interrupted_leaves_a_free_name(old, monkeypatch):
@@ -194,4 +187,4 @@ def test_a_user_s_own_folder_is_left_alone(make_run):
     assert not RunFolder(folder).incomplete
     with pytest.raises(claim.Taken):
         folders.check_folder(RunFolder(folder), resumes=False, replaces=False)
-    assert folder not in [old.run.path for old in cleaning.find(folder.parent, 0)]
+    assert folder not in [old.run.path for old in ending.find_old(folder.parent, 0)]

@@ -1,4 +1,4 @@
-"""`invoke scale`: what is refused, the request to stop, and whoever watches."""
+"""`invoke scale`: refusals, the request to stop, and watchers."""
 
 import contextlib
 import fcntl
@@ -48,6 +48,20 @@ def beats(run: RunFolder, age_s: float = 0, state: str = "training") -> None:
         beat(run, task.name, state, age_s=age_s, generation=run.generation, step=7)
 
 
+@pytest.fixture
+def orphaned(training) -> Callable[..., RunFolder]:
+    """Makes a run whose every task ended to be scaled, without the command that would start it again."""
+
+    def make(age_s: float = LOST_AFTER_S + 5) -> RunFolder:
+        run = training(workers=1)
+        beats(run, age_s=age_s, state="stopped")
+        scale_requested(run)
+        run.end("stopped", task="chief")
+        return run
+
+    return make
+
+
 def scale_requested(run: RunFolder, age_s: float = 0) -> None:
     assert run.request_stop("invoke scale", then=AfterStop.SCALE)
     stop = run.control / "stop.json"
@@ -71,7 +85,7 @@ def test_a_run_that_failed_is_shown_as_such_while_its_chief_is_frozen(training):
     assert "failed" == read_status(run, run.heartbeats())["state"] == listing.row(run)["result"]
 
 
-# Refusals: the run goes on undisturbed
+# Refusals: the run continues undisturbed
 
 
 @pytest.mark.parametrize(
@@ -123,7 +137,7 @@ def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(trainin
 def test_a_run_that_has_ended_is_not_scaled(training):
     run = training(workers=2)
     write_json(run.summary, {"state": "stopped"})
-    message = "run 'run' is not in progress; `invoke up --resume run --workers 1` goes on with it"
+    message = "run 'run' is not in progress; `invoke up --resume run --workers 1` continues it"
     assert message == str(refusal(run, "1"))
 
 
@@ -174,11 +188,8 @@ def test_the_request_of_a_killed_command_is_taken_over(training):
 
 
 @pytest.mark.parametrize("age_s", [1.0, LOST_AFTER_S + 5])
-def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(training, age_s):
-    run = training(workers=1)
-    beats(run, age_s=age_s, state="stopped")
-    scale_requested(run)
-    run.end("stopped", task="chief")
+def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(orphaned, age_s):
+    run = orphaned(age_s)
     resume = planning.Request(resume="run", runtime="local")
     with claimed_elsewhere(run):
         assert None is heartbeat.final_state(run)
@@ -204,15 +215,12 @@ def test_the_command_passes_on_what_it_was_given(make_run, monkeypatch):
     assert (130, [(run, "3", "1", True)]) == (ended.value.code, requested)
 
 
-# Whoever watches
+# Watchers
 
 
 @pytest.mark.usefixtures("hurried")
-def test_watchers_are_patient_with_a_run_that_is_being_scaled(training):
-    run = training(workers=1)
-    beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
-    scale_requested(run)
-    run.end("stopped", task="chief")
+def test_watchers_are_patient_with_a_run_that_is_being_scaled(orphaned):
+    run = orphaned()
     looks: list[Any] = []
 
     def looked(value: Any) -> None:
@@ -226,11 +234,8 @@ def test_watchers_are_patient_with_a_run_that_is_being_scaled(training):
 
 
 @pytest.mark.usefixtures("hurried")
-def test_watchers_end_a_run_whose_scaling_was_given_up(training):
-    run = training(workers=1)
-    beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
-    scale_requested(run)
-    run.end("stopped", task="chief")
+def test_watchers_end_a_run_whose_scaling_was_given_up(orphaned):
+    run = orphaned()
     ended = watch.follow(run, lambda value: None, timeout_s=300)
     assert ("failed", 1) == (ended.state, watch.exit_code(ended))
     assert (
@@ -241,11 +246,8 @@ def test_watchers_end_a_run_whose_scaling_was_given_up(training):
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_stop_after_a_scaler_s_death_ends_the_run(training):
-    run = training(workers=1)
-    beats(run, age_s=LOST_AFTER_S + 5, state="stopped")
-    scale_requested(run)
-    run.end("stopped", task="chief")
+def test_a_stop_after_a_scaler_s_death_ends_the_run(orphaned):
+    run = orphaned()
     assert "stopped" == watch.stop(run, "invoke stop", timeout_s=10).state
 
 

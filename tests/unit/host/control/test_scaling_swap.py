@@ -96,7 +96,7 @@ def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch
     gang = start_gang(lines, workers=2, elastic={"min_workers": 1, "grow": False}, away=("chief", "worker-0"))
     wait_for(lambda: gang.beat("worker-1").state == "waiting", "worker-1 at the rendezvous")
     gang.run.away("chief").unlink()
-    wait_for(lambda: gang.run.generation == 1, "the run to go on without worker-0")
+    wait_for(lambda: gang.run.generation == 1, "the run to continue without worker-0")
     assert 0 == scale(gang, lines, workers="2")
     assert "scaled from 1 to 2 workers at step " in capsys.readouterr().out
     summary = end_of(gang)

@@ -1,13 +1,14 @@
 """One fault after the other: which ones are drawn, when the storm is over, and when it counts as outlived."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.control import chaos, storm
+from cluster.contract.run.records import Summary
+from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault, Result
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json, write_json
@@ -29,42 +30,42 @@ def run(make_run) -> RunFolder:
 
 
 @pytest.fixture
-def inflicted(monkeypatch) -> list[tuple[int, Fault]]:
-    """The faults that a storm inflicts and the newest step when it decided on each; the run then does 3 steps more."""
+def injected(monkeypatch) -> list[tuple[int, Fault]]:
+    """The faults that a storm injects and the newest step when it decided on each; the run then does 3 steps more."""
     faults: list[tuple[int, Fault]] = []
 
-    def inflict(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
+    def inject(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
         faults.append((run.newest_step, fault))
         beat(run, fault.at_step + 3, run.heartbeats()["chief"].steps_total)
         return Result(fault.kind, fault.task, fault.at_step, 0.1, 2.5, 4, None)
 
-    monkeypatch.setattr(chaos, "inflict", inflict)
+    monkeypatch.setattr(chaos, "inject", inject)
     return faults
 
 
 def deal(run: RunFolder, count: int = 10, seed: int = 7, kinds: Sequence[str] = ()) -> list[Result]:
-    return storm.deal(run, count, seed, kinds, lambda line: None)
+    return chaos.inject_all(run, count, seed, kinds, lambda line: None)
 
 
 # What is drawn
 
 
-def test_the_same_seed_draws_the_same_faults(run, inflicted):
+def test_the_same_seed_draws_the_same_faults(run, injected):
     drawn = []
     for seed in (7, 7, 8):
         deal(run, seed=seed)
-        drawn.append([(fault.kind, fault.whole, fault.task) for _, fault in inflicted])
-        inflicted.clear()
+        drawn.append([(fault.kind, fault.whole, fault.task) for _, fault in injected])
+        injected.clear()
     first, again, other = drawn
     assert 10 == len(first)
     assert first == again != other
 
 
-def test_the_run_does_new_steps_between_two_faults(run, inflicted):
+def test_the_run_does_new_steps_between_two_faults(run, injected):
     assert 200 == len(deal(run, count=200))
-    waits = {fault.at_step - newest for newest, fault in inflicted}
+    waits = {fault.at_step - newest for newest, fault in injected}
     assert (5, 40) == (min(waits), max(waits))
-    assert 100 == inflicted[0][0]
+    assert 100 == injected[0][0]
 
 
 @pytest.mark.parametrize(
@@ -76,12 +77,12 @@ def test_the_run_does_new_steps_between_two_faults(run, inflicted):
         ({"workers": 1, "ps": 1}, "docker", {"corrupt"}),
     ],
 )
-def test_only_what_the_run_can_outlive_is_drawn(make_run, inflicted, topology, runtime, missing):
+def test_only_what_the_run_can_outlive_is_drawn(make_run, injected, topology, runtime, missing):
     run = make_run("another", **topology, evaluator=True)
     write_json(run.compose, {"x-runtime": runtime})
     beat(run, 0)
     deal(run, count=300)
-    drawn = [fault for _, fault in inflicted]
+    drawn = [fault for _, fault in injected]
     assert {"kill", "pause", "slow", "partition", "oom", "corrupt"} - missing == {fault.kind for fault in drawn}
     assert {task.name for task in run.load_cluster().tasks} - {"evaluator"} == {fault.task for fault in drawn}
     assert {"kill"} == {fault.kind for fault in drawn if fault.whole}
@@ -89,46 +90,46 @@ def test_only_what_the_run_can_outlive_is_drawn(make_run, inflicted, topology, r
 
 
 @pytest.mark.parametrize(("runtime", "drawn"), [("local", True), ("docker", True), ("swarm", False)])
-def test_a_worker_is_lost_only_where_the_run_goes_on_without(make_run, inflicted, runtime, drawn):
+def test_a_worker_is_lost_only_where_the_run_goes_on_without(make_run, injected, runtime, drawn):
     run = make_run("another", workers=2)
     write_json(run.compose, {"x-runtime": runtime})
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"min_workers": 1})
     beat(run, 0)
     deal(run, count=200)
-    lost = {fault.task for _, fault in inflicted if fault.kind == "lose"}
+    lost = {fault.task for _, fault in injected if fault.kind == "lose"}
     assert ({"worker-0", "worker-1"} if drawn else set()) == lost
 
 
-def test_who_was_left_out_is_spared(run, inflicted):
+def test_who_was_left_out_is_spared(run, injected):
     run.begin_generation(1, left_out=["worker-0"])
     deal(run, count=50)
-    assert {"chief", "worker-1"} == {fault.task for _, fault in inflicted}
+    assert {"chief", "worker-1"} == {fault.task for _, fault in injected}
 
 
-def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(run, inflicted):
+def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(run, injected):
     deal(run, count=50, kinds=["pause", "slow"])
-    assert {("pause", False), ("slow", False)} == {(fault.kind, fault.whole) for _, fault in inflicted}
+    assert {("pause", False), ("slow", False)} == {(fault.kind, fault.whole) for _, fault in injected}
 
 
 # When it is over
 
 
-def test_a_storm_ends_while_the_run_still_has_room_to_recover(run, inflicted):
+def test_a_storm_ends_while_the_run_still_has_room_to_recover(run, injected):
     beat(run, 100, steps_total=300)
     results = deal(run, count=100)
-    assert 2 <= len(results) == len(inflicted) < 40
-    assert max(newest for newest, _ in inflicted) < 300 - 40 <= run.newest_step
-    assert max(fault.at_step for _, fault in inflicted) < 300
+    assert 2 <= len(results) == len(injected) < 40
+    assert max(newest for newest, _ in injected) < 300 - 40 <= run.newest_step
+    assert max(fault.at_step for _, fault in injected) < 300
 
 
-def test_a_run_without_room_gets_no_fault(run, inflicted):
+def test_a_run_without_room_gets_no_fault(run, injected):
     beat(run, 100, steps_total=140)
-    assert [] == deal(run) == inflicted
+    assert [] == deal(run) == injected
     beat(run, 100, steps_total=141)
     assert 1 == len(deal(run, count=1))
 
 
-def test_a_run_whose_end_no_task_has_reported_yet_has_room(run, inflicted):
+def test_a_run_whose_end_no_task_has_reported_yet_has_room(run, injected):
     beat(run, 100, steps_total=0)
     assert 3 == len(deal(run, count=3))
 
@@ -139,7 +140,7 @@ def test_a_fault_that_ended_the_run_is_the_last(run, monkeypatch):
         Result("kill", "chief", 120, 0.1, 2.0, 4, "failed"),
     ]
     left = iter(results)
-    monkeypatch.setattr(chaos, "inflict", lambda run, fault, timeout_s: next(left))
+    monkeypatch.setattr(chaos, "inject", lambda run, fault, timeout_s: next(left))
     assert results == deal(run)
 
 
@@ -147,18 +148,18 @@ def test_a_run_that_ends_before_the_next_fault_ends_the_storm(run, monkeypatch):
     first = Result("kill", "chief", 110, 0.1, 2.0, 4, None)
     left = iter([first])
 
-    def inflict(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
+    def inject(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
         if (result := next(left, None)) is None:
-            raise UsageError("run 'run' ended before step 130; nothing was inflicted")
+            raise UsageError("run 'run' ended before step 130; nothing was injected")
         return result
 
-    monkeypatch.setattr(chaos, "inflict", inflict)
+    monkeypatch.setattr(chaos, "inject", inject)
     assert [first] == deal(run)
 
 
-def test_an_ended_run_gets_no_fault(run, inflicted):
+def test_an_ended_run_gets_no_fault(run, injected):
     write_json(run.summary, {"state": "succeeded"})
-    assert [] == deal(run) == inflicted
+    assert [] == deal(run) == injected
 
 
 # What is refused
@@ -167,30 +168,29 @@ def test_an_ended_run_gets_no_fault(run, inflicted):
 @pytest.mark.parametrize(
     ("kinds", "line"),
     [
-        (["kill", "stop"], "--kinds stop: it ends the run, and the storm with it; inflict it by itself"),
-        (["diskfull"], "--kinds diskfull: it ends the run, and the storm with it; inflict it by itself"),
-        (["kill", "puase"], "chaos 'puase' is no fault; did you mean 'pause'?"),
+        (["kill", "stop"], "--kinds stop: it ends the run, and the storm with it; inject it alone"),
+        (["diskfull"], "--kinds diskfull: it ends the run, and the storm with it; inject it alone"),
+        (["kill", "puase"], "unknown fault 'puase'; did you mean 'pause'?"),
         (["partition"], "partition chief: local tasks share one network; use a run of --runtime docker"),
     ],
 )
 def test_kinds_that_make_no_storm_are_refused_in_one_line(run, kinds, line):
     with pytest.raises(UsageError) as refused:
-        storm.check(run, kinds)
+        chaos.storm(run, 2, 0, kinds, 12.0)
     assert line == str(refused.value)
 
 
 def test_a_script_has_no_steps_between_which_to_inject_faults(run):
     write_json(run.config, {"script": "train.py", "arguments": []})
     with pytest.raises(UsageError, match=r"^storm with a script: a script reports no steps "):
-        storm.check(run, ())
+        chaos.storm(run, 2, 0, (), 12.0)
 
 
 @pytest.mark.parametrize("kinds", [(), ("kill", "pause", "slow", "corrupt", "oom")])
 def test_a_run_that_does_not_train_has_no_storm(run, kinds):
-    storm.check(run, kinds)
     write_json(run.summary, {"state": "succeeded"})
     with pytest.raises(UsageError, match="is not in progress"):
-        storm.check(run, kinds)
+        chaos.storm(run, 2, 0, kinds, 12.0)
 
 
 # How it went
@@ -227,17 +227,17 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
         requested.append((*arguments[:4], arguments[5]))
         return [Result("kill", "chief", 110, 0.1, 2.0, 4, None)] * dealt
 
-    def follow(folder: RunFolder, on_status: Callable[[Any], None]) -> dict[str, Any]:
+    def until_end(folder: RunFolder) -> Summary:
         write_json(folder.summary, summary(ended, weights))
-        return summary(ended, weights)
+        return Summary.from_json(summary(ended, weights))
 
-    monkeypatch.setattr(storm, "deal", dealing)
-    monkeypatch.setattr(storm.watch, "follow", follow)
-    assert code == storm.main(run, 2, 7, ["kill"], 12.0)
+    monkeypatch.setattr(chaos, "inject_all", dealing)
+    monkeypatch.setattr(chaos.watch, "show_until_end", until_end)
+    assert code == chaos.storm(run, 2, 7, ["kill"], 12.0)
     assert [(run, 2, 7, ["kill"], 12.0)] == requested
 
 
-def test_a_storm_that_is_refused_inflicts_nothing(run, inflicted):
+def test_a_storm_that_is_refused_injects_nothing(run, injected):
     with pytest.raises(UsageError):
-        storm.main(run, 2, 7, ["stop"], 12.0)
-    assert [] == inflicted
+        chaos.storm(run, 2, 7, ["stop"], 12.0)
+    assert [] == injected

@@ -1,4 +1,4 @@
-"""Two commands on one run at once, as real processes: one goes on, the other says so and changes nothing."""
+"""Several commands on one run, as real processes: one continues, the other reports so and changes nothing."""
 
 import os
 import signal
@@ -13,12 +13,13 @@ import pytest
 
 from cluster.contract.run import claim, owner
 from cluster.contract.run.folder import RunFolder
-from cluster.host.control import scaling, watch
+from cluster.host.control import ending, scaling
 from cluster.host.launch import teardown
 from cluster.host.runtime import supervisor
 from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_USAGE, PrerequisiteError
 from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT
+from tests import fast
 from tests.support.launching import Commands
 from tests.support.waiting import wait_for
 
@@ -165,33 +166,31 @@ def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
     watched.send_signal(signal.SIGHUP)
     ((code, out, _),) = finished(watched)
     assert EXIT_HUNG_UP == code
-    assert "goes on in the background" in out
+    assert "continues in the background" in out
     assert ["SIGHUP"] == [event.detail["cause"] for event in run.events() if event.event == "unattended"]
     assert supervisor.running(run)
     (folder / "go").touch()
     assert "succeeded" == wait_for(lambda: read_json(run.summary, None), "the end")["state"]
 
 
-@pytest.mark.parametrize("words", [["up", "--dry"], ["--dry", "up"]])
-def test_a_dry_run_writes_and_starts_nothing(invoke, folder, tmp_path, words):
+def test_a_dry_run_writes_and_starts_nothing(invoke, folder, tmp_path):
     options = ("--runtime=local", "--workers=0", "--tensorboard-port=0", f"--script={folder / 'script.py'}")
-    ((code, out, error),) = finished(invoke(*words, *options))
+    ((code, out, error),) = finished(invoke("--dry", "up", *options))
     assert (EXIT_DONE, "") == (code, error)
     assert "TASK=chief " in out
     assert [] == started(folder)
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("task", ["down", "rerun", "doctor"])
-def test_what_has_no_dry_run_refuses_invoke_s_own(invoke, tmp_path, task):
-    ((code, out, error),) = finished(invoke("--dry", task))
+def test_what_has_no_dry_run_refuses_invoke_s_own(invoke, tmp_path):
+    ((code, out, error),) = finished(invoke("--dry", "down"))
     assert (EXIT_USAGE, "", 1) == (code, out, len(error.splitlines()))
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_that_is_being_started_is_ended_once_it_is(make_run, start_gang):
     gang = start_gang("train(2), work()", workers=0)
-    ended = threading.Thread(target=lambda: watch.end(gang.run, "a test", 0, Commands()))
+    ended = threading.Thread(target=lambda: ending.end(gang.run, "a test", 0, Commands()))
     with claim.hold(gang.run, "started"):
         ended.start()
         wait_for(lambda: gang.run.stop_requested, "the request to stop")
@@ -212,7 +211,7 @@ def test_a_run_is_scaled_by_nobody_while_another_is_at_work_on_it(start_gang):
 def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
-    assert not gang.run.summary.exists()  # as of a run that was resumed after whoever watched it saw it end
+    assert not gang.run.summary.exists()  # as of a run that was resumed after a watcher saw it end
     assert "" == teardown.finish(gang.run, Commands())
     assert supervisor.running(gang.run)
 
@@ -243,3 +242,20 @@ def test_a_claim_that_cannot_be_made_says_what_to_do(tmp_path):
     run = RunFolder(tmp_path / "runs" / "one")
     with pytest.raises(PrerequisiteError, match="set RUNS_DIR"), claim.hold(run, "started"):
         pass
+
+
+def act(folder: Path, seed: int, actions: int) -> None:
+    command = [sys.executable, "-m", "tests.programs.random_actions", str(folder), str(seed), str(actions)]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert 0 == done.returncode, done.stderr
+
+
+def test_whatever_is_done_to_runs_leaves_them_usable_and_nothing_else(tmp_path):
+    fast.leave_out("starts clusters")
+    act(tmp_path / "actions", seed=1, actions=24)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_ten_thousand_actions_leave_runs_usable_and_nothing_else(tmp_path, seed):
+    act(tmp_path / "actions", seed, actions=1000)

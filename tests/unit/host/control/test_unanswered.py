@@ -1,4 +1,4 @@
-"""An engine that hangs, fails or is gone: nothing waits for it for ever, and what is left in it is named."""
+"""An engine that hangs, fails or is gone: nothing waits for it indefinitely, and what is left in it is named."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE
 from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
-from tests.support.ending import end
+from tests.support.beats import end
 from tests.support.launching import Commands
 from tests.support.waiting import wait_for
 
@@ -163,13 +163,13 @@ def test_a_tensorboard_that_does_not_start_ends_no_run(start_gang, capsys, monke
 
     def refuse(*_: object, **options: object) -> None:
         (gang.run.path / "go").touch()
-        raise PrerequisiteError("another program took the port meanwhile")
+        raise PrerequisiteError("another program took the port")
 
     monkeypatch.setattr(tensorboard, "start", refuse)
     assert EXIT_DONE == watch.attend(gang.run, "local", None, False, Commands())
     shown = capsys.readouterr().out
     assert "succeeded: " in shown
-    assert "`invoke tensorboard` starts it: another program took the port meanwhile" in shown
+    assert "`invoke tensorboard` starts it: another program took the port" in shown
 
 
 def test_a_tensorboard_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Waiting on the host: a run whose engine stopped ends instead of hanging whoever waits for it."""
+"""Waiting on the host: a run whose engine stopped ends instead of hanging its watchers."""
 
 import itertools
 import os
@@ -14,8 +14,7 @@ from cluster.host.control import watch
 from cluster.host.image import engine
 from cluster.system import processes
 from cluster.system.json_files import write_json
-from tests.support.beats import beat
-from tests.support.ending import end
+from tests.support.beats import beat, end
 from tests.support.launching import Commands
 
 

@@ -19,7 +19,7 @@ from cluster.host.launch import manifest, planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry, supervisor
-from cluster.host.view.plan import plan_lines
+from cluster.host.view.plan_view import plan_lines
 from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json

@@ -15,13 +15,13 @@ from invoke import Exit, MockContext
 
 import tasks
 from cluster.contract.run.folder import RunFolder
-from cluster.host.reports import charts, comparison, curves, inspection, listing, page
+from cluster.host.reports import charts, comparison, listing, page, weights
+from cluster.host.view.columns import sparkline, thinned
 from cluster.host.view.ended import ended_lines
-from cluster.host.view.sparkline import sparkline, thinned
 from cluster.system import messages
 from cluster.system.errors import EXIT_USAGE
 from cluster.system.json_files import append_json, write_json
-from train import inspection as weights
+from train import inspection
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
 EVIL = "</style><script>alert(1)</script><img src=http://example.invalid/x onerror=alert(1)>\x1b[2J"
@@ -172,7 +172,7 @@ def test_a_run_is_shown_with_its_own_metric(ended, metrics, metric, reached):
     row = listing.row(run)
     assert (metric, reached) == (row["metric"], row["score"])
     shown = "" if metric is None else f"{metric} {reached:.4f}"
-    assert shown in ended_lines(run, "runs/one")[0]
+    assert shown in ended_lines(run)[0]
     assert not metric or {metric, f"{reached:.4f}"} <= set(listing.table([row])[1].split())
     results = comparison.compare([run, ended("two", metrics={})])["results"]
     assert {name: [value, None] for name, value in metrics.items()}.items() <= results.items()
@@ -234,13 +234,13 @@ def test_curves_hold_finite_numbers_of_every_name(make_run):
     for value in (1.0, "x", None, True, math.inf, 2.0):
         with run.metrics("chief").open("a") as file:
             file.write(json.dumps({"step": 1, "odd": value}) + "\n")
-    assert [(1, 1.0), (1, 2.0)] == curves.of(run)["odd"]
+    assert [(1, 1.0), (1, 2.0)] == charts.read_curves(run)["odd"]
 
 
 def test_long_curves_keep_their_ends():
     long = [(float(at), 0.0) for at in range(100_001)]
-    thin = thinned(long, curves.MAX_POINTS)
-    assert len(thin) <= curves.MAX_POINTS
+    thin = thinned(long, charts.MAX_POINTS)
+    assert len(thin) <= charts.MAX_POINTS
     assert (long[0], long[-1]) == (thin[0], thin[-1])
 
 
@@ -287,7 +287,7 @@ def test_a_hostile_run_cannot_change_its_page(ended, monkeypatch):
     (run.export / "assets").mkdir(parents=True)
     (run.export / "saved_model.pb").write_bytes(b"")
     found = {"classes": [EVIL], "confusion": [[1]], "wrong": [{"truth": EVIL, "said": EVIL, "share": 1.0, "png": PNG}]}
-    monkeypatch.setattr(inspection, "classify", lambda run, trust: found)
+    monkeypatch.setattr(weights, "classify", lambda run, trust: found)
     shown = Page(page.render(run))
     assert EVIL in shown.text
     assert "script" not in shown.tags
@@ -329,16 +329,16 @@ def test_a_report_is_not_written_to_a_folder_that_does_not_exist(ended, tmp_path
 )
 def test_what_the_process_prints_is_checked(ended, monkeypatch, printed):
     run = ended("one")
-    monkeypatch.setattr(inspection.processes, "run", lambda *given, **more: (0, printed, ""))
-    with pytest.raises(inspection.Unavailable):
-        inspection.classify(run, trust=True)
+    monkeypatch.setattr(weights.processes, "run", lambda *given, **more: (0, printed, ""))
+    with pytest.raises(weights.Unavailable):
+        weights.classify(run, trust=True)
 
 
 def test_distances_are_those_of_all_weights():
     one = {"a": np.array([3.0, 4.0]), "b": np.zeros((1, 2))}
     other = {"a": np.array([3.0, 4.0]), "b": np.array([[0.0, 0.5]])}
-    apart = weights._apart(one, other)
+    apart = inspection._apart(one, other)
     assert (False, 4, 0.5, 0.1) == tuple(apart[name] for name in ("identical", "weights", "largest", "relative"))
     assert apart["where"].startswith("b ")
-    assert weights._apart(one, one)["identical"]
-    assert {"comparable": False} == weights._apart(one, {"a": one["a"]})
+    assert inspection._apart(one, one)["identical"]
+    assert {"comparable": False} == inspection._apart(one, {"a": one["a"]})

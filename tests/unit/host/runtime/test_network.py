@@ -8,7 +8,7 @@ from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
-from cluster.host.view.plan import plan_lines
+from cluster.host.view.plan_view import plan_lines
 from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from cluster.system.json_files import read_json, write_json

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
-from tests.support.ledgers import LEDGER
+from tests.support.beats import LEDGER
 from train.saving.timer import (
     CALM_MTBF_S,
     EXPECTED_COST_S,

@@ -2,12 +2,21 @@
 
 One request at a time lies in the run folder. The task answers between two calls of its training loop
 (`train/loops/actions.py`).
+
+    python -m cluster.host.control.profile FOLDER
+
+prepares a trace for TensorBoard's Profile tab, which caches in the trace's folder what it computes from it.
+TensorBoard's container can only read the runs, so the tab shows nothing of a trace that was not prepared. This runs in
+a separate process because the library prints; it is in `.venv` as one of TensorBoard's requirements.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import uuid
+from pathlib import Path
 from urllib.parse import urlencode
 
 from cluster.contract.run import records
@@ -15,20 +24,23 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import look_once
 from cluster.contract.run.records import FINAL_STATES, TraceAnswer, TraceRequest
 from cluster.contract.spec import Role
-from cluster.host.control import trace_cache
 from cluster.host.runtime import tensorboard
 from cluster.host.view.columns import plain_lines
 from cluster.system.errors import RunFailed, TimedOut, UsageError
 from cluster.system.files import refuse_links, remove
 from cluster.system.json_files import create_json
 from cluster.system.messages import counted
+from cluster.system.paths import ROOT
 from cluster.system.terminal import print_wait
 
 PATIENCE_S = 120.0
-"""Longest wait for a trace: the calls that it holds, their trace's end, and a restart meanwhile."""
+"""Longest wait for a trace: the calls that it holds, their trace's end, and a restart in between."""
 POLL_S = 0.1
 TOOL = "trace_viewer@"
 WORKING = frozenset({"training", "saving", "evaluating"})
+CACHE_VERSION = "cache_version.txt"
+"""The file in which the plugin records its version."""
+CACHE_TIMEOUT_S = 60.0
 
 
 def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) -> list[str]:
@@ -39,7 +51,7 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
         RunFailed: the run ended before, or the task could not.
         TimedOut: no trace after `timeout_s`.
     """
-    check(run, name)
+    _check(run, name)
     request = TraceRequest(id=uuid.uuid4().hex, task=name, steps=steps, until=time.time() + timeout_s)
     _ask(run, request)
     print_wait(f"waiting until {name} has done {counted(steps, 'step')}")
@@ -52,18 +64,14 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
     if answer.error is not None:
         raise RunFailed(f"{name} cannot be traced: {answer.error}; end the other trace, then try again")
     refuse_links(run.tensorboard(name))
-    unprepared = [folder for folder in run.traces(name) if not (folder / trace_cache.VERSION).exists()]
-    worked = [trace_cache.prepare(folder) for folder in unprepared]
+    unprepared = [folder for folder in run.traces(name) if not (folder / CACHE_VERSION).exists()]
+    prepared = [prepare(folder) for folder in unprepared]
     failed = ["note         not prepared for the Profile tab in a container; `make setup` renews .venv"]
-    return [*lines(run, answer, steps), *([] if all(worked) else failed)]
+    return [*lines(run, answer, steps), *([] if all(prepared) else failed)]
 
 
-def check(run: RunFolder, name: str) -> None:
-    """Check that a task trains, in a run that is in progress.
-
-    Raises:
-        UsageError: it is not.
-    """
+def _check(run: RunFolder, name: str) -> None:
+    """Check that a task trains, in a run that is in progress."""
     spec = run.load_cluster()
     task = spec.task(name)
     if run.script:
@@ -73,10 +81,10 @@ def check(run: RunFolder, name: str) -> None:
         )
     if run.outcome or run.load_summary():
         raise UsageError(
-            f"run {run.name!r} has ended, so nothing trains in it; `invoke up --resume {run.name}` goes on"
+            f"run {run.name!r} has ended, so nothing trains in it; `invoke up --resume {run.name}` continues it"
         )
     if spec.serves(task):
-        raise UsageError(f"{name} takes no steps of its own, it runs what the chief sends; `invoke profile chief`")
+        raise UsageError(f"{name} takes no steps itself, it runs those that the chief sends; `invoke profile chief`")
     if task.role == Role.EVALUATOR:
         raise UsageError(f"{name} takes no training steps; name one that does: `invoke profile chief`")
     if spec.kind.served and run.load_config().get("loop") == "fit":
@@ -96,19 +104,14 @@ def lines(run: RunFolder, answer: TraceAnswer, steps: int) -> list[str]:
     held = answer.last - answer.first + 1
     more = f", {counted(steps, 'step')} requested: whole calls of the training are traced" if held != steps else ""
     port = tensorboard.running(run.path.parent)
-    opened = f"/?{urlencode(_page(run, answer.task))}#profile"
-    where = tensorboard.address(port) + opened if port else "invoke tensorboard, then its Profile tab"
+    newest = [f"{run.name}/tensorboard/{answer.task}/{folder.name}" for folder in run.traces(answer.task)[-1:]]
+    tab = urlencode(({"run": newest[0]} if newest else {}) | {"tag": TOOL})  # the default tool is about GPUs
+    where = f"{tensorboard.address(port)}/?{tab}#profile" if port else "invoke tensorboard, then its Profile tab"
     return [
         f"{answer.task}: steps {answer.first} to {answer.last} traced ({held}{more})",
         f"trace        {run.name}/tensorboard/{answer.task}/plugins/profile",
         f"TensorBoard  {where}",
     ]
-
-
-def _page(run: RunFolder, name: str) -> dict[str, str]:
-    """Return what the Profile tab's address says of a task's newest trace; the overview that it opens is of GPUs."""
-    newest = [f"{run.name}/tensorboard/{name}/{folder.name}" for folder in run.traces(name)[-1:]]
-    return {"run": newest[0], "tag": TOOL} if newest else {"tag": TOOL}
 
 
 def _ask(run: RunFolder, request: TraceRequest) -> None:
@@ -117,7 +120,7 @@ def _ask(run: RunFolder, request: TraceRequest) -> None:
     other = records.read(run.trace_request, TraceRequest.from_json, None)
     if other and other.until > time.time():
         raise UsageError(f"{other.task} of run {run.name!r} is being traced; wait until that is done, then try again")
-    remove(run.trace_request)  # whoever requested it was killed
+    remove(run.trace_request)  # the command that requested it was killed
     if not create_json(run.trace_request, request.to_json(), TraceRequest.from_json):
         raise UsageError(f"somebody else has just requested a trace of run {run.name!r}; wait until that is done")
 
@@ -137,3 +140,33 @@ def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnsw
                 "`invoke status`, then try again"
             )
         time.sleep(POLL_S)
+
+
+def prepare(folder: Path) -> bool:
+    """Prepare a trace's folder for the Profile tab; return False where only the tab of a container lacks the trace."""
+    command = [sys.executable, "-m", "cluster.host.control.profile", str(folder)]
+    try:
+        return not subprocess.run(
+            command, cwd=ROOT, capture_output=True, timeout=CACHE_TIMEOUT_S, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _write_cache(folder: Path) -> None:
+    """Compute what the tab requests first."""
+    from xprof import version
+    from xprof.convert import raw_to_tool_data
+
+    traces = [str(path) for path in folder.glob("*.xplane.pb")]
+    hosts = [Path(path).name.removesuffix(".xplane.pb") for path in traces]
+    raw_to_tool_data.xspace_to_tool_names(traces)
+    for tool in (TOOL, "overview_page"):
+        data, _ = raw_to_tool_data.xspace_to_tool_data(traces, tool, {"trace_viewer_options": {}, "hosts": hosts})
+        if not data:
+            sys.exit(f"{folder}: no {tool} can be made of {traces}")
+    (folder / CACHE_VERSION).write_text(version.__version__)
+
+
+if __name__ == "__main__":
+    _write_cache(Path(sys.argv[1]))

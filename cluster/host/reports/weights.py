@@ -1,4 +1,4 @@
-"""What TensorFlow says of a run's weights, from a process of its own; what it prints is checked like any record."""
+"""Predictions and distances of runs' weights, from a process that may import TensorFlow; its output is checked."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class _Distance(Record):
 
 
 class Unavailable(Exception):
-    """Why nothing can be said, in words."""
+    """Why the weights cannot be examined."""
 
 
 def classify(run: RunFolder, *, trust: bool) -> dict[str, Any]:
-    """Return what a run's export makes of the test split, see `train/inspection.py`.
+    """Return how a run's export classifies the test split, see `train/inspection.py`.
 
     Raises:
-        Unavailable: it is no classification, or its export or data is not there.
+        Unavailable: it does not classify, or its export or data is missing.
     """
     value = _inspect("classify", [run], _Classified, trust=trust)
     if any(len(row) != len(value["classes"]) for row in value["confusion"]):
