@@ -303,7 +303,7 @@ def _() -> Provoked:
 @provokes("was not started by you", EXIT_USAGE, "--trust")
 def _(make_run: Callable[..., RunFolder]) -> Provoked:
     run = make_run("mine")
-    copied = RunFolder(run.path.rename(run.path.parent / "copied"))
+    copied = RunFolder(run.path.rename(run.path.parent / "copied by hand"))
     return refused(lambda: provenance.check(copied))
 
 
