@@ -42,7 +42,7 @@ def load() -> None:
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
-    """Train a case with our program and with plain Keras, and its twin; return what came out."""
+    """Train a case with our program and with plain Keras, and its twin; return the comparison."""
     name, began, other = f"case_{case.seed}", time.monotonic(), twin(case)
     file = folder / f"{name}.py"
     file.write_text(write(case))
@@ -70,7 +70,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def problems(case: Case, found: dict[str, Any]) -> list[str]:
-    """Return what is wrong with what came out of a case."""
+    """Return the errors in the comparison of a case."""
     expected = [refusal.what for refusal in REFUSALS if refusal.applies(case)]
     if "refused" in found:
         return [] if expected else [f"refused, which docs/internals/differential.md does not list: {found['refused']}"]

@@ -72,7 +72,7 @@ def with_keras(file: str, run: RunFolder) -> dict[str, Any]:
 
 
 def evaluated(keras: dict[str, Any]) -> dict[str, float]:
-    """Return what plain Keras says of the test split, by the averages of the weights where there are some."""
+    """Evaluate plain Keras on the test split, with the averages of the weights if it has them."""
     net, optimizer, (x, y, *_) = keras["net"], keras["opt"], keras["test"]
     inner, weights = getattr(optimizer, "inner_optimizer", optimizer), net.trainable_variables
     before = [variable.numpy() for variable in weights]
@@ -94,7 +94,7 @@ def evaluated(keras: dict[str, Any]) -> dict[str, float]:
 
 
 def different(run: RunFolder, twin: RunFolder) -> list[str]:
-    """Return what is not the same to the bit: losses, scores, evaluations, and all that the last checkpoints hold."""
+    """Return the names of losses, scores, evaluations and variables of the last checkpoints that differ in a bit."""
     names = ("loss", "eval_loss", "accuracy", "absolute_error")
     logs = []
     for of in (run, twin):

@@ -105,7 +105,7 @@ REFUSALS = (
     ),
     Refusal(
         "a `train_step` of the model's own with `--loop custom`",
-        "that loop has a step of its own",
+        "that loop has a separate step",
         "`--loop fit`",
         lambda case: case.train_step and case.loop == "custom",
         Case(0, train_step=True),

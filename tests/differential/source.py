@@ -45,7 +45,7 @@ def write(case: Case) -> str:
 
 
 def _names(case: Case) -> dict[str, Any]:
-    """Return what the expressions of the template may name."""
+    """Return the names that the expressions of the template use."""
     train, named, tokens = TRAIN + (4 if case.ragged else 0), case.kind == "named", case.kind in ("tokens", "tags")
     usual = {"price": '"mean_squared_error"', "kind": "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"}
     loss, metrics = usual["price" if case.values else "kind"], "mean_absolute_error" if case.values else "accuracy"

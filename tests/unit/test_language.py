@@ -5,10 +5,10 @@ import re
 from cluster.system.paths import ROOT
 
 PHRASES = re.compile(
-    r"[Rr]eturn what|\bgo(es)? on\b|\banew\b|\bwhoever\b|\bfor ever\b|\bis no [a-z]|\bof (its|their|one.s) own\b"
-    r"|\bmend(s|ed|ing)?\b|\bmeanwhile\b|\bbeside\b"
+    r"[Rr]eturn what|\bgo(es)? on\b|\banew\b|\bwhoever\b|\bfor ever\b|(?<![Tt]here )\bis no [a-z]"
+    r"|\bof (its|their|one.s) own\b|\bmend(s|ed|ing)?\b|\bmeanwhile\b|\bbeside\b"
 )
-MOST_LINES = 470
+MOST_LINES = 3
 
 
 def test_the_number_of_awkward_phrases_does_not_grow():

@@ -46,7 +46,7 @@ Ended = dict[str, dict[str, str]]
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> Ended:
-    """How the tests of each file end in the fast set; a file that is left out counts as a test of its own name."""
+    """How the tests of each file end in the fast set; a file that is left out counts as one test with its name."""
     folder = tmp_path_factory.mktemp("new")
     for name, lines in FILES.items():
         (folder / f"{name}.py").write_text(lines)

@@ -27,7 +27,7 @@ print(json.dumps(read_configuration("pyproject.toml")))
 
 @functools.cache
 def metadata() -> dict[str, Any]:
-    """`pyproject.toml` as setuptools reads and validates it: in a process of its own, whose `sys.path` it extends."""
+    """`pyproject.toml` as setuptools reads and validates it, in a separate process, whose `sys.path` it extends."""
     done = subprocess.run([sys.executable, "-c", READ], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert 0 == done.returncode, done.stderr
     return json.loads(done.stdout)

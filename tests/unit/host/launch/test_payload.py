@@ -140,7 +140,7 @@ def test_what_an_earlier_life_wrote_stays(make_run, tmp_path):
 
 
 def test_no_link_leads_back_to_the_run(make_run, tmp_path):
-    (tmp_path / "s.py").touch()  # beside runs/, as in this checkout's own folder
+    (tmp_path / "s.py").touch()  # next to runs/, as in this checkout
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "again").symlink_to("runs")
     run = make_run(workers=0)

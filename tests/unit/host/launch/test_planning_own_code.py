@@ -1,4 +1,4 @@
-"""Runs of a script, of modules and with packages of one's own: what their tasks are started with."""
+"""Runs of a script, of modules and with user packages: the commands and environments of their tasks."""
 
 import dataclasses
 import json

@@ -111,7 +111,7 @@ def test_what_only_a_pipeline_has_is_refused_without(config):
     compatibility.check_stages(alone, {"global_batch": 192})
     with pytest.raises(UsageError):
         compatibility.check_stages(alone, {"global_batch": 192} | config)
-    compatibility.check_stages(alone, {"global_batch": 192} | config, previous=config)  # it goes on without stages
+    compatibility.check_stages(alone, {"global_batch": 192} | config, previous=config)  # it continues without stages
 
 
 def test_options_of_a_pipeline_reach_the_training():

@@ -187,7 +187,7 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path):
 
 
 def invoke(*words: str, folder: Path, code: int = 0) -> str:
-    """Run `invoke` as a user does who has run files in a folder; return what it prints, or the error."""
+    """Run `invoke` as a user does who has run files in a folder; return its output, or the error."""
     command = [sys.executable, "-m", "invoke", *words]
     environment = os.environ | {"RUNS_DIR": str(folder / "runs")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -196,8 +196,8 @@ def invoke(*words: str, folder: Path, code: int = 0) -> str:
 
 
 def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path):
-    (tmp_path / "beside.py").write_text("from train.presets.fashion_mnist import preset\n")
-    (tmp_path / "run.toml").write_text("preset = 'beside:preset'\nworkers = 3\n")
+    (tmp_path / "neighbor.py").write_text("from train.presets.fashion_mnist import preset\n")
+    (tmp_path / "run.toml").write_text("preset = 'neighbor:preset'\nworkers = 3\n")
     given = [
         "--name=one",
         "--workers=1",
@@ -211,7 +211,7 @@ def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path):
     first = invoke("plan", "--json", "--file", run_toml, "--write", written, *given, *words, folder=tmp_path)
     again = invoke("plan", "--json", "--file", written, folder=tmp_path)
     plans = [json.loads(each) for each in (first, again)]
-    assert "beside:preset" == plans[0]["config"]["preset"]
+    assert "neighbor:preset" == plans[0]["config"]["preset"]
     for plan in plans:
         for task in [*plan["tasks"], *plan["compose"]["tasks"].values()]:  # free ports
             task.pop("address", None), task.pop("tf_config", None), task.pop("environment", None)

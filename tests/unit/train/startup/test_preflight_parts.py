@@ -38,7 +38,7 @@ class Counts(layers.Layer):
 
 
 class Steps(keras.Model):
-    """Has a step of its own."""
+    """Overrides `train_step`."""
 
     def train_step(self, data: Any) -> Any:
         return super().train_step(data)
