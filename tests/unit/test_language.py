@@ -5,7 +5,7 @@ import re
 from cluster.system.paths import ROOT
 
 PHRASES = re.compile(
-    r"[Rr]eturn what|\bgo(es)? on\b|\banew\b|\bwhoever\b|\bfor ever\b|(?<![Tt]here )\bis no [a-z]"
+    r"[Rr]eturn what|\b[Gg]o(es)? on\b|\banew\b|\bwhoever\b|\bfor ever\b|(?<![Tt]here )\bis no [a-z]"
     r"|\bof (its|their|one.s) own\b|\bmend(s|ed|ing)?\b|\bmeanwhile\b|\bbeside\b"
 )
 MOST_LINES = 3

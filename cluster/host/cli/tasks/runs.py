@@ -113,7 +113,7 @@ def wait(c, run=None, timeout=""):
     trust=TRUST_HELP,
 )
 def scale(c, workers="", ps="", run="", trust=False):
-    """Go on with more or fewer workers: save at the same step on every task, and train on from there at once."""
+    """Continue with more or fewer workers: save at the same step on every task, then train on from there."""
     raise Exit(code=scaling.scale(folders.find_run(run), workers, ps, shell(c), trust=trust))
 
 

@@ -86,9 +86,11 @@ def started(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("started-*")]
 
 
-def is_watched(folder: Path, tmp_path: Path) -> bool:
-    """Whether the script of run `one` runs, and `up` has come from starting the run to watching it."""
-    return bool(started(folder)) and not claim.held(RunFolder(tmp_path / "runs" / "one"))
+def wait_until_watched(command: "subprocess.Popen[str]", folder: Path) -> None:
+    """Wait until `up` has come from starting the run to watching it, and the script runs."""
+    assert command.stdout
+    assert any(line.startswith("run folder") for line in command.stdout), "up ended before"
+    wait_for(lambda: started(folder), "the script")
 
 
 def test_a_default_name_that_is_taken_is_not_taken_again(up, folder, tmp_path, monkeypatch):
@@ -122,7 +124,7 @@ def test_of_two_with_one_name_one_is_refused(up, folder, tmp_path):
 
 def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
     watched = up("--name=one")
-    wait_for(lambda: is_watched(folder, tmp_path), "the script")
+    wait_until_watched(watched, folder)
     ((code, out, error),) = finished(invoke("down", "--timeout=0"))
     assert (EXIT_DONE, "") == (code, error)
     assert "one is down" in out
@@ -134,7 +136,7 @@ def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
 
 def test_sigterm_stops_a_run_as_ctrl_c_does(up, folder, tmp_path):
     watched = up("--name=one")
-    wait_for(lambda: is_watched(folder, tmp_path), "the script")
+    wait_until_watched(watched, folder)
     watched.send_signal(signal.SIGTERM)
     ((code, out, _),) = finished(watched)
     assert EXIT_INTERRUPTED == code
@@ -149,7 +151,7 @@ def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_pat
     (folder / "script.py").write_text(deaf + (folder / "script.py").read_text())
     watched = up("--name=one")
     run = RunFolder(tmp_path / "runs" / "one")
-    wait_for(lambda: is_watched(folder, tmp_path), "the script")
+    wait_until_watched(watched, folder)
     watched.send_signal(signal.SIGTERM)
     wait_for(lambda: run.stop_requested, "the request to stop")
     watched.send_signal(signal.SIGTERM)
@@ -162,7 +164,7 @@ def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_pat
 def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
     watched = up("--name=one")
     run = RunFolder(tmp_path / "runs" / "one")
-    wait_for(lambda: is_watched(folder, tmp_path), "the script")
+    wait_until_watched(watched, folder)
     watched.send_signal(signal.SIGHUP)
     ((code, out, _),) = finished(watched)
     assert EXIT_HUNG_UP == code
