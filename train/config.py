@@ -168,7 +168,8 @@ class TrainConfig:
     """Most optimizer steps in one `tf.function` call; a stop takes effect between two calls. At least 1."""
 
     log_every: int = 10
-    """Optimizer steps between two rows in metrics/ and two points in TensorBoard; at least 1."""
+    """Optimizer steps between two rows in metrics/ and two points in TensorBoard; at least 1. They are written when
+    a call of `steps_per_loop` ends."""
 
     log_to: str = ""
     """Further receivers of metrics: `csv`, `mlflow`, `wandb`, separated by commas."""

@@ -63,7 +63,7 @@ def train(context: TaskContext) -> None:
     while callback.stop is None:
         count, times = callback.next_epochs()
         model.fit(
-            _data(context, loop.step),
+            _data(context, callback.step),
             epochs=times,
             steps_per_epoch=count,
             callbacks=[callback],
@@ -98,13 +98,18 @@ class ActionsCallback(keras.callbacks.Callback):
             self.on_train_batch_begin = self._on_batch_begin
             self.on_train_batch_end = self._on_batch_end
 
+    @property
+    def step(self) -> int:
+        """Steps done, with those of an unfinished call."""
+        return self._loop.step + len(self._results)
+
     def next_epochs(self) -> tuple[int, int]:
         """Return the steps of Keras's next epoch, and the number of such epochs in one call of `fit`.
 
         Under parameter servers an epoch is as short as a call of the custom loop, unless the user's callbacks count in
         epochs, which have different lengths, so that each needs a separate call.
         """
-        context, step = self._context, self._loop.step
+        context, step = self._context, self.step
         left = context.total_steps - step
         if not context.asynchronous:
             return left, 1
@@ -125,16 +130,16 @@ class ActionsCallback(keras.callbacks.Callback):
     def _on_batch_begin(self, *_batch: int, **_logs: Any) -> None:
         if not self._results:
             self._call_steps = self._loop.begin_call()
-        step = self._loop.step + len(self._results)
+        step = self.step
         if self._training.callbacks:
             self._training.callbacks.before(step)
         self._training.trace.before(step)
         self._began = time.perf_counter()
 
     def _on_batch_end(self, _batch: int, logs: dict[str, float] | None = None) -> None:
+        values = self._add(1, logs)  # waits for the device
         self._batch_s.append(time.perf_counter() - self._began)
-        values = self._add(1, logs)
-        step = self._loop.step + len(self._results)
+        step = self.step
         self._training.report.done(step)
         self._training.trace.end(step)
         if self._training.callbacks:

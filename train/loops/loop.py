@@ -46,7 +46,10 @@ class Progress:
 
 
 class Action:
-    """Work before and after calls; by default none. All tasks have the same actions in the same order."""
+    """Work before and after calls; by default none.
+
+    All tasks have the same actions in the same order: the first is the last before a call, and the first after it.
+    """
 
     def next(self, _step: int) -> int:
         """Return the first step after this one at which a call must end."""
@@ -100,7 +103,7 @@ class Loop:
 
     def begin_call(self) -> int:
         """Prepare the next call; return the number of its steps."""
-        for action in self._actions:
+        for action in reversed(self._actions):  # the first action encloses the call most closely
             action.before(self.step)
         most = 1 if self.step in self._single else self._most
         end = min([self.step + most, *(action.next(self.step) for action in self._actions)])

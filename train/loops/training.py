@@ -107,9 +107,9 @@ class Training:
         """
         context = self._context
         every_call = [
-            CheckFinite(self._setup.policy),
             self.trace if batches else None,
-            self.callbacks if batches else None,
+            self.callbacks if batches else None,  # they see a NaN loss, too
+            CheckFinite(self._setup.policy),
             self.report,
             EndTraining(context.total_steps, self._any_stops),
         ]
