@@ -410,7 +410,7 @@ class Agent:
         """Record a finding; after a hang, let every program print its stacks."""
         if not end:
             return
-        self.run.folder.event(finding.task, finding.kind, step=self.run.folder.newest_step, cause=end.cause)
+        self.run.folder.event(finding.task, finding.kind, step=self.run.newest_step, cause=end.cause)
         if finding.kind == "hang":
             attempt.watchdog.report_hang(finding)
             attempt.program.show_stacks()

@@ -129,7 +129,8 @@ class Attempt:
         if finding:
             stopped = finding.stopped or (finding.kind == "frozen" and program.is_stopped)
             return self._with_finding(facts, finding, stopped=stopped)
-        return replace(facts, grace_is_over=0.0 < self.grace_ends < time.monotonic())
+        # A training program may take as long as it needs to save.
+        return replace(facts, grace_is_over=self.scripted and 0.0 < self.grace_ends < time.monotonic())
 
     def _with_finding(self, facts: Facts, finding: Finding, *, stopped: bool = False) -> Facts:
         """Add a finding, and the failure that it shows."""
@@ -186,9 +187,11 @@ class Attempt:
         if not is_chief:
             chief = self.run.heartbeat(Role.CHIEF.value)
             done = chief is not None and (chief.state, chief.generation) == (facts.state, self.generation)
+            done &= facts.state in (TaskState.DONE, TaskState.STOPPED)  # a sidecar that died reports neither
             self._chief_done_s = self._chief_done_s + POLL_S if done else 0.0
             facts = replace(facts, chief_done_s=self._chief_done_s)
-        if (self.scripted or not is_chief) and (finding := self.watchdog.examine()):
+        finding = self.watchdog.examine() if self.scripted or not is_chief else None
+        if finding and finding.task != self.task.name:  # its program has ended
             return self._with_finding(facts, finding)
         if not decide.records_outcome(facts):
             return facts
@@ -199,7 +202,7 @@ class Attempt:
         return replace(facts, stop_withdrawn=withdrawn)
 
     def _tasks_in(self, state: TaskState) -> set[str]:
-        beats = self.run.folder.heartbeats().values()
+        beats = self.run.heartbeats().values()
         return {beat.task for beat in beats if (beat.state, beat.generation) == (state, self.generation)}
 
     def _another_died(self) -> bool:
@@ -214,5 +217,5 @@ class Attempt:
         """
         this = ("restarted", self.generation)
         restarted = [event for event in self.run.folder.events() if (event.event, event.generation) == this]
-        beats = self.run.folder.heartbeats() if restarted else {}
+        beats = self.run.heartbeats() if restarted else {}
         return any(beats[e.task].updated_at - e.time < LONE_RESTART_S for e in restarted if e.task in beats)

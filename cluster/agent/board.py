@@ -287,6 +287,15 @@ class Board:
         """Return a task's newest heartbeat; None without a valid one."""
         return (self._hub.beat(task) if self._hub else None) or self.folder.heartbeat(task)
 
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """Return the newest heartbeat of every task."""
+        return {name: self.heartbeat(name) or beat for name, beat in self.folder.heartbeats().items()}
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that any task reports."""
+        return max((beat.step for beat in self.heartbeats().values()), default=0)
+
     @property
     def unlinked(self) -> frozenset[str] | None:
         """The tasks without a connection to the hub, so that their heartbeats in the folder count; None for all."""

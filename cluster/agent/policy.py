@@ -64,7 +64,7 @@ class Recovery:
         if count := attempts.too_many(tried, *attempts.limits(run.folder)):
             self._fail(end, count)
             return
-        step = max(run.folder.newest_step, step_record.newest(run.folder, generation))
+        step = max(run.newest_step, step_record.newest(run.folder, generation))
         # A task that is reported by another is silent: its standby process is ready, but nobody would open its gate.
         complete = own.task == self._task.name and standby_cluster.complete(run.folder, self._spec, generation)
         began = run.begin_generation(
@@ -81,7 +81,7 @@ class Recovery:
     def change_members(self, generation: int, left_out: Collection[str], end: End, event: str) -> None:
         """Begin the next generation without these tasks, for the reason `end`; this never counts as a failure."""
         run = self._run
-        step = max(run.folder.newest_step, step_record.newest(run.folder, generation), 0)
+        step = max(run.newest_step, step_record.newest(run.folder, generation), 0)
         record = self._failure(generation, end, step, max(run.folder.saved_steps, default=-1))
         record["kind"] = attempts.PLANNED
         if run.begin_generation(generation + 1, **record, left_out=frozenset(left_out)):
@@ -105,7 +105,7 @@ class Recovery:
             "pause_s": pause_s,
             **_attempt(end).to_json(),
         }
-        self._run.folder.event(self._task.name, "restarted", step=self._run.folder.newest_step, **detail)
+        self._run.folder.event(self._task.name, "restarted", step=self._run.newest_step, **detail)
         return pause_s
 
     def _failure(self, generation: int, end: End, step: int, saved: int) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Recovery:
         """End the run because it has failed too often."""
         step = end.last_step
         if step < 0:  # it did no step in this attempt: use the others' steps
-            step = max(self._run.folder.newest_step, step_record.newest(self._run.folder, self._run.generation), 0)
+            step = max(self._run.newest_step, step_record.newest(self._run.folder, self._run.generation), 0)
         after = f" after step {step}" if step else ""
         verb, where = ("failed", "") if end.kind != EXTERNAL else ("ended from outside", f" on {end.host}")
         error = f"{verb} {counted(count, 'time')} without progress{after}{where}: {end.reported}"

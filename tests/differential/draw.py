@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 BATCH, TRAIN, TEST = 12, 36, 20
+SCALE = 1024.0
+"""First scale of losses in float16. The usual one overflows, so that ours and Keras would skip different steps."""
 
 KINDS = ("vector", "image", "segments", "pictures", "tokens", "tags", "sequence", "spans", "named")
 """What the data is: `segments`, `pictures`, `tags` and `spans` have a label for each pixel or position."""

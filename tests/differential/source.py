@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.differential.draw import BATCH, TEST, TRAIN, Case, own_optimizer
+from tests.differential.draw import BATCH, SCALE, TEST, TRAIN, Case, own_optimizer
 
 TEMPLATE = Path(__file__).with_name("template.txt")
 """`{{expression}}` stands for its value; where the expression after `#?` is false, its line and block are left out."""
@@ -64,6 +64,7 @@ def _names(case: Case) -> dict[str, Any]:
     return {
         "BATCH": BATCH,
         "TEST": TEST,
+        "SCALE": SCALE,
         "CALLBACKS": CALLBACKS,
         "own_optimizer": own_optimizer,
         "case": case,

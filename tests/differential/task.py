@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 
+from tests.differential.draw import SCALE
 from train import __main__ as program
 from train.loops.loop import Progress
+from train.model import gradients
 from train.telemetry import metrics, report
 
 
@@ -24,6 +26,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     report.Report.after = reported
+    gradients.FIRST_SCALE = SCALE
     report.Report._export = lambda *_: None
     metrics.Metrics.graph = lambda *_: None
     report.Report._serving_graph = lambda *_: None

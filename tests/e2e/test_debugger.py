@@ -22,7 +22,7 @@ def debug(clusters: Clusters, name: str, runtime: str, *, hold_s: float = 0) -> 
         wait_for(lambda: "waits for a debugger" in [each.event for each in run.events()], "the task", 200)
         client = Client(port)
         client.attach()
-        client.request("setFunctionBreakpoints", breakpoints=[{"name": "_report_steps"}])
+        client.request("setFunctionBreakpoints", breakpoints=[{"name": "end_call"}])
         client.request("configurationDone")
         stopped = client.until("event", "stopped")
         wait_for(lambda: time.time() - run.heartbeats()["worker-0"].updated_at > hold_s, "silence", 60)

@@ -69,8 +69,12 @@ def record_supervisor(run: RunFolder, owner: Owner, supervisor: dict[str, Any]) 
 def read(run: RunFolder) -> Owner | None:
     """Return the record; None if nothing of the run is left or the record is damaged."""
     try:
-        owner = Owner.from_json(read_json(record_path(run)))
-    except (OSError, ValueError):
+        value = read_json(record_path(run))
+        try:
+            owner = Owner.from_json(value)
+        except ValueError:  # its processes are found by the token, without the supervisor, too
+            owner = Owner.from_json({**value, "supervisor": None})
+    except (OSError, ValueError, TypeError):
         return None
     return owner if owner.token else None
 

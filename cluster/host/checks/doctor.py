@@ -35,12 +35,10 @@ def look(*, bandwidth: bool = False, gpus: str = "", runtime: str = "") -> dict[
         raise UsageError(
             f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
         )
-    found = examine()
-    if runtime:
-        found += registry.get(runtime).examine_hosts(folders.runs_dir(), folders.data_dir())
-    if bandwidth:
-        found.append(gpu_image.examine_bandwidth(gpus))
-    return report(found)
+    # First, because they may refuse the options.
+    measured = [gpu_image.examine_bandwidth(gpus)] if bandwidth else []
+    hosts = registry.get(runtime).examine_hosts(folders.runs_dir(), folders.data_dir()) if runtime else []
+    return report([*examine(), *hosts, *measured])
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def plan(typed: Request, *, stops_first: bool = False, installs: bool = True) ->
     run = _run_folder(typed, stops_first=stops_first)
 
     runtime, why_runtime = registry.choose(request.runtime or registry.AUTO, cluster.kind)
+    _check_data_workers(cluster, runtime)
     job = _job(typed, request, runtime, cluster)
     gpus = Placement() if runtime.is_remote else _place(typed, previous, run, cluster)
     waits = debugging.parse_debugger(request.debug, cluster)
@@ -95,14 +96,14 @@ def plan(typed: Request, *, stops_first: bool = False, installs: bool = True) ->
     return replace(planned, compose=compose, init=init, about_resuming=tuple(notes))
 
 
-def _check_data_workers(planned: Plan) -> list[str]:
-    workers = len(planned.cluster.of(Role.DATA_WORKER))
-    if workers and planned.runtime.is_remote:
+def _check_data_workers(cluster: ClusterSpec, runtime: Runtime) -> None:
+    """Checked before anything is installed."""
+    workers = len(cluster.of(Role.DATA_WORKER))
+    if workers and runtime.is_remote:
         raise UsageError(
-            f"--data-workers {workers} with --runtime {planned.runtime.name}, which has none yet: use --runtime docker "
-            "or local, or leave it out"
+            f"--data-workers {workers} with --runtime {runtime.name}, which has none yet: use --runtime docker or "
+            "local, or leave it out"
         )
-    return []
 
 
 def _check_configuration(planned: Plan) -> list[str]:
@@ -130,7 +131,6 @@ def _check_debugger(planned: Plan) -> list[str]:
 
 
 CHECKS: tuple[Callable[[Plan], list[str]], ...] = (
-    _check_data_workers,
     _check_configuration,
     _check_resumed,
     _check_debugger,

@@ -244,7 +244,7 @@ class PlacementOptions:
         "none, they see none",
         takes_number=True,
     )
-    gpus_per_task: int | None = number("GPUs of each of these tasks", "--gpus divided evenly", bounds=(1, MAX_DEVICES))
+    gpus_per_task: int | None = number("GPUs of each of these tasks", "--gpus divided evenly", bounds=(0, MAX_DEVICES))
     gpu_runtime: str = text("how containers get them: reserve, cdi, or the older nvidia", "reserve", needs=Needs.GPUS)
     partition: str = text(
         "Slurm partition, or several with commas; of a Swarm the nodes labelled tf-cluster.partition=NAME",

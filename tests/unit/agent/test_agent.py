@@ -235,8 +235,27 @@ def test_sigterm_to_one_agent_stops_every_task(start_gang):
     assert {"stopped"} == {beat.state for beat in gang.run.heartbeats().values()}
 
 
-def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang):
-    gang = start_gang(SERVERS_SERVE + "train(3), work(saving_s=0.5)", workers=1, ps=1)
+@pytest.mark.slow
+def test_a_sidecar_that_dies_during_a_stop_must_not_disturb_the_chief_that_saves(start_gang):
+    lines = "if NAME.startswith('data'): until(lambda: run.stop_requested), die()\n"
+    gang = start_gang(lines + "train(3), work(saving_s=12)", workers=0, data_workers=1)  # longer than silence lasts
+    gang.await_step("chief", 3)
+    gang.run.request_stop("a test")
+    summary = gang.summary()
+    assert ("stopped", 0) == (summary["state"], summary["tasks"]["chief"])
+    assert len(gang.events("restarted")) <= 4  # once each, or twice if its agent noticed the stop late
+
+
+def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang, monkeypatch):
+    monkeypatch.setenv("SCRIPT_GRACE_S", "0.1")  # only scripts have it
+    saves = """
+import time
+import tests.programs.trainer as trainer
+train(3), until(lambda: trainer._stop), time.sleep(1.5)
+if run.outcome: sys.exit("the run ended while the chief saved")
+finish("stopped")
+"""
+    gang = start_gang(SERVERS_SERVE + saves, workers=1, ps=1)
     gang.await_step("chief", 3)
     gang.run.request_stop("a test")
     assert ("stopped", "chief") == (gang.outcome().state, gang.outcome().task)
