@@ -279,9 +279,10 @@ def test_each_script_has_its_own_temporary_folder_which_survives_kills_until_the
     lines = """
     import tempfile
     mark = pathlib.Path(tempfile.gettempdir(), "mark")
+    found = mark.read_text() if mark.exists() else "-"
+    mark.write_text(NAME)  # first: the test kills a script that has reported
     with open(RUN / "marks", "a") as file:
-        print(NAME, GENERATION, mark, mark.read_text() if mark.exists() else "-", file=file)
-    mark.write_text(NAME)
+        print(NAME, GENERATION, mark, found, file=file)
     until(lambda: GENERATION == 2)
     """
     gang = start_scripts(lines, workers=1)
