@@ -24,6 +24,14 @@ TOKEN = "TF_CLUSTER_TOKEN"  # noqa: S105  # the variable's name
 """The environment variable of every process of a local run."""
 
 
+def _supervisor(value: Any) -> dict[str, int] | None:
+    """A damaged record of it counts as none: the run's processes are found by the token, too."""
+    try:
+        return dictionary(Process)(value)
+    except ValueError:
+        return None
+
+
 @dataclass(frozen=True)
 class Owner(Record):
     """The processes that were started for a run."""
@@ -32,7 +40,7 @@ class Owner(Record):
     """The runtime of its tasks, such as `docker`: a key of `cluster.host.runtime.registry.RUNTIMES`."""
     token: str
     """The value of `TOKEN` in its processes' environment."""
-    supervisor: Annotated[dict[str, int], dictionary(Process)] | None = None
+    supervisor: Annotated[dict[str, int] | None, _supervisor] = None
     """The local run's first process, a `processes.identity`; None before its start."""
 
     @property
@@ -69,12 +77,8 @@ def record_supervisor(run: RunFolder, owner: Owner, supervisor: dict[str, Any]) 
 def read(run: RunFolder) -> Owner | None:
     """Return the record; None if nothing of the run is left or the record is damaged."""
     try:
-        value = read_json(record_path(run))
-        try:
-            owner = Owner.from_json(value)
-        except ValueError:  # its processes are found by the token, without the supervisor, too
-            owner = Owner.from_json({**value, "supervisor": None})
-    except (OSError, ValueError, TypeError):
+        owner = Owner.from_json(read_json(record_path(run)))
+    except (OSError, ValueError):
         return None
     return owner if owner.token else None
 
