@@ -58,7 +58,7 @@ class Attempt:
         self.finding: Finding | None = None
         """A finding before that."""
         self.grace_ends = 0.0
-        """When to kill a script that was asked to end."""
+        """When the program has had as long as a script has to end, once asked to."""
         self.end: End | None = None
         self.watch()
         self._rendezvous_timeout_s = rendezvous_timeout_s
@@ -129,8 +129,7 @@ class Attempt:
         if finding:
             stopped = finding.stopped or (finding.kind == "frozen" and program.is_stopped)
             return self._with_finding(facts, finding, stopped=stopped)
-        # A training program may take as long as it needs to save.
-        return replace(facts, grace_is_over=self.scripted and 0.0 < self.grace_ends < time.monotonic())
+        return replace(facts, grace_is_over=0.0 < self.grace_ends < time.monotonic())
 
     def _with_finding(self, facts: Facts, finding: Finding, *, stopped: bool = False) -> Facts:
         """Add a finding, and the failure that it shows."""

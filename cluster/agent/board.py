@@ -289,7 +289,8 @@ class Board:
 
     def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the newest heartbeat of every task."""
-        return {name: self.heartbeat(name) or beat for name, beat in self.folder.heartbeats().items()}
+        beats = self.folder.heartbeats()
+        return {name: self._hub.beat(name) or beat for name, beat in beats.items()} if self._hub else beats
 
     @property
     def newest_step(self) -> int:

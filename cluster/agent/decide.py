@@ -71,7 +71,7 @@ class Facts:
     """Whether the run has an outcome or a newer generation has begun."""
     stop_requested: bool = False
     grace_is_over: bool = False
-    """Whether a script that was asked to end has had its time for that."""
+    """Whether the program, asked to end, has had the time that scripts have for that."""
     state: str = ""
     """The state in the task's newest heartbeat."""
 
@@ -191,7 +191,8 @@ def records_outcome(facts: Facts) -> bool:
 def _while_running(facts: Facts) -> Action:
     # An evaluator ends after the run, whose last checkpoint it evaluates.
     if facts.stop_requested and not facts.serves and facts.role != Role.EVALUATOR:
-        return STOP_RUN if facts.grace_is_over else Step.REQUEST_END
+        # A training program may take as long as it needs to save.
+        return STOP_RUN if facts.scripted and facts.grace_is_over else Step.REQUEST_END
     return Step.CONTINUE
 
 

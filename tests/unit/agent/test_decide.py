@@ -54,6 +54,7 @@ def test_after_the_end_of_a_run_or_generation_nothing_is_decided(phase):
         ({"stop_requested": True, "serves": True}, Step.CONTINUE),
         ({"stop_requested": True, "scripted": True}, Step.REQUEST_END),
         ({"stop_requested": True, "scripted": True, "grace_is_over": True}, STOPPED),
+        ({"stop_requested": True, "grace_is_over": True}, Step.REQUEST_END),
         ({"stop_requested": True, "phase": Phase.STARTING}, STOPPED),
         ({"finding": FROZEN}, RestartGang(ERROR)),
         ({"finding": HANG}, RestartGang(ERROR)),
