@@ -6,7 +6,7 @@ invariant names its seed; `SEED=<it> SCHEDULES=1` runs that schedule again, exac
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import pytest
@@ -23,9 +23,14 @@ ORDINARY = 1200
 
 
 @pytest.fixture
-def simulated(monkeypatch) -> pytest.MonkeyPatch:
+def simulated(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
+    """A simulated machine, on one core: only one thread runs at a time, and waking it on another core takes longer."""
+    cores = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
     machine.install(monkeypatch)
-    return monkeypatch
+    yield monkeypatch
+    os.sched_setaffinity(0, cores)
 
 
 def run_all(seeds: Iterable[int]) -> Counter[str]:
