@@ -34,10 +34,6 @@ def test_two(): pass
 def test_three(): pass
 def test_four(): pass
 """,
-    "test_takes_long": """
-from tests import fast
-def test_one(): fast.LIMIT_S = 0
-""",
 }
 
 
@@ -77,7 +73,3 @@ def test_a_test_that_imports_tensorflow_is_left_out(ended):
 
 def test_marked_tests_are_left_out(ended):
     assert {"test_four": "passed"} == ended["test_marked"]
-
-
-def test_a_test_that_takes_long_and_has_no_mark_fails(ended):
-    assert {"test_one": "failure"} == ended["test_takes_long"]
