@@ -1,6 +1,7 @@
-"""What the recovery promises, with real processes: a step fails whenever it comes, a model sleeps."""
+"""What the recovery promises, with real processes: a step fails whenever it comes, a loss diverges, a model sleeps."""
 
 import random
+import re
 
 import pytest
 
@@ -56,6 +57,16 @@ def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempt
     assert "worker-0" == cause["task"]
     assert "SIGSEGV" in cause["error"]
     assert "on_train_batch_end" in cause["error"]
+
+
+@pytest.mark.parametrize("loop", ["custom", "fit"])
+def test_a_loss_that_diverges_must_end_the_run_at_once_and_name_the_step(clusters, loop):
+    training = ("--", "--optimizer.name=sgd", "--optimizer.learning-rate=1e30", "--max-steps=200")
+    output = clusters.invoke("up", f"--name=nan-{loop}", *OPTIONS, "--workers=1", f"--loop={loop}", *training, expect=1)
+    run = clusters.run(f"nan-{loop}")
+    failed = summary(run)
+    assert ("failed", [], 0) == (failed["state"], failed["restarts"], run.generation), output
+    assert re.search(r"loss is (nan|inf) at step \d+", failed["cause"]["error"])
 
 
 @pytest.mark.long
