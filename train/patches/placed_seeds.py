@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import keras
 import tensorflow as tf
 
+from cluster.system.errors import UsageError
+
 
 @dataclass
 class Place:
@@ -28,6 +30,10 @@ class Place:
     micro_batch: tf.Tensor | None = None
     drawn: dict[int, int] = field(default_factory=dict)
     """Number of seeds drawn from each generator, by its `id`."""
+    graph: tf.Graph = field(default_factory=tf.compat.v1.get_default_graph)
+    """The graph in which layers are called."""
+    repeats: bool = False
+    """Whether a draw was inside of a loop, whose iterations would all draw the same."""
 
 
 _DRAWS = 2**44
@@ -63,6 +69,11 @@ def random_place(
         yield inside
     finally:
         _place.reset(token)
+    if inside.repeats:  # raised after the call of the model, which would extend the message
+        raise UsageError(
+            "a layer draws random numbers inside of a loop, such as Dropout in the cell of an RNN, and would draw the "
+            "same in each iteration; draw before the loop, as keras.layers.LSTM(dropout=...) does"
+        )
 
 
 def place() -> Place | None:
@@ -85,5 +96,16 @@ def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> t
     place = _place.get()
     if place is None:
         return _keras_next_seed(generator, ordered)
+    place.repeats |= _is_in_loop(place.graph)
     # The state's first word is the generator's seed and never changes.
     return draw_seed(place, generator, tf.cast(generator.state.value[0], tf.int64))
+
+
+def _is_in_loop(outside: tf.Graph) -> bool:
+    """Whether the current graph is the body of a loop inside of another graph."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not outside and isinstance(graph, tf.__internal__.FuncGraph):
+        if type(graph).__name__ == "WhileBodyFuncGraph":  # has no public name
+            return True
+        graph = graph.outer_graph
+    return False

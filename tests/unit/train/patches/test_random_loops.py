@@ -1,0 +1,63 @@
+"""Random layers draw from their place in the training, which iterations of a loop share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import pytest
+import tensorflow as tf
+
+from cluster.system.errors import UsageError
+from train.patches import placed_seeds
+
+layers = keras.layers
+
+
+class Cell(layers.Layer):
+    """The cell of an RNN with a Dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_size, self.dropout = 2, layers.Dropout(0.5)
+
+    def call(
+        self, inputs: tf.Tensor, states: list[tf.Tensor], training: bool = False
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        outputs = self.dropout(inputs, training=training)
+        return outputs, [outputs]
+
+
+@pytest.fixture(autouse=True)
+def placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.random.SeedGenerator, "next", placed_seeds._next_seed)
+
+
+def trace(layer: keras.Layer) -> None:
+    """Call a layer in a step inside of a loop, as steps are."""
+    inputs = tf.ones([3, 4, 2])
+    layer(inputs)  # builds it
+
+    def step(done: tf.Tensor) -> tf.Tensor:
+        with placed_seeds.random_place(done, tf.zeros([], tf.int64)):
+            layer(inputs, training=True)
+        return done + 1
+
+    tf.function(lambda: tf.while_loop(lambda done: done < 2, step, [tf.zeros([], tf.int64)])).get_concrete_function()
+
+
+def test_a_draw_in_each_iteration_of_a_loop_is_refused() -> None:
+    with pytest.raises(UsageError, match="inside of a loop"):
+        trace(layers.RNN(Cell()))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: layers.LSTM(2, dropout=0.5, recurrent_dropout=0.5),
+        lambda: layers.Bidirectional(layers.RNN([layers.GRUCell(2, dropout=0.5), layers.LSTMCell(2, dropout=0.5)])),
+        lambda: layers.TimeDistributed(layers.Dropout(0.5)),
+    ],
+)
+def test_layers_that_draw_before_their_loop_are_not_refused(layer: Callable[[], keras.Layer]) -> None:
+    trace(layer())
