@@ -77,7 +77,7 @@ class ElasticTrainStep(TrainStep):
 
         numbers_n = self.shards.of(replica)
         counts_O = self._counts(batch_of, numbers_n) if self.masked else None
-        like = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in weights]
+        like = [tf.TensorSpec(tensor.shape, tf.float32) for tensor in weights]
         signature = (like, self.state.specs, tf.TensorSpec([2], tf.float32))
         with contextlib.nullcontext() if counts_O is None else masks.of_batch(counts_O, self.global_batch):
             gradients, state, results_n2 = tf.map_fn(
@@ -89,7 +89,8 @@ class ElasticTrainStep(TrainStep):
         """Apply the exact sum over all shards; return the results of each shard, `[V, 2]`."""
         total = exact_sum(computed.gradients, self.shards.total)
         self.state.assign(computed.state, self._add_up)
-        self.policy.apply([tf.cast(gradient, tf.float32) for gradient in total], self.model.trainable_variables)
+        gradients = self.without_unconnected([tf.cast(gradient, tf.float32) for gradient in total])
+        self.policy.apply(gradients, self.model.trainable_variables)
         losses_n = self.policy.checked(computed.results_n2[:, 0], [])
         results_n2 = tf.stack([losses_n, computed.results_n2[:, 1]], 1)
         return tf.tensor_scatter_nd_update(tf.zeros([self.parts, 2]), computed.numbers_n[:, tf.newaxis], results_n2)
@@ -121,10 +122,12 @@ class ElasticTrainStep(TrainStep):
             with place, tf.GradientTape(watch_accessed_variables=False) as tape, part as state:
                 tape.watch(weights)
                 loss, score = self.shares(batch)
-            unconnected = tf.UnconnectedGradients.ZERO
-            scale = self.policy.loss_gradient
-            gradients = tape.gradient(loss, weights, output_gradients=scale, unconnected_gradients=unconnected)
-            return Computed([tf.convert_to_tensor(gradient) for gradient in gradients], loss, score, state())
+            gradients = self.connected(tape.gradient(loss, weights, output_gradients=self.policy.loss_gradient))
+            dense = [
+                tf.zeros(weight.shape) if gradient is None else tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+                for weight, gradient in zip(weights, gradients, strict=True)
+            ]
+            return Computed(dense, loss, score, state())
 
         def add(micro_batch: tf.Tensor, total: Computed) -> Computed:
             return self.add(total, compute_part(micro_batch))

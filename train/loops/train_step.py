@@ -22,7 +22,7 @@ Shapes: B micro-batch, K outputs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,6 +79,11 @@ class TrainStep:
         """The state of the model's layers."""
         return LayerState(self.model, self.num_replicas * self.micro_batches)
 
+    @functools.cached_property
+    def _connected(self) -> set[int]:
+        """Places of the weights with a gradient in a traced part; Keras neither updates nor decays the others."""
+        return set()
+
     @property
     def parts(self) -> int:
         """Number of shares of each step's loss that `update` returns."""
@@ -112,8 +117,17 @@ class TrainStep:
             return self.count(batch)
         with tf.GradientTape() as tape:
             loss, score, state = self._forward(batch, step, replica, micro_batch)
-        gradients = tape.gradient(loss, self.weights, output_gradients=self.policy.loss_gradient)
+        gradients = self.connected(tape.gradient(loss, self.weights, output_gradients=self.policy.loss_gradient))
         return Computed(gradients, loss, score, state)
+
+    def connected(self, gradients: list[Any]) -> list[Any]:
+        """Note which weights have a gradient; return all gradients."""
+        self._connected.update(place for place, gradient in enumerate(gradients) if gradient is not None)
+        return gradients
+
+    def without_unconnected(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return gradients of all parts, None instead of zeros for weights that no part has used."""
+        return [gradient if place in self._connected else None for place, gradient in enumerate(gradients)]
 
     def update(self, computed: Computed) -> tf.Tensor:
         """Change the weights by the gradient of the global batch, the sum over all replicas.
@@ -123,7 +137,7 @@ class TrainStep:
         """
         gradients = computed.gradients
         if self.accumulates:  # a loop outside the replicas returns tensors without their device
-            gradients = [tf.identity(gradient) for gradient in gradients]
+            gradients = self.without_unconnected([tf.identity(gradient) for gradient in gradients])
         total = self.policy.sum(gradients)
         self.state.assign(computed.state)
         self.policy.apply(total, self.model.trainable_variables)
@@ -151,8 +165,7 @@ class TrainStep:
             scores_B = self.objective.score(batch.labels, outputs_BK)
         loss = global_mean(losses_B, batch.weights, self.global_batch)
         if self.model.losses:
-            layer_losses = tf.add_n([tf.cast(term, tf.float32) for term in self.model.losses])
-            loss += layer_losses / (self.num_replicas * self.micro_batches)
+            loss += added_up(self.model.losses) / (self.num_replicas * self.micro_batches)
         return loss, global_mean(scores_B, tf.ones_like(batch.weights), self.global_batch)
 
     @functools.cached_property
@@ -234,6 +247,11 @@ class TrainStep:
                 start = body(tf.constant(micro_batch, tf.int64), start)
             return start
         return repeat(tf.constant(self.micro_batches, tf.int64), body, start, parallel=1)
+
+
+def added_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the sum of the losses of a model's layers; as in Keras, a term may have a number for each example."""
+    return tf.add_n([tf.reduce_sum(tf.cast(term, tf.float32)) for term in terms])
 
 
 def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:

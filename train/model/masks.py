@@ -32,7 +32,8 @@ def of(output: Any) -> tf.Tensor | None:
 def begins_at(layer: keras.layers.Layer) -> bool:
     """Whether a layer may create a mask. The symbolic outputs of nested models do not show that."""
     custom = not type(layer).compute_mask.__module__.startswith(("keras.", "tf_keras."))
-    return custom or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
+    function = isinstance(layer, keras.layers.Lambda) and layer.mask is not None
+    return custom or function or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
 
 
 def keep(output: tf.Tensor, source: tf.Tensor) -> tf.Tensor:

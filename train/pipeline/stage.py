@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from train.loops.train_step import never_inlined
+from train.loops.train_step import added_up, never_inlined
 from train.model.layer_state import LayerState
 from train.patches import placed_seeds
 from train.pipeline.cut import Part
@@ -90,7 +90,7 @@ class Stage:
                 outputs = model(values, training=True)
                 outputs = loss(outputs, step, at) if self._last else outputs
                 terms = part.losses()
-            layer_losses = tf.add_n([tf.cast(term, tf.float32) for term in terms]) / shares if terms else None
+            layer_losses = added_up(terms) / shares if terms else None
             return outputs, layer_losses, state()
 
         self._forward = never_inlined(forward)
