@@ -66,7 +66,8 @@ class Case:
     scaling: str = "none"
     freeze: bool = False
     callbacks: str = ""
-    train_step: bool = False
+    own_step: str = ""
+    """The method of Keras's step that the model overrides: `train_step` or `compute_loss`."""
     precision: str = "fp32"
     strategy: str = "one"
     replicas: int = 1
@@ -144,11 +145,13 @@ def draw(seed: int) -> Case:
         case["callbacks"] = pick(("schedule", "plateau", "stopping", "epochs"))
         case |= {"steps": 6, "ragged": False, "schedule": "constant", "warmup": 0}
     if case["loop"] == "fit" and kind != "named" and maybe(0.15):
-        case["train_step"] = True
+        case["own_step"] = "train_step"
     if maybe(0.4):
         case["killed_at"] = tuple(sorted(random_.sample(range(1, case["steps"]), pick((1, 1, 2)))))
     if "dropout" in case["layers"] and not case.get("killed_at"):  # there is nothing else to compare it with
         case["killed_at"] = (random_.randrange(1, case["steps"]),)
+    if case.get("own_step") and not case.get("callbacks") and maybe(0.5):  # evaluations do not call it
+        case["own_step"] = "compute_loss"
     return Case(seed, **case)
 
 

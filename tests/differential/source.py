@@ -74,7 +74,7 @@ def _names(case: Case) -> dict[str, Any]:
         "tokens": tokens,
         "values": case.values or named,
         "image": case.kind in ("image", "segments", "pictures"),
-        "model": "Trained" if case.train_step else "keras.Model",
+        "model": "Trained" if case.own_step else "keras.Model",
         "counts": counts,
         "loss": loss,
         "metrics": f'{{"kind": ["{metrics}"]}}' if named else f'["{metrics}"]',

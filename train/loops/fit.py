@@ -23,7 +23,7 @@ from train.loops.loop import Loop, Stop
 from train.loops.steps import LoopResult
 from train.loops.train_step import Computed, TrainStep, as_input, full_precision, part_of
 from train.loops.training import Setup, Training
-from train.model import masks
+from train.model import masks, models
 from train.model.export import is_legacy
 from train.model.gradients import GradientPolicy
 from train.model.layer_state import variables_of
@@ -341,10 +341,9 @@ def check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) -
         UsageError: it cannot.
     """
     option = f"--micro-batches {micro_batches} with --loop fit"
-    if type(model).train_step is not keras.Model.train_step:
+    if method := models.overridden(model):
         raise UsageError(
-            f"{option}: {type(model).__name__} overrides train_step, which takes whole batches; leave --micro-batches "
-            "out"
+            f"{option}: {type(model).__name__} overrides {method}, which takes whole batches; leave --micro-batches out"
         )
     if replicas > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
         raise UsageError(f"{option}: BatchNormalization over {replicas} replicas needs --loop custom")

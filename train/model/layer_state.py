@@ -45,11 +45,27 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
 def tensorflow_variables(model: keras.Model) -> dict[str, tf.Variable]:
     """Return the variables of layers that Keras does not know, by the layer and the attribute that holds them."""
     return {
-        f"{layer.name}.{name}": value
+        f"{layer.name}.{name}{place}": variable
         for layer in model._flatten_layers()
         for name, value in vars(layer).items()
-        if isinstance(value, tf.Variable)
+        if not name.startswith("_self_")  # what TensorFlow tracks names the same variables again
+        for place, variable in _variables_in(value).items()
     }
+
+
+def _variables_in(value: Any) -> dict[str, tf.Variable]:
+    """Return a value that is a variable of TensorFlow, or those in a module, a list or a dictionary, by their place."""
+    if isinstance(value, tf.Variable):
+        return {"": value}
+    if isinstance(value, tf.Module):
+        return {f".{variable.name}": variable for variable in value.variables}
+    parts: Any = ()
+    if isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif isinstance(value, Mapping):
+        parts = value.items()
+    found = {f"[{key!r}]": part for key, part in parts}
+    return {key + place: variable for key, part in found.items() for place, variable in _variables_in(part).items()}
 
 
 def assigned(variables: Mapping[str, tf.Variable], graph: tf.Graph) -> dict[str, tf.Variable]:

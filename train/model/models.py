@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tensorflow import keras  # Keras 3, or tf_keras if `--loop fit` needs it
@@ -30,15 +30,26 @@ def of(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.M
     size = config.transformer
     sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
     model = build(config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {}))
-    if config.loop == "custom" and type(model).train_step is not keras.Model.train_step:
+    if config.loop == "custom" and (method := overridden(model)):
         raise UsageError(
-            f"--model {config.model!r}: {type(model).__name__} overrides train_step, which --loop custom does not "
+            f"--model {config.model!r}: {type(model).__name__} overrides {method}, which --loop custom does not "
             "call; use --loop fit"
+        )
+    if config.precision != "fp16" and model.dtype_policy.name == "mixed_float16":  # Keras's `fit` scales its loss
+        raise UsageError(
+            f"--model {config.model!r} sets the policy mixed_float16, which needs --precision fp16 to scale the loss; "
+            "add it, or use mixed_bfloat16"
         )
     if config.loop == "fit":
         _check_compile(config.model, model)
     freeze(model, config.freeze)
     return model
+
+
+def overridden(model: keras.Model) -> str:
+    """Return the name of a method of Keras's step that a model overrides; empty if it overrides none."""
+    methods = ("train_step", "compute_loss")
+    return next((name for name in methods if getattr(type(model), name) is not getattr(keras.Model, name)), "")
 
 
 def _check_compile(name: str, model: keras.Model) -> None:
@@ -90,6 +101,6 @@ def output_shapes(outputs: Any) -> Named:
     """Return the shapes of the outputs of `call` for one example; None for an output that is not a tensor."""
 
     def shape(output: Any) -> tuple[int, ...] | None:
-        return None if isinstance(output, list | tuple) else tuple(output.shape[1:])
+        return None if isinstance(output, list | tuple | Mapping) else tuple(output.shape[1:])
 
     return named.each(shape, outputs)

@@ -132,7 +132,7 @@ def _user_metrics(reference: str, taken: Sequence[str]) -> dict[str, PerExample]
         )
     if duplicates := [name for name in functions if f"eval_{name}" in taken]:
         raise UsageError(f"--metrics {reference!r}: {duplicates[0]!r} is reported anyway; give it another name")
-    return {name: _per_example(tf.function(function)) for name, function in functions.items()}
+    return {name: Averaged(tf.function(function)) for name, function in functions.items()}
 
 
 def build(loss: str, *, classifies: bool, predicts_text: bool = False, shapes: Shapes | None = None) -> Objective:
@@ -195,7 +195,7 @@ def _scored(total: PerExample, scores: Mapping[str, tuple[PerExample, str]]) -> 
 
 def _loss(loss: str) -> PerExample:
     if loss in LOSSES:
-        return _per_example(LOSSES[loss])
+        return Averaged(LOSSES[loss])
     # The user's function may branch on tensors, which autograph must convert; its callers are not converted.
     function = tf.function(references.load("--loss", loss))
 
@@ -208,7 +208,7 @@ def _loss(loss: str) -> PerExample:
             )
         return losses
 
-    return _per_example(values)
+    return Averaged(values)
 
 
 def _shapes_of_head(shapes: Shapes | None, head: str) -> Shapes | None:
@@ -228,8 +228,8 @@ def _score(classifies: bool, shapes: Shapes | None) -> tuple[PerExample, str] | 
     if not isinstance(outputs, tuple):
         return None
     if classifies and outputs[-1:] not in ((), (1,)) and outputs[:-1] in _label_shapes(labels):
-        return _per_example(accuracy), "accuracy"
-    return (_per_example(absolute_error), "absolute_error") if outputs in (labels or None, (*labels, 1)) else None
+        return Averaged(accuracy), "accuracy"
+    return (Averaged(absolute_error), "absolute_error") if outputs in (labels or None, (*labels, 1)) else None
 
 
 def _label_shapes(labels: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -288,9 +288,15 @@ def global_mean(values_B: tf.Tensor, weights_B: tf.Tensor, global_batch: int) ->
     return tf.nn.compute_average_loss(values_B, sample_weight=weights_B, global_batch_size=global_batch)
 
 
-def _per_example(function: PerPosition) -> PerExample:
-    """Average a function over the unmasked positions of each example."""
-    return lambda labels, outputs: masks.by_example(function(labels, outputs), masks.of(outputs))
+@dataclass(frozen=True)
+class Averaged:
+    """A function averaged over the unmasked positions of each example, `PerExample`."""
+
+    values: PerPosition
+
+    def __call__(self, labels: Named, outputs: Named) -> tf.Tensor:
+        """Return the averages; as in Keras, values of any type are numbers."""
+        return masks.by_example(tf.cast(self.values(labels, outputs), tf.float32), masks.of(outputs))
 
 
 def _without_last_axis(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:

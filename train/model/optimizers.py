@@ -152,4 +152,9 @@ def _user_optimizer(name: str, rate: Any) -> keras.optimizers.Optimizer:
             f"--optimizer.name {name!r} returned {type(optimizer).__module__}.{type(optimizer).__name__}, "
             f"expected {expected}; use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
         )
+    if hasattr(optimizer, "inner_optimizer"):  # it divides gradients by a scale that no loss is multiplied by
+        raise UsageError(
+            f"--optimizer.name {name!r} returned a {type(optimizer).__name__}; return the optimizer inside it, and "
+            "scale losses by --precision fp16"
+        )
     return optimizer

@@ -268,7 +268,7 @@ def shared(parts: Sequence[Part]) -> list[tuple[keras.Variable, list[int]]]:
     return [(used[key], numbers) for key, numbers in users.items() if len(numbers) > 1]
 
 
-class _Reads(keras.StatelessScope):
+class Reads(keras.StatelessScope):
     """Records which variables are read and assigned, and reads variables without a value as zeros."""
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class _Reads(keras.StatelessScope):
 def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tuple[set[int], set[int], Any]:
     """Call a model in a graph, count its draws, and return the ids of variables it reads and assigns, and the graph."""
     graph = tf.__internal__.FuncGraph("observed")
-    with graph.as_default(), _Reads() as scope:
+    with graph.as_default(), Reads() as scope:
         zero = tf.zeros([], tf.int64)
         with placed_seeds.random_place(zero, zero, zero, drawn) as place:
             model(tf.zeros([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype), training=True)

@@ -10,11 +10,12 @@ Checks are only for configurations with a user's parts, because they import Tens
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,13 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         if config.loop == "fit" and config.micro_batches > 1:
             fit.check_micro_batches(model, options.replicas, config.micro_batches)
     _check_ranges(config, model, source)
+    _check_logits(config, model, source.feature_shape, cut=bool(options.stages))
+    if getattr(model, "compiled", False):
+        print(
+            f"warning: --model {config.model!r} is compiled, which has no effect: name optimizer, loss and metrics by "
+            "--optimizer.name, --loss and --metrics",
+            file=sys.stderr,
+        )
     outputs = models.call(model, source.feature_shape)
     shapes = source.label_shape, models.output_shapes(outputs)
     objectives.check_outputs(config, source.num_outputs, shapes)
@@ -106,8 +114,11 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
             f"--loop fit under parameter servers with a mask of --model {config.model!r}; use --loop custom"
         )
     mask_specs = [_spec(mask, tf.bool) for mask in output_masks]
-    specs = _label_spec(source), tf.nest.map_structure(_spec, outputs), mask_specs
+    labels, outputs = _label_spec(source), tf.nest.map_structure(_spec, outputs)
+    specs = labels, outputs, mask_specs
     _check_function(f"--loss {config.loss!r}", *specs, objective.loss)
+    for head, one in objective.heads.items():
+        _check_positions(f"--loss {config.loss!r}: {head}", labels[head], outputs[head], one.loss)
     for name, metric in objective.metrics.items():
         _check_function(f"--metrics {config.metrics!r}: {name}", *specs, metric)
     if (best := config.best.metric) and best not in objective.evaluated:
@@ -168,11 +179,40 @@ def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> No
             )
 
 
+def _check_logits(config: TrainConfig, model: keras.Model, feature_shape: Named, *, cut: bool) -> None:
+    """Check that the outputs for a cross entropy of logits are not probabilities; `cut`: variables have no values."""
+    import tensorflow as tf
+
+    from train.pipeline.cut import Reads
+    from train.settings import heads
+
+    losses, logits = heads.losses(config.loss), "sparse_categorical_crossentropy"
+    if ":" not in config.model or logits not in losses.values():
+        return
+
+    def forward(features: Named) -> Any:
+        with Reads() if cut else contextlib.nullcontext():
+            return model(features, training=False)
+
+    specs = _feature_specs(model, feature_shape)
+    outputs = tf.function(forward, autograph=False).get_concrete_function(specs).structured_outputs
+    for head, output in outputs.items() if isinstance(outputs, Mapping) else [("", outputs)]:
+        made = getattr(output, "op", None) if losses.get(head, losses.get("")) == logits else None
+        while made is not None and made.type in ("Identity", "Cast", "Reshape", "Squeeze"):
+            made = made.inputs[0].op
+        if made is not None and made.type in ("Softmax", "Sigmoid"):
+            which = f" {head!r}" if head else ""
+            raise UsageError(
+                f"--model {config.model!r}: the outputs{which} are those of a {made.type.lower()}, and --loss {logits} "
+                "takes logits; leave that activation out"
+            )
+
+
 def _check_state(model: keras.Model, feature_shape: Named, parts: int, config: TrainConfig) -> None:
     """Check that layers' state can be combined in a step of several parts, or of virtual shards."""
     import tensorflow as tf
 
-    from train.model import inputs, layer_state
+    from train.model import layer_state
 
     state, weights = layer_state.LayerState(model, parts), model.trainable_variables if config.bitwise_elastic else []
     own = layer_state.tensorflow_variables(model) if parts > 1 else {}
@@ -181,13 +221,9 @@ def _check_state(model: keras.Model, feature_shape: Named, parts: int, config: T
         with state.part(weights, [tf.convert_to_tensor(variable.value) for variable in weights]):
             model(features, training=True)
 
-    def spec(shape: tuple[int, ...], dtype: str) -> Any:
-        return tf.TensorSpec([EXAMPLES, *shape], dtype)
-
     if not (state.variables or weights or own):
         return
-    specs = named.each(spec, feature_shape, inputs.dtypes(model, feature_shape))
-    graph = tf.function(forward, autograph=False).get_concrete_function(specs).graph
+    graph = tf.function(forward, autograph=False).get_concrete_function(_feature_specs(model, feature_shape)).graph
     in_parts = config.micro_batches > 1 or config.bitwise_elastic > 0
     for where, variable in layer_state.assigned(own, graph).items():
         if in_parts or variable.aggregation == tf.VariableAggregation.NONE:
@@ -195,6 +231,18 @@ def _check_state(model: keras.Model, feature_shape: Named, parts: int, config: T
                 f"--model {config.model!r}: {where} is a tf.Variable, which each replica or micro-batch would assign "
                 "by itself; make it with add_weight(trainable=False)"
             )
+
+
+def _feature_specs(model: keras.Model, feature_shape: Named) -> Named:
+    """Return the specs of a model's features for a batch of `EXAMPLES`."""
+    import tensorflow as tf
+
+    from train.model import inputs
+
+    def spec(shape: tuple[int, ...], dtype: str) -> Any:
+        return tf.TensorSpec([EXAMPLES, *shape], dtype)
+
+    return named.each(spec, feature_shape, inputs.dtypes(model, feature_shape))
 
 
 def _spec(tensor: Any, dtype: Any = "float32") -> Any:
@@ -222,14 +270,41 @@ def _check_function(
     except ClusterError:
         raise
     except (Exception, SystemExit) as error:
-        arguments = f"labels {_described(labels)} and outputs {_described(outputs, dtype=False)}"
-        raise UsageError(f"{where} fails on {arguments}: {described(error)[-300:]}") from None
+        raise UsageError(f"{where} fails on {_compared(labels, outputs)}: {described(error)[-300:]}") from None
     shape = getattr(losses, "shape", None)
     if shape is None or not shape.is_compatible_with([EXAMPLES]):
         returned = type(losses).__name__ if shape is None else f"shape {shape}"
         raise UsageError(
             f"{where} returns {returned} for {EXAMPLES} examples; expected ({EXAMPLES},), a value for each"
         )
+    _check_positions(where, labels, outputs, function)
+
+
+def _check_positions(where: str, labels: Named, outputs: Named, function: Callable[..., Any]) -> None:
+    """Check that a function does not compare the labels of each example with the outputs of all."""
+    import tensorflow as tf
+
+    from train.model.objectives import Averaged
+
+    if not isinstance(function, Averaged):
+        return
+
+    def shape(examples: int) -> Any:
+        specs = tf.nest.map_structure(
+            lambda spec: None if spec is None else tf.TensorSpec([examples, *spec.shape[1:]], spec.dtype), both
+        )
+        return tf.function(function.values).get_concrete_function(*specs).structured_outputs.shape
+
+    both = [labels, outputs]
+    if (few := shape(EXAMPLES))[1:] != shape(EXAMPLES + 1)[1:]:
+        raise UsageError(
+            f"{where} returns {few} for {EXAMPLES} examples, as {_compared(labels, outputs)} broadcast to all pairs of "
+            "examples; give both the same shape, such as by labels[:, None]"
+        )
+
+
+def _compared(labels: Named, outputs: Named) -> str:
+    return f"labels {_described(labels)} and outputs {_described(outputs, dtype=False)}"
 
 
 def _described(specs: Named, *, dtype: bool = True) -> str:

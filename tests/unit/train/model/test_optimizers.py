@@ -148,6 +148,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("own_optimizers")
     module.nadam = lambda rate: keras.optimizers.Nadam(rate, use_ema=True)  # type: ignore[attr-defined]
     module.nothing = lambda rate: rate  # type: ignore[attr-defined]
+    module.scaled = lambda rate: keras.optimizers.LossScaleOptimizer(module.nadam(rate))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_optimizers", module)
     return module
 
@@ -165,6 +166,7 @@ def test_a_users_function_makes_the_optimizer_with_the_schedule(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("own")
-def test_a_function_that_returns_no_optimizer_is_refused() -> None:
-    with pytest.raises(UsageError, match="--optimizer.name 'own_optimizers:nothing' returned"):
-        optimizers.build(configured(name="own_optimizers:nothing"))
+@pytest.mark.parametrize("name", ["nothing", "scaled"])
+def test_a_function_that_returns_no_optimizer_or_one_that_unscales_gradients_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"--optimizer.name 'own_optimizers:{name}' returned"):
+        optimizers.build(configured(name=f"own_optimizers:{name}"))

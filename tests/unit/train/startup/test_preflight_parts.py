@@ -37,11 +37,41 @@ class Counts(layers.Layer):
         return inputs
 
 
+class CountsInside(layers.Layer):
+    """Assigns a variable in a list in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__(name="counts")
+        self.kept = {"counts": [tf.Variable(0.0, trainable=False)]}
+
+    def call(self, inputs: Any) -> Any:
+        self.kept["counts"][0].assign_add(1.0)
+        return inputs
+
+
 class Steps(keras.Model):
     """Overrides `train_step`."""
 
     def train_step(self, data: Any) -> Any:
         return super().train_step(data)
+
+
+class Penalized(keras.Model):
+    """Overrides `compute_loss`."""
+
+    def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+        return super().compute_loss(*arguments, **named) + 1.0
+
+
+class Called(keras.Model):
+    """Gives probabilities, which only its call shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chances = layers.Dense(2, "softmax")
+
+    def call(self, inputs: Any) -> Any:
+        return self.chances(inputs)
 
 
 def chain(*parts: Any) -> Callable[..., keras.Model]:
@@ -58,8 +88,45 @@ def of_int32(shape: Any, outputs: Any) -> keras.Model:
     return keras.Model(inputs, layers.Dense(outputs)(inputs))
 
 
+def in_half(shape: Any, outputs: Any) -> keras.Model:
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        return keras.Sequential([keras.Input(shape), layers.Dense(outputs, dtype="float32")])
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+def compiled(shape: Any, outputs: Any) -> keras.Model:
+    model = keras.Sequential([keras.Input(shape), layers.Dense(outputs)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def of_probabilities(shape: Any, outputs: Any) -> keras.Model:
+    return keras.Sequential([keras.Input(shape), layers.Dense(outputs, "softmax")])
+
+
+def penalized(shape: Any, outputs: Any) -> keras.Model:
+    inputs = keras.Input(shape)
+    return Penalized(inputs, layers.Dense(outputs)(inputs))
+
+
+def of_pairs(labels: Any, outputs: Any) -> Any:
+    return tf.square(tf.cast(labels, tf.float32) - outputs[:, :1])
+
+
+def entropy(labels: Any, outputs: Any) -> Any:
+    return -tf.math.log(tf.gather(outputs, labels, batch_dims=1))
+
+
 MODELS = {
+    "in_half": in_half,
+    "compiled": compiled,
+    "of_probabilities": of_probabilities,
+    "called": lambda _shape, _outputs: Called(),
+    "penalized": penalized,
     "of_tensorflow": chain(lambda: Counts(tf.Variable(0.0, trainable=False))),
+    "inside": chain(CountsInside),
     "summed": chain(lambda: Counts(tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.SUM))),
     "of_keras": chain(lambda: Counts(keras.Variable(0.0, trainable=False))),
     "spectral": chain(lambda: layers.SpectralNormalization(layers.Dense(3))),
@@ -73,7 +140,8 @@ MODELS = {
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Tries a model of the above on some replicas."""
     module: Any = types.ModuleType("tried_parts")
-    vars(module).update(MODELS)
+    vars(module).update(MODELS, of_pairs=of_pairs, entropy=entropy)
+    module.metrics = lambda: {"pairs": of_pairs}
     monkeypatch.setitem(sys.modules, "tried_parts", module)
 
     def of(model: str, replicas: int = 1, largest: int = 9, **more: Any) -> None:
@@ -93,6 +161,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     ("model", "taken", "refused", "named"),
     [
         ("of_tensorflow", {}, {"replicas": 2}, "counts.count"),
+        ("inside", {}, {"replicas": 2}, r"counts.kept\['counts'\]\[0\]"),
         ("summed", {"replicas": 2}, {"micro_batches": 2}, "counts.count"),
         ("spectral", {"replicas": 2}, {"bitwise_elastic": 2}, "/kernel"),
         ("with_steps", {"loop": "fit", "replicas": 2}, {"loop": "fit", "micro_batches": 2}, "train_step"),
@@ -115,3 +184,35 @@ def test_parts_that_cannot_be_divided_or_represented_are_refused(
 
 def test_variables_of_keras_may_be_assigned_in_any_step(check: Callable[..., None]) -> None:
     check("of_keras", replicas=2, micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "refused", "named"),
+    [
+        ("penalized", {}, "overrides compute_loss"),
+        ("penalized", {"loop": "fit", "micro_batches": 2}, "overrides compute_loss"),
+        ("in_half", {}, "--precision fp16"),
+        ("of_probabilities", {}, "softmax"),
+        ("called", {}, "softmax"),
+        ("normalized", {"loss": "tried_parts:of_pairs"}, "all pairs of examples"),
+        ("normalized", {"metrics": "tried_parts:metrics"}, "all pairs of examples"),
+    ],
+)
+def test_what_would_train_otherwise_than_in_keras_is_refused(
+    check: Callable[..., None], model: str, refused: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        check(model, **refused)
+
+
+def test_what_trains_as_in_keras_is_not_refused(check: Callable[..., None]) -> None:
+    check("penalized", loop="fit")
+    check("in_half", precision="fp16")
+    check("of_probabilities", loss="tried_parts:entropy")
+
+
+def test_a_compile_that_has_no_effect_is_reported(
+    check: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check("compiled")
+    assert "--optimizer.name, --loss and --metrics" in capsys.readouterr().err
