@@ -21,6 +21,15 @@ ROOT = Path(__file__).parents[2]
 CASES = (
     "60:strategy='central';replicas=2;loop='fit';micro_batches=2",  # it hung
     "87:optimizer='nadam';precision='fp32'",  # it failed in its first step
+    "182",  # a mask reaches the output: with replicas,
+    "374",  # with virtual shards,
+    "668",  # with Keras's fit, weights and BatchNormalization
+    "680",  # and with micro-batches in fit
+    "275",  # fit in float16, clipped
+    "36:precision='fp32'",  # weights shared by stages, clipped and averaged
+    "379",  # PipeDream in two stages
+    "435:precision='fp32'",  # stages that compute their forward pass again
+    "1069:ema=0.8",  # parameter servers, killed, with micro-batches, decay and a schedule
     *(str(seed) for seed in cheap_seeds(50)),
 )
 ALL, EACH = 2000, 50

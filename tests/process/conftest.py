@@ -1,7 +1,7 @@
 """Each file of this folder runs in a separate pytest: Keras is patched in it, and it sets its number of devices.
 
-`DEVICES = 2` in a file gives its process two logical devices; `(2, 3)` runs the file with two, then with three. Without
-it TensorFlow is left as it is. `OWN_PROCESS=2 pytest FILE` runs the tests of a file directly, for a debugger.
+`DEVICES = 2` in a file gives its process two logical devices; without it TensorFlow is left as it is. `OWN_PROCESS=2
+pytest FILE` runs the tests of a file directly, for a debugger.
 """
 
 import ast
@@ -73,7 +73,7 @@ class OwnProcess(pytest.File):
                 devices = ast.literal_eval(node.value)
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 test = InOwnProcess.from_parent(self, name=node.name)
-                test.devices = devices if isinstance(devices, tuple) else (devices,)
+                test.devices = devices
                 if any(ast.unparse(each) == "pytest.mark.long" for each in node.decorator_list):
                     test.add_marker("long")
                 yield test
@@ -82,12 +82,12 @@ class OwnProcess(pytest.File):
 class InOwnProcess(pytest.Item):
     """A test function, with all its parameters, as another pytest runs it."""
 
-    devices: tuple[int, ...]
+    devices: int
 
     def runtest(self) -> None:
         fast.leave_out("starts TensorFlow")
         selected = "long" if self.get_closest_marker("long") else "not long"
-        ended = [each for devices in self.devices for each in outcomes(self.path, devices, selected)]
+        ended = outcomes(self.path, self.devices, selected)
         mine = [each for each in ended if each[0].partition("[")[0] in ("", self.name)]
         if wrong := [f"{name}: {why}" for name, end, why in mine if end in ("failure", "error")]:
             pytest.fail("\n".join(wrong), pytrace=False)

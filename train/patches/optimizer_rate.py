@@ -2,7 +2,7 @@
 
 Defect: a schedule is evaluated at the optimizer's own count of updates. A pipeline's stage needs the rate of its step.
 Versions: Keras 3.15.1.
-Test: tests/unit/train/loops/test_pipeline.py
+Test: tests/differential/test_differential.py::test_a_case_must_train_as_plain_keras_does_or_be_refused
 Not applied: outside `fixed_rate`.
 """
 

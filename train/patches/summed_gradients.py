@@ -3,7 +3,7 @@
 Defect: `apply_gradients` of Keras 3 sums over replicas without a way to turn that off, which gives R times each
 gradient on R replicas; dividing by R first would lose bits. tf_keras has an argument for it.
 Versions: Keras 3.15.1.
-Test: tests/process/train/test_layer_state.py::test_losses_and_variables_must_be_those_of_plain_keras
+Test: tests/differential/test_differential.py::test_a_case_must_train_as_plain_keras_does_or_be_refused
 Not applied: if the optimizer has no `_all_reduce_sum_gradients`.
 """
 

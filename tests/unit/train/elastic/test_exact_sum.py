@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on their order. Over replicas: `test_elastic.py`."""
+"""Sums whose bits do not depend on their order. Over replicas: `tests/process/train/test_steps.py`."""
 
 import math
 

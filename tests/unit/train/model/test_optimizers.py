@@ -21,13 +21,6 @@ from train.saving.checkpoint import Checkpoint
 from train.settings.optimization import Optimizer
 
 PEAK = 0.1
-ALL = {
-    "adam": {},
-    "adamw": {"schedule": "cosine"},
-    "lamb": {"schedule": "linear", "weight_decay": 0.1},
-    "lion": {"schedule": "polynomial", "weight_decay": 0.1, "no_decay": "bias"},
-    "sgd": {"schedule": "piecewise", "boundaries": "3:0.5,5:0.1", "nesterov": True},
-}
 
 
 def configured(**settings: Any) -> TrainConfig:
@@ -68,18 +61,6 @@ class Trained:
         return [one.numpy().tobytes() for one in (*self.model.variables, *self.optimizer.variables)]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_resumed_training_has_the_same_bits(tmp_path: Path, name: str) -> None:
-    config = configured(name=name, ema=0.5, **ALL[name])
-    whole = Trained(config, tmp_path).steps(0, 6)
-    half = Trained(config, tmp_path).steps(0, 3)
-    assert half.state != whole.state
-    half.save(3)
-    resumed = Trained(config, tmp_path)
-    assert 3 == resumed.checkpoint.restore()
-    assert whole.state == resumed.steps(3, 6).state
-
-
 def rates(**settings: Any) -> list[float]:
     schedule = optimizers.RateSchedule(configured(**settings), total_steps=10)
     return [float(schedule(step)) for step in range(11)]
@@ -107,15 +88,6 @@ def test_callbacks_may_set_a_constant_step_size_alone() -> None:
     scheduled = optimizers.build(TrainConfig(callbacks="own:callbacks", optimizer=Optimizer(schedule="cosine")))
     with pytest.raises(TypeError):
         scheduled.learning_rate = 0.5
-
-
-def test_decay_leaves_out_the_weights_that_are_named(tmp_path: Path) -> None:
-    config = configured(name="sgd", momentum=0.0, weight_decay=0.5, no_decay="bias", warmup_steps=0)
-    trained = Trained(config, tmp_path)
-    for one in trained.weights:
-        one.assign(tf.ones_like(one))
-    trained.optimizer.apply([tf.zeros_like(one) for one in trained.weights], trained.model.trainable_variables)
-    assert [1 - PEAK * 0.5, 1.0] * 2 == pytest.approx([float(tf.reduce_mean(one)) for one in trained.weights])
 
 
 def test_a_pattern_that_names_no_weight_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,357 @@
+"""Steps of several replicas, micro-batches and virtual shards: their bits, memory, precision, feeds and signals.
+
+That their numbers are those of plain Keras is what `tests/differential` shows.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from keras.src.backend.common.variables import AutocastScope
+
+from cluster.system.errors import RunFailed, UsageError
+from tests.support.small_training import (
+    CLASSES,
+    CLIPPED,
+    FEATURES,
+    GLOBAL_BATCH,
+    OBJECTIVE,
+    PLAIN,
+    SEED,
+    STEPS,
+    new_model,
+    per_replica,
+    prepare,
+    strategy_called,
+    training,
+    weights_of,
+)
+from train import patches, program
+from train.config import Optimizer, TrainConfig
+from train.data import memory, sources
+from train.data.batches import Batch, BatchSlice, Replicas
+from train.loops import steps
+from train.loops.actions import CheckFinite
+from train.loops.loop import Progress
+from train.loops.train_step import TrainStep
+from train.model import gradients, optimizers
+from train.patches import variable_updates
+from train.patches.exact_order import keep_order_of_sums
+
+DEVICES = 3
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> dict[str, sources.Source]:
+    tf.config.experimental.enable_op_determinism()
+    patches.apply()
+    keep_order_of_sums(2, deterministic=True)
+    return prepare(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def source(prepared) -> sources.Source:
+    return prepared["own:weighted"]
+
+
+def whole_model() -> keras.Model:
+    """Return a model whose layers depend on the micro-batch."""
+    keras.utils.set_random_seed(SEED)
+    layers = keras.layers
+    hidden = [layers.Dense(8, activation="tanh"), layers.BatchNormalization(momentum=0.5), layers.Dropout(0.5)]
+    return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES)])
+
+
+# Bits
+
+
+def test_the_same_training_must_give_the_same_bits_also_from_an_iterator(source):
+    read = dataclasses.replace(source, arrays=None)
+    one, other = (training("mirrored-3", each, CLIPPED, micro_batches=2).trained() for each in (source, read))
+    assert one == other
+
+
+def test_virtual_shards_must_give_the_same_bits_on_any_replicas_and_from_an_iterator(source):
+    """With BatchNormalization, dropout and micro-batches, on one replica and on three, of which one has two shards."""
+    read = dataclasses.replace(source, arrays=None)
+    how = {"micro_batches": 3, "elastic": True, "model_of": whole_model}
+    one, three = (training(*given, CLIPPED, **how).trained() for given in (("one", source), ("mirrored-3", read)))
+    assert one == three
+
+
+@pytest.mark.usefixtures("prepared")
+def test_dropout_must_draw_again_for_every_step_micro_batch_and_replica():
+    strategy = strategy_called("mirrored-3")
+    with strategy.scope():
+        keras.utils.set_random_seed(SEED)
+        model = keras.Sequential([keras.Input((32,)), keras.layers.Dropout(0.5), keras.layers.Dense(CLASSES)])
+        optimizer = keras.optimizers.SGD(0.0)
+        optimizer.build(model.trainable_variables)
+    train_step = TrainStep(model, optimizers.GradientPolicy(optimizer), OBJECTIVE, 3, 3)
+    batch = Batch(tf.ones([1, 32]), tf.zeros([1], tf.int64), tf.ones([1]))
+    first, second, uncut = (
+        per_replica(strategy, lambda replica, step, m=m: train_step.compute(lambda _: batch, step, replica, m).loss)
+        for m in (tf.constant(0, tf.int64), tf.constant(1, tf.int64), None)
+    )
+    assert first(5) == uncut(5)
+    assert 12 == len({*first(5), *second(5), *first(6), *second(6)})
+
+
+# Memory
+
+WIDE, ROWS = 512, 384
+"""Of a model whose activations are most of its memory."""
+
+
+def largest_temporary(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the bytes of the largest activation in the graph of a step, and so of what memory holds of each layer."""
+    model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(WIDE, "relu") for _ in range(3))])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    train_step = TrainStep(model, optimizers.GradientPolicy(optimizer), OBJECTIVE, ROWS, 1, micro_batches=micro_batches)
+    examples = memory.Examples(tf.ones([ROWS, 8]), tf.zeros([ROWS], tf.int64), None)
+
+    def batch(_given: Any, step: tf.Tensor, part: tf.Tensor) -> Batch:
+        return memory.train_batch(examples, step, part, BatchSlice(ROWS, SEED, replicas=Replicas(micro_batches)))
+
+    made: list[int] = []
+    compute = TrainStep.compute
+
+    def watched(*args: Any) -> Any:
+        before = len(tf.compat.v1.get_default_graph().get_operations())
+        computed = compute(*args)
+        weights = {tuple(weight.shape) for weight in train_step.weights}
+        for operation in tf.compat.v1.get_default_graph().get_operations()[before:]:
+            made.extend(
+                output.shape.num_elements() * output.dtype.size
+                for output in operation.outputs
+                if output.shape.is_fully_defined() and tuple(output.shape) not in weights
+            )
+        return computed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "compute", watched)
+        steps.SynchronousSteps(strategy_called("one"), train_step, sources.Feed(lambda: (), batch), 1)(0, 1)
+    return max(made)
+
+
+@pytest.mark.usefixtures("prepared")
+def test_memory_must_fall_with_the_number_of_micro_batches(monkeypatch):
+    assert largest_temporary(4, monkeypatch) * 4 == largest_temporary(1, monkeypatch)
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "computes", "far"),
+    [("bf16", PLAIN, "bfloat16", 0.01), ("fp16", CLIPPED, "float16", 1e-4)],
+)
+def test_layers_compute_in_less_and_weights_stay_in_float32(source, precision, optimizer, computes, far):
+    less, full = (training("one", source, optimizer, each).trained() for each in (precision, "fp32"))
+    assert ([computes], ["float32"]) == (less["computes"], less["dtypes"])
+    np.testing.assert_allclose(less["weights"], full["weights"], atol=far)
+    assert less["losses"] != full["losses"]
+
+
+def test_a_layer_that_computes_in_less_still_counts_in_float32():
+    """Its `value` is a copy in float16, not a variable."""
+    count = keras.Variable(1.0)
+    with AutocastScope("float16"):
+        variable_updates.assign_add(count, 4097.0)
+        variable_updates.assign_sub(count, 1.0)
+    assert ("float32", 4097.0) == (count.dtype, float(count.numpy()))
+
+
+def test_without_clipping_and_fp16_keras_is_left_alone():
+    config = TrainConfig(precision="bf16")
+    optimizer = optimizers.build(config)
+    policy = optimizers.policy(config, optimizer)
+    policy.install()
+    assert "apply" not in vars(optimizer)
+    assert policy.loss_gradient is None
+
+
+def test_tf_keras_takes_clipped_gradients():
+    """As `--loop fit` under parameter servers gives them."""
+    optimizer, weight = tf_keras.optimizers.SGD(0.5), tf.Variable([3.0, 4.0])
+    gradients.GradientPolicy(optimizer, clip_norm=1.0).install()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(weight**2) / 2  # its gradient is the weight, of norm 5
+    optimizer.minimize(loss, [weight], tape=tape)
+    np.testing.assert_allclose(weight.numpy(), [3 - 0.5 * 0.6, 4 - 0.5 * 0.8], rtol=1e-6)
+    assert 1 == int(optimizer.iterations)
+
+
+# Loss scaling
+
+STEEP = dataclasses.replace(OBJECTIVE, loss=lambda labels, outputs: 1e7 * OBJECTIVE.loss(labels, outputs))
+"""Its loss is a float32, and its gradients are too large for float16 even where nothing scales them."""
+
+
+def overflowing(where: str, source: sources.Source, *, elastic: bool = False) -> list[dict[str, Any]]:
+    """Return the results of two steps of Adam, the first of which overflows float16."""
+    done = training(where, source, Optimizer(warmup_steps=0, clip_norm=CLIPPED.clip_norm), "fp16", elastic=elastic)
+    assert done.scale is not None
+    done.scale.good_steps.assign(7)
+    before, found = weights_of(done.train_step.model), []
+    for step, scale in enumerate((2.0**40, 2.0**10)):
+        done.scale.scale.assign(scale)
+        losses = done.run(step, 1).losses
+        slots = [np.abs(variable.numpy()).max().item() for variable in done.train_step.policy.optimizer.variables[2:]]
+        assert np.isfinite(losses).all()
+        found.append(
+            {
+                "moved": weights_of(done.train_step.model) != before,
+                "slots": max(slots) > 0,
+                "iterations": int(done.train_step.policy.optimizer.iterations.numpy()),
+                "good": int(done.scale.good_steps.numpy()),
+                **done.scale.metrics(),
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize(("where", "elastic"), [("central-3", False), ("mirrored-3", True)])
+def test_a_step_that_overflows_is_skipped_whole_and_halves_the_scale(source, where, elastic):
+    first, second = overflowing(where, source, elastic=elastic)
+    skipped = {"moved": False, "slots": False, "iterations": 0, "good": 0, "loss_scale": 2.0**39, "skipped_steps": 1}
+    done = {"moved": True, "slots": True, "iterations": 1, "good": 1, "loss_scale": 2.0**10, "skipped_steps": 1}
+    assert (skipped, done) == (first, second)
+
+
+def test_a_training_that_overflows_at_scale_1_ends(source):
+    """From a scale of 2, so after the second step."""
+    done = training("one", source, PLAIN, "fp16", objective=STEEP)
+    done.scale.scale.assign(2.0)
+    before = weights_of(done.train_step.model)
+    result = done.run(0, STEPS)
+    with pytest.raises(RunFailed, match="step 2 "):
+        CheckFinite(done.train_step.policy).after(Progress(0, result, 1.0, compiled=True))
+    assert weights_of(done.train_step.model) == before
+
+
+def test_the_scale_doubles_after_many_good_steps(source):
+    """The second of three steps is the last before it grows."""
+    done = training("one", source, PLAIN, "fp16")
+    done.scale.good_steps.assign(gradients.GROWS_AFTER - 2)
+    scales = []
+    for step in range(3):
+        done.run(step, 1)
+        scales.append(float(done.scale.scale.numpy()))
+    assert [2.0**15, 2.0**16, 2.0**16] == scales
+
+
+# The state of layers
+
+
+class Disagreeing(keras.layers.Layer):
+    """Keeps a whole number that depends on the examples."""
+
+    def build(self, _shape: Sequence[int]) -> None:
+        self.positive = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="positive")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        self.positive.assign_add(keras.ops.sum(keras.ops.cast(inputs > 0, "int32")))
+        return inputs
+
+
+class Conditional(keras.layers.Layer):
+    """Assigns inside a condition."""
+
+    def build(self, _shape: Sequence[int]) -> None:
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        tf.cond(tf.reduce_any(inputs > 0), lambda: self.calls._value is None or self.calls.assign(1.0), lambda: 1.0)
+        return inputs
+
+
+def with_layer(layer: type[keras.layers.Layer]) -> Callable[[], keras.Model]:
+    return lambda: keras.Sequential([keras.Input((FEATURES,)), layer(), keras.layers.Dense(CLASSES)])
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "named"), [(Disagreeing, RunFailed, "positive"), (Conditional, UsageError, "calls")]
+)
+def test_a_state_that_replicas_disagree_on_must_be_refused_by_its_name(source, layer, error, named):
+    with pytest.raises(Exception) as raised:
+        training("mirrored-3", source, PLAIN, model_of=with_layer(layer)).trained()
+    explained = program.explain(raised.value) or raised.value
+    assert isinstance(explained, error)
+    assert named in str(explained)
+
+
+def test_one_replica_may_assign_inside_a_condition(source):
+    training("one", source, PLAIN, model_of=with_layer(Conditional)).trained()
+
+
+# Signals
+
+NO, YES = False, True
+SIGNALS = ((NO, NO, NO), (NO, YES, NO), (YES, NO, YES), (NO, NO, YES), (YES, YES, YES))
+
+
+@pytest.mark.parametrize("where", ["one", "mirrored-3", "central-3"])
+def test_signals_of_one_task_reach_every_task(source, where):
+    """From a call of the inner loop and from asking: nothing, a checkpoint, an end, and both.
+
+    Every replica of the task reports what it wants, so that several of them come back added up.
+    """
+    run, strategy = training(where, source, PLAIN).run, strategy_called(where)
+    expected = [steps.Signals(*signals) for signals in SIGNALS]
+    agree = steps.agreement(strategy)
+    assert expected == [run(step, 1, lambda *_, one=one: one).signals for step, one in enumerate(expected)]
+    assert expected == [agree(one) for one in expected]
+    replicas = strategy.num_replicas_in_sync
+    assert [[-1] * replicas, [2**40] * replicas] == [steps.gathering(strategy)(number) for number in (-1, 2**40)]
+
+
+# Feeds
+
+
+def labels_of(where: str, source: sources.Source, first_step: int = 1) -> list[list[list[int]]]:
+    """Return the labels that each replica is fed in the steps 1, 2 and 3."""
+    strategy = strategy_called(where)
+    feed = sources.train_feed(strategy, source, first_step, GLOBAL_BATCH, SEED)
+
+    @tf.function
+    def batch(step: tf.Tensor) -> Any:
+        def replica(given: Any) -> tf.Tensor:
+            number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+            return feed.batch(given, step, number).labels
+
+        return strategy.run(replica, args=(feed.next(),))
+
+    batches = [strategy.experimental_local_results(batch(tf.constant(step, tf.int64))) for step in (1, 2, 3)]
+    return [[labels_B.numpy().tolist() for labels_B in of_step] for of_step in batches]
+
+
+def test_replicas_are_fed_the_parts_of_the_global_batch_of_a_stream(prepared):
+    one, several = (labels_of(where, prepared["numbers"]) for where in ("one", "mirrored-3"))
+    assert [[4] * 3] * 3 == [[len(part) for part in step] for step in several]
+    assert [step[0] for step in one] == [[label for part in step for label in part] for step in several]
+
+
+def test_a_stream_is_fed_from_the_step_on_that_training_resumes_from(prepared):
+    from_the_second = labels_of("one", prepared["numbers"])[:2]
+    assert labels_of("one", prepared["numbers"], first_step=0)[1:] == from_the_second
+    assert 24 == len({label for step in from_the_second for label in step[0]})
+
+
+@pytest.mark.parametrize("where", ["one", "mirrored-3"])
+def test_evaluation_takes_each_of_1003_examples_of_an_iterator_once(source, where):
+    """Also the second time, and without the weights that the split has."""
+    examples, model = memory.load(source.arrays.test), new_model(0)
+    expected = np.mean(np.argmax(model(examples.features), -1) == examples.labels.numpy())
+    strategy, count = strategy_called(where), len(examples.labels)
+    with strategy.scope():
+        model = new_model(0)
+    feed = sources.eval_feed(strategy, dataclasses.replace(source, arrays=None), 100)
+    evaluate = steps.evaluation(strategy, model, OBJECTIVE, feed, num_examples=count, batch=100)
+    assert [pytest.approx(expected)] * 2 == [evaluate()["eval_accuracy"] for _ in range(2)]
