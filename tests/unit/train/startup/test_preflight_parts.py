@@ -1,6 +1,6 @@
-"""What a step of several replicas, micro-batches or virtual shards cannot divide is refused before anything is started.
+"""Parts that do not fit each other, or that a step cannot divide, are refused before anything is started.
 
-Here without a process: `test_preflight.py` runs the program.
+Here without a process: `test_preflight.py` runs the program. More of them: `tests/differential/refused.py`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,15 @@ class CountsInside(layers.Layer):
         return inputs
 
 
-class Steps(keras.Model):
-    """Overrides `train_step`."""
+class Assigns(layers.Layer):
+    """Assigns its state inside a condition."""
 
-    def train_step(self, data: Any) -> Any:
-        return super().train_step(data)
+    def build(self, _shape: Any) -> None:
+        self.seen = self.add_weight(initializer="zeros", trainable=False, name="seen")
+
+    def call(self, inputs: Any) -> Any:
+        tf.cond(tf.reduce_any(inputs > 0), lambda: self.seen.assign(1.0), lambda: 1.0)
+        return inputs
 
 
 class Penalized(keras.Model):
@@ -76,11 +80,6 @@ class Called(keras.Model):
 
 def chain(*parts: Any) -> Callable[..., keras.Model]:
     return lambda shape, outputs: keras.Sequential([keras.Input(shape), *(part() for part in parts), layers.Dense(2)])
-
-
-def with_steps(shape: Any, outputs: Any) -> keras.Model:
-    inputs = keras.Input(shape)
-    return Steps(inputs, layers.Dense(outputs)(inputs))
 
 
 def of_int32(shape: Any, outputs: Any) -> keras.Model:
@@ -119,28 +118,38 @@ def entropy(labels: Any, outputs: Any) -> Any:
     return -tf.math.log(tf.gather(outputs, labels, batch_dims=1))
 
 
+def fails(labels: Any, outputs: Any) -> Any:
+    raise ValueError("a\x1b[2Jb")
+
+
 MODELS = {
+    "plain": chain(),
+    "wide": lambda shape, _outputs: keras.Sequential([keras.Input(shape), layers.Dense(3)]),
+    "none": lambda _shape, _outputs: None,
+    "conditional": chain(Assigns),
     "in_half": in_half,
     "compiled": compiled,
     "of_probabilities": of_probabilities,
     "called": lambda _shape, _outputs: Called(),
     "penalized": penalized,
-    "of_tensorflow": chain(lambda: Counts(tf.Variable(0.0, trainable=False))),
     "inside": chain(CountsInside),
     "summed": chain(lambda: Counts(tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.SUM))),
     "of_keras": chain(lambda: Counts(keras.Variable(0.0, trainable=False))),
-    "spectral": chain(lambda: layers.SpectralNormalization(layers.Dense(3))),
     "normalized": chain(layers.BatchNormalization),
-    "with_steps": with_steps,
     "of_int32": of_int32,
 }
+
+
+ACCUMULATING = Optimizer("tried_parts:accumulating")
 
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Tries a model of the above on some replicas."""
     module: Any = types.ModuleType("tried_parts")
-    vars(module).update(MODELS, of_pairs=of_pairs, entropy=entropy)
+    vars(module).update(MODELS, of_pairs=of_pairs, entropy=entropy, fails=fails)
+    module.scalar = lambda labels, outputs: tf.reduce_mean(outputs)
+    module.accumulating = lambda rate: keras.optimizers.SGD(rate, gradient_accumulation_steps=2)
     module.metrics = lambda: {"pairs": of_pairs}
     monkeypatch.setitem(sys.modules, "tried_parts", module)
 
@@ -148,9 +157,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         split = np.array([[0, 1], [largest, 3]]), np.array([0, 1])
         module.data = lambda: {"train": split, "test": split}
         preparation.prepare("tried_parts:data", tmp_path)
-        config = TrainConfig(
-            dataset="tried_parts:data", model=f"tried_parts:{model}", optimizer=Optimizer("adam"), **more
-        )
+        config = TrainConfig(dataset="tried_parts:data", model=f"tried_parts:{model}", **more)
         options = {"stages": 0, "pipelines": 1, "memory_bytes": None, "record": None, "strategy": "mirrored"}
         preflight.check(config, argparse.Namespace(replicas=replicas, data_dir=tmp_path, **options))
 
@@ -160,17 +167,10 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 @pytest.mark.parametrize(
     ("model", "taken", "refused", "named"),
     [
-        ("of_tensorflow", {}, {"replicas": 2}, "counts.count"),
         ("inside", {}, {"replicas": 2}, r"counts.kept\['counts'\]\[0\]"),
         ("summed", {"replicas": 2}, {"micro_batches": 2}, "counts.count"),
-        ("spectral", {"replicas": 2}, {"bitwise_elastic": 2}, "/kernel"),
-        ("with_steps", {"loop": "fit", "replicas": 2}, {"loop": "fit", "micro_batches": 2}, "train_step"),
-        (
-            "normalized",
-            {"loop": "fit", "micro_batches": 2},
-            {"loop": "fit", "micro_batches": 2, "replicas": 2},
-            "BatchNormalization",
-        ),
+        ("conditional", {}, {"replicas": 2}, "/seen"),
+        ("plain", {"optimizer": ACCUMULATING}, {"optimizer": ACCUMULATING, "replicas": 2}, "gradient_accumulation"),
         ("of_int32", {"largest": 2**31 - 1}, {"largest": 2**31}, str(2**31)),
     ],
 )
@@ -180,6 +180,23 @@ def test_parts_that_cannot_be_divided_or_represented_are_refused(
     check(model, **taken)
     with pytest.raises(UsageError, match=named):
         check(model, **refused)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "named"),
+    [
+        ("wide", {}, r"\(None, 3\)"),
+        ("none", {}, "--model"),
+        ("plain", {"loss": "tried_parts:scalar"}, "--loss"),
+        ("plain", {"loss": "tried_parts:fails"}, "--loss"),
+    ],
+)
+def test_parts_that_do_not_match_are_refused(
+    check: Callable[..., None], model: str, more: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named) as error:
+        check(model, **more)
+    assert str(error.value).isprintable()
 
 
 def test_variables_of_keras_may_be_assigned_in_any_step(check: Callable[..., None]) -> None:
