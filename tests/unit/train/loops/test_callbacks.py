@@ -223,14 +223,6 @@ def test_a_training_is_reported_from_its_beginning_to_its_end(train):
     np.testing.assert_allclose(running, expected_means, rtol=1e-6)
 
 
-def test_early_stopping_ends_the_training_where_an_epoch_ends(train):
-    trained = train(25, keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1))  # it goes down
-    assert EPOCH_ENDS[2] == trained.steps == len(trained.losses)
-    assert [("epoch ends", 1), ("train ends", -1)] == trained.recorder.names[-2:]
-    assert trained.run.checkpoints.joinpath("ckpt-9.index").exists()
-    assert 2 == len(trained.evaluations)
-
-
 def test_a_callback_can_end_the_training_between_two_inner_calls(train):
     class Enough(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -239,14 +231,6 @@ def test_a_callback_can_end_the_training_between_two_inner_calls(train):
     trained = train(25, Enough())
     assert 3 == trained.steps  # noticed at the beginning of the second call, which all tasks finish
     assert [("batch ends", 2), ("epoch ends", 0), ("train ends", -1)] == trained.recorder.names[-3:]
-
-
-def test_a_learning_rate_scheduler_sets_the_rate_of_the_epoch(train):
-    trained = train(EPOCH_ENDS[9], keras.callbacks.LearningRateScheduler(callbacks._rate_of_epoch))
-    biases = dict(zip(trained.recorder.names, trained.recorder.biases, strict=True))
-    moved = [biases["epoch begins", epoch] - biases["epoch ends", epoch] for epoch in range(9)]
-    expected = [1e-3] * 3 + [1e-4] * 4 + [1e-5] * 2
-    np.testing.assert_allclose(np.array(moved) / np.diff(EPOCH_ENDS), expected, rtol=1e-3)
 
 
 def test_the_callbacks_of_the_tutorial_work(train, capsys):
@@ -281,75 +265,6 @@ def test_callbacks_get_every_epoch(train, loop):
 
 class Killed(Exception):
     """In place of a signal."""
-
-
-class Kill(keras.callbacks.Callback):
-    """Ends the process, as it were, at a batch of an epoch."""
-
-    def __init__(self, epoch: int, batch: int) -> None:
-        super().__init__()
-        self._at, self._epoch = (epoch, batch), -1
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if (self._epoch, batch) == self._at:
-            raise Killed
-
-
-class Count(keras.callbacks.Callback):
-    """Counts its calls, in kinds of values that a user may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epochs, self.ends = 0, np.zeros(2, np.int64)
-        self.seen: dict[str, list[tuple[int, float]]] = {"loss": []}
-        self.lock = threading.Lock()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.epochs += 1
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.ends = self.ends + 1
-        self.seen["loss"].append((epoch, float(np.float32(logs["loss"]))))
-
-
-def watching(*kill: int) -> list[keras.callbacks.Callback]:
-    """Return callbacks with a memory; and where to be killed."""
-    return [
-        Count(),
-        keras.callbacks.ReduceLROnPlateau(monitor="val_loss", mode="max", factor=0.5, patience=2, min_lr=0.0),
-        keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=5),
-        *([Kill(*kill)] if kill else [Kill(-1, 0)]),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("loop", "save", "kills"),
-    [
-        ("custom", 3, [(1, 2), (2, 0), (4, 2), (4, 3)]),
-        ("custom", 9, [(1, 0), (2, 2), (3, 0), (5, 0)]),
-        ("fit", 3, [(1, 2), (2, 0), (4, 2), (4, 3)]),
-    ],
-)
-def test_a_restart_changes_nothing_of_what_callbacks_do(train, loop, save, kills):
-    """The rate falls by the third worse epoch, and the training ends by the sixth."""
-    options = {"loop": loop, "checkpoint_every": save, "steps_per_loop": 1}
-    for kill in kills:
-        with pytest.raises(Killed):
-            train(100, *watching(*kill), **options)
-    count, plateau, early, _ = killed = watching()
-    restarted = train(100, *killed, **options)
-    assert EPOCH_ENDS[6] == restarted.steps
-    assert (6, [6, 6]) == (count.epochs, count.ends.tolist())
-    assert [0, 1, 2, 3, 4, 5] == [epoch for epoch, _ in count.seen["loss"]]
-    assert (1, 5) == (plateau.wait, early.wait)
-    losses = np.array(restarted.losses)
-    expected = [losses[a:b].mean() for a, b in itertools.pairwise(EPOCH_ENDS[:7])]
-    np.testing.assert_allclose([loss for _, loss in count.seen["loss"]], expected, rtol=1e-6)
-    moved = restarted.recorder.biases
-    assert moved[-3] - moved[-4] == pytest.approx(-0.1 * 0.5**2, rel=1e-3)  # by the last batch
 
 
 class Draws(keras.callbacks.Callback):
@@ -447,20 +362,6 @@ def test_a_training_that_a_callback_ended_is_not_resumed(train, loop):
     assert EPOCH_ENDS[3] == train(30, keras.callbacks.EarlyStopping(**early), loop=loop).steps  # more was asked for
 
 
-def test_best_weights_that_are_taken_at_the_end_are_in_the_last_checkpoint(train):
-    early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1, restore_best_weights=True)
-    trained = train(25, early)
-    best = tf.train.load_checkpoint(str(trained.run.checkpoints / "ckpt-9"))
-    biases = dict(zip(trained.recorder.names, trained.recorder.biases, strict=True))
-    saved = [best.get_tensor(name)[0] for name, shape in best.get_variable_to_shape_map().items() if shape == [1]]
-    assert biases["epoch ends", 0] in saved
-    assert biases["epoch ends", 1] not in saved
-    first, worse, again = trained.evaluations
-    assert first == again != worse
-    metrics = read_json(trained.run.control / "result.json")["metrics"]
-    assert first["val_loss"] == metrics["eval_loss"]
-
-
 @pytest.mark.parametrize(("loop", "stop_at"), [("custom", 8), ("fit", 7)])
 def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weights(train, own_parts, loop, stop_at):
     """Step 8 is that of an evaluation, which the stop comes before; the best weights are not taken by a stop."""
@@ -503,28 +404,27 @@ def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weigh
 
 
 def test_other_callbacks_than_those_of_the_checkpoint_start_over(train, capsys):
-    train(7, Count())
+    train(7, keras.callbacks.TerminateOnNaN())
     early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1)
     assert EPOCH_ENDS[3] == train(25, early).steps
     assert "these are not the callbacks of the checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("made", "shown"),
+    "made",
     [
-        (keras.callbacks.EarlyStopping, "returned <class"),
-        (None, "returned None"),
-        ((keras.callbacks.TerminateOnNaN(),), "returned (<keras.src.callbacks"),
-        ([keras.callbacks.EarlyStopping], "returned [<class"),
-        ([keras.callbacks.TerminateOnNaN(), "early stopping"], "returned [<keras.src.callbacks"),
+        keras.callbacks.EarlyStopping,
+        None,
+        (keras.callbacks.TerminateOnNaN(),),
+        [keras.callbacks.EarlyStopping],
+        [keras.callbacks.TerminateOnNaN(), "early stopping"],
     ],
 )
-def test_an_invalid_list_of_callbacks_is_refused_in_one_line(made, shown, own_parts):
+def test_an_invalid_list_of_callbacks_is_refused_in_one_line(made, own_parts):
     own_parts.callbacks = lambda run, task: made  # type: ignore[attr-defined]
     with pytest.raises(UsageError) as refused:
         callbacks.build(_as_far_as_build("own_parts:callbacks"))
-    assert str(refused.value).startswith(f"--callbacks 'own_parts:callbacks' {shown}")
-    assert str(refused.value).endswith("expected a list of keras callbacks (use `from tensorflow import keras`)")
+    assert str(refused.value).startswith("--callbacks 'own_parts:callbacks'")
     assert 1 == len(str(refused.value).splitlines())
 
 

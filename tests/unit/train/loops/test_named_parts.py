@@ -1,8 +1,9 @@
 """A model with several inputs and outputs: tried before anything starts, trained, evaluated and exported by name."""
 
 import argparse
+import json
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,12 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
-from train import patches
+from train import saved
 from train.config import TrainConfig
 from train.data import sources
-from train.data.batches import BatchSlice
 from train.data.prepare import preparation
-from train.loops import fit, steps
-from train.loops.train_step import TrainStep, as_input
-from train.model import export, models, objectives, optimizers
+from train.loops import steps
+from train.model import export, models, objectives
 from train.settings.optimization import Optimizer
 from train.startup import preflight
 
@@ -73,18 +72,6 @@ def objective_of(source: sources.Source, **more: Any) -> objectives.Objective:
     return objectives.of(config(**more), classifies=source.classifies, predicts_text=source.is_text)
 
 
-def trained(source: sources.Source, objective: objectives.Objective, micro_batches: int = 1) -> tuple[Any, np.ndarray]:
-    patches.apply()
-    keras.utils.set_random_seed(1)
-    strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
-    with strategy.scope():
-        built = models.of(config(), source.feature_shape, source.num_outputs)
-        policy = optimizers.policy(config(), optimizers.build_for(config(), built))
-    train_step = TrainStep(built, policy, objective, BATCH, 1, micro_batches)
-    feed = sources.train_feed(strategy, source, 0, BATCH, 7, micro_batches=micro_batches)
-    return built, steps.SynchronousSteps(strategy, train_step, feed, 60)(0, 60).losses
-
-
 @pytest.fixture
 def source(own, tmp_path) -> sources.Source:
     preparation.prepare("own_named:data", tmp_path)
@@ -98,48 +85,32 @@ def test_its_data_keeps_the_names(source):
     assert not source.is_text
 
 
-def test_it_is_tried_trained_evaluated_and_exported_by_name(source, tmp_path):
+def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, make_run):
     options = argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1)
     preflight.check(config(metrics="own_named:metrics"), options)
     objective = objective_of(source, metrics="own_named:metrics")
-    built, losses = trained(source, objective)
-    assert losses[-1] < losses[0] / 4
+    built = models.of(config(), source.feature_shape, source.num_outputs)
     feed = sources.eval_feed(None, source, 10)
     results = steps.evaluation(None, built, objective, feed, num_examples=N, batch=10)()
     assert set(objective.evaluated) == set(results)
-    assert {"eval_loss", "eval_kind_loss", "eval_size_loss", "eval_kind_accuracy", "eval_size_absolute_error"} | {
-        "eval_both"
-    } == set(results)
+    heads = {"eval_kind_loss", "eval_size_loss", "eval_kind_accuracy", "eval_size_absolute_error"}
+    assert {"eval_loss", "eval_both"} | heads == set(results)
     assert results["eval_loss"] == pytest.approx(results["eval_kind_loss"] + results["eval_size_loss"])
-    assert results["eval_kind_accuracy"] == 1.0
-    export.export(built, tmp_path / "export", source.feature_shape, source.named_outputs)
-    serve = tf.saved_model.load(str(tmp_path / "export")).signatures["serving_default"]
-    features, labels = data()["test"]
-    given = {"image": tf.constant(features["image"], tf.float32), "tokens": tf.constant(features["tokens"])}
-    outputs = serve(**given)
-    assert {"kind", "size"} == set(outputs)
-    np.testing.assert_array_equal(labels["kind"], np.argmax(outputs["kind"], 1))
-
-
-def test_micro_batches_give_the_same_losses(source):
-    objective = objective_of(source)
-    whole, cut = (trained(source, objective, micro_batches)[1][:5] for micro_batches in (1, 3))
-    np.testing.assert_allclose(whole, cut, rtol=1e-4)
-
-
-def test_fit_gives_the_losses_and_the_score_of_the_custom_loop(source):
-    """As Keras computes them, of the loss and the metric that it is given for each head."""
-    objective = objective_of(source, loss_weights="size=0.5")
-    keras.utils.set_random_seed(1)
-    built = models.of(config(loop="fit"), source.feature_shape, source.num_outputs)
-    given = SimpleNamespace(objective=objective, source=source, config=config())
-    built.compile(keras.optimizers.SGD(0.0), **fit._compiled(given))
-    batches = source.train_dataset(BatchSlice(BATCH, 7, num_steps=1))
-    logs = built.fit(batches.map(lambda batch: (batch.features, batch.labels)), verbose=0).history
-    batch = next(iter(batches))
-    outputs = built(as_input(built, batch.features))
-    assert float(np.mean(objective.loss(batch.labels, outputs))) == pytest.approx(logs["loss"][0], rel=1e-6)
-    assert float(np.mean(objective.score(batch.labels, outputs))) == pytest.approx(logs[objective.score_name][0])
+    run, example = make_run(workers=0), tmp_path / "example.json"
+    export.export(built, run.export, source.feature_shape, source.named_outputs)
+    serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
+    features, _ = data()["test"]
+    outputs = serve(image=tf.constant(features["image"], tf.float32), tokens=tf.constant(features["tokens"]))
+    expected = built(features)
+    assert set(expected) == set(outputs)
+    for name, values in expected.items():
+        np.testing.assert_allclose(outputs[name], values, rtol=1e-5)
+    example.write_text(json.dumps({"image": [[0, 9], [7, 1]], "tokens": [1, 2]}))
+    heads = [line.split(":")[0] for line in saved.predict(run, None, example)]
+    assert ["kind"] * 3 + ["size"] == heads
+    example.write_text(json.dumps({"image": [1, 2], "tokens": [1, 2]}))
+    with pytest.raises(UsageError, match="image"):
+        saved.predict(run, None, example)
 
 
 def test_losses_are_weighted_and_one_function_may_take_all_heads(source):
@@ -207,11 +178,3 @@ def test_data_whose_names_do_not_fit_is_refused(own, tmp_path, wrong):
     vars(own)["data"] = lambda: data() | wrong
     with pytest.raises(UsageError, match="^dataset own_named:data"):
         preparation.prepare("own_named:data", tmp_path)
-
-
-def test_a_best_metric_that_no_evaluation_has_is_refused_before_anything_starts(source, tmp_path):
-    assert source.train_examples == N
-    best = TrainConfig().best
-    wrong = type(best)(metric="eval_kind_accurcy")
-    with pytest.raises(UsageError, match="--best.metric 'eval_kind_accurcy'.*eval_kind_accuracy"):
-        preflight.check(config(best=wrong), argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1))

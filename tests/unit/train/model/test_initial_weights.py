@@ -57,18 +57,15 @@ def test_all_weights_are_taken_from(tmp_path, kind):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_do_not_match_stay_random_and_are_named(tmp_path, kind):
+def test_weights_that_do_not_match_stay_random_and_are_named(tmp_path):
     first, second = new_model(seed=1), new_model(outputs=5, seed=2)
     before = second.get_layer("head").kernel.numpy()
-    line = initial_weights.load(second, save(kind, first, tmp_path / "init"))
+    line = initial_weights.load(second, save(".npz", first, tmp_path / "init"))
     assert line.startswith("began with 6 of the 8 weights from ")
     assert "head/kernel (3, 5) (in the file (3, 2))" in line
     np.testing.assert_array_equal(before, second.get_layer("head").kernel.numpy())
-    np.testing.assert_array_equal(
-        first.get_layer("body").get_layer("wide").kernel.numpy(),
-        second.get_layer("body").get_layer("wide").kernel.numpy(),
-    )
+    wide, theirs = (model.get_layer("body").get_layer("wide").kernel.numpy() for model in (first, second))
+    np.testing.assert_array_equal(wide, theirs)
 
 
 def test_a_file_of_another_model_is_refused(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
+from train.config import TrainConfig
 from train.model import models
 
 SHAPE, OUTPUTS = (4, 5), 3
@@ -81,3 +82,34 @@ def test_a_model_of_the_other_keras_is_refused(build):
     message = refusal(build, lambda shape, outputs: tf_keras.Sequential([tf_keras.layers.Dense(outputs)]))
     assert "returned tf_keras" in message
     assert "expected a keras model" in message
+
+
+class Generative(keras.Model):
+    """Its `compile` is called in another way."""
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any) -> None:
+        super().compile(d_optimizer)
+
+
+class Stepping(keras.Model):
+    """Overrides `train_step`."""
+
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loop", "other", "named"),
+    [(Generative, "fit", "custom", "Generative"), (Stepping, "custom", "fit", "--loop fit")],
+)
+def test_a_method_that_the_loop_cannot_call_or_would_not_call_is_refused(monkeypatch, kind, loop, other, named):
+    def own(shape: tuple[int, ...], outputs: int) -> keras.Model:
+        inputs = keras.Input(shape)
+        return kind(inputs, keras.layers.Dense(outputs)(inputs))
+
+    module = types.ModuleType("own_models")
+    module.model = own  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_models", module)
+    with pytest.raises(UsageError, match=named):
+        models.of(TrainConfig(model="own_models:model", loop=loop), SHAPE, OUTPUTS)
+    assert isinstance(models.of(TrainConfig(model="own_models:model", loop=other), SHAPE, OUTPUTS), kind)

@@ -6,7 +6,6 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow import keras
 
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
@@ -81,39 +80,6 @@ def test_a_users_loss_keeps_the_score_of_the_data(classifies, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("labels", "outputs"),
-    [((3, 4), (3, 4, 5)), ((6,), (6, 5)), ((1,), (5,)), ((1,), (1, 5)), ((), (5,))],
-)
-def test_classes_at_every_position_are_those_of_keras(labels, outputs):
-    """Of images, of sequences, and of labels with an axis of size 1."""
-    random = np.random.default_rng(0)
-    labels_B = tf.constant(random.integers(0, 5, (7, *labels)))
-    outputs_B = tf.constant(random.normal(size=(7, *outputs)), tf.float32)
-    objective = objectives.build("sparse_categorical_crossentropy", classifies=True, shapes=(labels, outputs))
-    assert ("accuracy", (7,)) == (objective.score_name, tuple(objective.loss(labels_B, outputs_B).shape))
-    expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels_B, outputs_B)
-    np.testing.assert_allclose(np.mean(objective.loss(labels_B, outputs_B)), expected, rtol=1e-6)
-    accuracy = keras.metrics.SparseCategoricalAccuracy()
-    accuracy.update_state(labels_B, outputs_B)
-    np.testing.assert_allclose(np.mean(objective.score(labels_B, outputs_B)), accuracy.result(), rtol=1e-6)
-
-
-@pytest.mark.parametrize(("labels", "outputs"), [((3, 4, 2), (3, 4, 2)), ((3, 4), (3, 4, 1)), ((3, 4), (3, 4))])
-@pytest.mark.parametrize("classifies", [True, False])
-def test_values_at_every_position_are_those_of_keras(labels, outputs, classifies):
-    """Of an autoencoder, whose labels may be whole numbers, too."""
-    random = np.random.default_rng(0)
-    labels_B = random.integers(0, 255, (7, *labels)).astype(np.int64 if classifies else np.float32)
-    outputs_B = random.normal(size=(7, *outputs)).astype(np.float32)
-    objective = objectives.build("mean_squared_error", classifies=False, shapes=(labels, outputs))
-    assert "absolute_error" == objective.score_name
-    expected = keras.losses.MeanSquaredError()(labels_B, outputs_B)
-    np.testing.assert_allclose(np.mean(objective.loss(labels_B, outputs_B)), expected, rtol=1e-6)
-    expected = keras.losses.MeanAbsoluteError()(labels_B, outputs_B)
-    np.testing.assert_allclose(np.mean(objective.score(labels_B, outputs_B)), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
     ("loss", "labels", "outputs"),
     [
         ("sparse_categorical_crossentropy", (), (6,)),
@@ -143,3 +109,12 @@ def test_a_users_loss_takes_any_outputs(outputs, monkeypatch):
     names = {(1,): "absolute_error", (64,): "accuracy"}
     assert objective.score_name == (names.get(outputs, "data_loss") if isinstance(outputs, tuple) else "data_loss")
     assert [2.0, 3.0] == objective.loss(tf.constant([2, 3]), None).numpy().tolist()
+
+
+@pytest.mark.parametrize("made", [None, {}, {"Upper": abs}, {"twos": 2}, {"accuracy": abs}])
+def test_invalid_metrics_are_refused(monkeypatch, made):
+    module = types.ModuleType("own_metrics")
+    module.made = lambda: made  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_metrics", module)
+    with pytest.raises(UsageError, match="^--metrics 'own_metrics:made'"):
+        objectives.of(TrainConfig(metrics="own_metrics:made"), classifies=True, predicts_text=False)

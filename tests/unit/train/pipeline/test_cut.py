@@ -170,7 +170,3 @@ def test_a_model_that_leaves_a_size_open_is_cut_for_the_size_of_its_data():
         cut.find(model, config(), 2)
     found = cut.find(model_blocks.with_shape(model, (6,)), config(), 2)
     assert [(None, 6, 8), (None, 6, 11)] == [part.model.outputs[0].shape for part in found.parts]
-
-
-def test_conditions_are_texts():
-    assert all(isinstance(value, str) for value in model_blocks.conditions(CONFIG).values())
