@@ -37,21 +37,12 @@ def test_a_preset_is_complete_and_in_range(preset):
         (["--epochs", "0.5"], "epochs", 0.5),
         (["--global-batch=96"], "global_batch", 96),
         (["--global_batch", "96"], "global_batch", 96),
-        (["--max-steps", "500"], "max_steps", 500),
         (["--max-steps", "None"], "max_steps", None),
         (["--checkpoint-every", "200"], "checkpoint_every", 200),
-        (["--checkpoint-every", "0.1s"], "checkpoint_every", "0.1s"),
-        (["--checkpoint-every", "200", "--checkpoint-every", "auto"], "checkpoint_every", "auto"),
-        (["--seed", "7"], "seed", 7),
+        (["--checkpoint-every", "200", "--checkpoint-every", "0.1s"], "checkpoint_every", "0.1s"),
         (["--no-deterministic"], "deterministic", False),
-        (["--loop", "fit"], "loop", "fit"),
-        (["--source", "stream"], "source", "stream"),
-        (["--precision", "bf16"], "precision", "bf16"),
-        (["--dataset", "mnist"], "dataset", "mnist"),
-        (["--loss", "mean_squared_error"], "loss", "mean_squared_error"),
         (["--callbacks", "tutorial"], "callbacks", "tutorial"),
         (["--callbacks", ""], "callbacks", ""),
-        (["--seed", "7", "--seed", "8"], "seed", 8),
     ],
 )
 def test_an_override_changes_that_value_alone(overrides, name, value):
@@ -89,12 +80,6 @@ def test_a_typo_is_refused_with_the_nearest_name(option, typed, nearest):
     assert nearest in message.replace(option, "", 1).replace(typed, "", 1)
 
 
-def test_an_unknown_preset_is_refused_with_the_nearest_name():
-    message = refusal(preset="fashon")
-    assert message.startswith("--preset 'fashon' ")
-    assert "'fashion_mnist'" in message
-
-
 OUT_OF_RANGE = {
     "--global-batch": ["0", "-192"],
     "--max-steps": ["0"],
@@ -116,23 +101,7 @@ OUT_OF_RANGE = {
     "--optimizer.power": ["0"],
     "--optimizer.weight-decay": ["-1"],
     "--optimizer.ema": ["1"],
-    "--checkpoint-every": [
-        "0",
-        "-1",
-        "30m",
-        "abc",
-        "s",
-        "-5s",
-        "0s",
-        "0.05s",
-        ".5s",
-        "2.5",
-        "30 s",
-        "1e3s",
-        "infs",
-        "",
-        "Auto",
-    ],
+    "--checkpoint-every": ["0", "-1", "30m", "abc", "-5s", "0s", "0.05s", "2.5", "30 s", "1e3s", "infs", "", "Auto"],
 }
 
 
@@ -157,23 +126,20 @@ def test_virtual_shards_that_cannot_be_are_refused(overrides, named):
     assert named in refusal(*overrides)
 
 
-def test_the_preset_cannot_be_overridden_behind_its_back():
-    assert "override '--preset' is not an option" in refusal("--preset", "mnist")
-
-
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        (["--epochs", "three"], "Error parsing --epochs: could not convert string to float: 'three'"),
-        (["--seed", "1.5"], "Error parsing --seed: "),
+        (["--epochs", "three"], "'three'"),
+        (["--seed", "1.5"], "--seed"),
         (["--epochs"], "--epochs"),
-        (["500"], "Unrecognized options: 500"),
+        (["500"], "500"),
+        (["--preset", "mnist"], "--preset"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides, message):
+def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides, named):
     words = refusal(*overrides)
-    assert words.startswith(f"override {' '.join(overrides)!r}: ")
-    assert message in words.removeprefix(f"override {' '.join(overrides)!r}: ")
+    assert words.startswith("override ")
+    assert named in words
     assert words.isascii()
 
 
@@ -225,48 +191,42 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("def mine(): return {'seed': 7}", "returned {'seed': 7} (dict); expected a train.config.TrainConfig"),
-        ("def mine(): return TrainConfig", "returned <class 'train.config.TrainConfig'> (type); expected a train"),
-        ("def mine(): pass", "returned None (NoneType); expected a train.config.TrainConfig"),
-        ("def mine(): return TrainConfig(sed=7)", ": TypeError: TrainConfig.__init__() got an unexpected keyword"),
-        ("def mine(size): pass", ": TypeError: mine() missing 1 required positional argument"),
-        ("mine = 7", ": TypeError: 'int' object is not callable"),
-        ("raise RuntimeError('run')\ndef mine(): pass", ": RuntimeError: run ("),
-        ("def mine(): raise RuntimeError('a\\n\\x1b[2Jb')", ": RuntimeError: a \\x1b[2Jb ("),
+        ("def mine(): return {'seed': 7}", "(dict)"),
+        ("def mine(): return TrainConfig", "(type)"),
+        ("def mine(): pass", "(NoneType)"),
+        ("def mine(): return TrainConfig(sed=7)", "TypeError"),
+        ("def mine(size): pass", "TypeError"),
+        ("mine = 7", "TypeError"),
+        ("raise RuntimeError('run')\ndef mine(): pass", "RuntimeError: run ("),
+        ("def mine(): raise RuntimeError('a\\n\\x1b[2Jb')", "RuntimeError: a \\x1b[2Jb ("),
         ("import sys\ndef mine(): sys.exit(0)", "sys.exit(0)"),
         ("raise SystemExit('no')\ndef mine(): pass", "sys.exit('no')"),
-        ("def mine(): return TrainConfig(epochs='3')", ": epochs='3' (str): expected a number"),
-        ("def mine(): return TrainConfig(global_batch=96.5)", ": global_batch=96.5 (float): expected a whole number"),
-        ("def mine(): return TrainConfig(seed=True)", ": seed=True (bool): expected a whole number"),
-        ("def mine(): return TrainConfig(max_steps='1')", ": max_steps='1' (str): expected a whole number or None"),
-        ("def mine(): return TrainConfig(deterministic=0)", ": deterministic=0 (int): expected True or False"),
+        ("def mine(): return TrainConfig(epochs='3')", "epochs='3' (str)"),
+        ("def mine(): return TrainConfig(global_batch=96.5)", "global_batch=96.5 (float)"),
+        ("def mine(): return TrainConfig(seed=True)", "seed=True (bool)"),
+        ("def mine(): return TrainConfig(max_steps='1')", "max_steps='1' (str)"),
+        ("def mine(): return TrainConfig(deterministic=0)", "deterministic=0 (int)"),
+        ("def mine(): return TrainConfig(model=print)", "model=<built-in function print>"),
+        ("def mine(): return TrainConfig(optimizer='sgd')", "optimizer='sgd' (str)"),
         (
-            "def mine(): return TrainConfig(model=print)",
-            ": model=<built-in function print> (builtin_function_or_method",
+            "import train.config as c\ndef mine(): return TrainConfig(optimizer=c.Optimizer(momentum=None))",
+            "momentum=None",
         ),
-        (
-            "def mine(): return TrainConfig(optimizer='sgd')",
-            ": optimizer='sgd' (str): expected a train.settings.optimization.Optimizer",
-        ),
-        (
-            "from train.config import Optimizer\ndef mine(): return TrainConfig(optimizer=Optimizer(momentum=None))",
-            ": optimizer.momentum=None (NoneType): expected a number",
-        ),
-        ("def min(): pass", "has no 'mine'; did you mean 'min'?"),
+        ("def min(): pass", "did you mean 'min'?"),
     ],
 )
-def test_a_preset_that_makes_no_configuration_is_refused_in_one_line(text, message, own):
+def test_a_preset_that_makes_no_configuration_is_refused_in_one_line(text, named, own):
     own(text)
     words = refusal(preset="own_parts:mine")
     assert words.startswith("--preset 'own_parts:mine'")
-    assert message in words
+    assert named in words
 
 
 def test_a_preset_out_of_range_is_refused(own):
     own("def mine(): return TrainConfig(global_batch=0)")
-    assert "--global-batch 0: expected a whole number from 1 to 2147483647" == refusal(preset="own_parts:mine")
+    assert refusal(preset="own_parts:mine").startswith("--global-batch 0")
 
 
 @pytest.mark.parametrize("option", ["--dataset", "--model", "--loss", "--callbacks"])
@@ -276,10 +236,6 @@ def test_a_part_of_the_users_own_is_checked_without_running_its_module(option, o
     assert "own_parts:part" == getattr(resolved, option.removeprefix("--"))
     assert [folder] == resolved.code_dirs()
     assert "has no 'prt'; did you mean 'part'?" in refusal(option, "own_parts:prt")
-
-
-def test_built_in_parts_need_no_folder():
-    assert [] == resolve("fashion_mnist", ["--callbacks", "tutorial"]).code_dirs()
 
 
 def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own):

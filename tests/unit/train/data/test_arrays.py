@@ -58,9 +58,7 @@ def test_writing_again_replaces(tmp_path):
 
 
 def test_the_wrong_type_is_refused_and_leaves_nothing_under_the_name(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"train_features\.bin must be uint8 or int32 or int64 or float32, not float64"
-    ):
+    with pytest.raises(ValueError, match=r"train_features\.bin .*float64"):
         write(tmp_path, IMAGES.astype(np.float64), LABELS)
     with pytest.raises(PrerequisiteError):
         arrays.find(tmp_path, "mnist")
@@ -114,10 +112,8 @@ def test_a_users_dataset_that_is_not_prepared_names_the_command(tmp_path):
 def test_a_file_of_the_wrong_size_is_named_with_both_sizes(tmp_path, size):
     path = write(tmp_path).train.features.path
     path.write_bytes(bytes(size))
-    with pytest.raises(RunFailed) as error:
+    with pytest.raises(RunFailed, match=f"^{path} has {size} bytes, expected 80 .*invoke data.prepare"):
         arrays.find(tmp_path, "mnist")
-    expected = f"{path} has {size} bytes, expected 80 for [5, 4, 4, 1]; run `invoke data.prepare --name mnist --fresh`"
-    assert expected == str(error.value)
 
 
 @pytest.mark.parametrize("index", ["{", "{}", "null"])

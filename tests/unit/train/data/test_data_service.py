@@ -1,7 +1,7 @@
 """Batches from data workers: those that a task would read itself, in their order, also after a data worker's end."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.contract import spec
 from cluster.system.ports import free_ports
 from train.config import TrainConfig
 from train.data import sources
@@ -134,11 +133,3 @@ def test_shards_of_two_data_workers_cover_the_steps(served):
             assert int(step) % 2 == worker and np.all(batch.features[0, :, 0] % 2 == worker)
             seen[int(step)] = batch
     assert list(range(FIRST, FIRST + 12)) == sorted(seen)
-
-
-def test_a_cluster_without_data_workers_has_no_service():
-    make: Callable[..., Service | None] = data_service.of
-    assert make(spec.build(1), 0) is None
-    assert Service("data-dispatcher:2222", 2, 3) == make(spec.build(1, data_workers=2), 3)
-    shared = make(spec.build(1, ps=1, data_workers=1), 0)
-    assert shared is not None and shared.shared

@@ -13,7 +13,7 @@ from cluster.system.errors import RunFailed, UsageError
 from train.config import TrainConfig
 from train.data import sources, user_dataset
 from train.data.batches import BatchSlice, Replicas
-from train.data.function import calling, epochs, random_access
+from train.data.function import calling, random_access
 from train.data.function.calling import Shard
 from train.data.function.examine import examine
 
@@ -156,14 +156,6 @@ def test_micro_batches_and_virtual_shards_cut_the_same_examples(source):
         np.testing.assert_array_equal(expected.features, tf.concat(cut, 0))
 
 
-def test_parts_are_joined_to_whole_batches(source):
-    batches = source(ranges).train_dataset(BatchSlice(6, 7, num_steps=3, replicas=Replicas(3, 0, 3)))
-    parts = [batch.features.numpy() for batch in batches]
-    whole = [batch.features.numpy() for batch in sources.joined(batches, 3)]
-    np.testing.assert_array_equal(np.concatenate(parts), np.concatenate(whole))
-    assert [(6, 2)] * 3 == [each.shape for each in whole]
-
-
 def test_dictionaries_weights_and_types(source):
     def data(split: str, _shard: Shard) -> Any:
         count = TRAIN if split == "train" else TEST
@@ -290,8 +282,3 @@ def test_the_configuration_names_a_function_and_its_classes():
     for wrong in ({"source": "function"}, {"num_outputs": 3}):
         with pytest.raises(UsageError):
             TrainConfig(**wrong).check()  # type: ignore[arg-type]
-
-
-def test_the_seed_of_an_epoch_follows_from_run_and_epoch():
-    seeds = {int(epochs.epoch_seed(seed, tf.constant(epoch, tf.int64))) for seed in (1, 2) for epoch in range(50)}
-    assert 100 == len(seeds)

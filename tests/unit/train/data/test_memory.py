@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from cluster.system.errors import UsageError
 from train.data import arrays, memory
-from train.data.batches import Batch, BatchSlice, Replicas, eval_batches
+from train.data.batches import BatchSlice, Replicas, eval_batches
 
 GLOBAL_BATCH = 96
 NUM_EXAMPLES = 1000  # neither a power of two nor a multiple of the global batch
@@ -109,45 +109,6 @@ def test_a_split_is_loaded_as_it_was_written(split):
     np.testing.assert_array_equal(np.ones(4, np.float32), batch.weights)
     np.testing.assert_array_equal(np.arange(10), images_NHWC.numpy()[:, 1, 2, 0])
     np.testing.assert_array_equal(np.arange(100, 110), labels_N.numpy())
-
-
-def test_batches_work_in_a_loop_under_a_strategy(split):
-    examples = memory.load(split)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
-
-    def replica_step(step: tf.Tensor) -> Batch:
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return memory.train_batch(examples, step, replica, BatchSlice(4, 7))
-
-    @tf.function
-    def run(first: tf.Tensor, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        labels, pixels = tf.TensorArray(tf.int64, steps), tf.TensorArray(tf.uint8, steps)
-        for i in tf.range(steps):
-            images_BHWC, labels_B, _ = strategy.run(replica_step, args=(first + i,))
-            labels, pixels = labels.write(i, labels_B), pixels.write(i, images_BHWC[:, 0, 0, 0])
-        return labels.concat(), pixels.concat()
-
-    labels, pixels = run(tf.constant(0), tf.constant(5))
-    np.testing.assert_array_equal(np.repeat(np.arange(100, 110), 2), np.sort(labels))  # 5 steps of 4: two epochs of 10
-    np.testing.assert_array_equal(labels - 100, tf.cast(pixels, tf.int64))
-    resumed, _ = run(tf.constant(3), tf.constant(2))
-    np.testing.assert_array_equal(labels[12:], resumed)
-
-
-def test_a_dataset_can_load_and_batch_in_its_own_graph(split):
-    """As a parameter-server worker does: everything inside the dataset function."""
-
-    halves = BatchSlice(4, 7, replicas=Replicas(2))
-
-    @tf.function
-    def first_batches() -> tf.Tensor:
-        examples = memory.load(split)
-        dataset = tf.data.Dataset.range(3).map(lambda step: memory.train_batch(examples, step, tf.constant(1), halves))
-        assert ((2, 2, 3, 1), (2,), (2,)) == tuple(tuple(spec.shape) for spec in dataset.element_spec)
-        return dataset.batch(3).get_single_element()[1]
-
-    indices = [memory.train_indices(tf.constant(step), tf.constant(1), halves, 10).numpy() for step in range(3)]
-    np.testing.assert_array_equal(100 + np.array(indices), first_batches())
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 6])

@@ -81,12 +81,8 @@ def test_another_number_of_shards_is_refused_in_one_line(make_run, data_dir):
     shard(data_dir, "1", 1.0)
     sources.find(SHARDS, data_dir, run)
     shard(data_dir, "1", 1.0, num_shards=4)
-    with pytest.raises(RunFailed) as refused:
+    with pytest.raises(RunFailed, match="invoke data.shard --name numbers --shards 3"):
         sources.find(SHARDS, data_dir, run)
-    assert (
-        "numbers has 4 shards, and 3 when this run began, which changes their order; run "
-        "`invoke data.shard --name numbers --shards 3`, or start a new run"
-    ) == str(refused.value)
     shard(data_dir, "1", 1.0, num_shards=3)
     assert 3 == sources.find(SHARDS, data_dir, run).num_shards
 

@@ -2,9 +2,6 @@
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.listed_examples import ListedExamples, shard
-from train.data import arrays, blocks, shards, stream
 from train.data import batches as batching
+from train.data import blocks, shards, stream
 from train.data.batches import BatchSlice, Replicas
-from train.data.prepare import sharding
 
-ROOT = Path(__file__).parents[4]
-DATA = Path(os.environ.get("DATA_DIR", ROOT / "data"))
 GLOBAL_BATCH = 12
 NUM_EXAMPLES = 101  # neither a multiple of the global batch nor of the shards
 NUM_SHARDS = 10  # in windows of 4, 4 and 2
@@ -169,18 +163,6 @@ def test_shapes_are_static_and_the_length_is_known(numbers):
     assert 200 == sum(1 for _ in endless.take(200))
 
 
-def test_it_can_be_built_in_a_graph(numbers):
-    """As a parameter-server worker does: everything inside the dataset function, the step a tensor."""
-
-    @tf.function
-    def first_labels(first_step: tf.Tensor) -> tf.Tensor:
-        dataset = stream.train_dataset(numbers.train, BatchSlice(GLOBAL_BATCH, 7, first_step, num_steps=3))
-        return dataset.map(lambda batch: batch.labels).batch(3).get_single_element()
-
-    expected = batches(numbers.train, 3, first_step=11)[:, 0]
-    np.testing.assert_array_equal(expected, first_labels(tf.constant(11, tf.int64)))
-
-
 @pytest.mark.parametrize(("replicas", "replica_batch"), [(1, 4), (1, 23), (1, 50), (2, 3), (3, 4), (3, 1)])
 def test_evaluation_weighs_each_example_once(numbers, replicas, replica_batch):
     seen: list[int] = []
@@ -197,14 +179,6 @@ def test_evaluation_weighs_each_example_once(numbers, replicas, replica_batch):
         lengths |= {len(dataset), len(passes[0])}
     assert list(range(23)) == sorted(seen)
     assert {-(-23 // (replicas * replica_batch))} == lengths
-
-
-def test_all_replicas_of_a_task_evaluate_what_each_would_alone(numbers):
-    def labels(first: int, local: int) -> np.ndarray:
-        dataset = stream.eval_dataset(numbers.test, 4, Replicas(3, first, local))
-        return np.array([batch.labels for batch in dataset]).reshape(-1, local, 4)
-
-    np.testing.assert_array_equal(labels(0, 3), np.concatenate([labels(0, 1), labels(1, 2)], axis=1))
 
 
 def test_a_split_too_large_to_keep_is_read_again(numbers, monkeypatch):
@@ -238,28 +212,3 @@ def test_a_shard_of_other_examples_than_the_index_says_ends_the_stream(tmp_path)
     found = dataclasses.replace(found, files=(found.files[0], rehashed))
     with pytest.raises(tf.errors.InvalidArgumentError, match="more or fewer examples than their index says"):
         batches(found, 1)
-
-
-def test_the_stream_of_fashion_mnist_is_its_arrays(tmp_path):
-    """An epoch of the training examples, and all the others, to the pixel."""
-    subprocess.run([sys.executable, "-m", "train.data", "prepare", "--data-dir", str(DATA)], cwd=ROOT, check=True)
-    (tmp_path / "arrays").symlink_to(DATA / "arrays")
-    found, prepared = sharding.shard("fashion_mnist", tmp_path), arrays.find(DATA, "fashion_mnist")
-    assert (prepared.classes, 10) == (found.classes, found.num_outputs)
-    datasets = {
-        "train": stream.train_dataset(found.train, BatchSlice(1000, 7, num_steps=60)),
-        "test": stream.eval_dataset(found.test, 1000, Replicas()),
-    }
-    for name, dataset in datasets.items():
-        split = getattr(prepared, name)
-        expected = (
-            np.fromfile(split.features.path, np.uint8).reshape(-1, 28 * 28),
-            np.fromfile(split.labels.path, "<i8"),
-        )
-        parts = [(batch.features.numpy().reshape(-1, 28 * 28), batch.labels.numpy()) for batch in dataset]
-        got = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
-        assert sorted_rows(*expected) == sorted_rows(*got)
-
-
-def sorted_rows(features: np.ndarray, labels: np.ndarray) -> list[bytes]:
-    return sorted(bytes([label]) + row.tobytes() for row, label in zip(features, labels, strict=True))
