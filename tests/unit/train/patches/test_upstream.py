@@ -44,12 +44,14 @@ def test_the_patch_must_be_against_the_installed_keras():
     assert f"Keras {version('keras')} " in (UPSTREAM / "keras-20585.md").read_text()
 
 
+@pytest.mark.long
 def test_the_reproduction_must_fail_without_the_patch(patched):
     code, printed = run(str(UPSTREAM / "keras-20585.py"))
     assert 1 == code
     assert "PerReplica" in printed
 
 
+@pytest.mark.long
 def test_the_reproduction_must_pass_with_the_patch(patched):
     code, printed = run(str(UPSTREAM / "keras-20585.py"), path=patched)
     assert 0 == code, printed

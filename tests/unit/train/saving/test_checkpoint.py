@@ -13,7 +13,7 @@ from cluster.system.errors import RunFailed
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import checkpoint
 from train.saving.checkpoint import Checkpoint
-from train.saving.files import Saved, finished, newest_good
+from train.saving.files import finished
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 
@@ -80,44 +80,6 @@ def test_a_training_that_becomes_one_in_float16_begins_with_the_first_scale(tmp_
     assert 3 == saving(tmp_path, other, loss_scale=scale).restore()
     assert FIRST_SCALE == scale.metrics()["loss_scale"]
     np.testing.assert_array_equal(three[0].get_weights()[0], other[0].get_weights()[0])
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def change(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    ("damage", "name", "message"),
-    [
-        (cut, "ckpt-3.data-00000-of-00001", "ckpt-3.data-00000-of-00001 has "),
-        (change, "ckpt-3.data-00000-of-00001", "has changed since it was saved"),
-        (change, "ckpt-3.index", "ckpt-3.index has changed since it was saved"),
-        (Path.unlink, "ckpt-3.index", "ckpt-3.index is missing"),
-        (lambda path: path.write_text("{}"), "ckpt-3.json", "ckpt-3.json cannot be read"),
-    ],
-)
-@pytest.mark.usefixtures("three")
-def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path, damage, name, message):
-    damage(tmp_path / name)
-    warnings: list[str] = []
-    found = newest_good(tmp_path, warnings.append)
-    assert Saved(tmp_path, 2) == found
-    (warning,) = warnings
-    assert message in warning
-    assert warning.startswith("warning: checkpoint of step 3 is damaged (")
-
-
-@pytest.mark.usefixtures("three")
-def test_without_a_good_checkpoint_training_starts_over(tmp_path):
-    for saved in finished(tmp_path):
-        cut(Path(saved.prefix + ".index"))
-    assert 0 == saving(tmp_path, parts()).restore()
 
 
 @pytest.mark.usefixtures("three")

@@ -95,9 +95,7 @@ def rows(run: RunFolder) -> list[tuple[int, float]]:
     return [(row["step"], row["eval_loss"]) for row in read_json_lines(run.metrics("evaluator"))]
 
 
-def test_each_new_checkpoint_is_evaluated_once_over_all_generations(
-    run: RunFolder, evaluating: Callable[[], Evaluator]
-) -> None:
+def test_each_new_checkpoint_is_evaluated_once_over_all_generations(run, evaluating):
     save(run, 10)
     first = evaluating()
     wait_for(lambda: rows(run) == [(10, 10.0)], "the first row")
@@ -111,7 +109,7 @@ def test_each_new_checkpoint_is_evaluated_once_over_all_generations(
     assert [(10, 10.0), (20, 20.0), (30, 30.0)] == rows(run)
 
 
-def test_the_last_checkpoint_is_evaluated_before_a_stop(run: RunFolder, evaluating: Callable[[], Evaluator]) -> None:
+def test_the_last_checkpoint_is_evaluated_before_a_stop(run, evaluating):
     one = evaluating()
     save(run, 10, 20)
     one.end()
@@ -120,13 +118,7 @@ def test_the_last_checkpoint_is_evaluated_before_a_stop(run: RunFolder, evaluati
 
 @pytest.mark.parametrize("name", ["ckpt-20.index", "ckpt-20.data-00000-of-00001", "ckpt-20.json"])
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"\0" * path.stat().st_size)])
-def test_an_unreadable_checkpoint_is_skipped_and_read_once(
-    run: RunFolder,
-    evaluating: Callable[[], Evaluator],
-    monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[Path], object],
-    name: str,
-) -> None:
+def test_an_unreadable_checkpoint_is_skipped_and_read_once(run, evaluating, monkeypatch, damage, name):
     save(run, 10, 20)
     damage(run.checkpoints / name)
     looks, whole = [0], []
@@ -148,12 +140,7 @@ def test_an_unreadable_checkpoint_is_skipped_and_read_once(
     one.end()
 
 
-def test_a_checkpoint_that_vanishes_while_it_is_read_is_ignored(
-    run: RunFolder,
-    evaluating: Callable[[], Evaluator],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_checkpoint_that_vanishes_while_it_is_read_is_ignored(run, evaluating, monkeypatch, capsys):
     save(run, 10)
     restore = evaluator.restore
 

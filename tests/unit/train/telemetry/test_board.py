@@ -94,14 +94,3 @@ def test_a_confusion_matrix_is_blue_on_its_diagonal_and_red_elsewhere():
                   for column in range(3)] for row in range(3)]  # fmt: skip
     blue, red, white = pictures.BLUE.tolist(), pictures.RED.tolist(), pictures.WHITE.tolist()
     assert [[blue, white, white], [white, blue, white], [white, red, white]] == corner_KK
-
-
-@pytest.mark.parametrize("names", [["a", "b", "c"], ["boot", "a name of twenty letters and more"]])
-def test_the_legend_of_a_confusion_matrix_does_not_cover_the_names(names):
-    picture_HWC = pictures.confusion(names, np.array([0, 1]), np.array([0, 1]))
-    left = picture_HWC.shape[1] - pictures.CELL * len(names) - pictures.MARGIN
-    shortest = left - pictures.MARGIN - len(names[0]) * pictures.LETTER
-    legend_height = pictures.MARGIN + len(pictures.LEGEND) * pictures.LINE
-    assert legend_height < shortest
-    assert (picture_HWC[:legend_height, left : left + pictures.CELL] == 255).all()
-    assert (picture_HWC[:legend_height, :left] < 255).any()

@@ -95,10 +95,6 @@ def test_wandb_is_offline_without_a_key(make_run, monkeypatch, key, mode):
     assert "finish" == ended[0]
 
 
-def test_the_services_are_for_the_chief(make_run):
-    assert [] == sinks.build(TrainConfig(log_to="mlflow,wandb"), make_run(), "worker-0", 0, chief=False)
-
-
 class Server:
     """A sink that fails at one step, and at another waits until it is released."""
 
