@@ -36,6 +36,7 @@ def debug(clusters: Clusters, name: str, runtime: str, *, hold_s: float = 0) -> 
     assert ("succeeded", []) == (summary(run)["state"], summary(run)["restarts"])
 
 
+@pytest.mark.long  # `tests/unit/train/startup/test_debugger.py` attaches each time
 def test_a_process_is_debugged(clusters):
     debug(clusters, "debugged", "local")
 

@@ -1,14 +1,11 @@
 """Datasets as functions of (split, shard) in whole runs: the files of a user's own, read by each task."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from tests.e2e.scenario import ROOT, Clusters, losses, summary
+from tests.e2e.scenario import Clusters, summary
 
 MADE = '''
 """Noise around a corner for each class."""
@@ -111,24 +108,6 @@ def test_two_tasks_read_shards_of_their_own(own):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dataset", ["made:streamed", "made:indexed"])
-@pytest.mark.parametrize("loop", ["custom", "fit"])
-def test_parameter_servers_read_them(own, loop, dataset):
-    name = f"ps-{loop}-{dataset.partition(':')[2]}"
-    train(own, name, "--workers=1 --ps=1", "--dataset", dataset, "--loop", loop)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("topology", ["several", "mirrored"])
-def test_both_loops_train_on_the_same_batches(own, topology):
-    def of_loop(loop: str) -> list[float]:
-        run = train(own, f"{loop}-{topology}", TOPOLOGIES[topology], "--loop", loop, "--dataset", "made:streamed")
-        return [*losses(run).values()]
-
-    assert of_loop("custom")[:10] == pytest.approx(of_loop("fit")[:10], abs=1e-6)
-
-
-@pytest.mark.long
 def test_random_access_gives_the_same_bits_at_any_number_of_tasks(own):
     hashes = {
         summary(train(own, f"elastic-{workers}", f"--workers={workers}", "--bitwise-elastic", "4"))["weights_sha256"]
@@ -172,32 +151,8 @@ def test_killed_data_workers_and_dispatchers_come_back_alone_and_the_bits_stay(o
 
 
 @pytest.mark.long
-def test_a_killed_data_worker_of_parameter_servers_comes_back_alone(own):
-    disturbed(own, "prepared-servers", "--workers=1 --ps=1 --data-workers=2", {"data-worker-0": 100})
-
-
-@pytest.mark.long
-@pytest.mark.docker
-@pytest.mark.usefixtures("require_engine", "images")
-def test_data_workers_in_containers_come_back_alone_and_the_bits_stay(own, alone):
-    kills = {"data-worker-0": 100, "data-dispatcher": 250}
-    run = disturbed(own, "contained", "--workers=0 --data-workers=2", kills, runtime="docker")
-    assert summary(alone)["weights_sha256"] == summary(run)["weights_sha256"]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("dataset", ["made:streamed", "made:indexed"])
 @pytest.mark.parametrize("topology", ["several", "servers"])
 def test_data_workers_feed_several_tasks(own, topology, dataset):
     name = f"fed-{topology}-{dataset.partition(':')[2]}"
     train(own, name, f"{TOPOLOGIES[topology]} --data-workers=1", "--dataset", dataset)
-
-
-@pytest.mark.long
-def test_a_streamed_dataset_gives_the_same_bits_after_a_kill_under_three_strategies(tmp_path):
-    """`STREAMED_GB` sets its size in gigabytes."""
-    folders = {"RUNS_DIR": str(tmp_path / "runs"), "DATA_DIR": str(tmp_path / "data")}
-    command = [sys.executable, "-m", "benchmarks.streamed", "--gigabytes", os.environ.get("STREAMED_GB", "1")]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | folders, capture_output=True, text=True, check=False)
-    assert 0 == done.returncode, f"{done.stdout}\n{done.stderr[-4000:]}"
-    assert json.loads(done.stdout)["same_bits"]

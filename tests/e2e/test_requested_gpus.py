@@ -16,10 +16,8 @@ from cluster.host.checks import gpu_image
 from cluster.host.cli.command_line import shell
 from cluster.host.gpu import placement
 from cluster.host.image import engine, images
-from cluster.host.launch import folders, planning, startup, teardown
-from cluster.host.options.request import Request
+from cluster.host.launch import folders, teardown
 from cluster.host.runtime import compose_services
-from cluster.host.runtime.payload import Payload
 from cluster.system.json_files import read_json
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import TRAIN_IMAGE, Clusters
@@ -99,17 +97,6 @@ def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(clu
         _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
         assert board
         assert {} == requested(noted, board)
-
-
-@pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
-def test_an_evaluator_must_ask_for_none(clusters, noted, host, monkeypatch, way):
-    monkeypatch.setattr(Payload, "command", lambda payload: ["--", "sleep", "infinity"])
-    monkeypatch.setattr(startup, "_data_commands", lambda plan: [])
-    asked_for = {"gpus": "5,", "gpu_runtime": way, "runtime": "docker", "tensorboard_port": "0"}
-    planned = planning.plan(Request(name=f"evaluated-{way}", workers=0, evaluator=True, **asked_for))
-    startup.start(planned, shell(host), began=0.0)
-    found = {task: requested(noted, each["Id"]) for task, each in containers(planned.run).items()}
-    assert {"chief": {way: ["5"]}, "evaluator": {}} == found
 
 
 def test_the_doctor_must_find_every_way_that_the_engine_can(noted):

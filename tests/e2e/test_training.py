@@ -108,18 +108,3 @@ def test_a_run_must_end_early_in_every_task_and_another_begin_with_its_weights(c
     tuned = clusters.up("tuned", "--workers=0 --init-from=base -- --max-steps 5 --freeze conv2d*")
     assert "began with 8 of the 8 weights from ckpt-10.index" in (tuned.path / "logs" / "chief.log").read_text()
     assert tuned.losses()[1] < base.losses()[1]
-
-
-def test_a_best_metric_that_no_evaluation_has_must_be_refused_before_anything_starts(clusters):
-    output = clusters.invoke(
-        "up",
-        "--name=mistyped",
-        "--runtime=local",
-        "--tensorboard-port=0",
-        "--",
-        "--best.metric",
-        "eval_acuracy",
-        expect=2,
-    )
-    assert "did you mean 'eval_accuracy'?" in output
-    assert not clusters.run("mistyped").path.exists()

@@ -11,8 +11,7 @@ from cluster.host.control.chaos import Fault
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry, supervisor
-from tests.e2e.scenario import DATA, ENDLESS, SLOW_MACHINE_S, TRAINING, Clusters, await_members, step_of, summary
-from tests.support.waiting import wait_for
+from tests.e2e.scenario import DATA, ENDLESS, SLOW_MACHINE_S, TRAINING, Clusters, await_members, summary
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -81,26 +80,6 @@ def test_a_lost_worker_that_returns_must_be_taken_in(clusters):
     assert lost.ended is None
     await_members(run)
     assert [["worker-1"], []] == [list(change.left_out) for change in membership.changes(run)]
-    check_bits(clusters, run)
-
-
-@pytest.mark.long
-def test_a_frozen_worker_must_do_no_harm_when_it_thaws(clusters):
-    """Its agent and its program continue from where they were, in a generation that is long over."""
-    run = begin(clusters, "thaws", *ELASTIC)
-    injector = registry.of(run).faults(run)
-    injector.pause("worker-1")
-    try:
-        await_members(run, "worker-1")
-    finally:
-        injector.undo("worker-1")
-    generation = run.generation
-    wait_for(
-        lambda: (beat := run.heartbeat("worker-1")) and beat.state == "waiting", "worker-1 to wait", SLOW_MACHINE_S
-    )
-    reached = step_of(run)
-    wait_for(lambda: step_of(run) >= reached + 20, "further steps", SLOW_MACHINE_S)
-    assert (generation, None) == (run.generation, run.outcome)
     check_bits(clusters, run)
 
 

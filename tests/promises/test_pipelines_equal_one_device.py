@@ -10,7 +10,6 @@ from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters, summary
 from tests.support.waiting import wait_for
-from train.saving.files import BEST, finished
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -77,35 +76,6 @@ def trained_on_text(clusters: Clusters, name: str, *options: str, training: tupl
     return summary(clusters.run(name))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_stages_of_a_transformer_must_have_the_weights_of_one_device(clusters, precision):
-    training = (f"--precision={precision}",)
-    alone = trained_on_text(clusters, f"alone-{precision}", "--workers=0", training=training)
-    cases = [("2", "gpipe"), ("4", "1f1b")] if precision == "fp32" else [("2", "1f1b")]
-    for stages, schedule in cases:
-        options = (*PIPELINE, f"--stages={stages}", f"--schedule={schedule}")
-        found = trained_on_text(clusters, f"text-{precision}-{stages}", *options, training=training)
-        assert alone["weights_sha256"] == found["weights_sha256"]
-        assert alone["metrics"]["eval_loss"] == pytest.approx(found["metrics"]["eval_loss"], rel=1e-5)
-
-
-@pytest.mark.long
-def test_frozen_layers_averages_first_weights_and_the_best_checkpoint_must_be_those_of_one_device(clusters):
-    trained_on_text(clusters, "first", *PIPELINE, "--stages=2")
-    each = ("--freeze=embedding,layer_0*", "--optimizer.ema=0.9", "--evaluate-every=2", "--best.metric=eval_loss")
-    start = "--init-from=first"
-    alone = trained_on_text(clusters, "tuned", "--workers=0", start, training=each)
-    for options in (("--stages=2",), ("--stages=3", "--workers=0")):
-        name = f"tuned-{len(options)}"
-        found = trained_on_text(clusters, name, *PIPELINE, *options, start, training=each)
-        assert alone["weights_sha256"] == found["weights_sha256"]
-        assert alone["metrics"]["eval_loss"] == pytest.approx(found["metrics"]["eval_loss"], rel=1e-5)
-        best = [finished(clusters.run(run).checkpoints / BEST) for run in ("tuned", name)]
-        assert 1 == len(best[1])
-        assert [saved.step for saved in best[0]] == [saved.step for saved in best[1]]
-
-
 TIED = """
 import numpy as np
 from tensorflow import keras
@@ -154,13 +124,3 @@ def test_two_pipelines_of_two_stages_must_have_the_weights_of_two_of_one(cluster
     one = trained_on_text(clusters, "two-by-one", *PIPELINE, "--stages=1", "--workers=1")
     assert one["weights_sha256"] == two["weights_sha256"]
     assert one["metrics"]["eval_loss"] == pytest.approx(two["metrics"]["eval_loss"], rel=1e-5)
-
-
-@pytest.mark.long
-def test_pipedream_must_give_the_weights_of_its_simulation_in_one_process(clusters):
-    pipedream = [word for word in words("delays", *PIPELINE, "--schedule=pipedream") if "clip" not in word]
-    clusters.invoke(*pipedream[:2], "--stages=2", *pipedream[2:])
-    alone = [word.replace("delays", "simulated") for word in pipedream]
-    clusters.invoke(*alone[:2], "--stages=2", "--workers=0", *alone[2:])
-    hashes = {summary(clusters.run(name))["weights_sha256"] for name in ("delays", "simulated")}
-    assert 1 == len(hashes)

@@ -12,7 +12,6 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
 from cluster.host.runtime import supervisor
 from tests.e2e.scenario import Clusters, summary
-from tests.promises.test_containers_are_locked_down import containers
 from tests.support.waiting import wait_for
 
 FIT = """
@@ -45,63 +44,6 @@ if cluster["task"] == {"type": "worker", "index": 0}:
         json.dump({"workers": len(cluster["cluster"]["worker"]), "loss": history.history["loss"]}, file)
 """
 
-EVERYTHING = """
-import hashlib
-import json
-import os
-import signal
-import sys
-
-import keras
-import numpy as np
-import tensorflow as tf
-
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
-keras.utils.set_random_seed(1)
-tf.config.experimental.enable_op_determinism()
-shared, task = os.environ["RUN_DIR"], json.loads(os.environ["TF_CONFIG"])["task"]
-points = np.random.default_rng(0).normal(size=(500, 8)).astype("float32")  # no whole number of batches
-labels = (points.sum(axis=1) > 0).astype("int64")
-weights = np.linspace(0.5, 1.5, 500).astype("float32")
-options = tf.data.Options()
-options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-columns = (points, labels, weights) if sys.argv[2] == "sample" else (points, labels)  # Keras takes one kind of weights
-whole = tf.data.Dataset.from_tensor_slices(columns).with_options(options)
-
-
-class Kill(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if self.params["verbose"] == 2 and self.epoch == 4 and batch >= 3 and task["index"] == int(sys.argv[1]):
-            if not os.path.exists(f"{shared}/killed"):
-                open(f"{shared}/killed", "w").close()
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-
-with strategy.scope():
-    layers = [keras.Input((8,)), keras.layers.Dense(16), keras.layers.BatchNormalization(), keras.layers.ReLU()]
-    model = keras.Sequential([*layers, keras.layers.Dense(2)])
-    model.compile(
-        keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"], weighted_metrics=["accuracy"], steps_per_execution=2, jit_compile=False,
-    )
-history = model.fit(
-    whole.take(400).batch(48), validation_data=whole.skip(400).batch(48), epochs=8, verbose=2,
-    class_weight={0: 0.7, 1: 1.3} if sys.argv[2] == "class" else None,
-    callbacks=[
-        Kill(),
-        keras.callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True),
-        keras.callbacks.ModelCheckpoint(f"{shared}/best.keras", monitor="val_loss", save_best_only=True),
-        keras.callbacks.BackupAndRestore(f"{shared}/backup"),
-    ],
-).history
-bits = b"".join(np.ascontiguousarray(each).tobytes() for each in model.get_weights())
-with open(f"{shared}/result-{task['index']}.json", "w") as file:
-    json.dump({"bits": hashlib.sha256(bits).hexdigest(), "last": {name: each[-1] for name, each in history.items()},
-               "epochs": len(history["loss"])}, file)
-"""
 
 COORDINATE = """
 import json
@@ -182,15 +124,6 @@ def run_script(clusters: Clusters, name: str, script: Path, *words: str, runtime
     return clusters.run(name)
 
 
-def check_fit(run: RunFolder, workers: int) -> None:
-    ended = summary(run)
-    assert ("succeeded", [], {}) == (ended["state"], ended["restarts"], ended["metrics"])
-    assert {"chief": 0} | {f"worker-{index}": 0 for index in range(workers)} == ended["tasks"]
-    history = json.loads((run.work("chief") / "history.json").read_text())
-    assert workers + 1 == history["workers"]
-    assert history["loss"][-1] < history["loss"][0]
-
-
 def test_killing_a_script_must_restart_the_gang(clusters, theirs):
     script = theirs / "fit.py"
     up = ("up", "--name=killed", "--runtime=local", "--tensorboard-port=0", f"--script={script}", "--detach")
@@ -203,25 +136,6 @@ def test_killing_a_script_must_restart_the_gang(clusters, theirs):
     (restart,) = ended["restarts"]
     assert ("succeeded", "worker-0", 1) == (ended["state"], restart["task"], restart["generation"])
     assert 1 == run.log("chief").read_text().count("Epoch 1/12")  # it went on from its own backup
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("workers", "weights"), [(1, "sample"), (2, "class")])
-def test_a_script_with_all_that_fit_takes_must_end_with_the_same_bits_after_a_kill(
-    clusters, tmp_path, workers, weights
-):
-    script = tmp_path / "everything.py"
-    script.write_text(EVERYTHING)
-    results = []
-    for name, killed in (("whole", -1), ("killed", workers)):
-        run = run_script(clusters, f"{name}-{workers}", script, f"--workers={workers}", "--", str(killed), weights)
-        assert [f"worker-{workers - 1}"] * (killed > 0) == [each["task"] for each in summary(run)["restarts"]]
-        results.append([json.loads((run.path / f"result-{at}.json").read_text()) for at in range(workers + 1)])
-        assert (run.path / "best.keras").exists()
-    whole, again = results
-    assert 8 == whole[0]["epochs"] > again[0]["epochs"]  # it went on from the backup
-    assert 1 == len({each["bits"] for each in (*whole, *again)})
-    assert whole[0]["last"] == again[0]["last"]
 
 
 def script_of(run: RunFolder, task: str) -> int:
@@ -242,14 +156,6 @@ def test_servers_must_end_with_the_coordinator(clusters, theirs):
     result = json.loads((run.work("chief") / "result.json").read_text())
     assert 40 == result["steps"]
     assert abs(result["weight"] - 3.0) < 0.1
-
-
-@pytest.mark.docker
-@pytest.mark.usefixtures("require_engine", "images")
-def test_keras_fit_must_train_in_containers(clusters, theirs):
-    run = run_script(clusters, "fit-docker", theirs / "fit.py", "--workers=1", "--", "2", runtime="docker")
-    check_fit(run, 1)
-    assert {} == containers(run)
 
 
 @pytest.mark.docker

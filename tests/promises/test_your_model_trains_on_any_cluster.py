@@ -65,14 +65,6 @@ def test_a_resnet_must_give_the_same_bits_again(own):
     own.rerun("small_resnet-MirroredStrategy", "--runtime=local")
 
 
-@pytest.mark.long  # it does so below in bfloat16
-@pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "OneDeviceStrategy", "ParameterServerStrategy"])
-def test_a_regression_on_a_csv_file_must_learn_under(own, strategy):
-    metrics = summary(train(own, "plants", strategy))["metrics"]
-    assert {"eval_loss", "eval_absolute_error"} == set(metrics)
-    assert metrics["eval_absolute_error"] < 0.25  # heights lie between 0 and 5
-
-
 @pytest.fixture(scope="module")
 def half(own) -> RunFolder:
     """A training in bfloat16, of a model that knows nothing of precisions, evaluated by its averages."""
