@@ -28,7 +28,8 @@ CASES = (
     "275",  # fit in float16, clipped
     "36:precision='fp32'",  # weights shared by stages, clipped and averaged
     "379",  # PipeDream in two stages
-    "435:precision='fp32'",  # stages that compute their forward pass again
+    "435:precision='fp32'",  # stages that compute their forward pass again,
+    "435:precision='fp32';layers=('dropout',)",  # and what they drop
     "1069:ema=0.8",  # parameter servers, killed, with micro-batches, decay and a schedule
     *(str(seed) for seed in cheap_seeds(50)),
 )

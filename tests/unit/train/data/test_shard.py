@@ -236,18 +236,6 @@ def test_images_of_many_sizes_need_a_size(tmp_path, monkeypatch):
     assert (7, 7, 1) == tiny(tmp_path, size=7).train.feature_shape
 
 
-def test_quantities_of_tfds_are_floats(tmp_path, monkeypatch):
-    monkeypatch.setattr(TinyThings, "label", tfds.features.Tensor(shape=(3,), dtype=np.float64))
-    monkeypatch.setattr(TinyThings, "label_of", staticmethod(lambda i: np.full(3, i / 2)))
-    found = tiny(tmp_path)
-    assert ((), 3, (3,), "float32") == (
-        found.classes,
-        found.num_outputs,
-        found.train.label_shape,
-        found.train.label_dtype,
-    )
-
-
 @pytest.mark.parametrize(
     ("part", "value", "named"),
     [

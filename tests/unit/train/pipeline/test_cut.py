@@ -170,3 +170,32 @@ def test_a_model_that_leaves_a_size_open_is_cut_for_the_size_of_its_data():
         cut.find(model, config(), 2)
     found = cut.find(model_blocks.with_shape(model, (6,)), config(), 2)
     assert [(None, 6, 8), (None, 6, 11)] == [part.model.outputs[0].shape for part in found.parts]
+
+
+def test_stage_models_have_the_variables_of_the_model_in_order():
+    model = new_model()
+    chain = model_blocks.split(model)
+    assert len(chain) == 7
+    stages = [model_blocks.stage_model(part, at) for at, part in enumerate((chain[:2], chain[2:5], chain[5:]))]
+    own = [id(variable) for stage in stages for variable in stage.trainable_variables]
+    assert own == [id(variable) for variable in model.trainable_variables]
+
+
+def test_a_residual_block_is_never_cut():
+    names = [block.names for block in model_blocks.split(new_model())]
+    assert ("layer_0_attention_norm", "layer_0_attention", "layer_0_attention_add") in names
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (keras.layers.Dense, [("shared", "first"), ("middle", "shared"), ("last",)]),
+        (keras.layers.SpectralNormalization, [("shared", "first", "middle"), ("last",)]),
+    ],
+)
+def test_only_a_layer_without_state_can_be_called_in_several_blocks(kind, expected):
+    shared = kind(keras.layers.Dense(4), name="shared") if kind is not keras.layers.Dense else kind(4, name="shared")
+    inputs = keras.Input((4,))
+    middle = keras.layers.Dense(4, name="middle")(keras.layers.Dense(4, name="first")(shared(inputs)))
+    outputs = keras.layers.Dense(2, name="last")(shared(middle))
+    assert expected == [block.names for block in model_blocks.split(keras.Model(inputs, outputs))]

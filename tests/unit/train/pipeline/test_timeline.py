@@ -54,17 +54,6 @@ def test_the_record_of_a_task_stays_small(run):
     assert sizes[timeline.KEPT] == sizes[-1]
 
 
-def test_the_picture_shows_each_stage_s_work_and_its_idle_time(run, tmp_path):
-    picture = timeline.draw([*spans_of(0), *spans_of(1)], "step")
-    assert (timeline.WIDTH, 3) == picture.shape[1:]
-    rows = [timeline.TOP + stage * (timeline.ROW + timeline.MARGIN) + 4 for stage in range(2)]
-    idle = (picture == (0xEC, 0xEC, 0xEC)).all(-1)
-    # 9 s: stage 0 works for 6 and ends last, stage 1 waits for the first micro-batch and after its last.
-    width = timeline.WIDTH - timeline.LEFT - timeline.MARGIN
-    for row in rows:
-        assert abs(idle[row].sum() / width - 3 / 9) < 0.05
-
-
 def test_the_picture_is_saved_where_no_task_can_have_put_a_link(run, tmp_path):
     timeline.Recorder(run, "chief").add(1, spans_of(0))
     timeline.Recorder(run, "worker-0").add(1, spans_of(1))
