@@ -365,42 +365,20 @@ def test_a_training_that_a_callback_ended_is_not_resumed(train, loop):
 @pytest.mark.parametrize(("loop", "stop_at"), [("custom", 8), ("fit", 7)])
 def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weights(train, own_parts, loop, stop_at):
     """Step 8 is that of an evaluation, which the stop comes before; the best weights are not taken by a stop."""
-    early = keras.callbacks.EarlyStopping()
+    early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=3, restore_best_weights=True)
 
     def stop(batch: int, logs: Any) -> None:
-        if int(early.model.optimizer.iterations) == stop_at - (loop == "custom") and own_parts.stops:
+        if int(early.model.optimizer.iterations) == stop_at - (loop == "custom"):
             own_parts.stop.set()
 
-    def parts(*, stops: bool = False) -> list[keras.callbacks.Callback]:
-        nonlocal early
-        own_parts.stops = stops  # type: ignore[attr-defined]
-        own_parts.stop.clear()
-        early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=3, restore_best_weights=True)
-        return [
-            early,
-            keras.callbacks.ReduceLROnPlateau(monitor="val_loss", mode="max", patience=1),
-            keras.callbacks.LambdaCallback(on_train_batch_end=stop),
-        ]
-
-    options = {"loop": loop, "evaluate_every": 4, "steps_per_loop": 1}
-    whole = train(18, *parts(), **options)
-    expected, evaluations = read_json(whole.run.control / "result.json"), whole.evaluations
-    for path in whole.run.checkpoints.iterdir():
-        path.unlink()
-    run = train(18, *parts(stops=True), **options).run
+    stops = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+    run = train(18, early, stops, loop=loop, evaluate_every=4, steps_per_loop=1).run
     stopped = read_json(run.control / "result.json")
     assert (stop_at, {}) == (stopped["steps"], stopped["metrics"])
     newest = tf.train.load_checkpoint(str(run.checkpoints / f"ckpt-{stop_at}"))
     names = [name for name, shape in newest.get_variable_to_shape_map().items() if shape in ([2, 1], [1])]
-    digests = {
-        hashlib.sha256(a.tobytes() + b.tobytes()).hexdigest()
-        for a, b in itertools.permutations(map(newest.get_tensor, names), 2)
-    }
-    assert stopped["weights_sha256"] in digests
-    train(18, *parts(), **options)
-    ended = read_json(run.control / "result.json")
-    assert (expected["weights_sha256"], expected["metrics"]) == (ended["weights_sha256"], ended["metrics"])
-    assert evaluations == whole.evaluations
+    pairs = itertools.permutations(map(newest.get_tensor, names), 2)
+    assert stopped["weights_sha256"] in {hashlib.sha256(a.tobytes() + b.tobytes()).hexdigest() for a, b in pairs}
 
 
 def test_other_callbacks_than_those_of_the_checkpoint_start_over(train, capsys):
