@@ -60,6 +60,7 @@ def test_the_first_losses_must_be_the_golden_ones(alone):
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=RELATIVE)
 
 
+@pytest.mark.long  # `test_pipelines_equal_one_device.py` resumes stages on one device each time
 def test_a_checkpoint_must_go_on_under_another_strategy(alone, crossing):
     assert list(range(1, 21)) == list(losses(crossing))
     assert max(abs(losses(crossing)[step] / loss - 1) for step, loss in losses(alone).items()) < 1e-5
@@ -100,13 +101,15 @@ def test_predict_must_name_the_likeliest_classes(clusters, alone):
     assert "expected a PNG or JPEG file" in output
 
 
-def test_a_report_must_show_what_the_export_confuses_and_a_comparison_how_far_weights_are_apart(
-    clusters, alone, crossing
-):
+def test_a_report_must_show_what_the_export_confuses(clusters, alone):
     clusters.invoke("report", alone.name)
     shown = (alone.path / "report.html").read_text()
     assert "Ankle boot" in shown
     assert "data:image/png;base64," in shown
+
+
+@pytest.mark.long
+def test_a_comparison_must_show_how_far_weights_are_apart(clusters, alone, crossing):
     compared = clusters.invoke("compare", alone.name, crossing.name, "--json")
     (pair,) = json.loads(compared[compared.index("{") :])["weights"]
     assert not pair["identical"]
