@@ -73,13 +73,3 @@ def test_more_stages_must_hold_it(limited, enough, stages):
     found = summary(limited.run(f"stages-{stages}"))
     assert enough["weights_sha256"] == found["weights_sha256"]
     assert (limited.run(f"stages-{stages}").export / "saved_model.pb").exists()
-
-
-@pytest.mark.docker
-@pytest.mark.usefixtures("require_engine", "images")
-def test_containers_must_hold_in_two_stages_what_one_cannot(large, enough):
-    memory = f"--memory={CONTAINER_MIB}MiB"
-    output = train(large, "one-container", "--workers=0", memory, runtime="docker", expect=1)
-    assert "killed for memory" in output
-    train(large, "two-containers", "--strategy=pipeline", "--stages=2", memory, runtime="docker")
-    assert enough["weights_sha256"] == summary(large.run("two-containers"))["weights_sha256"]
