@@ -36,6 +36,7 @@ from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import LocalProcesses, processes_of
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json
+from cluster.system.processes import ProcessTable
 from tests.support.launching import CONFIG
 from tests.support.waiting import wait_for
 
@@ -209,15 +210,9 @@ class Actions:
 
     def processes(self) -> list[str]:
         """Return the commands of the processes that were started here and are still alive."""
-        mark, found = f"RUNS_DIR={self.runs_dir}".encode(), []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                environment, command = (path / "environ").read_bytes(), (path / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if int(path.name) != os.getpid() and mark in environment.split(b"\0"):
-                found.append(command.replace(b"\0", b" ").decode())
-        return found
+        pids = ProcessTable().with_environment("RUNS_DIR", str(self.runs_dir)) - {os.getpid()}
+        paths = [path for pid in pids if (path := Path(f"/proc/{pid}/cmdline")).exists()]
+        return [path.read_bytes().replace(b"\0", b" ").decode() for path in paths]
 
 
 def install() -> None:

@@ -100,17 +100,6 @@ def test_a_size_that_tensorflow_cannot_permute_is_refused():
         epoch(0, 7, 2**16 + 1)
 
 
-def test_a_split_is_loaded_as_it_was_written(split):
-    images_NHWC, labels_N, weights = memory.load(split)
-    assert weights is None
-    assert (tf.uint8, (10, 2, 3, 1)) == (images_NHWC.dtype, tuple(images_NHWC.shape))
-    assert (tf.int64, (10,)) == (labels_N.dtype, tuple(labels_N.shape))
-    batch = memory.train_batch(memory.load(split), tf.constant(0), tf.constant(0), BatchSlice(4, 7))
-    np.testing.assert_array_equal(np.ones(4, np.float32), batch.weights)
-    np.testing.assert_array_equal(np.arange(10), images_NHWC.numpy()[:, 1, 2, 0])
-    np.testing.assert_array_equal(np.arange(100, 110), labels_N.numpy())
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 6])
 @pytest.mark.parametrize("replica_batch", [1, 4])
 def test_evaluation_weighs_each_example_once(split, num_replicas, replica_batch):
@@ -129,23 +118,6 @@ def test_evaluation_weighs_each_example_once(split, num_replicas, replica_batch)
             seen += labels_B.numpy()[weights_B.numpy() == 1].tolist()
     assert list(range(100, 110)) == seen
     assert (batches - 1) * replica_batch * num_replicas < 10
-
-
-def test_floats_vectors_and_weights_are_gathered_together(weighted):
-    examples = memory.load(weighted)
-    batch = memory.train_batch(examples, tf.constant(3), tf.constant(0), BatchSlice(4, 7))
-    assert [(4, 2), (4, 3), (4,)] == [tuple(tensor.shape) for tensor in batch]
-    assert {tf.float32} == {tensor.dtype for tensor in batch}
-    indices_B = memory.train_indices(tf.constant(3), tf.constant(0), BatchSlice(4, 7), 10).numpy()
-    np.testing.assert_array_equal(indices_B, batch.features[:, 1])
-    np.testing.assert_array_equal(100 + indices_B, batch.labels[:, 2])
-    np.testing.assert_array_equal(10 + indices_B, batch.weights)
-
-
-def test_evaluation_takes_no_notice_of_the_weights_for_training(weighted):
-    examples = memory.load(weighted)
-    batch = memory.eval_batch(examples, tf.constant(1), tf.constant(0), replica_batch=6, num_replicas=1)
-    assert [1, 1, 1, 1, 0, 0] == batch.weights.numpy().tolist()
 
 
 @pytest.mark.parametrize("part", [Replicas(), Replicas(3, 0, 3), Replicas(3, 1, 2)])
