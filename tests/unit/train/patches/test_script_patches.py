@@ -64,7 +64,7 @@ def test_training_with_validation_and_callbacks_must_be_that_of_one_process(foun
 def test_a_training_that_goes_on_from_a_backup_must_end_with_the_same_bits(found):
     for task in found:
         whole, resumed = task["callbacks"]["whole"], task["callbacks"]["resumed"]
-        assert [3] == resumed["epochs"]  # it was interrupted before the second epoch, and before the fourth
+        assert [2, 3] == resumed["epochs"]  # it was interrupted before the third
         assert whole["weights"] == resumed["weights"]
 
 
