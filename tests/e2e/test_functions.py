@@ -107,15 +107,6 @@ def test_two_tasks_read_shards_of_their_own(own):
     train(own, "streamed", "--workers=1", "--dataset", "made:streamed", "--micro-batches", "2")
 
 
-@pytest.mark.long
-def test_random_access_gives_the_same_bits_at_any_number_of_tasks(own):
-    hashes = {
-        summary(train(own, f"elastic-{workers}", f"--workers={workers}", "--bitwise-elastic", "4"))["weights_sha256"]
-        for workers in (0, 1)
-    }
-    assert 1 == len(hashes)
-
-
 @pytest.fixture(scope="module")
 def alone(own) -> RunFolder:
     """A run that reads by itself."""

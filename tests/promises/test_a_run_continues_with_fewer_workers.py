@@ -10,7 +10,7 @@ from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime import registry, supervisor
+from cluster.host.runtime import supervisor
 from tests.e2e.scenario import DATA, ENDLESS, SLOW_MACHINE_S, TRAINING, Clusters, await_members, summary
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -80,18 +80,6 @@ def test_a_lost_worker_that_returns_must_be_taken_in(clusters):
     assert lost.ended is None
     await_members(run)
     assert [["worker-1"], []] == [list(change.left_out) for change in membership.changes(run)]
-    check_bits(clusters, run)
-
-
-@pytest.mark.long
-def test_the_chief_must_go_on_alone(clusters):
-    run = begin(clusters, "alone-at-last", "--workers=1", "--min-workers=0", "--bitwise-elastic=4", "--grow")
-    injector = registry.of(run).faults(run)
-    injector.lose("worker-0")
-    await_members(run, "worker-0")
-    assert 1 == len(membership.cluster(run).tasks)
-    injector.undo("worker-0")
-    await_members(run)
     check_bits(clusters, run)
 
 

@@ -40,28 +40,6 @@ def first_feature(source: sources.Source) -> float:
     return float(next(iter(source.train_dataset(BatchSlice(2, 7)))).features[0, 0])
 
 
-def test_arrays_report_what_they_are(data_dir):
-    prepare(data_dir, "1", 0)
-    source = sources.find(ARRAYS, data_dir)
-    assert (False, 1, (3,), 10, 4) == (
-        source.classifies, source.num_outputs, source.feature_shape, source.train_examples, source.test_examples,
-    )  # fmt: skip
-    assert source.arrays is not None
-    assert not source.weighted
-    prepare(data_dir, "2", 0, labels="int64")
-    assert (True, 10) == (sources.find(ARRAYS, data_dir).classifies, sources.find(ARRAYS, data_dir).num_outputs)
-
-
-def test_shards_report_what_they_are(data_dir):
-    shard(data_dir, "1", 0)
-    source = sources.find(SHARDS, data_dir)
-    assert (True, 12, (2,), 12, 5, 3) == (
-        source.classifies, source.num_outputs, source.feature_shape, source.train_examples, source.test_examples,
-        source.num_shards,
-    )  # fmt: skip
-    assert source.arrays is None
-
-
 @pytest.mark.parametrize(("config", "write"), [(ARRAYS, prepare), (SHARDS, shard)], ids=["arrays", "shards"])
 def test_a_later_generation_uses_the_data_of_the_first(make_run, data_dir, config, write):
     run = make_run(workers=0)
