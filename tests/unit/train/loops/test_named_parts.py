@@ -46,7 +46,8 @@ def model(feature_shape: dict[str, tuple[int, ...]], num_outputs: dict[str, int]
 
 
 def metrics() -> dict[str, Any]:
-    return {"both": lambda labels, outputs: labels["size"] + outputs["kind"][:, 0] * 0}
+    """Return functions, one of them to booleans, which Keras averages as well."""
+    return {"both": lambda labels, outputs: labels["size"] < outputs["kind"][:, 0] + 1e9}
 
 
 def summed(labels: dict[str, tf.Tensor], outputs: dict[str, tf.Tensor]) -> tf.Tensor:
@@ -96,6 +97,7 @@ def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, 
     heads = {"eval_kind_loss", "eval_size_loss", "eval_kind_accuracy", "eval_size_absolute_error"}
     assert {"eval_loss", "eval_both"} | heads == set(results)
     assert results["eval_loss"] == pytest.approx(results["eval_kind_loss"] + results["eval_size_loss"])
+    assert 1.0 == results["eval_both"]
     run, example = make_run(workers=0), tmp_path / "example.json"
     export.export(built, run.export, source.feature_shape, source.named_outputs)
     serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
