@@ -83,17 +83,14 @@ def seconds(duration: str) -> float:
 # The tasks of a run
 
 
+LOCKED_OUT = {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"}
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_a_run_has_a_service_for_each_task_and_nothing_else(config, topology):
+def test_every_task_is_a_service_and_locked_down(config, topology):
     read = config(**topology)
     assert [task.name for task in spec.build(**topology).tasks] == sorted(read["services"], key=EVERY_TASK.index)
     assert {"cluster"} == set(read["networks"])  # TensorBoard and its network are no part of a run
-    assert read["name"].startswith("tf-cluster-a-run-")
-
-
-def test_every_task_is_locked_down(config):
-    read = config(**TOPOLOGIES["parameter servers"])
-    assert EVERY_TASK == sorted(read["services"], key=EVERY_TASK.index)
     assert read["networks"]["cluster"]["internal"]
     assert {"com.docker.network.bridge.inhibit_ipv4": "true"} == read["networks"]["cluster"]["driver_opts"]
     for name, task in read["services"].items():
@@ -102,17 +99,12 @@ def test_every_task_is_locked_down(config):
         assert ["ALL"] == task["cap_drop"], name
         assert ["no-new-privileges:true"] == task["security_opt"], name
         assert "1000:1000" == task["user"], name
-        assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
+        assert not LOCKED_OUT & set(task), name
         assert ["/tmp:mode=1777,size=1g"] == task["tmpfs"], name
         assert 0 < task["pids_limit"] <= 4096, name
-
-
-def test_a_task_has_so_much_memory_and_no_swap(config):
-    services = [config(**TOPOLOGIES["parameter servers"]), config(workers=1, brought={"way_out": True})]
-    services += [config(workers=1, brought=with_gpus(way)) for way in ("reserve", "cdi", "nvidia")]
-    for name, task in ((name, task) for read in services for name, task in read["services"].items()):
         assert (MEMORY_BYTES, MEMORY_BYTES) == (int(task["mem_limit"]), int(task["memswap_limit"])), name
-        assert "limits" not in task.get("deploy", {}).get("resources", {}), name
+        assert task.get("command") is None, name
+        assert (topology["workers"] == 0) is ("TF_CONFIG" not in task["environment"]), name
 
 
 def test_every_task_can_be_watched_stopped_and_brought_back(config):
@@ -148,10 +140,6 @@ def test_every_task_gets_its_own_tf_config(config):
         assert name == services[name]["hostname"]  # what the addresses in TF_CONFIG resolve
 
 
-def test_the_chief_alone_gets_no_tf_config(config):
-    assert "TF_CONFIG" not in config(workers=0)["services"]["chief"]["environment"]
-
-
 def test_hostile_words_stay_words(config, tmp_path):
     nasty = ["${X:-y}", "$$", "\n- privileged: true", "'\" \\", "# no comment", "!!int 1", "a: b", "\x1b[2J"]
     nasty += ["\t", "{}", "*a", "~"]
@@ -162,23 +150,9 @@ def test_hostile_words_stay_words(config, tmp_path):
     assert environment.items() <= {name: word.replace("$$", "$") for name, word in task["environment"].items()}.items()
     assert f"{tmp_path}/a:b ${{X:-y}} '\"#" == task["volumes"][1]["source"].replace("$$", "$")
     assert "privileged" not in task
-
-
-def test_a_colon_in_a_folder_s_name_mounts_no_other(compose_cli):
     read = read_config(compose_services.tensorboard_command(Path("/a:/b"), 6007, "config", "--format", "json"))
     (runs,) = read["services"]["tensorboard"]["volumes"]
     assert ("/a:/b", "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
-
-
-def test_a_dollar_sign_is_no_variable(config, tmp_path):
-    task = config(["--", "sh", "-c", "echo $HOME ${X}"], data_dir="$HOME", workers=0)["services"]["chief"]
-    # What `config` prints can be read again, so a dollar sign is doubled there.
-    assert ["--", "sh", "-c", "echo $$HOME $${X}"] == task["command"]
-    assert f"{tmp_path}/$$HOME" == task["volumes"][1]["source"]
-
-
-def test_built_in_training_needs_no_command(config):
-    assert config(workers=0)["services"]["chief"].get("command") is None
 
 
 # The tasks of a script
@@ -199,7 +173,7 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(config, monkeypatch, 
         task = read["services"][name]
         assert ["--script", "/script/train.py", "--epochs", "1"] == task["command"]
         assert {"cluster": None, "egress": None} == task["networks"], name
-        assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
+        assert not LOCKED_OUT & set(task), name
         assert (True, ["ALL"]) == (task["read_only"], task["cap_drop"])
         more = {v["target"]: (v["source"], v.get("read_only", False)) for v in task["volumes"][2:]}
         shared = {"/tmp": (str(tmp_path / "runs" / ".scratch" / "a-run"), False)}
@@ -209,12 +183,6 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(config, monkeypatch, 
         assert ("/var/tmp", "/var/tmp") == (environment["HOME"], environment["TMPDIR"])
         assert ("/packages", "1") == tuple(environment[key] for key in ("PYTHONPATH", "PYTHONUNBUFFERED"))
         assert "http://proxy" == environment["HTTPS_PROXY"]  # as Compose finds it, the overlay does not hold it
-
-
-def test_the_built_in_trainer_has_no_way_out(config):
-    read = config(brought=brought(spec.build(2), way_out=False), workers=2)
-    assert {"cluster"} == set(read["networks"])
-    assert [{"cluster": None}] * 3 == [task["networks"] for task in read["services"].values()]
 
 
 def test_the_built_in_trainer_gets_a_way_out_where_it_is_requested(config):
@@ -239,12 +207,6 @@ def test_a_secret_is_in_a_file_and_nowhere_else(config, tmp_path):
         assert {"WANDB_API_KEY": "/run/secrets/WANDB_API_KEY"} == json.loads(task["environment"]["SECRET_FILES"])
         assert "WANDB_API_KEY" not in task["environment"]
     assert "precious" not in json.dumps(read)
-
-
-def test_up_names_every_task_and_neither_builds_nor_pulls():
-    words = shlex.split(compose_services.up_command(Path("/runs/r/compose.json"), spec.build(1)))
-    assert ["docker", "compose"] == words[:2]
-    assert ["up", "--detach", "--no-build", "--pull", "never", "chief", "worker-0"] == words[-7:]
 
 
 # TensorBoard
@@ -272,56 +234,37 @@ def with_gpus(way: str = "reserve", nccl_debug: str = "WARN") -> dict[str, Any]:
     return {"gpus": Placement({"chief": ("0", "1"), "worker-0": ("2", "3")}, "4", way, nccl_debug)}
 
 
-@pytest.mark.parametrize(
-    ("way", "driver", "ids"),
-    [("reserve", "nvidia", ["2", "3"]), ("cdi", "cdi", ["nvidia.com/gpu=2", "nvidia.com/gpu=3"])],
-)
-def test_a_task_reserves_its_own_gpus(config, way, driver, ids):
-    task = config(brought=with_gpus(way), workers=1)["services"]["worker-0"]
-    device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
-    assert [device] == task["deploy"]["resources"]["reservations"]["devices"]
-    assert "runtime" not in task
-    assert not {"NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} & set(task["environment"])
-
-
-def test_the_older_runtime_gets_the_list_of_gpus(config):
-    services = config(brought=with_gpus("nvidia"), workers=1)["services"]
-    for name, ids in (("chief", "0,1"), ("worker-0", "2,3")):
-        assert "nvidia" == services[name]["runtime"]
-        assert ids == services[name]["environment"]["NVIDIA_VISIBLE_DEVICES"]
-        assert "compute,utility" == services[name]["environment"]["NVIDIA_DRIVER_CAPABILITIES"]
-        assert not services[name].get("deploy")
-
-
 @pytest.mark.parametrize("way", ["reserve", "cdi", "nvidia"])
-def test_a_task_with_gpus_has_what_nccl_needs_and_is_locked_down_all_the_same(config, way):
-    services = config(brought=with_gpus(way, "INFO"), workers=1)["services"]
-    for name in ("chief", "worker-0"):
+def test_a_task_sees_its_own_gpus_and_is_locked_down_all_the_same(config, way):
+    services = config(brought=with_gpus(way, "INFO"), workers=1, ps=1, evaluator=True)["services"]
+    for name, ids in (("chief", ["0", "1"]), ("worker-0", ["2", "3"])):
         task = services[name]
+        environment = task["environment"]
+        if way == "nvidia":
+            assert (way, ",".join(ids)) == (task["runtime"], environment["NVIDIA_VISIBLE_DEVICES"])
+            assert "compute,utility" == environment["NVIDIA_DRIVER_CAPABILITIES"]
+            assert not task.get("deploy"), name
+        else:
+            driver, prefix = ("cdi", "nvidia.com/gpu=") if way == "cdi" else ("nvidia", "")
+            device = {"driver": driver, "device_ids": [f"{prefix}{each}" for each in ids], "capabilities": ["gpu"]}
+            assert {"reservations": {"devices": [device]}} == task["deploy"]["resources"]
+            assert "runtime" not in task
+            assert "NVIDIA_VISIBLE_DEVICES" not in environment
+        assert "CUDA_VISIBLE_DEVICES" not in environment
         assert {"memlock": -1, "stack": 67108864} == task["ulimits"], name
         assert 2**30 == int(task["shm_size"]), name
-        expected = {
-            "NCCL_DEBUG": "INFO",
-            "NCCL_SOCKET_IFNAME": "eth0",
-            "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-            "GPUS_GIVEN": "2",
-        }
-        assert expected.items() <= task["environment"].items(), name
+        expected = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0", "GPUS_GIVEN": "2"}
+        assert expected.items() <= environment.items(), name
         assert (True, ["ALL"], {"cluster": None}) == (task["read_only"], task["cap_drop"], task["networks"]), name
-        assert not {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(task), name
-
-
-@pytest.mark.parametrize("way", ["reserve", "cdi", "nvidia"])
-def test_beside_tasks_with_gpus_the_others_see_none(config, way):
-    services = config(brought=with_gpus(way), workers=1, ps=1, evaluator=True)["services"]
+        assert (MEMORY_BYTES, MEMORY_BYTES) == (int(task["mem_limit"]), int(task["memswap_limit"])), name
+        assert not LOCKED_OUT & set(task), name
     for name in ("ps-0", "evaluator"):
         task = services[name]
-        assert ("-1", "void") == tuple(
-            task["environment"][key] for key in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
-        )
+        environment = task["environment"]
+        assert ("-1", "void") == (environment["CUDA_VISIBLE_DEVICES"], environment["NVIDIA_VISIBLE_DEVICES"])
         assert not {"runtime", "ulimits", "shm_size"} & set(task), name
         assert not task.get("deploy"), name
-        assert not [key for key in task["environment"] if key.startswith("NCCL") or key == "GPUS_GIVEN"], name
+        assert not [key for key in environment if key.startswith("NCCL") or key == "GPUS_GIVEN"], name
 
 
 # Tasks whose code is being worked on

@@ -6,6 +6,7 @@ import itertools
 import os
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,14 +18,15 @@ from cluster.contract.run import heartbeat, provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter, LivenessMonitor
 from cluster.host.control import watch
-from cluster.host.launch import configuration
+from cluster.host.launch import configuration, planning, startup
+from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.resources import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast
 from tests.support.gang import Gang, StartGang
-from tests.support.launching import CONFIG
+from tests.support.launching import CONFIG, Commands
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +121,21 @@ def resolved(monkeypatch):
 def recorded_configuration(monkeypatch):
     """The configuration of the run that continues, without the process that checks it."""
     monkeypatch.setattr(configuration, "resolve", lambda request, base, *_: (read_json(base), (), ""))
+
+
+@pytest.fixture
+def stopped_run(monkeypatch) -> Callable[..., RunFolder]:
+    """Starts a run of local processes, up to the processes themselves, and stops it; takes a request's options."""
+    monkeypatch.setattr(supervisor, "start", lambda run: None)
+
+    def start(**requested: Any) -> RunFolder:
+        planned = planning.plan(Request(**{"runtime": "local", "tensorboard_port": "0"} | requested))
+        startup.start(planned, Commands(), began=time.time())
+        planned.run.end("stopped")
+        write_json(planned.run.summary, {"state": "stopped"})
+        return planned.run
+
+    return start
 
 
 @pytest.fixture

@@ -6,16 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import contenders, peers, throughput
+from benchmarks import peers, throughput
 from benchmarks.contenders import Contender, Setting, fastest
 from benchmarks.runs import GLOBAL_BATCH, Bench
 from cluster.system.errors import (
-    PrerequisiteError,
     RunFailed,
 )
 
@@ -36,15 +34,6 @@ def test_only_a_peer_without_an_environment_must_get_one(tmp_path, monkeypatch):
     peers.prepare(made.append)
     assert ["ray"] == made
     assert [] == peers.chosen(Bench(Path(), peers=True))
-
-
-def test_an_environment_that_cannot_be_made_must_be_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setattr(peers.subprocess, "run", lambda command, **options: SimpleNamespace(returncode=1))
-    monkeypatch.delenv("TORCH_PYTHON", raising=False)
-    with pytest.raises(PrerequisiteError, match="set TORCH_PYTHON to a Python with torch"):
-        peers.prepare(lambda line: None)
-    assert not peers.PEERS[0].python
 
 
 # Settings
@@ -94,18 +83,6 @@ def test_ours_must_stand_against_the_fastest_of_the_others(monkeypatch):
     assert ["ours", "fast: two", "slow: as is"] == list(figure.variants)
     assert [2.0] * 2 * throughput.TIMES == pytest.approx(figure.ratios)
     assert {"fast: one", "fast: two", "slow: as is"} == set(figure.to_json()["tried"])
-
-
-def test_every_setting_must_be_tried_on_a_task_s_share_of_the_cores_and_on_all(monkeypatch):
-    monkeypatch.setattr(contenders, "cores", lambda: 4)
-    assert [2, 4] == contenders.threads(2)
-    assert [4] == contenders.threads(1)
-    assert [1, 4] == contenders.threads(8)
-    for settings in (contenders.LOOP.settings, contenders.FIT.settings, *(peer.settings for peer in peers.PEERS)):
-        found = settings(2)
-        assert () == found[0].words
-        assert {"--threads=2", "--threads=4"} <= {word for setting in found for word in setting.words}
-        assert len(found) == len({setting.name for setting in found})
 
 
 ROOT = Path(__file__).resolve().parents[3]

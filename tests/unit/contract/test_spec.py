@@ -26,16 +26,13 @@ def test_the_topology_chooses_the_strategy(workers, ps, devices, expected, repli
 
 
 @pytest.mark.parametrize(
-    ("strategy", "workers", "ps", "devices"),
-    [("one", 0, 0, 1), ("mirrored", 0, 0, 1), ("central", 0, 0, 2), ("multiworker", 1, 0, 1), ("ps", 1, 1, 1)],
-)
-def test_a_strategy_that_fits_the_topology_is_taken(strategy, workers, ps, devices):
-    assert strategy == spec.build(workers, ps, strategy=strategy, devices=devices).strategy
-
-
-@pytest.mark.parametrize(
     ("strategy", "workers", "ps", "devices", "use"),
     [
+        ("one", 0, 0, 1, ""),
+        ("mirrored", 0, 0, 1, ""),
+        ("central", 0, 0, 2, ""),
+        ("multiworker", 1, 0, 1, ""),
+        ("ps", 1, 1, 1, ""),
         ("one", 0, 0, 2, "--workers 0 --ps 0 --devices 1"),
         ("one", 1, 0, 1, "--workers 0 --ps 0 --devices 1"),
         ("mirrored", 2, 0, 1, "--workers 0 --ps 0"),
@@ -46,32 +43,27 @@ def test_a_strategy_that_fits_the_topology_is_taken(strategy, workers, ps, devic
     ],
 )
 def test_a_strategy_that_does_not_fit_is_refused_with_what_would(strategy, workers, ps, devices, use):
-    with pytest.raises(UsageError) as refused:
+    if not use:
+        assert strategy == spec.build(workers, ps, strategy=strategy, devices=devices).strategy
+        return
+    with pytest.raises(UsageError, match=f"--strategy {strategy} .*use {use}"):
         spec.build(workers, ps, strategy=strategy, devices=devices)
-    requested = f"--strategy {strategy} cannot run on --workers {workers} --ps {ps} --devices {devices}"
-    assert f"{requested}: use {use}" == str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"workers": "-1"}, "--workers '-1': expected a whole number from 0 to 512"),
-        ({"workers": "2.5"}, "--workers '2.5': expected a whole number from 0 to 512"),
-        ({"workers": "two"}, "--workers 'two': expected a whole number from 0 to 512"),
-        ({"workers": "10000"}, "--workers '10000': expected a whole number from 0 to 512"),
-        ({"workers": ""}, "--workers '': expected a whole number from 0 to 512"),
-        ({"workers": "9" * 5000}, "expected a whole number from 0 to 512"),
-        ({"ps": "-1"}, "--ps '-1': expected a whole number from 0 to 512"),
-        ({"devices": "0"}, "--devices '0': expected a whole number from 1 to 64"),
-        ({"workers": 0, "ps": 1}, "--ps 1 with --workers 0: parameter servers need workers"),
-        ({"strategy": "mutliworker"}, "--strategy 'mutliworker' is not a strategy; did you mean 'multiworker'?"),
-        ({"strategy": "xyz"}, "known: auto, central, mirrored, multiworker, one, pipeline, ps, tpu"),
+        *(({"workers": value}, "--workers") for value in ("-1", "2.5", "two", "10000", "", "9" * 5000)),
+        ({"ps": "-1"}, "--ps"),
+        ({"devices": "0"}, "--devices"),
+        ({"workers": 0, "ps": 1}, "--ps 1"),
+        ({"strategy": "mutliworker"}, "'multiworker'"),
+        ({"strategy": "xyz"}, "known: auto, "),
     ],
 )
-def test_what_cannot_be_a_cluster_is_refused(options, message):
-    with pytest.raises(UsageError) as refused:
+def test_what_cannot_be_a_cluster_is_refused(options, named):
+    with pytest.raises(UsageError, match=named):
         spec.build(**options)
-    assert message in str(refused.value)
 
 
 def test_tasks_are_named_after_role_and_index():
@@ -79,25 +71,14 @@ def test_tasks_are_named_after_role_and_index():
     assert ["chief", "worker-0", "worker-1", "ps-0", "evaluator"] == [task.name for task in cluster.tasks]
     assert "worker-1:2222" == cluster.task("worker-1").address
     assert ["worker-0", "worker-1"] == [task.name for task in cluster.of(Role.WORKER)]
-
-
-def test_data_workers_and_their_dispatcher_are_no_members_of_the_cluster():
+    with pytest.raises(UsageError, match="'worker-1'"):
+        cluster.task("worker-2")
     cluster = spec.build(1, data_workers=2)
     assert ["chief", "worker-0"] == [task.name for task in cluster.members]
     assert ["data-dispatcher", "data-worker-0", "data-worker-1"] == [task.name for task in cluster.tasks[2:]]
-    assert 2 == cluster.replicas
-    assert () == spec.build(0, data_workers=1).members
-    assert cluster == ClusterSpec.from_json(cluster.to_json())
-
-
-def test_an_unknown_task_is_refused_with_the_nearest():
-    with pytest.raises(UsageError, match=r"no task 'worker-2' in this cluster; did you mean 'worker-1'\?"):
-        spec.build(2).task("worker-2")
-
-
-def test_local_tasks_get_an_address_each():
-    cluster = spec.build(1, 1, ports=(7001, 7002, 7003))
-    assert ["127.0.0.1:7001", "127.0.0.1:7002", "127.0.0.1:7003"] == [task.address for task in cluster.tasks]
+    assert (2, ()) == (cluster.replicas, spec.build(0, data_workers=1).members)
+    local = spec.build(1, 1, ports=(7001, 7002, 7003))
+    assert ["127.0.0.1:7001", "127.0.0.1:7002", "127.0.0.1:7003"] == [task.address for task in local.tasks]
 
 
 @pytest.mark.parametrize(
@@ -115,19 +96,21 @@ def test_who_restarts_alone_and_who_only_serves(topology, alone, serving):
     assert serving == [task.name for task in cluster.tasks if cluster.serves(task)]
 
 
-@given(st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4))
-def test_a_cluster_survives_its_json(workers, ps, evaluator, devices):
-    cluster = spec.build(workers, ps if workers else 0, evaluator, devices=devices)
+@given(st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4), st.integers(0, 2))
+def test_a_cluster_survives_its_json(workers, ps, evaluator, devices, data_workers):
+    cluster = spec.build(workers, ps if workers else 0, evaluator, devices=devices, data_workers=data_workers)
     assert cluster == ClusterSpec.from_json(cluster.to_json())
 
 
-@pytest.mark.parametrize("name", ["a", "fashion_mnist-20260101-101010", "A.b-c_9", "x" * 63])
+VALID = ["a", "fashion_mnist-20260101-101010", "A.b-c_9", "x" * 63]
+INVALID = ["", "a/b", "../up", ".hidden", "-x", "a b", "ä", "x" * 64, "a\n", "$HOME"]
+
+
+@pytest.mark.parametrize("name", [*VALID, *INVALID])
 def test_a_run_name_is_what_a_folder_and_a_compose_project_allow(name):
-    assert name == spec.check_run_name(name)
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "-x", "a b", "ä", "x" * 64, "a\n", "$HOME"])
-def test_any_other_run_name_is_refused(name):
+    if name in VALID:
+        assert name == spec.check_run_name(name)
+        return
     with pytest.raises(UsageError) as refused:
         spec.check_run_name(name)
     assert repr(name) in str(refused.value)

@@ -18,7 +18,6 @@ from cluster.host.gpu.placement import Placement
 from cluster.host.launch import teardown
 from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import processes_of
-from cluster.system import processes
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang, StartGang
 from tests.support.waiting import wait_for
@@ -63,56 +62,28 @@ def loaded_by(gang: Gang, generation: int = 0) -> dict[str, str]:
     return {path.name.split(".")[0]: path.read_text() for path in gang.run.path.glob(f"*.{generation}.loaded")}
 
 
-def test_every_program_is_forked_from_the_supervisor(start):
-    gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1)
-    loader = supervisor_of(gang)
-    summary = gang.summary()
-    assert ("succeeded", {"chief": 0, "worker-0": 0}) == (summary["state"], summary["tasks"])
-    assert dict.fromkeys(("chief", "worker-0"), f"[{loader}]") == loaded_by(gang)
-    assert not gang.run.log("supervisor").read_text()
-
-
-def test_a_killed_program_is_forked_again(start):
+def test_every_program_is_forked_from_the_supervisor_and_again_if_it_is_killed(start):
     gang = start(f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
     loader = supervisor_of(gang)
-    gang.await_step("worker-0", 3)
+    for task in ("chief", "worker-0"):
+        gang.await_step(task, 3)
     os.kill(gang.pid("worker-0"), signal.SIGKILL)
     summary = gang.summary()
     assert ("succeeded", 1) == (summary["state"], len(summary["restarts"]))
-    assert dict.fromkeys(("chief", "worker-0"), f"[{loader}]") == loaded_by(gang, generation=1)
+    assert dict.fromkeys(("chief", "worker-0"), f"[{loader}]") == loaded_by(gang) == loaded_by(gang, generation=1)
+    assert not gang.run.log("supervisor").read_text()
 
 
-def test_a_killed_agent_takes_its_program_with_it_and_comes_back(start):
-    gang = start("train(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
-    for task in ("chief", "worker-0"):
-        gang.await_step(task, 3)
-    program = processes.identity(gang.pid("worker-0"))
-    os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
-    summary = gang.summary()
-    assert "succeeded" == summary["state"]
-    assert ["the whole task was killed"] == [restart["cause"] for restart in summary["restarts"]]
-    assert not processes.alive(program)
-
-
-def test_everything_dies_with_the_supervisor(start):
-    gang = start("train(2), work()", workers=1)
-    for task in ("chief", "worker-0"):
-        gang.await_step(task, 2)
-    assert 6 == len(supervisor.processes_left(gang.run))
-    os.kill(supervisor_of(gang), signal.SIGKILL)
-    wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=3)
-
-
-def test_the_end_of_a_forked_process_is_reported(start):
-    gang = start("train(2), print('error: the value', file=sys.stderr), sys.exit(3)", workers=0)
-    cause = gang.summary()["cause"]
-    assert ("failed", 3, "the value") == (gang.summary()["state"], cause["exit_code"], cause["error"])
-
-
-def test_an_unknown_error_ends_a_forked_process_with_its_traceback(start):
-    gang = start("train(2), [][1]", workers=0)
-    assert "IndexError: list index out of range" == gang.summary()["cause"]["error"]
-    assert "Traceback (most recent call last)" in gang.run.log("chief").read_text()
+@pytest.mark.parametrize(
+    ("lines", "code", "error"),
+    [
+        ("print('error: the value', file=sys.stderr), sys.exit(3)", 3, "the value"),
+        ("[][1]", 1, "IndexError: list index out of range"),
+    ],
+)
+def test_the_end_of_a_forked_process_is_reported(start, lines, code, error):
+    cause = start(f"train(2), {lines}", workers=0).summary()["cause"]
+    assert (code, error) == (cause["exit_code"], cause["error"])
 
 
 def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(start, before_start):
@@ -202,15 +173,6 @@ def test_an_agent_that_comes_back_to_do_nothing_imports_nothing(start_apart):
     assert not beat.importing
 
 
-def test_a_run_whose_agents_import_can_be_stopped(start_apart, before_start):
-    before_start(lambda run: (run.path / "import-lasts").touch())
-    gang = start_apart("train(2), finish()", workers=1)
-    wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
-    gang.run.request_stop("a test")
-    (gang.run.path / "import-lasts").unlink()
-    assert ("stopped", []) == (gang.summary()["state"], gang.summary()["restarts"])
-
-
 @pytest.mark.parametrize(
     ("how", "variables"),
     [
@@ -271,16 +233,23 @@ code = """
 import json, os, sys
 files = sorted(int(name) for name in os.listdir("/proc/self/fd"))
 open_ones = [number for number in files if os.path.exists(f"/proc/self/fd/{number}")]
-print(json.dumps([dict(os.environ), open_ones, sys.argv, os.readlink("/proc/self/fd/0"), __name__, os.getsid(0)]))
+import tempfile
+seen = [dict(os.environ), open_ones, sys.argv, os.readlink("/proc/self/fd/0"), tempfile.gettempdir(), os.getsid(0)]
+print(json.dumps(seen))
 """
-forked = begin(code, pass_fds=(kept[0],), start_new_session=True)
+import tempfile
+tempfile.gettempdir()
+forked = begin(code, env={"TMPDIR": "/var/tmp"}, pass_fds=(kept[0],), start_new_session=True)
 said = json.loads(forked.stdout.read())
-print(json.dumps([said, kept[0], forked.pid, forked.wait(10), type(forked).__name__]))
+new = fork_server.start(["true"], env={}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+kinds = [type(process).__name__ for process in (forked, new)]
+print(json.dumps([said, kept[0], forked.pid, forked.wait(10) + new.wait(10), kinds]))
 ''')
-    (environment, files, words, standard_input, name, session), kept, pid, code, kind = printed
-    assert ({"GIVEN": "1"}, ["-c", "word"], "/dev/null") == (environment, words, standard_input)
+    (environment, files, words, standard_input, temporary, session), kept, pid, code, kinds = printed
+    assert ({"TMPDIR": "/var/tmp"}, ["-c", "word"], "/dev/null") == (environment, words, standard_input)
     assert [0, 1, 2, kept] == files
-    assert ("__main__", pid, 0, "ForkedProcess") == (name, session, code, kind)
+    assert ("/var/tmp", pid, 0) == (temporary, session, code)
+    assert ["ForkedProcess", "Popen"] == kinds  # another command than Python is a new process
 
 
 @pytest.mark.parametrize(
@@ -293,25 +262,10 @@ print(json.dumps([said, kept[0], forked.pid, forked.wait(10), type(forked).__nam
     ],
 )
 def test_a_forked_process_ends_as_a_new_one_would(parent, code, ended):
-    assert ended == parent(f"print(begin({code!r}).wait(10))")
-
-
-def test_what_a_forked_process_prints_is_not_lost_when_it_is_killed(parent):
-    assert "a line\n" == parent("""
-forked = begin("import os, signal; print('a line'); os.kill(os.getpid(), signal.SIGKILL)")
-print(json.dumps(forked.stdout.read().decode()))
+    assert ["a line\n", ended] == parent(f"""
+forked = begin({"print('a line');" + code!r})
+print(json.dumps([forked.stdout.read().decode(), forked.wait(10)]))
 """)
-
-
-def test_a_forked_process_uses_the_temporary_folder_that_it_is_given(parent, tmp_path):
-    """Where an agent deletes them after its program, however that ended."""
-    printed = parent(f"""
-import tempfile
-before = tempfile.gettempdir()
-forked = begin("import tempfile; print(tempfile.gettempdir())", env={{"TMPDIR": {str(tmp_path)!r}}})
-print(json.dumps([before, forked.stdout.read().decode().strip()]))
-""")
-    assert str(tmp_path) == printed[1] != printed[0]
 
 
 def test_waiting_for_a_forked_process_has_a_timeout(parent):
@@ -327,11 +281,3 @@ forked.send_signal(signal.SIGTERM)
 print(json.dumps([late, before, forked.wait(10), forked.poll()]))
 """)
     assert [0.05, None, -signal.SIGTERM, -signal.SIGTERM] == printed
-
-
-def test_a_command_other_than_python_is_a_new_process(parent):
-    assert "Popen" == parent("""
-new = fork_server.start(["true"], env={}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
-new.wait(10)
-print(json.dumps(type(new).__name__))
-""")

@@ -41,32 +41,32 @@ def test_failures_are_counted_since_the_newest_progress(tried, count):
     assert count == attempts.without_progress(tried)
 
 
-def test_what_others_save_is_no_progress_of_a_task_that_does_no_step():
-    tried = [Attempt(PROGRAM_FAILURE, 26, 10), *(Attempt(PROGRAM_FAILURE, -1, saved) for saved in (27, 28, 29))]
-    assert 4 == attempts.too_many(tried, 3)
+MOST = attempts.MAX_EXTERNAL_RESTARTS
+KILLED = [Attempt(EXTERNAL, 120, saved) for saved in range(100, 100 + MOST + 1)]
+"""As by a memory watcher that kills at the same step again and again, while checkpoints are saved before it."""
+LOST = [Attempt(LOST_CONTACT, 5)] * (attempts.MAX_LOST_CONTACTS + 1)
 
 
-@pytest.mark.parametrize(("max_restarts", "tolerated"), [(0, 0), (1, 1), (3, 3)])
-def test_the_run_fails_after_so_many_restarts_without_progress(max_restarts, tolerated):
-    assert [0] * tolerated == [attempts.too_many([own(5)] * (n + 1), max_restarts) for n in range(tolerated)]
-    assert tolerated + 1 == attempts.too_many([own(5)] * (tolerated + 1), max_restarts)
-
-
-def test_kills_without_progress_end_the_run():
-    """As by a memory watcher that kills at the same step again and again, while checkpoints are saved before it."""
-    most = attempts.MAX_EXTERNAL_RESTARTS
-    killed = [Attempt(EXTERNAL, 120, saved) for saved in range(100, 100 + most + 1)]
-    assert 0 == attempts.too_many(killed[:most], 3)
-    assert most + 1 == attempts.too_many(killed, 3)
-    assert 3 == attempts.too_many([Attempt(EXTERNAL, 5)] * 3, 3, 2)
-    assert 0 == attempts.too_many([*[Attempt(EXTERNAL, 5)] * most, Attempt(EXTERNAL, 6)], 3)  # a later step
-    assert 0 == attempts.too_many([Attempt(attempts.PLANNED, 5)] * 50, 3)
-
-
-def test_a_network_that_never_carries_ends_the_run_late():
-    lost = [Attempt(LOST_CONTACT, 5)] * attempts.MAX_LOST_CONTACTS
-    assert 0 == attempts.too_many(lost, 3)
-    assert attempts.MAX_LOST_CONTACTS + 1 == attempts.too_many([*lost, Attempt(LOST_CONTACT, 5)], 3)
+@pytest.mark.parametrize(
+    ("tried", "limits", "count"),
+    [
+        ([own(5)], (0,), 1),
+        ([own(5)], (1,), 0),
+        ([own(5)] * 3, (3,), 0),
+        ([own(5)] * 4, (3,), 4),
+        # What others save is no progress of a task that does no step.
+        ([own(26, 10), *(own(-1, saved) for saved in (27, 28, 29))], (3,), 4),
+        (KILLED[:MOST], (3,), 0),
+        (KILLED, (3,), MOST + 1),
+        ([Attempt(EXTERNAL, 5)] * 3, (3, 2), 3),
+        ([*[Attempt(EXTERNAL, 5)] * MOST, Attempt(EXTERNAL, 6)], (3,), 0),  # a later step
+        ([Attempt(attempts.PLANNED, 5)] * 50, (3,), 0),
+        (LOST[1:], (3,), 0),
+        (LOST, (3,), len(LOST)),  # a network that never carries ends the run late
+    ],
+)
+def test_too_many_attempts_without_progress_end_the_run(tried, limits, count):
+    assert count == attempts.too_many(tried, *limits)
 
 
 def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch):

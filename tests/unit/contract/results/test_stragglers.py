@@ -25,49 +25,34 @@ def lines(**paces: Pace) -> list[str]:
     return stragglers.lines(stragglers.findings({name.replace("_", "-"): each for name, each in paces.items()}))
 
 
-def test_a_slow_task_is_reported_with_the_part_that_is_input():
-    others = {"chief": pace(100, 2), "worker_0": pace(104, 2)}
-    assert ["worker-1 is 1.8x slower, 71 % of it in input"] == lines(**others, worker_1=pace(182, 59))
+FEW = replace(pace(190, 90), steps=stragglers.FEWEST - 1)
+SILENT = Pace(steps=stragglers.FEWEST, step_ms={"mean": 900.0})
 
 
-def test_a_task_that_computes_slowly_is_not_starved():
-    assert ["worker-0 is 1.9x slower, 0 % of it in input"] == lines(chief=pace(100, 10), worker_0=pace(190, 10))
-
-
-def test_all_tasks_that_wait_for_input_are_reported_where_none_is_slower():
-    """The hungriest first; a task that is slow because of its input is named once."""
-    assert ["worker-0 waits 25 % of the time for input", "chief waits 20 % of the time for input"] == lines(
-        chief=pace(100, 40), worker_0=pace(105, 50), worker_1=pace(100, 19)
-    )
-    (only,) = lines(chief=pace(100, 1), worker_0=pace(190, 90))
-    assert only.startswith("worker-0 is 1.9x slower, 99 %")
-
-
-@pytest.mark.parametrize(("busy_ms", "slow"), [(124, False), (126, True)])
-def test_small_differences_are_not_reported(busy_ms, slow):
-    assert slow == bool(lines(chief=pace(100), worker_0=pace(busy_ms)))
-
-
-def test_of_the_shortest_steps_even_twice_is_chance():
-    assert [] == lines(chief=pace(0.5, step_ms=2), worker_0=pace(1.2, step_ms=2))
-
-
-def test_the_others_are_judged_by_their_median():
-    """One that is much faster makes nobody slow."""
-    assert [] == lines(chief=pace(20), worker_0=pace(100), worker_1=pace(101), worker_2=pace(103))
-
-
-@pytest.mark.parametrize("silent", [Pace(), Pace(steps=stragglers.FEWEST, step_ms={"mean": 900.0})])
-def test_a_task_that_cannot_report_is_left_out(silent):
-    assert [] == lines(chief=pace(100), ps_0=silent)
-
-
-def test_of_a_few_steps_nobody_is_slower_or_starved():
-    assert [] == lines(chief=pace(100), worker_0=replace(pace(190, 90), steps=stragglers.FEWEST - 1))
-
-
-def test_no_one_is_slower_than_nobody():
-    assert [] == lines(chief=pace(150))
+@pytest.mark.parametrize(
+    ("paces", "expected"),
+    [
+        (
+            {"chief": pace(100, 2), "worker_0": pace(104, 2), "worker_1": pace(182, 59)},
+            ["worker-1 is 1.8x slower, 71 % of it in input"],
+        ),
+        ({"chief": pace(100, 10), "worker_0": pace(190, 10)}, ["worker-0 is 1.9x slower, 0 % of it in input"]),
+        ({"chief": pace(100, 1), "worker_0": pace(190, 90)}, ["worker-0 is 1.9x slower, 99 % of it in input"]),
+        (
+            {"chief": pace(100, 40), "worker_0": pace(105, 50), "worker_1": pace(100, 19)},
+            ["worker-0 waits 25 % of the time for input", "chief waits 20 % of the time for input"],
+        ),
+        ({"chief": pace(100), "worker_0": pace(124)}, []),
+        ({"chief": pace(100), "worker_0": pace(126)}, ["worker-0 is 1.3x slower, 0 % of it in input"]),
+        ({"chief": pace(0.5, step_ms=2), "worker_0": pace(1.2, step_ms=2)}, []),  # chance
+        # The others are judged by their median: one that is much faster makes nobody slow.
+        ({"chief": pace(20), "worker_0": pace(100), "worker_1": pace(101), "worker_2": pace(103)}, []),
+        *(({"chief": pace(100), "ps_0": silent}, []) for silent in (Pace(), SILENT, FEW)),
+        ({"chief": pace(150)}, []),
+    ],
+)
+def test_who_is_slower_and_who_waits_for_input(paces, expected):
+    assert expected == lines(**paces)
 
 
 # What the task itself keeps

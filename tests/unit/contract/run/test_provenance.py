@@ -15,34 +15,15 @@ from invoke import Exit, MockContext
 import tasks
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.host.checks import rerun
 from cluster.host.cli.tasks import runs
-from cluster.host.control import scaling
 from cluster.host.launch import planning, startup, teardown
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services, supervisor
+from cluster.host.runtime import compose_services
 from cluster.system.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
 RECORDS = ("config.json", "cluster.json", "compose.json", "control/started.json", "manifest.json")
-
-
-@pytest.fixture
-def started(resolved, monkeypatch) -> Callable[..., RunFolder]:
-    """Starts a run of local processes, up to the processes themselves, and ends it; returns its folder."""
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
-
-    def start(name: str = "mine", **requested: Any) -> RunFolder:
-        options = {"runtime": "local", "tensorboard_port": "0"} | requested
-        named = {} if "resume" in requested else {"name": name, "workers": 1}
-        planned = planning.plan(Request(**named, **options))
-        startup.start(planned, Commands(), began=time.time())
-        planned.run.end("stopped")
-        write_json(planned.run.summary, {"state": "stopped"})
-        return planned.run
-
-    return start
 
 
 def another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -53,16 +34,20 @@ def another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # What `up` seals, and what is believed afterwards
 
 
+@pytest.fixture
+def started(resolved, stopped_run) -> Callable[..., RunFolder]:
+    """Starts a run of local processes, up to the processes themselves, and ends it; returns its folder."""
+    return lambda **requested: stopped_run(
+        **({} if "resume" in requested else {"name": "mine", "workers": 1}) | requested
+    )
+
+
 def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started):
     run = started()
     for _ in range(2):
         provenance.check(run)
         started(resume="mine", workers=2)
-    provenance.check(run)
-
-
-def test_what_the_tasks_write_is_not_covered(started):
-    run = started()
+    # What the tasks write is not covered.
     write_json(run.manifest, read_json(run.manifest) | {"data": {"name": "x"}, "environment": {"python": "3"}})
     write_json(run.checkpoints / "ckpt-1.json", {"step": 1, "files": {}})
     provenance.check(run)
@@ -73,20 +58,11 @@ def test_a_record_that_was_rewritten_is_named_and_not_believed(started, record):
     run = started()
     write_json(run.path / record, read_json(run.path / record) | {"preset": "theirs:preset"})
     error = refusal(Request(resume="mine", runtime="local"))
-    assert EXIT_USAGE == error.exit_code
-    assert str(error).startswith(f"run 'mine': {record} changed since you started it, ")
-    assert str(error).endswith("; read that first, then add --trust")
-
-
-@pytest.mark.parametrize("how", ["removed", "broken", "no object"])
-def test_nor_is_one_that_is_no_record_any_more(started, how):
-    run = started()
-    if how == "removed":
-        run.manifest.unlink()
-    else:
-        run.manifest.write_text({"broken": "{", "no object": "[]"}[how])
-    with pytest.raises(UsageError, match="manifest.json"):
-        provenance.check(run)
+    assert (EXIT_USAGE, True, True) == (error.exit_code, record in str(error), "--trust" in str(error))
+    for text in ("{", "[]", None):
+        (run.path / record).write_text(text) if text else (run.path / record).unlink()
+        with pytest.raises(UsageError):
+            provenance.check(run)
 
 
 def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_not(started, monkeypatch, tmp_path):
@@ -94,17 +70,13 @@ def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_
     runs_dir.rename(tmp_path / "moved")
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "moved"))
     assert planning.plan(Request(resume="mine", runtime="local")).resumes
-    another_user(monkeypatch, tmp_path)
-    message = "run 'mine' was not started by you on this machine: "
-    assert str(refusal(Request(resume="mine", runtime="local"))).startswith(message)
-
-
-def test_a_run_that_was_copied_or_renamed_is_refused(started):
-    mine = started()
-    theirs = RunFolder(mine.path.with_name("theirs"))
-    shutil.copytree(mine.path, theirs.path)
+    theirs = RunFolder(tmp_path / "moved" / "theirs")
+    shutil.copytree(tmp_path / "moved" / "mine", theirs.path)
     with pytest.raises(UsageError, match="--trust"):
         provenance.check(theirs)
+    another_user(monkeypatch, tmp_path)
+    assert "--trust" in str(refusal(Request(resume="mine", runtime="local")))
+    assert "--trust" in str(refusal(Request(trust=True)))  # which is for runs that are there
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[1]", "[{}]", "null", "[[]]", '[{"config.json": 1}]'])
@@ -116,10 +88,8 @@ def test_a_note_that_is_none_trusts_nothing(make_run, text):
 
 
 def test_two_runs_of_one_name_are_distinguished(started, tmp_path):
-    first = started()
-    first.path.parent.rename(tmp_path / "elsewhere")
-    second = started()
-    for run in (RunFolder(tmp_path / "elsewhere" / "mine"), second):
+    started().path.parent.rename(tmp_path / "elsewhere")
+    for run in (started(), RunFolder(tmp_path / "elsewhere" / "mine")):
         provenance.check(run)
 
 
@@ -179,13 +149,10 @@ def test_no_command_starts_or_loads_anything_of_a_run_that_is_not_trusted(ready,
 
 def test_what_is_trusted_and_gone_on_with_is_known_from_then_on(started, monkeypatch, tmp_path):
     run = started()
+    assert 0o700 == provenance._path(run.name).parent.stat().st_mode & 0o777
     another_user(monkeypatch, tmp_path)
     started(resume="mine", trust=True)
     provenance.check(run)
-
-
-def test_trust_is_for_runs_that_are_there(resolved):
-    assert "--trust" in str(refusal(Request(trust=True)))
 
 
 def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(started, monkeypatch):
@@ -196,13 +163,6 @@ def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(started, monke
     with pytest.raises(UsageError, match="config.json"):
         startup.go_on(planned, Commands())
     assert (before, 0) == (read_json(provenance._path(run.name)), run.generation)
-
-
-def test_a_rerun_believes_no_runtime_but_the_one_it_was_started_with(ready):
-    run = ready("rerun")
-    write_json(run.manifest, read_json(run.manifest) | {"runtime": "docker"})
-    with pytest.raises(UsageError, match="manifest.json"):
-        rerun.rerun(run, "", 0.0, Commands())
 
 
 @pytest.mark.parametrize("end", [teardown.kill, teardown.remove])
@@ -218,12 +178,6 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(make_run, end):
 
 
 # The notes
-
-
-def test_notes_are_the_user_s_alone(started):
-    path = provenance._path(started().name)
-    assert 0o700 == path.parent.stat().st_mode & 0o777
-    assert path.is_file()
 
 
 def test_notes_are_with_the_user_s_state(monkeypatch, tmp_path):
@@ -275,19 +229,10 @@ def test_no_container_sees_the_notes(resolved, docker, monkeypatch, tmp_path, se
         requested["script"] = str(home / "fit.py")
     else:
         monkeypatch.setenv(seen, str(home))
-    message = f"containers would see {home}, and in it {home}/state/tf-cluster/runs, "
     error = refusal(Request(**requested))
-    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith(message))
+    assert (EXIT_USAGE, True) == (error.exit_code, f"{home}/state/tf-cluster/runs" in str(error))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     planning.plan(Request(**requested))
-
-
-def test_scaling_believes_the_records_as_little(ready):
-    run = ready("scale")
-    another = {"global_batch": 192, "preset": "theirs:preset"}
-    write_json(run.config, another)
-    with pytest.raises(UsageError, match="config.json"):
-        scaling.plan(run, "2", "")
 
 
 def test_a_resume_that_was_killed_while_it_wrote_the_records_can_be_tried_again(started, monkeypatch):

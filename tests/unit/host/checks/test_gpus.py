@@ -1,6 +1,5 @@
 """GPUs in the doctor: every check reports what it found, good or bad, with a fix, and measures where asked to."""
 
-import ctypes
 import json
 import subprocess
 import sys
@@ -79,19 +78,6 @@ def test_a_good_host_is_ok(docker, nvidia_smi, toolkit_installed, monkeypatch):
     found = examine()
     assert {"ok"} == {finding.state for finding in found.values()}
     assert {""} == {finding.fix for finding in found.values()}
-    assert {name: finding.detail for name, finding in found.items()} == {
-        "gpus": "8 NVIDIA H100 80GB HBM3",
-        "gpu driver": "570.133.20: all of CUDA 12.5",
-        "gpu persistence": "on",
-        "gpu mig": "no GPU is split into instances",
-        "gpu ecc": "on, no uncorrected error",
-        "gpu clocks": "the same on GPUs of one model (highest clock 1980, application clock 1980, power limit 700.00)",
-        "shared memory": "/dev/shm has 8.0 GiB",
-        "gpu toolkit": "NVIDIA's container toolkit 1.17.8; the engine supports --gpu-runtime reserve, nvidia",
-        "gpu image": "CUDA 12.9, cuDNN 9 and NCCL load; 8 GPUs seen, devices: "
-        + ", ".join(SEEN["devices"])  # type: ignore[arg-type]
-        + "; 1.0 GiB shared memory",
-    }
     (run,) = (call for call in calls.read_text().splitlines() if call.startswith("run "))
     for word in ("--rm", "--gpus=all", "--shm-size=1gb", "--read-only", "--network=none", "--cap-drop=ALL"):
         assert word in run.split()
@@ -102,27 +88,20 @@ def test_a_mixed_host_is_reported_with_what_to_use(docker, nvidia_smi):
     docker("exit 1")
     nvidia_smi("3-mixed")
     found = examine()
-    assert ("warning", "1 NVIDIA L4, 2 NVIDIA A100 80GB PCIe") == (found["gpus"].state, found["gpus"].detail)
     assert "--gpus 1,2" in found["gpus"].fix
-    assert "warning" == found["gpu driver"].state
-    assert "off on GPU 0,1,2" in found["gpu persistence"].detail
-    assert "off on GPU 2" in found["gpu ecc"].detail
-    assert "application clock 1410 on GPU 1, 1065 on GPU 2" in found["gpu clocks"].detail
-    assert "power limit 300.00 on GPU 1, 250.00 on GPU 2" in found["gpu clocks"].detail
-    assert "highest" not in found["gpu clocks"].detail
-    assert "2040" not in found["gpu clocks"].detail
-    assert ("warning", "warning") == (found["gpu toolkit"].state, found["gpu image"].state)
+    for check in ("gpus", "gpu driver", "gpu persistence", "gpu ecc", "gpu clocks", "gpu toolkit", "gpu image"):
+        assert "warning" == found[check].state, check
+    assert "GPU 0,1,2" in found["gpu persistence"].detail
+    assert "GPU 2" in found["gpu ecc"].detail
+    assert "2040" not in found["gpu clocks"].detail  # the highest clocks differ, but not those of one model
 
 
 def test_instances_an_old_driver_and_memory_errors_are_reported(docker, nvidia_smi):
     docker("exit 1")
     nvidia_smi("2-a100-mig")
     found = examine()
-    assert "warning" == found["gpu mig"].state
-    assert "GPU 0 is split" in found["gpu mig"].detail
-    assert ("failed", "515.105.01: CUDA 12 needs 525.60.13") == (found["gpu driver"].state, found["gpu driver"].detail)
-    assert "failed" == found["gpu ecc"].state
-    assert "GPU 1 had" in found["gpu ecc"].detail
+    states = {check: found[check].state for check in ("gpu mig", "gpu driver", "gpu ecc")}
+    assert {"gpu mig": "warning", "gpu driver": "failed", "gpu ecc": "failed"} == states
 
 
 @pytest.mark.parametrize(
@@ -145,10 +124,7 @@ def test_the_driver_is_compared_by_its_numbers(version, state):
 def test_what_a_gpu_does_not_report_is_no_problem(none):
     report = [dict.fromkeys(gpu, none) | {"index": gpu["index"], "name": "L4"} for gpu in recorded("8-h100-nvswitch")]
     checks = (gpu_settings.persistence, gpu_settings.mig, gpu_settings.memory_errors, gpu_settings.clocks)
-    found = [check(report) for check in checks]
-    assert {"ok"} == {finding.state for finding in found}
-    assert ["not reported by these GPUs"] * 2 == [found[0].detail, found[2].detail]
-    assert "none reported" in found[3].detail
+    assert {"ok"} == {check(report).state for check in checks}
 
 
 def test_one_gpu_alone_of_its_model_is_named_as_a_list():
@@ -181,30 +157,18 @@ def test_fields_that_a_driver_does_not_know_are_left_out(docker, tmp_path):
     assert (0, "index, name, power.limit [W]\n0, H100, 700.00\n") == gpu_settings.query()
 
 
-@pytest.mark.parametrize(
-    ("size", "state", "detail"),
-    [(2**30, "ok", "1.0 GiB"), (64 * 2**20, "warning", "has 64 MiB"), (0, "warning", "0 MiB")],
-)
-def test_shared_memory_must_be_enough_for_nccl(size, state, detail):
-    found = gpu_settings.shared_memory(size)
-    assert state == found.state
-    assert detail in found.detail
+@pytest.mark.parametrize(("size", "state"), [(2**30, "ok"), (64 * 2**20, "warning"), (0, "warning")])
+def test_shared_memory_must_be_enough_for_nccl(size, state):
+    assert state == gpu_settings.shared_memory(size).state
 
 
 @pytest.mark.parametrize(
-    ("version", "ways", "state", "detail", "fix"),
-    [
-        ("1.17.8", ["cdi"], "ok", "toolkit 1.17.8; the engine supports --gpu-runtime cdi", ""),
-        ("1.17.8", [], "failed", "neither", "`nvidia-ctk runtime configure"),
-        ("", [], "failed", "no nvidia-ctk", "install NVIDIA's container toolkit, then `nvidia-ctk runtime"),
-        ("1.17.8", None, "warning", "no engine", "install Docker Engine"),
-    ],
+    ("version", "ways", "state"),
+    [("1.17.8", ["cdi"], "ok"), ("1.17.8", [], "failed"), ("", [], "failed"), ("1.17.8", None, "warning")],
 )
-def test_the_toolkit_must_be_there_and_known_to_the_engine(version, ways, state, detail, fix):
+def test_the_toolkit_must_be_there_and_known_to_the_engine(version, ways, state):
     found = gpu_settings.container_toolkit(version, ways)
-    assert state == found.state
-    assert detail in found.detail
-    assert found.fix.startswith(fix)
+    assert (state, state != "ok") == (found.state, bool(found.fix))
 
 
 def test_an_engine_that_knows_only_cdi_is_asked_by_cdi(docker, nvidia_smi):
@@ -237,63 +201,41 @@ def test_a_container_that_hangs_is_removed(docker, nvidia_smi, monkeypatch):
     assert f"rm --force {name}" == calls.read_text().splitlines()[-1]
 
 
+def seen(**changes: object) -> str:
+    """Return what a container prints that sees something else than a good one."""
+    return "a warning\n" + json.dumps(SEEN | changes)
+
+
 @pytest.mark.parametrize(
-    ("code", "report", "state", "detail"),
+    ("code", "text", "state", "detail"),
     [
-        (0, {}, "ok", "CUDA 12.9"),
-        (0, {"missing": ["libnccl.so.2: cannot open"]}, "failed", "libraries do not load: libnccl.so.2: cannot open"),
-        (0, {"count": 7}, "failed", "7 GPUs seen, devices: /dev/nvidia0, "),
-        (0, {"count": 7}, "failed", "expected 8"),
-        (0, {"count": 0, "devices": [], "error": "no CUDA-capable device"}, "failed", "CUDA says: no CUDA-capable"),
-        (0, {"error": "driver version is insufficient"}, "failed", "CUDA says: driver version is insufficient"),
-        (0, {"shared_bytes": 2**26}, "failed", "64 MiB"),
+        (0, seen(), "ok", "CUDA 12.9"),
+        (0, seen(missing=["libnccl.so.2: cannot open"]), "failed", "libnccl.so.2: cannot open"),
+        (0, seen(count=7), "failed", "7 GPUs seen"),
+        (0, seen(count=0, devices=[], error="no CUDA-capable device"), "failed", "no CUDA-capable"),
+        (0, seen(error="driver version is insufficient"), "failed", "driver version is insufficient"),
+        (0, seen(shared_bytes=2**26), "failed", "64 MiB"),
+        (125, "docker: Error\nno device driver with capabilities gpu", "failed", "no device driver"),
+        (1, "", "failed", "no output"),
+        (0, "something else", "failed", "'something else'"),
+        (0, "[1]", "failed", "'[1]'"),
     ],
 )
-def test_what_a_container_sees_is_judged(code, report, state, detail):
-    found = gpu_image.judge_image(code, "a warning\n" + json.dumps(SEEN | report), 8)
+def test_what_a_container_sees_is_judged(code, text, state, detail):
+    found = gpu_image.judge_image(code, text, 8)
     assert state == found.state
     assert detail in found.detail
 
 
-@pytest.mark.parametrize(
-    ("code", "text", "detail"),
-    [
-        (125, "docker: Error\nno device driver with capabilities gpu", "starts: no device driver"),
-        (1, "", "no output"),
-        (0, "something else", "'something else'"),
-        (0, "[1]", "'[1]'"),
-    ],
-)
-def test_a_container_without_a_report_is_a_failure(code, text, detail):
-    found = gpu_image.judge_image(code, text, 1)
-    assert "failed" == found.state
-    assert detail in found.detail
+def test_what_runs_inside_reports_a_place_without_cuda_too():
+    done = subprocess.run([sys.executable, "-c", gpu_image._PROBE], capture_output=True, text=True, check=True)
+    assert {"devices", "missing", "shared_bytes"} <= json.loads(done.stdout).keys()
 
 
 def test_an_engine_that_may_not_lift_limits_is_not_to_be_configured():
     text = "docker: Error response from daemon: error setting rlimit type 8: operation not permitted: unknown"
     assert "CAP_SYS_RESOURCE" in gpu_image.judge_image(125, text, 1).fix
     assert "nvidia-ctk" in gpu_image.judge_image(125, "docker: no device driver", 1).fix
-
-
-def test_what_runs_inside_reports_a_place_without_cuda_too():
-    done = subprocess.run([sys.executable, "-c", gpu_image._PROBE], capture_output=True, text=True, check=True)
-    report = json.loads(done.stdout)
-    lacking = [name for name in ("libcudart.so.12", "libcudnn.so.9", "libnccl.so.2") if not loads(name)]
-    assert lacking == [why.partition(":")[0] for why in report["missing"]]
-    assert report["shared_bytes"] > 0
-    if lacking:
-        found = gpu_image.judge_image(0, done.stdout.strip(), 1)
-        assert ("failed", True) == (found.state, "do not load" in found.detail)
-
-
-def loads(name: str) -> bool:
-    """Whether the machine of this test has a library."""
-    try:
-        ctypes.CDLL(name)
-    except OSError:
-        return False
-    return True
 
 
 def test_gpus_cut_into_instances_are_not_expected_whole(docker, nvidia_smi):
@@ -330,7 +272,8 @@ def test_it_is_measured_in_the_image_on_the_gpus_that_a_plan_would_use(docker, n
     calls = docker(engine_that(run=f"echo 'NCCL version 2.32.3'; echo '{measured(4)}'; echo 'NCCL WARN'"))
     nvidia_smi("8-h100-nvswitch")
     found = gpu_image.examine_bandwidth("4")
-    assert ("ok", "GPU 0,1,2,3 over NV18: bus GB/s 101.3 at 64 MiB, 230.0 at 512 MiB") == (found.state, found.detail)
+    assert "ok" == found.state
+    assert "101.3 at 64 MiB, 230.0 at 512 MiB" in found.detail
     (run,) = (call for call in calls.read_text().splitlines() if call.startswith("run "))
     assert ' --gpus="device=0,1,2,3" ' in run
     assert " --env=GPUS_GIVEN=4 " in run
@@ -361,43 +304,29 @@ def test_without_the_image_it_runs_in_an_environment_with_cuda(docker, nvidia_sm
     assert "\nrun " not in calls.read_text()
 
 
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [
-        (engine_that(run="exit 1", image="exit 1"), "tf-cluster/train:gpu is not built, and this environment has no"),
-        (engine_that(info=NEITHER), "no engine provides GPUs to containers, and this environment has no"),
-        ("exit 1", "no engine provides GPUs to containers, and this environment has no"),
-    ],
-)
-def test_where_nothing_can_measure_it_the_image_is_the_fix(docker, nvidia_smi, script, why):
+@pytest.mark.parametrize("script", [engine_that(run="exit 1", image="exit 1"), engine_that(info=NEITHER), "exit 1"])
+def test_where_nothing_can_measure_it_the_image_is_the_fix(docker, nvidia_smi, script):
     docker(script)
     nvidia_smi("8-h100-nvswitch")
     found = gpu_image.examine_bandwidth()
     assert ("failed", BUILD) == (found.state, found.fix)
-    assert why in found.detail
 
 
-def test_one_gpu_alone_has_nothing_to_reduce(docker, nvidia_smi):
-    calls = docker(engine_that(run="exit 1"))
-    nvidia_smi("8-h100-nvswitch")
-    assert Finding("gpu bandwidth", "ok", "GPU 3 alone: nothing to all-reduce") == gpu_image.examine_bandwidth("3,")
-    assert "" == calls.read_text()
-
-
-def test_gpus_that_a_run_trains_on_are_left_alone(docker, nvidia_smi, monkeypatch):
-    calls = docker(engine_that(run="exit 1"))
-    nvidia_smi("8-h100-nvswitch")
+@pytest.mark.parametrize(
+    ("host", "gpus", "state"),
+    [
+        ("8-h100-nvswitch", "3,", "ok"),  # alone it has nothing to reduce
+        ("8-h100-nvswitch", "", "failed"),  # a run trains on one of them
+        ("", "", "failed"),
+    ],
+)
+def test_where_there_is_nothing_to_measure_no_container_starts(docker, nvidia_smi, monkeypatch, host, gpus, state):
+    calls = docker("exit 1")
+    if host:
+        nvidia_smi(host)
     monkeypatch.setattr(planning, "busy", lambda: {"0": "fashion"})
-    found = gpu_image.examine_bandwidth()
-    assert "failed" == found.state
-    assert "fashion" in found.detail
+    assert state == gpu_image.examine_bandwidth(gpus).state
     assert "" == calls.read_text()
-
-
-def test_a_machine_without_gpus_fails_what_was_asked_for(docker):
-    docker("exit 1")
-    found = gpu_image.examine_bandwidth()
-    assert ("failed", True) == (found.state, "--bandwidth: no GPU was found on this machine" in found.detail)
 
 
 @pytest.mark.parametrize("requested", ["none", "some"])
@@ -407,34 +336,26 @@ def test_what_is_not_understood_is_refused(requested):
 
 
 @pytest.mark.parametrize(
-    ("code", "text", "detail"),
+    ("code", "text"),
     [
-        (124, "docker run did not answer in 300 s", "between GPU 0,1 fails: docker run did not answer"),
-        (1, "Traceback\nerror: all-reduce of 64 MiB gave [1.0], expected", "fails: error: all-reduce of 64 MiB gave"),
-        (1, "", "fails: no output"),
-        (0, "nonsense", "'nonsense' instead of"),
-        (0, "[1]", "'[1]' instead of"),
-        (0, '{"devices": ["GPU:0", "GPU:1"], "sizes": []}', "instead of 2 GPUs"),
-        (0, measured(2).replace("GPU", "CPU"), "measured on CPU:0, CPU:1 instead of 2 GPUs"),
-        (0, measured(1), "measured on GPU:0 instead of 2 GPUs"),
+        (124, "docker run did not answer in 300 s"),
+        (1, "Traceback\nerror: all-reduce of 64 MiB gave [1.0], expected"),
+        (1, ""),
+        (0, "nonsense"),
+        (0, "[1]"),
+        (0, '{"devices": ["GPU:0", "GPU:1"], "sizes": []}'),
+        (0, measured(2).replace("GPU", "CPU")),
+        (0, measured(1)),
     ],
 )
-def test_an_answer_without_a_bandwidth_is_a_failure(code, text, detail):
-    found = gpu_image.judge_bandwidth(code, text, PAIR, ("0", "1"))
-    assert "failed" == found.state
-    assert detail in found.detail
-    assert "NCCL_DEBUG=INFO" in found.fix
+def test_an_answer_without_a_bandwidth_is_a_failure(code, text):
+    assert "failed" == gpu_image.judge_bandwidth(code, text, PAIR, ("0", "1")).state
 
 
 def test_the_connections_are_named_if_they_are_known(nvidia_smi):
-    nvidia_smi("2-h100-nvl")
-    assert gpu_image.judge_bandwidth(0, measured(2), devices.machine("-"), ("0", "1")).detail.startswith(
-        "GPU 0,1 over NV12: "
-    )
     nvidia_smi("8-a100-pcie-bridges")
-    assert (
-        " over NV12, SYS: " in gpu_image.judge_bandwidth(0, measured(3), devices.machine("-"), ("0", "1", "7")).detail
-    )
+    found = gpu_image.judge_bandwidth(0, measured(3), devices.machine("-"), ("0", "1", "7"))
+    assert " over NV12, SYS: " in found.detail
     assert "over" not in gpu_image.judge_bandwidth(0, measured(2), Machine(()), ("0", "1")).detail
 
 

@@ -10,15 +10,10 @@ from invoke.main import program
 
 import tasks
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import TraceAnswer
-from cluster.host.checks import doctor, verify
-from cluster.host.checks.verify import CASES
-from cluster.host.control import profile
 from cluster.host.image import engine
 from cluster.host.launch import footprint
 from cluster.host.reports import comparison
 from cluster.host.runtime import tensorboard
-from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.host.view.status import live_lines, read_status, status_table
 from cluster.system.json_files import append_json, write_json
@@ -119,24 +114,11 @@ def test_lists_and_help(capsys, monkeypatch, words):
     check(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"workers": "2"},
-        {"workers": "0"},
-        {"workers": "11", "evaluator": True},
-        {"workers": "3", "ps": "2"},
-        {"workers": "1", "strategy": "pipeline"},
-    ],
-)
-def test_explain(capsys, options):
-    check(screen(capsys, "explain", **options))
-
-
-def test_explain_of_a_wrong_tf_config(capsys, tmp_path):
+def test_explain(capsys, tmp_path):
+    for options in ({"workers": "0"}, {"workers": "11", "evaluator": True}, {"workers": "3", "ps": "2"}):
+        check(screen(capsys, "explain", **options))
     (tmp_path / "tf_config.json").write_text('{"cluster": {"worker": ["localhost:1", "10.0.0.300:0"]}, "job": "chief"}')
     check(screen(capsys, "explain", file="tf_config.json"))
-    check(screen(capsys, "explain", file="tf_config.json", lint=True))
 
 
 @pytest.mark.usefixtures("resolved")
@@ -149,14 +131,6 @@ def test_plan(capsys, monkeypatch):
     assert all(task in text for task in ("chief", "worker-1", "memory"))
     for line in screen(capsys, "up", name=FIRST, runtime="local", dry=True).splitlines():
         assert len(line) <= WIDTH or 1 == len(shlex.split(line.removesuffix("\\")))  # TF_CONFIG stays whole
-
-
-def test_doctor_and_env(capsys, monkeypatch):
-    fix = "start Docker (`sudo systemctl start docker`), or set DOCKER_HOST to where it answers"
-    finding = {"check": "Docker Engine", "state": "warning", "detail": NO_ENGINE, "fix": fix}
-    monkeypatch.setattr(doctor, "look", lambda **_: {"ok": True, "findings": [finding, finding | {"fix": ""}]})
-    check(screen(capsys, "doctor"))
-    check(screen(capsys, "env"))
 
 
 # A run in progress
@@ -180,25 +154,13 @@ def test_a_script_s_status_and_live_view(capsys, training):
     check(live_lines(read_status(training), [], WIDTH))
 
 
-def test_logs_of_a_task_that_prints_nothing(capsys, training):
-    text = screen(capsys, "logs", "worker-0")
-    check(text)
-    assert 1 == len(text.splitlines())
-
-
-def test_profile(training):
-    check(profile.lines(training, TraceAnswer(id="1", task="worker-0", first=123_452, last=123_461), 5))
-
-
 # Runs that ended
 
 
-@pytest.mark.parametrize("script", [None, "train.py"])
-@pytest.mark.parametrize("state", ["succeeded", "stopped", "failed"])
+@pytest.mark.parametrize(("state", "script"), [("succeeded", ""), ("stopped", ""), ("failed", ""), ("failed", "x.py")])
 def test_the_end(capsys, make_ended, state, script):
-    run = make_ended(FIRST, state, **({"script": script} if script else {}))
-    check(ended_lines(run))
-    for command in ("wait", "stop", "status", "runs"):
+    make_ended(FIRST, state, **({"script": script} if script else {}))
+    for command in ("wait", "status", "runs"):
         check(screen(capsys, command))
     check(screen(capsys, "down", FIRST))
 
@@ -218,38 +180,18 @@ def test_what_looks_back(capsys, make_ended):
     check(comparison.lines(value, runs))
 
 
-def test_verify():
-    detail = "asynchronous, so compared by its convergence: loss 2.3 to 1.9, accuracy 0.41, evaluation loss 1.92, 12 s"
-    rows = [
-        {"strategy": case.kind.class_name, "loop": case.loop, "keras": "3.15.1", "status": verify.UNVERIFIED}
-        | {"parity": 1e-7, "detail": detail}
-        for case in CASES
-    ]
-    check(verify.lines(rows))
-
-
 # Errors
 
 
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("up", {"workers": "x"}),
-        ("up", {"preset": "nothing"}),
         ("up", {"strategy": "mirored"}),
         ("up", {"script": "missing.py"}),
-        ("up", {"resume": "nothing"}),
-        ("up", {"name": "a/b"}),
         ("status", {"run": "nothing"}),
-        ("logs", {"task": "worker-7"}),
-        ("chaos", {"kind": "kil", "task": "worker-0"}),
-        ("chaos", {"kind": "kill", "task": "worker-0"}),
         ("scale", {"workers": "3"}),
-        ("profile", {"task": "worker-0"}),
         ("rerun", {"run": SECOND}),
         ("compare", {}),
-        ("clean", {"run": "nothing"}),
-        ("predict", {}),
     ],
 )
 def test_errors(capsys, monkeypatch, make_ended, command, options):

@@ -9,8 +9,6 @@ from invoke import Config, Context, Exit
 from invoke.exceptions import ThreadException
 from invoke.util import ExceptionWrapper
 
-from cluster.contract.findings import Finding
-from cluster.host.checks import doctor
 from cluster.host.cli.command_line import report_errors
 from cluster.host.cli.runner import Runner
 from cluster.host.launch import planning
@@ -68,40 +66,34 @@ def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly():
 
 
 @pytest.mark.parametrize(
-    ("task", "requested", "expected"),
+    ("task", "requested"),
     [
-        ("logs", {"task": "worker-7"}, "error: no task 'worker-7'"),
-        ("logs", {"run": "a/b"}, "error: run name 'a/b'"),
-        ("status", {"run": "rum"}, "error: there is no run 'rum' in "),
-        ("wait", {"timeout": "soon"}, "error: --timeout 'soon'"),
-        ("stop", {"run": "absent"}, "error: there is no run 'absent' in "),
-        ("down", {"run": "absent"}, "error: there is no run 'absent' in "),
-        ("tensorboard", {"port": "0"}, "error: --port '0'"),
-        ("tensorboard", {"runtime": "podman"}, "error: --runtime 'podman'"),
+        ("logs", {"task": "worker-7"}),
+        ("logs", {"run": "a/b"}),
+        ("status", {"run": "rum"}),
+        ("wait", {"timeout": "soon"}),
+        ("stop", {"run": "absent"}),
+        ("down", {"run": "absent"}),
+        ("tensorboard", {"port": "0"}),
+        ("tensorboard", {"runtime": "podman"}),
     ],
 )
-def test_wrong_usage_ends_with_2_and_starts_nothing(make_run, task, requested, expected):
+def test_wrong_usage_ends_with_2_and_starts_nothing(make_run, task, requested):
     current(make_run(workers=1))
     c = context()
     code, message = refusal(task, c, **requested)
     assert (2, 1, []) == (code, len(message.splitlines()), commands(c))
-    assert message.startswith(expected)
+    assert next(iter(requested.values())) in message
 
 
-def test_waiting_too_long_ends_with_4(make_run):
+def test_waiting_too_long_ends_with_4_and_otherwise_as_the_run_did(make_run, capsys):
     run = current(make_run(workers=0))
     beat(run, "chief", step=1)
-    message = "error: run run has not ended after 1 s; it continues, see `invoke status`"
-    assert (4, message) == refusal("wait", timeout="1")
-
-
-@pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("stopped", 130)])
-def test_waiting_reports_how_the_run_ended(make_run, capsys, state, code):
-    run = current(make_run(workers=0))
+    assert 4 == refusal("wait", timeout="1")[0]
     values = {"steps": 5, "wall_s": 1.0, "startup_s": None, "metrics": {}, "restarts": []}
-    write_json(run.summary, {"state": state} | values)
-    assert (code, "") == refusal("wait")
-    assert capsys.readouterr().out.startswith(f"{state}: 5 steps in 1.0 s\n")
+    write_json(run.summary, {"state": "stopped"} | values)
+    assert (130, "") == refusal("wait")
+    assert capsys.readouterr().out.startswith("stopped: 5 steps")
 
 
 def test_an_interrupt_ends_with_130(monkeypatch):
@@ -112,18 +104,10 @@ def test_an_interrupt_ends_with_130(monkeypatch):
     assert (130, "interrupted") == refusal("up")
 
 
-@pytest.mark.parametrize(("state", "code"), [("warning", 0), ("failed", 3)])
-def test_the_doctor_ends_with_3_where_something_must_be_fixed(monkeypatch, state, code):
-    monkeypatch.setattr(doctor, "examine", lambda: [Finding("check", state, "found")])
-    assert (code, "") == refusal("doctor")
-
-
 def test_an_engine_that_stops_while_it_builds_ends_the_start(engine_that_fails, tmp_path, capfd):
     calls = engine_that_fails("build ")
     code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
-    assert 1 == code
-    assert message.startswith("error: ") and " && docker build " in message
-    assert 1 == len(message.splitlines())
+    assert (1, 1) == (code, len(message.splitlines()))
     assert "the engine is gone" in capfd.readouterr().err
     assert not (tmp_path / "runs" / "one").exists()
     assert " up " not in calls.read_text()
@@ -132,8 +116,7 @@ def test_an_engine_that_stops_while_it_builds_ends_the_start(engine_that_fails, 
 def test_an_engine_that_stops_half_way_leaves_nothing_behind(engine_that_fails, tmp_path):
     calls = engine_that_fails(" up ")
     code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
-    assert 1 == code
-    assert message.startswith("error: ") and " && docker compose " in message
+    assert (1, 1) == (code, len(message.splitlines()))
     up, down = calls.read_text().splitlines()[-2:]
     run_dir = tmp_path / "runs" / "one"
     assert str(run_dir / "compose.json") in up

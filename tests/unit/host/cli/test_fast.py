@@ -37,13 +37,11 @@ def test_four(): pass
 }
 
 
-Ended = dict[str, dict[str, str]]
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory) -> Ended:
+@pytest.fixture
+def ended(tmp_path) -> dict[str, dict[str, str]]:
     """How the tests of each file end in the fast set; a file that is left out counts as one test with its name."""
-    folder = tmp_path_factory.mktemp("new")
+    folder = tmp_path / "new"
+    folder.mkdir()
     for name, lines in FILES.items():
         (folder / f"{name}.py").write_text(lines)
     report = folder / "report.xml"
@@ -51,25 +49,21 @@ def ended(tmp_path_factory) -> Ended:
     outside = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-p", "tests.fast", *options, str(folder)]
     subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, timeout=300)
-    found: Ended = {}
+    found: dict[str, dict[str, str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         name, outcome = case.get("name", ""), next((part.tag for part in case), "passed")
         found.setdefault(case.get("classname") or name, {})[name] = outcome
     return found
 
 
-def test_what_takes_little_runs(ended):
-    assert {"test_one": "passed"} == ended["test_plain"]
-
-
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("test_imports_0")])
-def test_a_file_that_imports_tensorflow_is_left_out(ended, name):
-    assert {name: "skipped"} == ended[name]
-
-
-def test_a_test_that_imports_tensorflow_is_left_out(ended):
-    assert {"test_one": "skipped", "test_two": "passed"} == ended["test_imports_late"]
-
-
-def test_marked_tests_are_left_out(ended):
-    assert {"test_four": "passed"} == ended["test_marked"]
+def test_only_what_needs_no_tensorflow_and_has_no_mark_runs(ended):
+    imports = {name: {name: "skipped"} for name in FILES if name.startswith("test_imports_0")}
+    assert (
+        imports
+        | {
+            "test_plain": {"test_one": "passed"},
+            "test_imports_late": {"test_one": "skipped", "test_two": "passed"},
+            "test_marked": {"test_four": "passed"},
+        }
+        == ended
+    )

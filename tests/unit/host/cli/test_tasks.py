@@ -55,33 +55,7 @@ def what_test_runs(*exited: int, **options: Any) -> tuple[int, list[str]]:
     return code, [command.removeprefix(f"{shlex.quote(sys.executable)} -m pytest ") for command in commands(c)]
 
 
-TWO_AT_A_TIME = "--numprocesses=2 --dist=loadfile --no-loadscope-reorder"
-
-
 # What the other tasks run
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({}, [f"tests -m 'not long' {TWO_AT_A_TIME}"]),
-        ({"all": True}, [f"tests -m 'not alone' {TWO_AT_A_TIME}", "tests -m alone"]),
-        ({"select": "agent and not ps"}, [f"tests -m 'not long' {TWO_AT_A_TIME} -k 'agent and not ps'"]),
-    ],
-)
-def test_test_runs_two_files_at_a_time_and_then_those_that_fill_the_machine(options, parts):
-    assert (0, parts) == what_test_runs(*([0] * len(parts)), **options)
-
-
-def test_the_fast_tests_are_chosen_by_a_rule_and_no_list():
-    code, parts = what_test_runs(0, fast=True)
-    assert (0, 1) == (code, len(parts))
-    assert parts[0].startswith("tests --ignore=tests/e2e -p tests.fast ")
-
-
-def test_all_and_fast_exclude_each_other():
-    code, _ = refusal("test", MockContext(), all=True, fast=True)
-    assert 2 == code
 
 
 @pytest.mark.parametrize(
@@ -91,10 +65,8 @@ def test_a_failure_in_either_part_of_the_tests_is_reported_after_both(exited, ex
     """5: none of the part's tests was selected, which is wrong only where the other has none either."""
     code, parts = what_test_runs(*exited, all=True)
     assert (expected, 2) == (code, len(parts))
-
-
-def test_an_interrupted_test_run_goes_no_further():
-    assert (2, 1) == (what_test_runs(2)[0], len(what_test_runs(2)[1]))
+    assert (2, 1) == (what_test_runs(2)[0], len(what_test_runs(2)[1]))  # interrupted, it goes no further
+    assert 2 == refusal("test", MockContext(), all=True, fast=True)[0]
 
 
 def test_tasks_run_the_commands_that_their_module_names(monkeypatch):

@@ -5,12 +5,13 @@ import pty
 import sys
 
 import pytest
-from invoke import Exit, MockContext
+from invoke import MockContext
 
 import tasks
 from cluster.host.cli.command_line import answer
 from cluster.host.cli.tasks import tour
 from cluster.host.cli.tasks.tour import STEPS
+from tests.support.command_line import refusal
 from tests.tools import tour as tour_page
 
 
@@ -27,6 +28,7 @@ def test_each_command_is_explained_and_shown_in_80_columns(ran, capsys):
     tasks.ns["tour"](MockContext())
     printed = capsys.readouterr().out
     assert [step.command() for step in STEPS] == ran
+    assert {step.words[0] for step in STEPS} <= set(tasks.ns.task_names)
     shown = [line for line in printed.splitlines() if line.startswith("$ ")]
     assert [f"$ {command}" for command in ran] == shown
     assert not [line for line in printed.splitlines() if len(line) > tour.WIDTH and not line.startswith("$ ")]
@@ -64,47 +66,20 @@ def test_what_was_typed_before_a_question_is_no_answer(monkeypatch):
     os.close(ours)
 
 
-def test_a_reader_who_takes_long_does_not_miss_the_training(ran, monkeypatch):
-    asked: list[int] = []
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(len(ran)) or "")
-    tasks.ns["tour"](MockContext())
-    kill = next(number for number, step in enumerate(STEPS) if step.words[0] == "chaos")
-    start = next(number for number, step in enumerate(STEPS) if step.words[0] == "up")
-    assert start in asked
-    assert not set(range(start + 1, kill + 1)) & set(asked)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_tour_that_fails_or_is_interrupted_ends_with_its_code(monkeypatch, capfd, interrupted):
+    ran = []
 
-
-def test_a_command_that_fails_ends_the_tour_with_its_code(ran, monkeypatch):
-    monkeypatch.setattr(tour, "call", lambda command: 3)
-    with pytest.raises(Exit) as ended:
-        tasks.ns["tour"](MockContext())
-    assert 3 == ended.value.code
-
-
-def test_an_interrupted_tour_ends_its_run(ran, monkeypatch):
     def call(command: str) -> int:
         ran.append(command)
-        if len(ran) == 1:
+        if interrupted and len(ran) == 1:
             raise KeyboardInterrupt
-        return 0
+        return 0 if interrupted else called("invoke explain --workers 0 --strategy none")
 
+    called = tour.call
     monkeypatch.setattr(tour, "call", call)
-    with pytest.raises(Exit) as ended:
-        tasks.ns["tour"](MockContext())
-    assert 130 == ended.value.code
-    assert f"invoke down {tour.RUN}" == ran[-1]
-
-
-def test_every_command_is_a_task_and_needs_no_engine():
-    assert {step.words[0] for step in STEPS} <= set(tasks.ns.task_names)
-    (start,) = (step.words for step in STEPS if step.words[0] == "up")
-    assert "local" == start[start.index("--runtime") + 1]
-
-
-def test_a_command_runs_in_the_checkout_and_returns_its_code(capfd):
-    assert 2 == tour.call("invoke explain --workers 0 --strategy none")
-    assert capfd.readouterr().out.startswith("error: ")
+    assert (130 if interrupted else 2) == refusal("tour")[0]
+    assert interrupted is (f"invoke down {tour.RUN}" == ran[-1])
 
 
 def test_the_document_has_every_step_with_what_it_printed():

@@ -6,16 +6,14 @@ import time
 from typing import Any
 
 import pytest
-from invoke import Exit, MockContext
 
-import tasks
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault, Result
-from cluster.host.runtime import injector
 from cluster.system.errors import TimedOut, UsageError
-from cluster.system.json_files import read_json, read_json_lines, write_json
+from cluster.system.json_files import read_json_lines, write_json
 from tests.support.beats import beat
+from tests.support.command_line import refusal
 from tests.support.gang import Gang, StartGang
 from tests.support.waiting import wait_for
 
@@ -61,25 +59,17 @@ def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault
     gang = begin(start_gang)
     program = gang.pid("worker-0")
     result = chaos.inject(gang.run, Fault("kill", "worker-0", at_step=5))
-    assert ("kill", "worker-0", 5, 3, None) == (
-        *(result.kind, result.task, result.step, result.steps_lost),
-        result.ended,
-    )
-    assert result.as_it_should
+    assert (5, 3, None, True) == (result.step, result.steps_lost, result.ended, result.as_it_should)
     assert result.detected_s is not None and result.resumed_s is not None
     assert 0 < result.detected_s < result.resumed_s
     gang.await_step("worker-0", 6)
     assert program != gang.pid("worker-0")
     (fault,) = gang.events("fault")
-    assert ("worker-0", 0, 5, {"kind": "kill", "whole": False}) == tuple(
-        getattr(fault, key) for key in ("task", "generation", "step", "detail")
-    )
+    assert ("worker-0", 5, {"kind": "kill", "whole": False}) == (fault.task, fault.step, fault.detail)
     assert [result.__dict__] == recorded(gang)
     (restart,) = stopped(gang)["restarts"]
-    assert ("worker-0", 1, 3) == (restart["task"], restart["generation"], restart["steps_lost"])
-    begun = gang.run.generations()[1].time
-    assert round(begun - fault.time, 3) == restart["detected_s"] == result.detected_s
-    assert restart["resumed_s"] == result.resumed_s
+    assert round(gang.run.generations()[1].time - fault.time, 3) == restart["detected_s"] == result.detected_s
+    assert (3, result.resumed_s) == (restart["steps_lost"], restart["resumed_s"])
 
 
 def test_a_worker_of_parameter_servers_that_is_killed_costs_no_steps(start_gang):
@@ -206,22 +196,18 @@ def test_a_run_that_ends_meanwhile_is_an_end_and_no_error(start_gang):
 
 def test_a_fault_whose_step_never_comes_is_not_injected(start_gang):
     gang = start_gang("train(5), meet(), finish()", workers=1)
-    with pytest.raises(UsageError, match=r"run 'run' ended before step 100; nothing was injected"):
+    with pytest.raises(UsageError):
         chaos.inject(gang.run, Fault("kill", "worker-0", at_step=100))
     assert ([], []) == (gang.events("fault"), recorded(gang))
     assert ("succeeded", []) == (gang.summary()["state"], gang.summary()["restarts"])
 
 
-def test_waiting_for_the_step_is_bounded(start_gang):
-    gang = begin(start_gang)
-    with pytest.raises(TimedOut, match=r"waited 0.2 s for worker-0 to train and step 100; see `invoke status`"):
+def test_waiting_for_the_step_and_for_the_recovery_is_bounded(start_gang):
+    gang = begin(start_gang, "if GENERATION: until(lambda: False)\n" + WORKS_ON)
+    with pytest.raises(TimedOut):
         chaos.inject(gang.run, Fault("kill", "worker-0", at_step=100), timeout_s=0.2)
     assert [] == gang.events("fault")
-
-
-def test_waiting_for_the_recovery_is_bounded(start_gang):
-    gang = begin(start_gang, "if GENERATION: until(lambda: False)\n" + WORKS_ON)
-    with pytest.raises(TimedOut, match=r"waited 0.5 s for the run to recover from kill worker-0; see `invoke status`"):
+    with pytest.raises(TimedOut):
         chaos.inject(gang.run, Fault("kill", "worker-0"), timeout_s=0.5)
     assert (1, []) == (len(gang.events("fault")), recorded(gang))
     wait_for(lambda: gang.run.generation == 1, "the gang's next generation")
@@ -268,31 +254,21 @@ def run(make_run) -> RunFolder:
 
 
 @pytest.mark.parametrize(
-    ("fault", "line"),
+    ("fault", "named"),
     [
-        (Fault("kil", "worker-0"), "unknown fault 'kil'; did you mean 'kill'?"),
-        (Fault("strom", "worker-0"), "unknown fault 'strom'; did you mean 'storm'?"),
-        (Fault("kill", "worker-7"), "no task 'worker-7' in this cluster; did you mean 'worker-0'?"),
-        (
-            Fault("pause", "worker-0", whole=True),
-            "--whole with pause: it is for kill, which else kills the task's program alone",
-        ),
-        (
-            Fault("partition", "worker-0"),
-            "partition worker-0: local tasks share one network; use a run of --runtime docker",
-        ),
+        (Fault("kil", "worker-0"), "'kill'"),
+        (Fault("strom", "worker-0"), "'storm'"),
+        (Fault("kill", "worker-7"), "'worker-0'"),
+        (Fault("pause", "worker-0", whole=True), "--whole"),
+        (Fault("partition", "worker-0"), "--runtime docker"),
+        (Fault("corrupt", "worker-0"), "script"),
     ],
 )
-def test_what_cannot_be_injected_is_refused_in_one_line(run, fault, line):
-    with pytest.raises(UsageError) as refused:
+def test_what_cannot_be_injected_is_refused(run, fault, named):
+    if fault.kind == "corrupt":
+        write_json(run.config, {"script": "train.py", "arguments": []})  # only the script knows its checkpoints
+    with pytest.raises(UsageError, match=named):
         chaos.check(run, fault)
-    assert line == str(refused.value)
-
-
-def test_a_script_s_checkpoints_are_left_alone(run):
-    write_json(run.config, {"script": "train.py", "arguments": []})
-    with pytest.raises(UsageError, match=r"^corrupt with a script: only the script knows its checkpoints$"):
-        chaos.check(run, Fault("corrupt", "worker-0"))
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -301,33 +277,25 @@ def test_a_run_that_is_not_in_progress_is_refused(run, ended):
         write_json(run.summary, {"state": "succeeded"})
     else:
         beat(run, "chief", age_s=60)  # nothing of it lives
-    with pytest.raises(UsageError, match=r"^run 'run' is not in progress; start one with `invoke up --detach`$"):
+    with pytest.raises(UsageError, match="not in progress"):
         chaos.check(run, Fault("kill", "worker-0"))
-
-
-def ends(**options: Any) -> tuple[int, str]:
-    with pytest.raises(Exit) as ended:
-        tasks.ns["chaos"](MockContext(), **options)
-    return ended.value.code, ended.value.message or ""
 
 
 # The command line
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    "options",
     [
-        ({"kind": "kill"}, "chaos kill"),
-        ({"kind": "kil", "task": "worker-0"}, "'kill'"),
-        ({"kind": "kill", "task": "worker-0", "at_step": "soon"}, "--at-step 'soon'"),
-        ({"kind": "storm", "faults": "0"}, "--faults '0'"),
-        ({"kind": "partition", "task": "worker-0"}, "partition worker-0"),
+        {"kind": "kill"},
+        {"kind": "kil", "task": "worker-0"},
+        {"kind": "kill", "task": "worker-0", "at_step": "soon"},
+        {"kind": "storm", "faults": "0"},
     ],
 )
-def test_wrong_usage_ends_with_2_and_injects_nothing(run, options, named):
-    code, message = ends(**options)
+def test_wrong_usage_ends_with_2_and_injects_nothing(run, options):
+    code, message = refusal("chaos", **options)
     assert (2, 1) == (code, len(message.splitlines()))
-    assert named in message
     assert ([], False) == (run.events(), (run.path / "chaos.jsonl").exists())
 
 
@@ -340,27 +308,12 @@ def test_the_exit_code_reports_whether_the_run_did_as_it_should(run, monkeypatch
         return Result(fault.kind, fault.task, 52, None, 1.0, 0, "stopped")
 
     monkeypatch.setattr(chaos, "inject", inject)
-    requested = {"kind": kind, "task": "worker-0", "at_step": "50", "timeout": "9"}
-    assert (code, "") == ends(**requested)
-    assert f"{kind} worker-0 at step 52: the run stopped 1.0 s later\n" == capsys.readouterr().out
-    assert (code, "") == ends(**requested, json=True)
-    assert {"kind": kind, "task": "worker-0", "step": 52, "ended": "stopped"}.items() <= json.loads(
-        capsys.readouterr().out
-    ).items()
-    assert [(run, Fault(kind, "worker-0", 50), 9)] * 2 == injected
-
-
-def test_a_full_disk_that_is_everybody_s_is_refused_before_anything_is_done(start_gang, monkeypatch):
-    gang = begin(start_gang)
-    monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", 0)
-    monkeypatch.setattr(injector, "BALLAST", "absent/ballast")  # cannot be filled, whatever is decided
-    with pytest.raises(UsageError, match="put RUNS_DIR on a small separate disk"):
-        chaos.inject(gang.run, Fault("diskfull", "worker-0"))
-    assert ([], []) == (gang.events("fault"), recorded(gang))
-    assert "training" == read_json(gang.run.status("chief"))["state"]
+    assert (code, "") == refusal("chaos", kind=kind, task="worker-0", at_step="50", timeout="9", json=True)
+    assert {"kind": kind, "step": 52, "ended": "stopped"}.items() <= json.loads(capsys.readouterr().out).items()
+    assert [(run, Fault(kind, "worker-0", 50), 9)] == injected
 
 
 def test_a_disk_that_must_not_be_filled_is_refused_before_anything_is_waited_for(make_run):
     run = make_run(workers=0)
-    with pytest.raises(UsageError, match="put RUNS_DIR on a small separate disk"):
+    with pytest.raises(UsageError, match="RUNS_DIR"):
         chaos.check(run, Fault("diskfull", "chief", at_step=10**9))

@@ -78,52 +78,32 @@ def refusal(run: RunFolder, workers: str, ps: str = "") -> ClusterError:
     return refused.value
 
 
-def test_a_run_that_failed_is_shown_as_such_while_its_chief_is_frozen(training):
-    run = training(workers=1)
-    beats(run, age_s=LOST_AFTER_S + 5)
-    run.end("failed", task="worker-0", exit_code=1, error="a bug")  # the chief would write the summary
-    assert "failed" == read_status(run, run.heartbeats())["state"] == listing.row(run)["result"]
-
-
 # Refusals: the run continues undisturbed
 
 
 @pytest.mark.parametrize(
-    ("topology", "workers", "ps", "message"),
+    ("topology", "workers", "ps", "named"),
     [
-        ({"workers": 2}, "", "", "--workers is missing: say how many, such as --workers 1"),
-        ({"workers": 2}, "two", "", "--workers 'two': expected a whole number from 0 to 512"),
-        ({"workers": 2}, "0", "1", "--ps 1 with --workers 0: parameter servers need workers"),
-        ({"workers": 2}, "2", "", "run 'run' has 2 workers already"),
-        ({"workers": 1, "ps": 1}, "", "1", "run 'run' has 1 worker and 1 parameter server already"),
-        ({"workers": 2}, "4", "", "--workers 4: global batch 96 is not divisible by 5 replicas; use 1, 3 or 5 workers"),
-        ({"workers": 1}, "4", "", "--workers 4: global batch 96 is not divisible by 5 replicas; use 2, 3 or 5 workers"),
-        (
-            {"workers": 0, "devices": 2},
-            "200",
-            "",
-            "--workers 200: global batch 96 is not divisible by 402 replicas; use 15, 23 or 47 workers",
-        ),
-        (
-            {"workers": 0, "devices": 32},
-            "1",
-            "",
-            "--workers 1: global batch 96 is not divisible by 64 replicas; use 2 ",
-        ),
-        (
-            {"workers": 0, "devices": 64},
-            "1",
-            "",
-            "--workers 1: global batch 96 is not divisible by 128 replicas; no other number fits",
-        ),
-        ({"workers": 0, "strategy": "tpu"}, "1", "", "run 'run' trains on the cores of a TPU, whose number is fixed"),
+        ({"workers": 2}, "", "", "--workers"),
+        ({"workers": 2}, "two", "", "--workers 'two'"),
+        ({"workers": 2}, "0", "1", "--ps 1"),
+        ({"workers": 2}, "2", "", "2 workers already"),
+        ({"workers": 1, "ps": 1}, "", "1", "already"),
+        ({"workers": 2}, "4", "", "use 1, 3 or 5 workers"),
+        ({"workers": 1}, "4", "", "use 2, 3 or 5 workers"),
+        ({"workers": 0, "devices": 2}, "200", "", "use 15, 23 or 47 workers"),
+        ({"workers": 0, "devices": 32}, "1", "", "use 2 "),
+        ({"workers": 0, "devices": 64}, "1", "", "no other number"),
+        ({"workers": 0, "strategy": "tpu"}, "1", "", "TPU"),
+        ({"workers": 1, "strategy": "pipeline"}, "3", "", "--resume run --stages"),
+        ({"workers": 2, "config": {"script": "/its/train.py"}}, "1", "", "invoke stop run"),
     ],
 )
-def test_a_size_that_the_run_cannot_have_is_refused(training, topology, workers, ps, message):
+def test_a_size_that_the_run_cannot_have_is_refused(training, topology, workers, ps, named):
     run = training(**topology)
     error = refusal(run, workers, ps)
     assert (EXIT_USAGE, False) == (error.exit_code, run.stop_requested)
-    assert str(error).startswith(message)
+    assert named in str(error)
 
 
 def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(training):
@@ -134,32 +114,12 @@ def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(trainin
     scaling._check_size(run, run.load_cluster(), spec.build(workers=4))
 
 
-def test_a_run_that_has_ended_is_not_scaled(training):
-    run = training(workers=2)
-    write_json(run.summary, {"state": "stopped"})
-    message = "run 'run' is not in progress; `invoke up --resume run --workers 1` continues it"
-    assert message == str(refusal(run, "1"))
-
-
-def test_a_pipeline_is_cut_for_its_stages(training):
-    error = refusal(training(workers=1, strategy="pipeline"), "3")
-    assert isinstance(error, UsageError)
-    assert "--resume run --stages" in str(error)
-
-
-def test_a_script_keeps_its_own_state(training):
-    run = training({"script": "/its/train.py"}, workers=2)
-    assert str(refusal(run, "1")).startswith(
-        "run 'run' is one of a script, which keeps its own state; `invoke stop run"
-    )
-
-
 def test_memory_counts_the_tasks_that_end(training, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: limits.TASK_MEMORY_BYTES)
     run = training(workers=1)
     error = refusal(run, "3")
     assert (EXIT_PREREQUISITE, False) == (error.exit_code, run.stop_requested)
-    assert "4 tasks need about 2.3 GiB of memory, 1.8 GiB are free; use at most 3 tasks here" == str(error)
+    assert "use at most 3 tasks" in str(error)
     startup.check_machine(scaling.plan(run, "2", ""), ending=2)
 
 
@@ -173,11 +133,13 @@ def claimed_elsewhere(run: RunFolder) -> Iterator[None]:
         yield
 
 
-def test_a_run_that_is_being_stopped_is_left_alone(training):
+def test_only_a_run_that_goes_on_is_scaled(training):
     run = training(workers=2)
     assert run.request_stop("somebody")
-    assert "run 'run' is being stopped already; `invoke status --watch` shows it" == str(refusal(run, "1"))
+    assert "stopped already" in str(refusal(run, "1"))
     assert ("somebody", "") == tuple(read_json(run.control / "stop.json")[key] for key in ("by", "then"))
+    write_json(run.summary, {"state": "stopped"})
+    assert "--resume run --workers 1" in str(refusal(run, "1"))
 
 
 def test_the_request_of_a_killed_command_is_taken_over(training):
@@ -238,10 +200,7 @@ def test_watchers_end_a_run_whose_scaling_was_given_up(orphaned):
     run = orphaned()
     ended = watch.follow(run, lambda value: None, timeout_s=300)
     assert ("failed", 1) == (ended.state, watch.exit_code(ended))
-    assert (
-        "every task saved and ended to be scaled, but `invoke scale` ended before it started them again"
-        == ended.cause.error
-    )
+    assert "`invoke scale` ended before" in ended.cause.error
     assert planning.plan(planning.Request(resume="run", runtime="local")).resumes
 
 

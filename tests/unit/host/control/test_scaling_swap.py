@@ -13,7 +13,6 @@ import pytest
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
-from cluster.contract.run.records import AfterStop
 from cluster.host.control import scaling, watch
 from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan
@@ -21,7 +20,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
 from cluster.host.runtime.base import Shell
 from cluster.host.runtime.local_runtime import processes_of
-from cluster.system.errors import EXIT_TIMEOUT, TimedOut, UsageError
+from cluster.system.errors import TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang
 from tests.support.launching import no_shell
@@ -74,8 +73,7 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(
     waits = threading.Thread(target=lambda: ended.append(watch.follow(gang.run, lambda value: None, 60)))
     waits.start()
     assert 0 == scale(gang, workers=str(after))
-    message = capsys.readouterr().out.splitlines()[-1]
-    assert message.startswith(f"scaled from {before} to {after} workers at step 0 (3 steps done again: ")
+    assert f"from {before} to {after} workers at step 0 (3 steps " in capsys.readouterr().out
     summary = end_of(gang)
     waits.join()
     assert [summary] == [each.to_json() for each in ended]
@@ -90,7 +88,17 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(
     assert set(summary["tasks"]) == set(gang.run.heartbeats())
 
 
-def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch, capsys):
+def test_parameter_servers_continue_at_the_newest_checkpoint(start_gang, scale):
+    lines = "if NAME.startswith(('worker', 'ps')): serve()\n" + LASTING
+    gang = start_gang(lines, workers=1, ps=1)
+    for step in (2, 3):
+        write_json(gang.run.checkpoints / f"ckpt-{step}.json", {})
+    assert 0 == scale(gang, lines, workers="2", ps="2")
+    assert [3] == [event.step for event in gang.events("scaled")]
+    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "ps-1": 0} == end_of(gang)["tasks"]
+
+
+def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch):
     monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "2")
     lines = LASTING.replace("if not GENERATION", "if GENERATION < 2")
     gang = start_gang(lines, workers=2, elastic={"min_workers": 1, "grow": False}, away=("chief", "worker-0"))
@@ -98,7 +106,6 @@ def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch
     gang.run.away("chief").unlink()
     wait_for(lambda: gang.run.generation == 1, "the run to continue without worker-0")
     assert 0 == scale(gang, lines, workers="2")
-    assert "scaled from 1 to 2 workers at step " in capsys.readouterr().out
     summary = end_of(gang)
     assert ("succeeded", 3) == (summary["state"], summary["replicas"])
     assert {"chief": 0, "worker-0": 0, "worker-1": 0} == summary["tasks"]
@@ -131,38 +138,10 @@ def test_a_run_that_is_being_scaled_is_not_resumed(start_gang, scale):
     assert ("succeeded", 3) == (end_of(gang)["state"], len(gang.run.heartbeats()))
 
 
-def test_the_step_is_that_of_the_newest_checkpoint(start_gang, scale, capsys):
-    gang = start_gang(LASTING, workers=2)
-    write_json(gang.run.checkpoints / "ckpt-2.json", {})
-    write_json(gang.run.checkpoints / "ckpt-3.json", {})
-    scale(gang, workers="1")
-    assert "scaled from 2 to 1 workers at step 3; every task trains again after " in capsys.readouterr().out
-    assert [3] == [event.step for event in gang.events("scaled")]
-
-
-def test_parameter_servers_are_mentioned(start_gang, scale, capsys):
-    lines = "if NAME.startswith(('worker', 'ps')): serve()\n" + LASTING
-    gang = start_gang(lines, workers=1, ps=1)
-    assert 0 == scale(gang, lines, workers="2", ps="2")
-    message = "scaled from 1 worker and 1 parameter server to 2 workers and 2 parameter servers at step "
-    assert message in capsys.readouterr().out
-    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "ps-1": 0} == end_of(gang)["tasks"]
-
-
-def test_a_stop_for_another_size_is_not_the_end(start_gang):
-    gang = start_gang("train(3), work()", workers=1)
-    gang.await_step("chief", 3)
-    gang.run.request_stop("a test", then=AfterStop.SCALE)
-    wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=300)
-    assert ("stopped", True, False) == (gang.outcome().state, gang.run.continues_elsewhere, gang.run.summary.exists())
-    assert {"chief": "stopped", "worker-0": "stopped"} == {n: b.state for n, b in gang.run.heartbeats().items()}
-
-
 def test_a_run_that_ends_by_itself_first_says_so(start_gang, scale, capsys):
     gang = start_gang("train(3), until(lambda: run.stop_requested), finish()", workers=1)
     assert 0 == scale(gang, workers="2")
-    output = capsys.readouterr().out
-    assert "run ended before it was scaled\nsucceeded: 3 steps in" in output
+    assert "ended before it was scaled" in capsys.readouterr().out
     assert {"chief": 0, "worker-0": 0} == gang.summary()["tasks"]
 
 
@@ -178,11 +157,8 @@ def test_a_run_that_does_not_stop_in_time_goes_on(start_gang, scale, monkeypatch
     monkeypatch.setattr(watch, "STOP_TIMEOUT_S", 0.2)
     lines = "train(3)\nif not GENERATION: work(saving_s=1)\ntrain(4), meet(), finish()"
     gang = start_gang(lines, workers=1)
-    with pytest.raises(
-        TimedOut, match=r"run run did not stop in 0\.2 s, so it was not scaled; once its tasks"
-    ) as error:
+    with pytest.raises(TimedOut):
         scale(gang, workers="2")
-    assert EXIT_TIMEOUT == error.value.exit_code
     summary = gang.summary()
     assert ("succeeded", 1, []) == (summary["state"], gang.run.generation, summary["restarts"])
     assert {"chief": 0, "worker-0": 0} == summary["tasks"]
@@ -223,10 +199,3 @@ def test_a_cluster_that_cannot_be_started_leaves_a_stopped_run(start_gang, scale
         scale(gang, workers="2")
     assert ("stopped", False) == (read_json(gang.run.summary)["state"], gang.run.after_stop == "scale")
     assert "`invoke up --resume run`" in capsys.readouterr().out
-
-
-def test_a_cluster_that_fails_at_once_ends_the_run(start_gang, scale, capsys):
-    gang = start_gang("train(3), work()", workers=1)
-    assert 1 == scale(gang, "print('error: no such option'), sys.exit(2)", workers="0")
-    assert "run was scaled from 1 to 0 workers at step 0 (3 steps done again: " in capsys.readouterr().out
-    assert "no such option" == gang.summary()["cause"]["error"]

@@ -90,28 +90,46 @@ def test_only_what_the_run_can_outlive_is_drawn(make_run, injected, topology, ru
 
 
 @pytest.mark.parametrize(("runtime", "drawn"), [("local", True), ("docker", True), ("swarm", False)])
-def test_a_worker_is_lost_only_where_the_run_goes_on_without(make_run, injected, runtime, drawn):
+def test_a_worker_is_lost_only_where_the_run_goes_on_without_and_is_spared_then(make_run, injected, runtime, drawn):
     run = make_run("another", workers=2)
     write_json(run.compose, {"x-runtime": runtime})
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"min_workers": 1})
+    run.begin_generation(1, left_out=["worker-0"])
     beat(run, 0)
     deal(run, count=200)
-    lost = {fault.task for _, fault in injected if fault.kind == "lose"}
-    assert ({"worker-0", "worker-1"} if drawn else set()) == lost
-
-
-def test_who_was_left_out_is_spared(run, injected):
-    run.begin_generation(1, left_out=["worker-0"])
-    deal(run, count=50)
+    assert ({"worker-1"} if drawn else set()) == {fault.task for _, fault in injected if fault.kind == "lose"}
     assert {"chief", "worker-1"} == {fault.task for _, fault in injected}
-
-
-def test_the_kinds_that_were_asked_for_are_all_that_is_drawn(run, injected):
+    injected.clear()
     deal(run, count=50, kinds=["pause", "slow"])
     assert {("pause", False), ("slow", False)} == {(fault.kind, fault.whole) for _, fault in injected}
 
 
 # When it is over
+
+
+@pytest.mark.parametrize(
+    ("steps_total", "ended", "expected"), [(0, False, 3), (140, False, 0), (141, False, 1), (LONG, True, 0)]
+)
+def test_only_a_run_with_room_gets_faults(run, injected, steps_total, ended, expected):
+    """0: no task has reported the run's end yet."""
+    beat(run, 100, steps_total)
+    if ended:
+        write_json(run.summary, {"state": "succeeded"})
+    assert expected == len(deal(run, count=3)) == len(injected)
+
+
+@pytest.mark.parametrize("ended", ["failed", None])
+def test_a_run_that_ends_ends_the_storm(run, monkeypatch, ended):
+    left = [Result("kill", "chief", 110, 0.1, 2.0, 4, None), Result("kill", "chief", 120, 0.1, 2.0, 4, ended)]
+
+    def inject(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
+        if not left:
+            raise UsageError("the run ended before the next fault")
+        return left.pop(0)
+
+    expected = list(left)
+    monkeypatch.setattr(chaos, "inject", inject)
+    assert expected == deal(run)
 
 
 def test_a_storm_ends_while_the_run_still_has_room_to_recover(run, injected):
@@ -122,75 +140,29 @@ def test_a_storm_ends_while_the_run_still_has_room_to_recover(run, injected):
     assert max(fault.at_step for _, fault in injected) < 300
 
 
-def test_a_run_without_room_gets_no_fault(run, injected):
-    beat(run, 100, steps_total=140)
-    assert [] == deal(run) == injected
-    beat(run, 100, steps_total=141)
-    assert 1 == len(deal(run, count=1))
-
-
-def test_a_run_whose_end_no_task_has_reported_yet_has_room(run, injected):
-    beat(run, 100, steps_total=0)
-    assert 3 == len(deal(run, count=3))
-
-
-def test_a_fault_that_ended_the_run_is_the_last(run, monkeypatch):
-    results = [
-        Result("kill", "chief", 110, 0.1, 2.0, 4, None),
-        Result("kill", "chief", 120, 0.1, 2.0, 4, "failed"),
-    ]
-    left = iter(results)
-    monkeypatch.setattr(chaos, "inject", lambda run, fault, timeout_s: next(left))
-    assert results == deal(run)
-
-
-def test_a_run_that_ends_before_the_next_fault_ends_the_storm(run, monkeypatch):
-    first = Result("kill", "chief", 110, 0.1, 2.0, 4, None)
-    left = iter([first])
-
-    def inject(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
-        if (result := next(left, None)) is None:
-            raise UsageError("run 'run' ended before step 130; nothing was injected")
-        return result
-
-    monkeypatch.setattr(chaos, "inject", inject)
-    assert [first] == deal(run)
-
-
-def test_an_ended_run_gets_no_fault(run, injected):
-    write_json(run.summary, {"state": "succeeded"})
-    assert [] == deal(run) == injected
-
-
 # What is refused
 
 
 @pytest.mark.parametrize(
-    ("kinds", "line"),
+    ("kinds", "made", "named"),
     [
-        (["kill", "stop"], "--kinds stop: it ends the run, and the storm with it; inject it alone"),
-        (["diskfull"], "--kinds diskfull: it ends the run, and the storm with it; inject it alone"),
-        (["kill", "puase"], "unknown fault 'puase'; did you mean 'pause'?"),
-        (["partition"], "partition chief: local tasks share one network; use a run of --runtime docker"),
+        (["kill", "stop"], "", "--kinds stop"),
+        (["diskfull"], "", "--kinds diskfull"),
+        (["kill", "puase"], "", "'pause'"),
+        (["partition"], "", "partition"),
+        ([], "script", "script"),
+        ([], "ended", "not in progress"),
+        (["kill", "pause", "slow", "corrupt", "oom"], "ended", "not in progress"),
     ],
 )
-def test_kinds_that_make_no_storm_are_refused_in_one_line(run, kinds, line):
-    with pytest.raises(UsageError) as refused:
+def test_what_makes_no_storm_is_refused_and_nothing_injected(run, injected, kinds, made, named):
+    if made == "script":
+        write_json(run.config, {"script": "train.py", "arguments": []})
+    if made == "ended":
+        write_json(run.summary, {"state": "succeeded"})
+    with pytest.raises(UsageError, match=named):
         chaos.storm(run, 2, 0, kinds, 12.0)
-    assert line == str(refused.value)
-
-
-def test_a_script_has_no_steps_between_which_to_inject_faults(run):
-    write_json(run.config, {"script": "train.py", "arguments": []})
-    with pytest.raises(UsageError, match=r"^storm with a script: a script reports no steps "):
-        chaos.storm(run, 2, 0, (), 12.0)
-
-
-@pytest.mark.parametrize("kinds", [(), ("kill", "pause", "slow", "corrupt", "oom")])
-def test_a_run_that_does_not_train_has_no_storm(run, kinds):
-    write_json(run.summary, {"state": "succeeded"})
-    with pytest.raises(UsageError, match="is not in progress"):
-        chaos.storm(run, 2, 0, kinds, 12.0)
+    assert [] == injected
 
 
 # How it went
@@ -235,9 +207,3 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     monkeypatch.setattr(chaos.watch, "show_until_end", until_end)
     assert code == chaos.storm(run, 2, 7, ["kill"], 12.0)
     assert [(run, 2, 7, ["kill"], 12.0)] == requested
-
-
-def test_a_storm_that_is_refused_injects_nothing(run, injected):
-    with pytest.raises(UsageError):
-        chaos.storm(run, 2, 7, ["stop"], 12.0)
-    assert [] == injected

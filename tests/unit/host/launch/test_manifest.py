@@ -1,39 +1,19 @@
 """What a run was made of: enough to make it again, and nothing private."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from cluster.contract.run.folder import RunFolder
 from cluster.host.image import checkout
-from cluster.host.launch import manifest, planning, startup
-from cluster.host.options.request import Request
-from cluster.host.runtime import supervisor
+from cluster.host.launch import manifest
 from cluster.host.runtime.payload import Payload
 from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT
 
 
-@pytest.fixture
-def started(monkeypatch) -> Callable[..., RunFolder]:
-    """Starts a run of local processes, up to the processes themselves; returns its folder."""
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
-
-    def start(name: str, **requested: Any) -> RunFolder:
-        planned = planning.plan(Request(name=name, runtime="local", tensorboard_port="0", **requested))
-        startup.start(planned, lambda command: None, began=0.0)
-        return planned.run
-
-    return start
-
-
-def test_a_manifest_says_what_ran_and_how(started):
-    run = started("one", workers=1)
+def test_a_manifest_says_what_ran_and_how(stopped_run):
+    run = stopped_run(name="one", workers=1)
     found = manifest.read(run)
-    assert (1, "one", "local", None) == (found["schema"], found["run"], found["runtime"], found["image"])
+    assert ("one", "local", None) == (found["run"], found["runtime"], found["image"])
     assert checkout.commit() == (found["code"]["commit"] or "")
     assert found["config"] == read_json(run.config)
     assert found["cluster"] == read_json(run.cluster)
@@ -42,18 +22,19 @@ def test_a_manifest_says_what_ran_and_how(started):
     assert {64} == {len(digest) for digest in found["locks"].values()}
 
 
-def test_a_manifest_holds_no_path_of_this_machine(started, tmp_path):
+def test_a_manifest_holds_no_path_of_this_machine(stopped_run, tmp_path):
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()
     script.write_text("print('hello')")
-    run = started("scripted", workers=0, script=str(script))
+    run = stopped_run(name="scripted", workers=0, script=str(script))
     text = run.manifest.read_text()
     assert [] == [folder for folder in (str(tmp_path), str(Path.home()), str(ROOT)) if folder in text]
     config = json.loads(text)["config"]
     assert "train.py" == config["script"]
     before = config["script_sha256"]
     script.write_text("print('goodbye')")
-    assert before != manifest.read(started("changed", workers=0, script=str(script)))["config"]["script_sha256"]
+    changed = stopped_run(name="changed", workers=0, script=str(script))
+    assert before != manifest.read(changed)["config"]["script_sha256"]
 
 
 def test_outside_of_a_git_checkout_the_files_themselves_are_reported(tmp_path, monkeypatch):
@@ -66,10 +47,8 @@ def test_outside_of_a_git_checkout_the_files_themselves_are_reported(tmp_path, m
     assert before["commit"] is None
     (tmp_path / "train" / "code.py").write_text("2")
     after = manifest._code()
-    assert (before["train_sha256"] != after["train_sha256"], before["cluster_sha256"]) == (
-        True,
-        after["cluster_sha256"],
-    )
+    assert before["train_sha256"] != after["train_sha256"]
+    assert before["cluster_sha256"] == after["cluster_sha256"]
 
 
 def test_a_folder_of_the_user_s_is_identified_by_its_own_modules_alone(tmp_path):

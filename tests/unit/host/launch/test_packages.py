@@ -46,12 +46,17 @@ def requirements(folder: Path, *lines: object) -> Path:
     return path
 
 
-def test_packages_are_installed_once_with_what_they_need(tmp_path, monkeypatch):
+def test_packages_are_installed_once_with_what_they_need_and_are_readable(tmp_path, monkeypatch):
     wheel(tmp_path, "their_helper", text="Y = 2\n")
     requested = requirements(
         tmp_path, wheel(tmp_path, "their_package", needs="their_helper"), f"--find-links {tmp_path}"
     )
-    folder = packages.prepare(requested, PYTHON)
+    old = os.umask(0o077)
+    try:
+        folder = packages.prepare(requested, PYTHON)
+    finally:
+        os.umask(old)
+    assert {path.stat().st_mode & 0o055 for path in (folder, *folder.rglob("*"))} <= {0o044, 0o055}
     assert {"their_package.py", "their_helper.py", packages.RESOLVED} <= {path.name for path in folder.iterdir()}
     resolved = (folder / packages.RESOLVED).read_text().splitlines()
     assert ["their-helper", "their-package"] == [line.split(" @ ")[0].replace("_", "-") for line in resolved]
@@ -75,7 +80,7 @@ def test_a_check_resolves_and_installs_nothing(tmp_path, installed_before):
         assert (folder / "their_package.py").exists()
     assert before == sorted(tmp_path.rglob("*"))
     assert installed_before == folder.exists()
-    with pytest.raises(UsageError, match="No matching distribution"):
+    with pytest.raises(UsageError):
         packages.check(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
 
 
@@ -85,17 +90,6 @@ def test_the_command_of_a_dry_run_prepares_the_packages(tmp_path):
     done = subprocess.run(words, cwd=packages.ROOT, capture_output=True, text=True)
     assert (UsageError.exit_code, "") == (done.returncode, done.stdout)
     assert "error: --requirements " in done.stderr.splitlines()[-1]
-
-
-def test_packages_are_readable_whatever_the_umask(tmp_path):
-    old = os.umask(0o077)
-    try:
-        folder = packages.prepare(requirements(tmp_path, wheel(tmp_path, "their_package")), PYTHON)
-    finally:
-        os.umask(old)
-    modes = {path.stat().st_mode & 0o055 for path in (folder, *folder.rglob("*"))}
-    assert modes <= {0o044, 0o055}
-    assert 0o055 == folder.stat().st_mode & 0o055
 
 
 SETUP = """\
@@ -150,56 +144,43 @@ def test_what_our_own_lock_has_is_left_out(tmp_path):
     assert "" == (folder / packages.RESOLVED).read_text()
 
 
-def test_another_tensorflow_is_refused(tmp_path):
-    requested = requirements(tmp_path, wheel(tmp_path, "tensorflow", "2.15.0"))
-    with pytest.raises(UsageError) as refused:
-        packages.prepare(requested, PYTHON)
-    assert 1 == len(str(refused.value).splitlines())
-    assert "tensorflow" in str(refused.value)
-    assert "tasks have tensorflow==" in str(refused.value)
-    assert [] == list(packages.FOLDER.iterdir())
+FOLDER_WITHOUT_A_HASH = {
+    "pyproject.toml": '[project]\nname = "theirs"\nversion = "1"\n[build-system]\nrequires = []\n'
+    'build-backend = "backend"\nbackend-path = ["."]\n',
+    "backend.py": "import pathlib\ndef prepare_metadata_for_build_wheel(folder, config_settings=None):\n"
+    "    info = pathlib.Path(folder) / 'theirs-1.dist-info'\n    info.mkdir()\n"
+    "    (info / 'METADATA').write_text('Metadata-Version: 2.1\\nName: theirs\\nVersion: 1\\n')\n"
+    "    return info.name\ndef build_wheel(*_, **__): raise SystemExit(1)\n",
+}
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "named"),
     [
-        ("no-such-package-of-ours", "No matching distribution found for no-such-package-of-ours"),
-        ("not a requirement", "Invalid requirement: 'not a requirement'"),
+        ("no-such-package-of-ours", "no-such-package-of-ours"),
+        ("not a requirement", "'not a requirement'"),
+        ("{folder}/tensorflow-2.15.0-py3-none-any.whl", "tasks have tensorflow=="),
+        ("{folder}/theirs", "no hash"),
+        (None, "No such file"),
     ],
 )
-def test_what_pip_cannot_find_or_read_is_reported_in_one_line(tmp_path, line, message):
-    with pytest.raises(UsageError) as refused:
-        packages.prepare(requirements(tmp_path, line), PYTHON)
-    assert str(refused.value).startswith(f"--requirements '{tmp_path}/theirs.txt': {message}")
+def test_what_cannot_be_installed_is_refused_in_one_line(tmp_path, line, named):
+    wheel(tmp_path, "tensorflow", "2.15.0")
+    (tmp_path / "theirs").mkdir()
+    for name, text in FOLDER_WITHOUT_A_HASH.items():
+        (tmp_path / "theirs" / name).write_text(text)
+    requested = requirements(tmp_path, line.format(folder=tmp_path)) if line else tmp_path / "absent.txt"
+    with pytest.raises(UsageError, match=named) as refused:
+        packages.prepare(requested, PYTHON)
     assert 1 == len(str(refused.value).splitlines())
-
-
-def test_a_missing_file_is_reported(tmp_path):
-    with pytest.raises(UsageError, match=r"--requirements '.*absent.txt': No such file or directory; expected a file"):
-        packages.prepare(tmp_path / "absent.txt", PYTHON)
+    assert not packages.FOLDER.exists() or [] == list(packages.FOLDER.iterdir())
 
 
 def test_an_index_that_cannot_be_reached_is_a_missing_prerequisite(tmp_path, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    with pytest.raises(PrerequisiteError, match="the package index cannot be reached; connect, or set PIP_INDEX_URL"):
+    with pytest.raises(PrerequisiteError, match="PIP_INDEX_URL"):
         packages.prepare(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
-
-
-def test_a_folder_without_a_hash_is_refused(tmp_path):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "pyproject.toml").write_text(
-        '[project]\nname = "theirs"\nversion = "1"\n[build-system]\nrequires = []\nbuild-backend = "backend"\n'
-        'backend-path = ["."]\n'
-    )
-    (tmp_path / "theirs" / "backend.py").write_text(
-        "import pathlib\ndef prepare_metadata_for_build_wheel(folder, config_settings=None):\n"
-        "    info = pathlib.Path(folder) / 'theirs-1.dist-info'\n    info.mkdir()\n"
-        "    (info / 'METADATA').write_text('Metadata-Version: 2.1\\nName: theirs\\nVersion: 1\\n')\n"
-        "    return info.name\ndef build_wheel(*_, **__): raise SystemExit(1)\n"
-    )
-    with pytest.raises(UsageError, match="theirs comes from file:///.*/theirs, which has no hash; name a release"):
-        packages.prepare(requirements(tmp_path, tmp_path / "theirs"), PYTHON)
 
 
 def test_the_folder_follows_from_all_that_counts(tmp_path):
@@ -211,10 +192,3 @@ def test_the_folder_follows_from_all_that_counts(tmp_path):
     second = packages.folder(requested, "3.11")
     requirements(tmp_path, f"./{module.name}", "# more")
     assert 3 == len({first, second, packages.folder(requested, "3.11")})
-
-
-def test_another_python_gets_wheels_only(tmp_path):
-    other = "3.11" if PYTHON != "3.11" else "3.12"
-    folder = packages.prepare(requirements(tmp_path, wheel(tmp_path, "their_package")), other)
-    assert (folder / "their_package.py").exists()
-    assert not list(folder.rglob("*.pyc"))  # they would be this Python's

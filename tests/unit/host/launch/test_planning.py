@@ -12,8 +12,8 @@ from cluster.host.image import engine
 from cluster.host.launch import configuration, planning, startup, topology
 from cluster.host.options.request import Request
 from cluster.host.runtime import resources as limits
-from cluster.host.runtime import supervisor, tensorboard
-from cluster.system.errors import EXIT_PREREQUISITE, ClusterError, PrerequisiteError
+from cluster.host.runtime import supervisor
+from cluster.system.errors import EXIT_PREREQUISITE, PrerequisiteError
 from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, refusal
 
 
@@ -35,49 +35,39 @@ def test_a_plan_as_json_shows_what_every_task_gets(resolved):
     assert "auto" == value["tensorboard"]
 
 
-def test_the_replica_batch_is_the_global_batch_divided(resolved):
-    value = planning.plan(Request(workers=1, devices=3, runtime="local")).to_json()
-    assert (6, 32) == (value["replicas"], value["replica_batch"])
-
-
-def test_the_micro_batch_is_a_part_of_the_replica_batch(monkeypatch):
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"micro_batches": 4}, (), ""))
-    value = planning.plan(Request(workers=1, runtime="local")).to_json()
-    assert (96, 4, 24) == (value["replica_batch"], value["micro_batches"], value["micro_batch"])
-
-
-@pytest.mark.parametrize(("workers", "batch"), [(0, 192), (2, 64), (3, 64), (5, 32)])
-def test_of_virtual_shards_the_replica_batch_is_that_of_the_replica_with_most(monkeypatch, workers, batch):
-    """6 shards of 32: of 4 replicas two have one and two have two."""
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"bitwise_elastic": 6}, (), ""))
-    assert batch == planning.plan(Request(workers=workers, runtime="local")).to_json()["replica_batch"]
+@pytest.mark.parametrize(
+    ("config", "topology", "expected"),
+    [
+        ({}, {"workers": 1, "devices": 3}, {"replicas": 6, "replica_batch": 32}),
+        ({"micro_batches": 4}, {"workers": 1}, {"replica_batch": 96, "micro_batches": 4, "micro_batch": 24}),
+        # Of virtual shards it is that of the replica with most: of 4 replicas two have one of 6 and two have two.
+        ({"bitwise_elastic": 6}, {"workers": 0}, {"replica_batch": 192}),
+        ({"bitwise_elastic": 6}, {"workers": 3}, {"replica_batch": 64}),
+        ({"bitwise_elastic": 6}, {"workers": 5}, {"replica_batch": 32}),
+    ],
+)
+def test_the_global_batch_is_divided(monkeypatch, config, topology, expected):
+    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | config, (), ""))
+    assert expected.items() <= planning.plan(Request(runtime="local", **topology)).to_json().items()
 
 
 OPTIMIZER = {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 50, "scaling": "linear", "base_batch": 48}
-
-STATED = {
-    "precision": "bf16",
-    "optimizer": "sgd",
-    "learning_rate": 0.4,
-    "scaling": "linear",
-    "base_learning_rate": 0.1,
-    "base_batch": 48,
-    "warmup_steps": 50,
-    "schedule": "constant",
-    "weight_decay": None,
-    "ema": 0.0,
-    "clip_norm": 1.5,
-}
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"precision": "bf16", "optimizer": OPTIMIZER | {"clip_norm": 1.5}}, {}),
         (
-            {"precision": "bf16", "optimizer": OPTIMIZER | {"clip_norm": 1.5}, "callbacks": "tutorial"},
-            {"warmup_steps": 0},
+            {"precision": "bf16", "optimizer": OPTIMIZER | {"clip_norm": 1.5}},
+            {
+                "precision": "bf16",
+                "learning_rate": 0.4,
+                "base_learning_rate": 0.1,
+                "warmup_steps": 50,
+                "clip_norm": 1.5,
+            },
         ),
+        ({"optimizer": OPTIMIZER, "callbacks": "tutorial"}, {"learning_rate": 0.4, "warmup_steps": 0}),
         (
             {"optimizer": {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 50}},  # of a run from before these
             {"precision": "fp32", "learning_rate": 0.1, "scaling": "none", "base_batch": None, "clip_norm": 0.0},
@@ -86,12 +76,13 @@ STATED = {
 )
 def test_a_plan_states_what_the_numerics_come_to(monkeypatch, config, expected):
     monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | config, (), ""))
-    assert STATED | expected == planning.plan(Request(workers=2, runtime="local")).to_json()["training"]
+    found = planning.plan(Request(workers=2, runtime="local")).to_json()["training"]
+    assert expected.items() <= found.items()
 
 
 def test_a_precision_that_the_strategy_cannot_have_is_refused(monkeypatch):
     monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"precision": "fp16"}, (), ""))
-    assert str(refusal(Request(ps=1, runtime="local"))).startswith("--precision fp16: ParameterServerStrategy has ")
+    assert "--precision fp16" in str(refusal(Request(ps=1, runtime="local")))
 
 
 @pytest.mark.parametrize("strategy", ["one", "mirrored", "central", "tpu"])
@@ -105,7 +96,10 @@ def test_options_of_up_that_are_overrides_are_passed_on():
     requested = Request(loop="fit", precision="bf16", checkpoint_every="2.5s", overrides=("--epochs", "1"))
     expected = ["--loop", "fit", "--precision", "bf16", "--checkpoint-every", "2.5s", "--epochs", "1"]
     assert expected == requested.training()
-    assert ["--epochs", "1"] == Request(overrides=("--epochs", "1")).training()
+    staged = Request(micro_batches=8, schedule="1f1b", remat=True, cut="dense,logits", partition_by="measured")
+    expected = ["--micro-batches 8", "--pipeline.schedule 1f1b", "--pipeline.cut dense,logits", "--pipeline.remat"]
+    for words in [*expected, "--pipeline.partition-by measured"]:
+        assert words in " ".join(staged.training())
 
 
 # What the machine lacks
@@ -116,15 +110,10 @@ def test_a_tpu_that_is_not_there_is_reported_before_anything_else(resolved, monk
     monkeypatch.setattr(topology, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})
     error = refusal(Request(strategy="tpu", workers=2, ps=1))
     assert EXIT_PREREQUISITE == error.exit_code
-    assert str(error).startswith("--strategy tpu: ")
-    assert "set TPU_NAME" in str(error)
+    assert "TPU_NAME" in str(error)
     (tmp_path / "accel0").touch()
     planned = planning.plan(Request(strategy="tpu", devices=8))
-    assert ("local", "TPUStrategy", 8) == (
-        planned.runtime.name,
-        planned.cluster.strategy_class,
-        planned.cluster.replicas,
-    )
+    assert ("local", 8) == (planned.runtime.name, planned.cluster.replicas)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +138,6 @@ def test_without_an_engine_runs_are_local_and_containers_are_refused(
     error = refusal(Request(runtime="docker"))
     assert EXIT_PREREQUISITE == error.exit_code
     assert message in str(error)
-    assert str(error).endswith("or use --runtime local")
     planned = planning.plan(Request(runtime="auto"))
     assert "local" == planned.runtime.name
     assert message in planned.why_runtime
@@ -158,52 +146,31 @@ def test_without_an_engine_runs_are_local_and_containers_are_refused(
 def test_with_an_engine_runs_are_containers(resolved, docker):
     docker(WORKING_ENGINE)
     planned = planning.plan(Request())
-    assert ("docker", "containers: Docker Engine 26.1.5, Compose 2.26.1") == (planned.runtime.name, planned.why_runtime)
+    assert "docker" == planned.runtime.name
     assert ["chief:2222", "worker-0:2222", "worker-1:2222"] == [task.address for task in planned.cluster.tasks]
 
 
-def start_refusal(request_: Request) -> ClusterError:
-    """Return the error that ends the start of a run that could be planned; nothing may have been started."""
-    planned, commands = planning.plan(request_), Commands()
-    with pytest.raises(PrerequisiteError) as refused:
+@pytest.mark.parametrize(
+    "lack",
+    [
+        lambda m, there: m.setattr(startup.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 2**20)),
+        lambda m, there: m.setattr(limits, "TASK_MEMORY_BYTES", 2**60),
+        lambda m, there: m.setenv("RUNS_DIR", "/proc/runs"),
+        lambda m, there: m.setenv("RUNS_DIR", str(there / "a file" / "runs")),
+    ],
+    ids=["disk", "memory", "no folder", "no folder here"],
+)
+def test_what_a_run_needs_is_looked_for_before_anything_starts(resolved, monkeypatch, tmp_path, lack):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a port in use does not end the start
+        request = Request(name="one", runtime="local", tensorboard_port=str(server.getsockname()[1]))
+        startup.check_machine(planning.plan(request))
+    (tmp_path / "a file").touch()
+    lack(monkeypatch, tmp_path)
+    planned, commands = planning.plan(request), Commands()
+    with pytest.raises(PrerequisiteError):
         startup.start(planned, commands, began=time.time())
     assert [] == commands
     assert not planned.run.path.exists()
-    return refused.value
-
-
-def test_a_port_in_use_does_not_end_the_start(resolved):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        request = Request(runtime="local", tensorboard_port=str(server.getsockname()[1]))
-        startup.check_machine(planning.plan(request))
-
-
-def test_our_own_tensorboard_does_not_count_as_another_program(tmp_path, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setattr(tensorboard, "running", lambda runs_dir: port)
-        tensorboard.check_port(tmp_path, port)
-
-
-def test_a_full_disk_ends_the_start(resolved, monkeypatch):
-    monkeypatch.setattr(startup.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 2**20))
-    message = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
-    assert message.startswith("100 MiB are free for ")
-    assert "a run needs 512; free space" in message
-
-
-def test_too_little_memory_ends_the_start(resolved, monkeypatch):
-    monkeypatch.setattr(limits, "TASK_MEMORY_BYTES", 2**60)
-    assert "3 tasks need about" in str(start_refusal(Request(runtime="local", tensorboard_port="0")))
-
-
-@pytest.mark.parametrize("folder", ["/proc/runs", "a file/runs"])
-def test_a_runs_folder_that_cannot_be_made_ends_the_start(resolved, monkeypatch, tmp_path, folder):
-    (tmp_path / "a file").touch()
-    monkeypatch.setenv("RUNS_DIR", str(tmp_path / folder))
-    message = str(start_refusal(Request(runtime="local", tensorboard_port="0")))
-    assert message.startswith(f"runs folder {tmp_path / folder}: ")
-    assert message.endswith("; set RUNS_DIR to one you own")
 
 
 def test_a_run_folder_that_cannot_be_written_ends_the_start(resolved, monkeypatch, tmp_path):
@@ -217,6 +184,6 @@ def test_a_run_folder_that_cannot_be_written_ends_the_start(resolved, monkeypatc
     planned = planning.plan(Request(name="run", runtime="local", tensorboard_port="0"))
     monkeypatch.setattr(Path, "mkdir", read_only)
     monkeypatch.setattr(supervisor, "start", started.append)
-    with pytest.raises(PrerequisiteError, match=rf"run folder {tmp_path}/runs/run: Permission denied; .* RUNS_DIR"):
+    with pytest.raises(PrerequisiteError, match="RUNS_DIR"):
         startup.start(planned, Commands(), began=time.time())
     assert [] == started

@@ -1,16 +1,12 @@
 """GPUs from the command line to what each task is started with, on recorded hosts and a machine that has none."""
 
 import json
-import re
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from invoke import MockContext
 
-import tasks
 from cluster.contract.run import provenance
 from cluster.host.control import scaling
 from cluster.host.gpu import devices, placement
@@ -26,13 +22,6 @@ from cluster.system.json_files import read_json, write_json
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
 
-def show_plan(**options: Any) -> None:
-    """Call `invoke plan`."""
-    context = MockContext()
-    context._set(remainder="")
-    tasks.ns["plan"](context, **options)
-
-
 def ids_of(planned: Plan) -> list[list[int]]:
     return [task["gpus"] for task in planned.to_json()["tasks"]]
 
@@ -45,42 +34,35 @@ def environments(planned: Plan) -> dict[str, dict[str, str]]:
 # The plan
 
 
-def test_four_tasks_on_a_host_with_eight_get_four(resolved, nvidia_smi, capsys):
+@pytest.mark.parametrize(
+    ("requested", "strategy", "ids"),
+    [
+        ({"workers": 0, "gpus": "all"}, "mirrored", [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ({"workers": 0, "gpus": "1"}, "one", [[0]]),
+        ({"workers": 3, "gpus": "4"}, "multiworker", [[0], [1], [2], [3]]),
+        ({"workers": 3, "gpus_per_task": 2}, "multiworker", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ({"workers": 3, "gpus": "all", "devices": 2}, "multiworker", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_replicas_are_as_many_as_gpus(resolved, nvidia_smi, requested, strategy, ids):
     nvidia_smi("8-h100-nvswitch")
-    show_plan(workers=3, gpus="4", runtime="local", json=True)
-    value = json.loads(capsys.readouterr().out)
-    given = [gpu for task in value["tasks"] for gpu in task["gpus"]]
-    assert (4, [0, 1, 2, 3]) == (len(value["tasks"]), given)
-    assert (4, "MultiWorkerMirroredStrategy") == (value["replicas"], value["strategy"])
+    planned = planning.plan(Request(runtime="local", **requested))
+    assert (strategy, ids) == (planned.cluster.strategy, ids_of(planned))
+    assert sum(map(len, ids)) == planned.cluster.replicas
 
 
-def test_the_plan_as_text_says_who_gets_what(resolved, nvidia_smi, capsys):
-    nvidia_smi("3-mixed")
-    show_plan(workers=1, ps=1, gpus="0,1", runtime="local")
-    lines = capsys.readouterr().out.splitlines()
-    assert ["GPU 0", "GPU 1", "no GPU"] == [re.split("  +", line)[2] for line in lines[2:5]]
-    assert lines[5].startswith("the GPUs are of several models (NVIDIA L4: 0; NVIDIA A100 80GB PCIe: 1)")
-
-
-def test_one_process_mirrors_over_all(resolved, nvidia_smi):
+@pytest.mark.parametrize(
+    ("requested", "named"),
+    [
+        ({"workers": 3, "gpus": "all", "devices": 4}, "--devices 4"),
+        ({"strategy": "one", "gpus": "all"}, "--strategy one"),
+        ({"workers": 4, "gpus": "5"}, "global_batch=192"),
+    ],
+)
+def test_gpus_that_the_rest_does_not_fit_are_refused(resolved, nvidia_smi, requested, named):
     nvidia_smi("8-h100-nvswitch")
-    planned = planning.plan(Request(workers=0, gpus="all", runtime="local"))
-    assert ("mirrored", 8, [list(range(8))]) == (planned.cluster.strategy, planned.cluster.replicas, ids_of(planned))
-    assert "one" == planning.plan(Request(workers=0, gpus="1", runtime="local")).cluster.strategy
-    assert 24 == planned.to_json()["replica_batch"]
-
-
-def test_replicas_are_as_many_as_gpus(resolved, nvidia_smi):
-    nvidia_smi("8-h100-nvswitch")
-    planned = planning.plan(Request(workers=3, gpus_per_task=2, runtime="local"))
-    assert (2, 8) == (planned.cluster.devices, planned.cluster.replicas)
-    assert 8 == planning.plan(Request(workers=3, gpus="all", devices=2, runtime="local")).cluster.replicas
-    error = refusal(Request(workers=3, gpus="all", devices=4, runtime="local"))
-    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("--devices 4 with --gpus all: "))
-    error = refusal(Request(strategy="one", gpus="all", runtime="local"))
-    assert str(error).startswith("--strategy one cannot run on --workers 0 --ps 0 --devices 8")
-    error = refusal(Request(workers=4, gpus="5", runtime="local"))  # 192 is not divisible by 5
-    assert str(error).startswith("global_batch=192 is not divisible by 5 replicas")
+    error = refusal(Request(runtime="local", **requested))
+    assert (EXIT_USAGE, True) == (error.exit_code, named in str(error))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +81,7 @@ def test_words_are_refused_before_any_gpu_is_looked_for(resolved, monkeypatch, t
     monkeypatch.setenv("TPU_NAME", "a-tpu")
     monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
     error = refusal(Request(**requested, runtime="local"))
-    assert EXIT_USAGE == error.exit_code
-    assert str(error).startswith(named)
+    assert (EXIT_USAGE, True) == (error.exit_code, named in str(error))
     assert not (tmp_path / "runs").exists()
 
 
@@ -108,7 +89,6 @@ def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(resolved, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path))
     error = refusal(Request(gpus="all", runtime="local"))
     assert EXIT_PREREQUISITE == error.exit_code
-    assert str(error).startswith("--gpus all: no GPU was found on this machine (nvidia-smi is not installed); ")
     assert planning.plan(Request(gpus="none", runtime="local")).gpus == planning.plan(Request(runtime="local")).gpus
 
 
@@ -187,11 +167,9 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(resolved, nvidia_smi, m
     monkeypatch.setattr("cluster.host.launch.teardown.in_progress", lambda run: True)
     monkeypatch.setattr(planning, "in_progress", lambda run: True)
     assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan(run, "2", "").gpus.ids.values()]
-    with pytest.raises(UsageError, match="--gpus 4 of the run: 12 GPUs for 6 tasks, and this machine has 8"):
+    with pytest.raises(UsageError, match="--gpus 4 of the run"):
         scaling.plan(run, "5", "")
 
-
-def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run, monkeypatch):
     def refuse(sh: object, accelerator: str, *, renew: bool) -> None:
         raise PrerequisiteError(f"no image for {accelerator}")
 
@@ -200,7 +178,7 @@ def test_a_run_that_is_scaled_needs_the_image_of_its_gpus(make_run, monkeypatch)
     monkeypatch.setattr(startup, "check_machine", lambda *_, **__: None)
     monkeypatch.setattr(images, "build_images", refuse)
     with pytest.raises(PrerequisiteError, match="no image for gpu"):
-        scaling.scale(make_run(), "1", "", Commands())
+        scaling.scale(run, "1", "", Commands())
 
 
 @pytest.mark.parametrize("runtime", ["local", "docker"])

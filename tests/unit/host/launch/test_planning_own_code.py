@@ -1,20 +1,19 @@
 """Runs of a script, of modules and with user packages: the commands and environments of their tasks."""
 
-import dataclasses
 import json
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
-from cluster.host.launch import configuration, folders, planning, startup
+from cluster.host.launch import configuration, planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime import supervisor
 from cluster.system.json_files import read_json, write_json
-from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, refusal
+from tests.support.launching import CONFIG, WORKING_ENGINE, refusal
+
+LOCAL = {"runtime": "local", "tensorboard_port": "0"}
 
 
 @pytest.fixture
@@ -29,14 +28,10 @@ def theirs(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(("separate", "expected"), [(False, ["worker"]), (True, ["chief", "worker"])])
-def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(theirs, monkeypatch, separate, expected):
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
-    options = {"runtime": "local", "tensorboard_port": "0"}
-    planned = planning.plan(Request(script=str(theirs), workers=1, separate_chief=separate, name="led", **options))
-    startup.start(planned, Commands(), began=time.time())
-    planned.run.end("stopped")
-    write_json(planned.run.summary, {"state": "stopped"})
-    for plan in (planned, planning.plan(Request(resume="led", **options))):
+def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(theirs, stopped_run, separate, expected):
+    requested = Request(script=str(theirs), workers=1, separate_chief=separate, runtime="local")
+    stopped_run(script=str(theirs), workers=1, separate_chief=separate, name="led")
+    for plan in (planning.plan(requested), planning.plan(Request(resume="led", **LOCAL))):
         tasks = plan.compose["tasks"]
         assert ["chief", "worker-0"] == list(tasks)
         seen = [json.loads(task["environment"]["TF_CONFIG"]) for task in tasks.values()]
@@ -44,54 +39,35 @@ def test_a_script_sees_workers_alone_unless_it_asks_for_a_chief(theirs, monkeypa
         assert seen == [task["tf_config"] for task in plan.to_json()["tasks"]]
 
 
-def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(theirs, monkeypatch, tmp_path):
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
-    commands = Commands()
-    requested = Request(script=str(theirs), workers=1, runtime="local", tensorboard_port="0", overrides=("-n", "a b"))
-    planned = planning.plan(requested)
+def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(theirs, stopped_run, tmp_path):
+    requested = {"script": str(theirs), "workers": 1, "overrides": ("-n", "a b")}
+    planned = planning.plan(Request(**requested, **LOCAL))
     assert planned.run.name.startswith("fit-")
-    (reachable,) = planned.notes
-    assert reachable.startswith("warning: TensorFlow's servers ask for no password, ")
-    startup.start(planned, commands, began=time.time())
-    assert [] == commands
+    assert planned.network.warning in planned.notes
+    assert [] == [line for line in startup.commands(planned) if "train.data" in line]
+    run = stopped_run(**requested)
     expected = {"script": str(theirs), "arguments": ["-n", "a b"], "separate_chief": False}
-    assert expected == planned.run.script == read_json(planned.run.config)
+    assert expected == run.script == read_json(run.config)
     assert (tmp_path / "data").is_dir()
-    assert theirs.parent / "table.csv" == (planned.run.work("worker-0") / "table.csv").readlink()
-    for task in read_json(planned.run.compose)["tasks"].values():
+    assert theirs.parent / "table.csv" == (run.work("worker-0") / "table.csv").readlink()
+    for task in read_json(run.compose)["tasks"].values():
         assert ["-m", "cluster.agent", "--script", str(theirs), "-n", "a b"] == task["command"][1:]
     value = planned.to_json()
     assert (None, None) == (value["global_batch"], value["replica_batch"])
 
 
-def test_a_script_s_run_goes_on_with_its_script(theirs, monkeypatch):
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
-    requested = Request(script=str(theirs), name="one", workers=1, runtime="local", tensorboard_port="0")
-    startup.start(planning.plan(dataclasses.replace(requested, overrides=("7",))), Commands(), began=time.time())
-    run = folders.find_run("one")
-    run.end("stopped")
-    write_json(run.summary, {"state": "stopped"})
-    resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
-    assert (theirs, ("7",), 2) == (resumed.payload.script, resumed.payload.arguments, len(resumed.cluster.tasks))
+def test_a_script_s_run_goes_on_with_its_script_and_bounds(theirs, stopped_run):
+    bounds = {"hang_timeout": 600, "max_restarts": 0, "max_external_restarts": 7}
+    run = stopped_run(script=str(theirs), name="one", workers=1, overrides=("7",), **bounds)
+    plan = planning.plan(Request(resume="one", **LOCAL))
+    assert (theirs, ("7",), 2) == (plan.payload.script, plan.payload.arguments, len(plan.cluster.tasks))
     assert ("8",) == planning.plan(Request(resume="one", runtime="local", overrides=("8",))).payload.arguments
-    assert str(refusal(Request(resume="one", preset="mnist"))).startswith("--preset: ")
-    startup.start(resumed, Commands(), began=time.time())
+    assert "--preset" in str(refusal(Request(resume="one", preset="mnist")))
+    stopped_run(resume="one")
     assert 1 == run.generation
 
-
-def test_a_run_goes_on_with_its_own_bounds_unless_others_are_given(theirs, monkeypatch):
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
-    rest = {"runtime": "local", "tensorboard_port": "0"}
-    bounds = {"hang_timeout": 600, "max_restarts": 0, "max_external_restarts": 7}
-    startup.start(
-        planning.plan(Request(script=str(theirs), name="one", **bounds, **rest)), Commands(), began=time.time()
-    )
-    run = folders.find_run("one")
-    run.end("stopped")
-    write_json(run.summary, {"state": "stopped"})
-
     def resumed(**options: str) -> tuple[int, int, int]:
-        plan = planning.plan(Request(resume="one", **rest, **options, trust=True))
+        plan = planning.plan(Request(resume="one", **LOCAL, **options, trust=True))
         return plan.hang_timeout_s, plan.max_restarts, plan.max_external_restarts
 
     assert (600, 0, 7) == resumed()
@@ -141,23 +117,19 @@ def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path, monkeypatc
         assert (6, (folder,)) == (planned.config["global_batch"], planned.payload.code_dirs)
 
 
-def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
+def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path, monkeypatch, stopped_run):
     (folder := tmp_path / "model").mkdir()
     (folder / "own_cnn.py").write_text("def build(shape, outputs):\n    raise NotImplementedError\n")
     monkeypatch.chdir(folder)
-    overrides = ("--model", "own_cnn:build", "--no-deterministic")
-    requested = Request(name="one", overrides=overrides, runtime="local", workers=0, tensorboard_port="0")
     monkeypatch.setattr(configuration, "check", lambda *_, **__: {})
-    startup.start(planning.plan(requested), Commands(), began=time.time())
-    write_json(planning.find_run("one").summary, {"state": "stopped"})
+    stopped_run(name="one", overrides=("--model", "own_cnn:build", "--no-deterministic"), workers=0)
     monkeypatch.chdir(tmp_path)
-    resumed = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
-    assert (folder,) == resumed.payload.code_dirs
+    assert (folder,) == planning.plan(Request(resume="one", **LOCAL)).payload.code_dirs
 
 
-def test_extra_packages_are_got_before_anything_is_started(resolved, theirs, monkeypatch, tmp_path, docker):
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
+def test_extra_packages_are_got_before_anything_is_started(
+    resolved, theirs, monkeypatch, tmp_path, docker, stopped_run
+):
     requested = []
 
     def prepare(requirements: Path, python: str) -> Path:
@@ -168,14 +140,11 @@ def test_extra_packages_are_got_before_anything_is_started(resolved, theirs, mon
 
     monkeypatch.setattr(planning.packages, "prepare", prepare)
     (tmp_path / "r.txt").touch()
-    for options in ({"script": str(theirs)}, {}):
-        words = {**options, "requirements": str(tmp_path / "r.txt"), "runtime": "local", "workers": 0}
-        planned = planning.plan(Request(**words, tensorboard_port="0"))
-        assert str(tmp_path / "kept") == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
-    startup.start(planned, Commands(), began=time.time())
-    assert "resolved\n" == (planned.run.path / "requirements.txt").read_text()
-    write_json(planned.run.summary, {"state": "stopped"})
-    assert tmp_path / "kept" == planning.plan(Request(resume=planned.run.name, runtime="local")).payload.packages
+    for name, options in (("scripted", {"script": str(theirs)}), ("ours", {})):
+        run = stopped_run(name=name, requirements=str(tmp_path / "r.txt"), workers=0, **options)
+        assert str(tmp_path / "kept") == read_json(run.compose)["tasks"]["chief"]["environment"]["PYTHONPATH"]
+        assert "resolved\n" == (run.path / "requirements.txt").read_text()
+        assert tmp_path / "kept" == planning.plan(Request(resume=name, runtime="local")).payload.packages
     assert {(tmp_path / "r.txt", planning.packages.host_python())} == set(requested)
     docker(WORKING_ENGINE)
     planning.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))

@@ -23,14 +23,14 @@ from train.config import TrainConfig
 
 def test_an_unknown_run_is_refused_with_the_nearest(resolved, make_run):
     make_run("monday")
-    assert str(refusal(Request(resume="mondey"))).endswith("; did you mean 'monday'?")
+    assert "'monday'" in str(refusal(Request(resume="mondey")))
 
 
 @pytest.mark.parametrize("requested", [{"resume": "run"}, {"name": "run", "fresh": True}])
 def test_a_run_in_progress_is_left_alone(resolved, make_run, requested):
     beat(make_run(workers=1), "chief", "training")
     error = refusal(Request(**requested))
-    assert (EXIT_USAGE, True) == (error.exit_code, str(error).startswith("run 'run' is still in progress; `invoke "))
+    assert (EXIT_USAGE, True) == (error.exit_code, "in progress" in str(error))
 
 
 def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved, make_run):
@@ -49,18 +49,12 @@ def test_a_run_of_which_one_task_lives_is_in_progress(make_run):
     assert not teardown.in_progress(run)
 
 
-def resumed_topology(run: RunFolder, **requested: Any) -> tuple[str, int, int, int]:
-    """Return strategy, workers, parameter servers and devices of a resumed run."""
-    cluster = planning.plan(Request(resume=run.name, runtime="local", **requested)).cluster
-    return cluster.strategy, len(cluster.of(Role.WORKER)), len(cluster.of(Role.PS)), cluster.devices
-
-
 @pytest.mark.parametrize(
     ("previous", "requested", "expected"),
     [
         ({"workers": 1}, {}, ("multiworker", 1, 0, 1)),
         ({"workers": 0}, {}, ("one", 0, 0, 1)),
-        ({"workers": 3, "ps": 2, "devices": 2}, {}, ("ps", 3, 2, 2)),
+        ({"workers": 3, "ps": 2, "devices": 2, "evaluator": True}, {}, ("ps", 3, 2, 2)),
         ({"workers": 0, "devices": 2, "strategy": "central"}, {}, ("central", 0, 0, 2)),
         ({"workers": 0, "devices": 2, "strategy": "central"}, {"devices": 4}, ("central", 0, 0, 4)),
         ({"workers": 0, "devices": 2}, {"devices": 1}, ("one", 0, 0, 1)),
@@ -78,13 +72,10 @@ def test_a_resumed_run_keeps_its_topology_unless_another_is_given(resolved, make
     run = make_run(**previous)
     run.end("stopped")
     write_json(run.summary, {"state": "stopped"})
-    assert expected == resumed_topology(run, **requested)
-
-
-def test_a_resumed_run_keeps_its_evaluator(resolved, make_run):
-    run = make_run(workers=0, evaluator=True)
-    write_json(run.summary, {"state": "stopped"})
-    assert planning.plan(Request(resume=run.name, runtime="local")).cluster.of(Role.EVALUATOR)
+    cluster = planning.plan(Request(resume=run.name, runtime="local", **requested)).cluster
+    counts = tuple(len(cluster.of(role)) for role in (Role.WORKER, Role.PS))
+    assert expected == (cluster.strategy, *counts, cluster.devices)
+    assert previous.get("evaluator", False) is bool(cluster.of(Role.EVALUATOR))
 
 
 def test_a_fresh_start_deletes_the_old_folder(resolved, make_run, monkeypatch):
@@ -130,42 +121,45 @@ def notes(run: RunFolder, preset: str = "", topology: dict[str, Any] | None = No
     return check(run, preset, changed, cluster)
 
 
-def checked_refusal(run: RunFolder, **changes: Any) -> str:
-    with pytest.raises(UsageError) as refused:
-        notes(run, **changes)
-    assert EXIT_USAGE == refused.value.exit_code
-    assert 1 == len(str(refused.value).splitlines())
-    return str(refused.value)
+OPTIMIZER = TrainConfig().to_json()["optimizer"]
+SERVERS = {"workers": 2, "ps": 1}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "parts"),
+    ("made", "changes", "named"),
     [
-        ("global_batch", 384, ("--global-batch 384", "with 192", "skip or repeat data", "--fresh")),
-        ("seed", 7, ("--seed 7", "with 42", "skip or repeat data", "--fresh")),
-        ("dataset", "mnist", ("--dataset mnist", "with fashion_mnist", "skip or repeat data", "--fresh")),
-        ("source", "stream", ("--source stream", "with memory", "skip or repeat data", "--fresh")),
-        ("model", "resnet50", ("--model resnet50", "with two_conv_cnn", "would not fit", "--fresh")),
-        ("preset", "mnist", ("--preset mnist", "fashion_mnist", "--fresh")),
+        # Its steps or its checkpoint depend on these.
+        ({}, {"global_batch": 384}, "--global-batch 384"),
+        ({}, {"seed": 7}, "--seed 7"),
+        ({}, {"dataset": "mnist"}, "--dataset mnist"),
+        ({}, {"source": "stream"}, "--source stream"),
+        ({}, {"model": "resnet50"}, "--model resnet50"),
+        ({}, {"preset": "mnist"}, "--preset mnist"),
+        ({}, {"optimizer": OPTIMIZER | {"name": "sgd"}}, "--optimizer.name sgd"),
+        ({}, {"optimizer": OPTIMIZER | {"ema": 0.9}}, "--optimizer.ema 0.9"),
+        ({}, {"callbacks": "tutorial"}, "--callbacks 'tutorial'"),
+        # One Keras does not read the other's checkpoints.
+        ({"loop": "custom", "topology": SERVERS}, {"loop": "fit"}, "Keras"),
+        ({"loop": "fit", "topology": SERVERS}, {"loop": "custom"}, "Keras"),
+        ({"loop": "fit", "topology": {"workers": 0}}, {"topology": SERVERS}, "Keras"),
+        # It cannot do less than it has done.
+        ({}, {"max_steps": 599}, "done"),
+        ({}, {"epochs": 1.9}, "done"),
+        ({}, {"epochs": 1.0, "max_steps": 900}, "done"),
     ],
 )
-def test_what_its_steps_or_its_checkpoint_depend_on_stays(trained, name, value, parts):
-    error = checked_refusal(trained(), **{name: value})
-    assert [] == [part for part in parts if part not in error]
-
-
-def test_another_optimizer_does_not_fit_but_another_step_size_does(trained):
-    run, settings = trained(), TrainConfig().to_json()["optimizer"]
-    assert checked_refusal(run, optimizer=settings | {"name": "sgd"}).startswith("--optimizer.name sgd: ")
-    assert [] == notes(run, optimizer=settings | {"learning_rate": 1e-4, "schedule": "cosine"})
-    assert checked_refusal(run, optimizer=settings | {"ema": 0.9}).startswith("--optimizer.ema 0.9: ")
-    assert checked_refusal(run, callbacks="tutorial").startswith("--callbacks 'tutorial': ")
+def test_what_its_steps_or_its_checkpoint_depend_on_stays(trained, made, changes, named):
+    with pytest.raises(UsageError, match=named) as refused:
+        notes(trained(**made), **changes)
+    assert 1 == len(str(refused.value).splitlines())
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
+        {"optimizer": OPTIMIZER | {"learning_rate": 1e-4, "schedule": "cosine"}},
+        {"loop": "fit"},
         {"epochs": 6.0},
         {"epochs": 2.0},
         {"max_steps": 601},
@@ -182,28 +176,6 @@ def test_everything_else_may_change(trained, changes):
 
 def test_a_run_that_has_saved_nothing_may_become_any_other(trained):
     assert [] == notes(trained(steps=0), seed=7, global_batch=384, model="resnet50", max_steps=1)
-
-
-@pytest.mark.parametrize(
-    ("previous", "requested"),
-    [
-        (("custom", {"workers": 2, "ps": 1}), {"loop": "fit"}),
-        (("fit", {"workers": 2, "ps": 1}), {"loop": "custom"}),
-        (("fit", {"workers": 0}), {"topology": {"workers": 2, "ps": 1}}),
-    ],
-)
-def test_one_keras_does_not_read_the_other_s_checkpoints(trained, previous, requested):
-    assert "Keras" in checked_refusal(trained(loop=previous[0], topology=previous[1]), **requested)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_synchronous_training_may_change_its_loop(trained, workers):
-    assert [] == notes(trained(topology={"workers": workers}), loop="fit")
-
-
-@pytest.mark.parametrize("changes", [{"max_steps": 599}, {"epochs": 1.9}, {"epochs": 1.0, "max_steps": 900}])
-def test_what_it_has_done_already_cannot_be_less(trained, changes):
-    assert "done" in checked_refusal(trained(), **changes)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monke
     assert (CONFIG, planned.cluster) == (read_json(planned.run.config), planned.run.load_cluster())
     assert 123.0 == read_json(planned.run.control / "started.json")["time"]
     assert planned.run == folders.find_run() == folders.find_run("one")
+    shutil.rmtree(planned.run.path)
+    with pytest.raises(ClusterError):
+        folders.find_run()
 
 
 def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(monkeypatch, capsys):
@@ -59,9 +62,7 @@ def test_a_container_start_builds_images_then_brings_up_every_task(resolved, bui
     assert "docker build ." == commands[1]
     assert commands[2].endswith("up --detach --no-build --pull never chief worker-0")
     assert f"-f {planned.run.compose}" in commands[2]
-    requested = [call.split() for call in calls.read_text().splitlines()]
-    probed = [["info", "--format", "{{json", ".ServerVersion}}"], ["compose", "version", "--short"]]
-    assert [*probed, ["info", "--format", "{{.MemTotal}}"]] == requested
+    assert {"info", "compose"} == {call.split()[0] for call in calls.read_text().splitlines()}  # it is only asked
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
@@ -109,14 +110,3 @@ def test_leftovers_are_the_runs_of_this_folder_that_live(make_run, monkeypatch):
         {name: [each.name for each in runtimes] for name, runtimes in found.found.items()},
         list(found.unreachable),
     )
-
-
-def test_no_current_run_is_reported(tmp_path, make_run):
-    with pytest.raises(ClusterError, match="there is no current run; start one with `invoke up`"):
-        folders.find_run()
-    run = make_run("gone")
-    (tmp_path / "runs" / ".current").write_text("gone\n")
-    assert run == folders.find_run()
-    shutil.rmtree(run.path)
-    with pytest.raises(ClusterError, match="there is no current run"):
-        folders.find_run()

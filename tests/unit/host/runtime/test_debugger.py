@@ -70,18 +70,15 @@ def test_what_keeps_a_debugger_away_is_refused(options, named, monkeypatch):
     assert named in str(error)
 
 
+def test_a_taken_port_and_a_missing_debugpy_are_prerequisites(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PrerequisiteError, match="in use"):
+        debugging.parse_debugger(f"chief:{taken.getsockname()[1]}", CLUSTER)
+    monkeypatch.setattr(debugging.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PrerequisiteError, match="debugpy"):
+        debugging.parse_debugger(f"chief:{free_port()}", CLUSTER)
+
+
 def test_tasks_that_a_scheduler_places_are_out_of_reach():
     waits = debugging.Debugger("chief", 5678, Path())
     with pytest.raises(UsageError, match="--runtime"):
         debugging.check_reachable(waits, remote="Slurm's tasks", private=False, detached=False)
-
-
-def test_a_port_that_is_taken_is_refused():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PrerequisiteError, match="in use"):
-        debugging.parse_debugger(f"chief:{taken.getsockname()[1]}", CLUSTER)
-
-
-def test_without_debugpy_it_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(debugging.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PrerequisiteError, match="-m pip install debugpy"):
-        debugging.parse_debugger(f"chief:{free_port()}", CLUSTER)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
 from cluster.host.runtime import compose_services, injector, registry
 from cluster.host.runtime import local_runtime as local_faults
-from cluster.host.runtime.compose_runtime import _HOG, ContainerFaults
+from cluster.host.runtime.compose_runtime import _HOG
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.system import memory
@@ -53,20 +52,16 @@ def test_a_signal_reaches_only_whom_it_is_meant_for(run, victims):
     injector.signal("worker-0", signal.SIGKILL, "program")
     wait_for(lambda: states(victims)["program"] == "Z", "the program's end", timeout_s=10)
     assert states(victims)["agent"] in "SRD"
-    injector.signal("worker-0", signal.SIGKILL, "agent", "program")  # the second is gone already
-    wait_for(lambda: states(victims)["agent"] == "Z", "the agent's end", timeout_s=10)
+    with pytest.raises(UsageError):  # it has no program yet
+        injector.signal("chief", signal.SIGKILL, "program")
 
 
-def test_a_task_that_is_frozen_is_frozen_whole_until_it_is_relieved(run, victims):
+def test_a_task_is_frozen_or_lost_whole_until_it_is_undone(run, victims):
     injector = ProcessFaults(run)
     injector.pause("worker-0")
     wait_for(lambda: set(states(victims).values()) == {"T"}, "the frozen task", timeout_s=10)
     injector.undo("worker-0")
     wait_for(lambda: set(states(victims).values()) == {"S"}, "the task that continues", timeout_s=10)
-
-
-def test_a_lost_task_is_killed_whole_and_kept_away_until_it_is_undone(run, victims):
-    injector = ProcessFaults(run)
     injector.lose("worker-0")
     wait_for(lambda: set(states(victims).values()) == {"Z"}, "the end of both", timeout_s=10)
     assert run.away("worker-0").exists()
@@ -87,11 +82,6 @@ def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(run, vic
     injector.undo("worker-0")
     assert thread is not None and not thread.is_alive()
     wait_for(lambda: states(victims)["program"] == "S", "the program that continues", timeout_s=10)
-
-
-def test_a_task_without_a_program_cannot_be_hurt_yet(run):
-    with pytest.raises(UsageError, match=r"^worker-0 has no program yet: wait until it trains$"):
-        ProcessFaults(run).signal("worker-0", signal.SIGKILL, "program")
 
 
 # Containers
@@ -131,42 +121,17 @@ def faults(run, docker) -> FaultInjector:
     return registry.of(run).faults(run)
 
 
-def test_the_means_are_those_of_the_runtime(make_run, run, docker):
-    assert isinstance(registry.of(run).faults(run), ContainerFaults)
-    other = make_run("another")
-    assert isinstance(registry.of(other).faults(other), ProcessFaults)
-
-
-def test_a_task_s_container_is_found_by_its_labels(run, faults, docker):
-    faults.pause("worker-0")
-    labels = (
-        f"label=com.docker.compose.project={compose_services.project(run.path)}",
-        "label=tf-cluster.task=worker-0",
-    )
-    assert {("ps", "--quiet", "--filter", labels[0], "--filter", labels[1])} == {
-        words for words in docker.requested if words[0] == "ps"
-    }
-
-
-def test_a_task_whose_container_does_not_run_is_named(faults, docker):
+def test_a_signal_is_sent_inside_the_task_s_container(run, faults, docker):
+    docker.answers["exec"] = (137, "")  # which may end with it
+    faults.signal("worker-0", signal.SIGKILL, "agent", "program")
+    project = f"label=com.docker.compose.project={compose_services.project(run.path)}"
+    searched = ("ps", "--quiet", "--filter", project, "--filter", "label=tf-cluster.task=worker-0")
+    assert searched in docker.requested
+    assert [("exec", "c0ffee", "sh", "-c", "kill -9 1 7")] == docker.done()
     docker.answers["ps"] = (0, "")
-    with pytest.raises(ClusterError, match=r"^worker-0 has no container that runs; `docker ps --all` shows"):
+    with pytest.raises(ClusterError, match="worker-0"):
         faults.pause("worker-0")
     assert [] == docker.done()
-
-
-def test_a_signal_is_sent_inside_the_container(faults, docker):
-    faults.signal("worker-0", signal.SIGKILL, "agent", "program")
-    faults.signal("worker-0", signal.SIGTERM, "agent")
-    assert [
-        ("exec", "c0ffee", "sh", "-c", "kill -9 1 7"),
-        ("exec", "c0ffee", "sh", "-c", "kill -15 1"),
-    ] == docker.done()
-
-
-def test_a_signal_that_ends_its_own_container_is_no_error(faults, docker):
-    docker.answers["exec"] = (137, "")
-    faults.signal("worker-0", signal.SIGKILL, "agent")
 
 
 @pytest.mark.parametrize(
@@ -206,6 +171,19 @@ def test_a_container_that_is_cut_off_comes_back_under_its_own_name(faults, docke
     assert [("network", "connect", "--alias", "worker-0", "run_cluster", "c0ffee")] == docker.done()
 
 
+def test_the_hog_eats_all_memory_and_ends_with_the_program_that_it_starves():
+    def starve(program: int, pieces: int) -> int:
+        limited = f"import resource; resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))\n{_HOG}"
+        command = [sys.executable, "-c", limited, str(program), str(pieces)]
+        return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=300).returncode
+
+    with subprocess.Popen(["sleep", "60"]) as program:
+        assert 0 == starve(program.pid, 2)  # it eats no more than it may
+        assert 0 != starve(program.pid, 1000)  # but all of that
+        program.kill()
+    assert 0 == starve(program.pid, 1000)
+
+
 @pytest.mark.parametrize(("previous", "expected"), [(0, 2**30 + 2**27 + 5000), (2**33, 2**33)])
 def test_a_container_without_memory_gets_its_own_back_or_plenty(faults, docker, monkeypatch, previous, expected):
     monkeypatch.setattr(memory, "available_bytes", lambda: 5000)
@@ -220,26 +198,6 @@ def test_a_container_without_memory_gets_its_own_back_or_plenty(faults, docker, 
     assert ("7", str(limit // 2**24 + 16)) == hog[5:]  # until the program is gone, and never more than fits
     faults.undo("worker-0")
     assert [("update", "--memory", str(expected), "--memory-swap", str(expected), "c0ffee")] == docker.done()
-
-
-def test_the_hog_ends_with_the_program_that_it_starves():
-    def starve(program: int, pieces: int) -> int:
-        def limit() -> None:
-            resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
-
-        return subprocess.run(
-            [sys.executable, "-c", _HOG, str(program), str(pieces)],
-            preexec_fn=limit,
-            stderr=subprocess.DEVNULL,
-            timeout=300,
-        ).returncode
-
-    program = subprocess.Popen(["sleep", "60"])
-    assert 0 == starve(program.pid, 2)  # it eats no more than it may
-    assert 0 != starve(program.pid, 1000)  # but all of that
-    program.kill()
-    program.wait()
-    assert 0 == starve(program.pid, 1000)
 
 
 def test_what_was_done_last_is_undone_first_and_only_once(faults, docker):
@@ -259,10 +217,7 @@ def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_und
     docker.answers[asks] = (1, "WARNING: a plugin is old\nError response from daemon: no such thing")
     with pytest.raises(ClusterError) as failed:
         getattr(faults, does)("worker-0")
-    line = str(failed.value)
-    assert 1 == len(line.splitlines())
-    assert line.startswith(f"docker {asks}") and line.endswith("Error response from daemon: no such thing")
-    assert 1 == failed.value.exit_code
+    assert 1 == len(str(failed.value).splitlines())
     docker.done()
     faults.undo("worker-0")
     assert [] == docker.done()
@@ -271,29 +226,13 @@ def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_und
 # The disk
 
 
-@pytest.fixture
-def unfillable(run, monkeypatch) -> RunFolder:
-    """A run on whose disk nothing can be filled, whatever is decided."""
-    monkeypatch.setattr(injector, "BALLAST", "absent/ballast")
-    return run
-
-
-REFUSED = r"^diskfull would fill \d+ GiB that other programs use; put RUNS_DIR on a small separate disk \(mount "
-
-
-def test_the_disk_of_the_machine_itself_is_never_filled(unfillable, monkeypatch):
-    monkeypatch.setattr(injector, "Path", lambda _: unfillable.path)  # where "/" is
-    monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", 2**70)
-    with pytest.raises(UsageError, match=REFUSED) as refused:
-        ProcessFaults(unfillable).diskfull("chief")
-    assert 1 == len(str(refused.value).splitlines())
-
-
-def test_a_disk_with_too_much_room_is_never_filled(unfillable, monkeypatch):
-    monkeypatch.setattr(injector, "Path", lambda _: Path("/proc"))  # as if the runs had a separate disk
-    monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", 0)
-    with pytest.raises(UsageError, match=REFUSED):
-        ProcessFaults(unfillable).diskfull("chief")
+@pytest.mark.parametrize(("root", "most"), [("", 2**70), ("/proc", 0)], ids=["the machine's own", "too much room"])
+def test_a_disk_that_others_use_is_never_filled(run, monkeypatch, root, most):
+    monkeypatch.setattr(injector, "BALLAST", "absent/ballast")  # nothing can be filled, whatever is decided
+    monkeypatch.setattr(injector, "Path", lambda _: Path(root) if root else run.path)  # where "/" is
+    monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", most)
+    with pytest.raises(UsageError, match="RUNS_DIR"):
+        ProcessFaults(run).diskfull("chief")
 
 
 def room(disk: Path) -> int:

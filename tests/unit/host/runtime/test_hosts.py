@@ -1,13 +1,12 @@
 """What is reported of the hosts of a runtime, and what a task on each of them measures."""
 
-import threading
 from typing import Any
 
 import pytest
 
 from cluster.agent.schedulers import probe
-from cluster.host.runtime import hosts, registry
-from cluster.system.errors import UsageError
+from cluster.host.runtime import hosts
+from tests.support.waiting import together
 
 FIXES = hosts.Fixes("silent", "data", "network")
 
@@ -35,12 +34,6 @@ def test_what_a_host_lacks_is_reported_with_its_fix(reports, wrong):
     assert all(each.fix for each in found if each.state != "ok")
 
 
-def test_only_what_has_other_machines_is_examined(tmp_path):
-    for name in ("local", "docker"):
-        with pytest.raises(UsageError, match=f"--runtime {name}"):
-            registry.get(name).examine_hosts(tmp_path, tmp_path)
-
-
 def test_hosts_measure_their_clocks_and_bandwidth(make_run, tmp_path, monkeypatch):
     monkeypatch.setenv("DATA_DIR", str(tmp_path))
     run = make_run(workers=2)
@@ -49,35 +42,23 @@ def test_hosts_measure_their_clocks_and_bandwidth(make_run, tmp_path, monkeypatc
     def look(number: int) -> None:
         found.append(probe.examine(run, cluster, cluster.tasks[number], f"n{number}"))
 
-    threads = [threading.Thread(target=look, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(look, 3)
     assert {"n0", "n1", "n2"} == {each["node"] for each in found}
     assert all(each["data"] and not each["unreached"] and each["mb_per_s"] > 0 for each in found), found
     assert max(abs(each["skew_s"]) for each in found) < hosts.SKEW_S
     assert max(each["lag_s"] for each in found) < probe.REACH_S
 
 
-def test_a_folder_that_does_not_show_what_others_write_is_waited_for_only_so_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "REACH_S", 0.2)
-    assert 0.2 == probe.delay([tmp_path / "never"])
-    assert probe.delay([tmp_path]) < 0.2
-
-
 def test_a_clock_that_is_ahead_is_measured(make_run):
     one, other = make_run(workers=1).load_cluster().tasks
     links = {}
-    threads = [
-        threading.Thread(target=lambda: links.update(one=probe.measure(one, other, lambda: 1000.0))),
-        threading.Thread(target=lambda: links.update(other=probe.measure(other, one, lambda: 1100.0))),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (100.0, -100.0) == (links["one"].skew_s, links["other"].skew_s)
+
+    def measure(at: int) -> None:
+        here, there = (one, other) if at else (other, one)
+        links[at] = probe.measure(here, there, lambda: 1000.0 if at else 1100.0)
+
+    together(measure, 2)
+    assert (100.0, -100.0) == (links[1].skew_s, links[0].skew_s)
 
 
 def test_a_host_that_is_not_reached_is_named(make_run, tmp_path, monkeypatch):

@@ -116,34 +116,29 @@ def test_a_value_of_the_caller_s_is_written_nowhere(tmp_path):
     assert "secret" not in json.dumps([processes, services])
 
 
-def test_a_path_of_this_machine_does_not_reach_containers(monkeypatch):
+def test_paths_of_this_machine_are_for_its_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_HOME", "/home/me/.keras")
     assert "KERAS_HOME" in inherited.for_process()
     assert "KERAS_HOME" not in inherited.for_container(way_out=True)
-
-
-def test_a_relative_pythonpath_means_the_caller_s_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"mine{os.pathsep}{os.pathsep}/theirs")
     assert f"{tmp_path / 'mine'}{os.pathsep}/theirs" == inherited.for_process()["PYTHONPATH"]
 
 
+VARIABLES = ["", "=1", "A B=1", "1A=1", "TF_CONFIG={}", "TASK", "PYTHONPATH=/x", "NOT_SET_HERE", "Ä=1"]
+SECRETS = ["", "A_KEY", "A_KEY=", "A B=key", "TASK=key", "A_KEY=none", "A_KEY=.", "B=key"]
+
+
 @pytest.mark.parametrize(
-    "words", ["", "=1", "A B=1", "1A=1", "TF_CONFIG={}", "TASK", "PYTHONPATH=/x", "NOT_SET_HERE", "Ä=1"]
+    ("option", "words"), [*(("env", words) for words in VARIABLES), *(("secret", words) for words in SECRETS)]
 )
-def test_what_can_be_no_variable_of_a_task_is_refused(words):
-    refused = refusal(Request(env=(words,), runtime="local", tensorboard_port="0"))
-    assert isinstance(refused, UsageError)
-    assert "--env" in str(refused)
-
-
-@pytest.mark.parametrize("words", ["", "A_KEY", "A_KEY=", "A B=key", "TASK=key", "A_KEY=none", "A_KEY=.", "B=key"])
-def test_what_can_be_no_secret_of_a_task_is_refused(words, tmp_path, monkeypatch):
+def test_what_can_be_no_variable_or_secret_of_a_task_is_refused(option, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "key").write_text("precious")
-    refused = refusal(Request(env=("B=1",), secret=(words,), runtime="local", tensorboard_port="0"))
+    requested = {"secret": (words,), "env": ("B=1",)} if option == "secret" else {"env": (words,)}
+    refused = refusal(Request(**requested, runtime="local", tensorboard_port="0"))
     assert isinstance(refused, UsageError)
-    assert "--secret" in str(refused)
+    assert f"--{option}" in str(refused)
     assert "precious" not in str(refused)
 
 

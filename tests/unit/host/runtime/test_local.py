@@ -19,26 +19,18 @@ from cluster.system.ports import free_ports
 from tests.support.waiting import wait_for
 
 
-def test_free_ports_are_free_and_different():
+def test_free_ports_are_free_and_different(monkeypatch):
     found = free_ports(20)
     assert 20 == len(set(found))
     for port in found:
         with socket.socket() as server:
             server.bind(("127.0.0.1", port))
-
-
-def test_a_port_in_use_is_not_free(monkeypatch):
-    (port,) = free_ports(1)
-    monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
-    assert (port,) == free_ports(1)
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(PrerequisiteError):
+    monkeypatch.setattr(ports, "PORTS", found[:1])
+    assert found[:1] == free_ports(1)
+    with pytest.raises(PrerequisiteError):
+        free_ports(2)
+    with socket.create_server(("127.0.0.1", found[0])), pytest.raises(PrerequisiteError):
         free_ports(1)
-
-
-def test_too_few_free_ports_are_reported(monkeypatch):
-    monkeypatch.setattr(ports, "PORTS", range(20000, 20002))
-    with pytest.raises(PrerequisiteError, match=r"3 free ports on 127\.0\.0\.1 from 20000 to 20001: found [0-2]"):
-        free_ports(3)
 
 
 def test_each_task_gets_its_command_and_environment():
@@ -54,13 +46,6 @@ def test_each_task_gets_its_command_and_environment():
     }
     assert ("local", ["chief", "worker-0"]) == (planned["runtime"], list(planned["tasks"]))
     assert expected == planned["tasks"]["worker-0"]
-
-
-def test_the_supervisor_ends_when_the_run_does(start_gang):
-    gang = start_gang("train(2), finish()", workers=0)
-    assert supervisor.running(gang.run)
-    assert "succeeded" == gang.summary()["state"]
-    wait_for(lambda: not supervisor.running(gang.run), "the supervisor's end")
 
 
 def test_killing_a_run_leaves_no_process(start_gang):
@@ -101,9 +86,11 @@ def test_an_agent_that_keeps_failing_ends_the_run(make_run, monkeypatch, end):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
     supervisor.Supervisor(run).main()
     summary = read_json(run.summary)
-    assert "failed" == summary["state"]
-    assert "chief" == summary["cause"]["task"]
-    assert summary["cause"]["error"].startswith("its agent failed 4 times without progress: exit code ")
+    assert ("failed", "chief") == (summary["state"], summary["cause"]["task"])
+    assert "its agent failed 4 times" in summary["cause"]["error"]
+    run.compose.write_text("{}")
+    with pytest.raises(TimedOut):  # it cannot start its tasks
+        supervisor.start(run)
 
 
 @pytest.mark.parametrize(("most", "attempts"), [(30, 31), (4, 5)])
@@ -116,10 +103,3 @@ def test_an_agent_that_is_killed_comes_back_up_to_a_limit(make_run, monkeypatch,
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
     supervisor.Supervisor(run).main()
     assert attempts == len((tmp_path / "attempts").read_text().splitlines())
-
-
-def test_a_supervisor_that_cannot_start_its_tasks_is_reported(make_run):
-    run = make_run(workers=0)
-    run.compose.write_text("{}")
-    with pytest.raises(TimedOut, match="the supervisor of run did not start its tasks; see .*/logs/supervisor.log"):
-        supervisor.start(run)

@@ -79,10 +79,17 @@ def test_a_run_lives_while_its_job_runs_or_is_queued(run, state, alive, monkeypa
     assert alive == slurm.Slurm().alive(run)
 
 
-def test_a_job_that_ends_by_itself_is_not_cancelled(run, monkeypatch):
-    there = site(run, monkeypatch, "RUNNING", "COMPLETING", "")
-    slurm.Slurm().remove(run, there.sh, 10)
-    assert [] == there.commands
+@pytest.mark.parametrize(
+    ("states", "grace_s", "commands"),
+    [
+        (["RUNNING", "COMPLETING", ""], 10, []),  # it ends by itself
+        (["RUNNING", "RUNNING", "COMPLETING", "COMPLETED"], 0, ["scancel --signal=KILL --full 12"]),
+    ],
+)
+def test_a_job_that_does_not_end_is_cancelled_and_waited_for(run, monkeypatch, states, grace_s, commands):
+    there = site(run, monkeypatch, *states)
+    slurm.Slurm().remove(run, there.sh, grace_s)
+    assert commands == there.commands
 
 
 def test_replacements_of_a_runs_tasks_end_with_it(run, monkeypatch):
@@ -98,12 +105,6 @@ def test_replacements_of_a_runs_tasks_end_with_it(run, monkeypatch):
     assert ["scancel 14"] == there.commands
 
 
-def test_a_job_that_does_not_end_is_cancelled_and_waited_for(run, monkeypatch):
-    there = site(run, monkeypatch, "RUNNING", "RUNNING", "COMPLETING", "COMPLETED")
-    slurm.Slurm().remove(run, there.sh, 0)
-    assert ["scancel --signal=KILL --full 12"] == there.commands
-
-
 def test_what_is_left_is_found_by_the_name_of_its_job(run, monkeypatch):
     site(run, monkeypatch, "PENDING")
     runtime = slurm.Slurm()
@@ -111,6 +112,10 @@ def test_what_is_left_is_found_by_the_name_of_its_job(run, monkeypatch):
     site(run, monkeypatch, "down")
     assert runtime.find_leftovers(run.path.parent, ["a-run"]).unreachable
     assert not runtime.find_leftovers(run.path.parent, ["another"]).unreachable  # Slurm is not asked for nothing
+    owner.forget(run)
+    there = site(run, monkeypatch, "down")
+    assert not slurm.Slurm().find_leftovers(run.path.parent, ["a-run"]).unreachable
+    assert 0 == there.questions
 
 
 def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there_are(run, monkeypatch):
@@ -127,13 +132,6 @@ def test_the_check_of_hosts_waits_once_and_not_long_for_a_controller(run, monkey
     found = [*runtime.examine_hosts(run.path.parent, run.path.parent), *runtime.examine()]
     assert ["failed", "warning"] == [each.state for each in found]
     assert (1, True) == (there.questions, there.waits_s <= 5)
-
-
-def test_nobody_is_asked_for_a_run_whose_job_is_known_to_be_gone(run, monkeypatch):
-    there = site(run, monkeypatch, "down")
-    owner.forget(run)
-    assert not slurm.Slurm().find_leftovers(run.path.parent, ["a-run"]).unreachable
-    assert 0 == there.questions
 
 
 def test_the_job_is_queued_by_a_script_that_names_it(run, monkeypatch):
@@ -179,22 +177,6 @@ def test_agents_of_a_job_with_an_image_run_in_it(run, tmp_path, monkeypatch):
     assert "--nv" not in slurm.Slurm().render(work(run, apptainer=str(image)))["script"]
 
 
-def test_packages_are_not_installed_beside_those_of_an_image(run, tmp_path):
-    needing = replace(work(run, apptainer=str(tmp_path)), payload=Payload(packages=tmp_path))
-    with pytest.raises(UsageError, match="--requirements"):
-        slurm.Slurm().render(needing)
-    odd = replace(work(run, apptainer=str(tmp_path)), data_dir=tmp_path / "a,b")
-    with pytest.raises(UsageError, match="a,b"):
-        slurm.Slurm().render(odd)
-
-
-def test_a_machine_without_slurm_says_so(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(PrerequisiteError, match="sinfo"):
-        registry.choose("slurm")
-    assert [] == slurm.Slurm().examine()
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -206,26 +188,62 @@ def test_a_machine_without_slurm_says_so(monkeypatch):
         ({"nodes": "none"}, "--nodes"),
         ({"apptainer": "/no/such.sif"}, "--apptainer"),
         ({"gpus_per_task": "2", "devices": "3"}, "--devices"),
+        ({"time": "soon"}, "--time"),
+        ({"partition": "a b"}, "--partition"),
+        ({"account": "$(x)"}, "--account"),
+        ({"runtime": "local", "partition": "main", "nodes": 2}, "--partition and --nodes"),
     ],
 )
 def test_what_a_job_cannot_have_is_refused(options, named, run, monkeypatch):
     site(run, monkeypatch, "")
     with pytest.raises(UsageError, match=named):
-        planning.plan(Request(runtime="slurm", tensorboard_port="0", **options))
+        planning.plan(Request(**{"runtime": "slurm", "tensorboard_port": "0"} | options))
+
+
+def test_what_an_image_cannot_have_is_refused(run, tmp_path):
+    plain = work(run, apptainer=str(tmp_path))
+    for given in (replace(plain, payload=Payload(packages=tmp_path)), replace(plain, data_dir=tmp_path / "a,b")):
+        with pytest.raises(UsageError):
+            slurm.Slurm().render(given)
+
+
+def test_a_machine_without_slurm_says_so(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PrerequisiteError, match="sinfo"):
+        registry.choose("slurm")
+    assert [] == slurm.Slurm().examine()
+
+
+def test_a_plan_follows_what_a_task_requests_of_its_job(run, monkeypatch):
+    site(run, monkeypatch, "")
+    options = {"runtime": "slurm", "tensorboard_port": "0"}
+    plan = planning.plan(Request(workers=0, gpus_per_task=2, cpus_per_task=5, **options))
+    assert ("mirrored", 2, 5) == (plan.cluster.strategy, plan.cluster.devices, plan.config["threads"])
+    assert "#SBATCH --gpus-per-task=2\n" in plan.compose["script"]
+    assert "export CUDA_VISIBLE_DEVICES" not in plan.compose["script"]
+    assert plan.network.warning == ""
+    plan = planning.plan(Request(workers=1, **options))
+    assert plan.network.warning  # nothing closes its network
+    assert plan.network.warning in plan.notes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-0", 2880), ("1-12:30", 2190), ("0-1:30:30", 90.5)],
+)
+def test_a_time_limit_is_read_as_slurm_reads_it(text, expected):
+    assert expected == minutes(text)
 
 
 UNAVAILABLE = "allocation failure: Requested node configuration is not available"
+UNKNOWN = "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name specified"
 
 
 @pytest.mark.parametrize(
     ("complaint", "nodes", "refused"),
     [
         ("", "3 idle\n", False),
-        (
-            "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name specified",
-            "",
-            True,
-        ),
+        (UNKNOWN, "", True),
         ("sbatch: error: Invalid generic resource (gres) specification", "", True),
         (UNAVAILABLE, "2 idle\n1 mixed\n", True),
         (UNAVAILABLE, "2 idle\n1 down*\n", False),
@@ -265,33 +283,6 @@ def test_why_no_task_is_heard_is_what_the_controller_says(printed, has_log, expe
     assert expected in said if expected else not said
 
 
-def test_options_of_a_job_need_a_job():
-    with pytest.raises(UsageError, match="--partition and --nodes"):
-        planning.plan(Request(runtime="local", partition="main", nodes=2))
-
-
-def test_each_gpu_is_a_replica(run, monkeypatch):
-    site(run, monkeypatch, "")
-    plan = planning.plan(Request(runtime="slurm", workers=0, gpus_per_task=2, tensorboard_port="0"))
-    assert ("mirrored", 2) == (plan.cluster.strategy, plan.cluster.devices)
-    assert "#SBATCH --gpus-per-task=2\n" in plan.compose["script"]
-    assert "export CUDA_VISIBLE_DEVICES" not in plan.compose["script"]
-    assert plan.network.warning == ""
-
-
-def test_a_network_that_nothing_closes_is_warned_of(run, monkeypatch):
-    site(run, monkeypatch, "")
-    plan = planning.plan(Request(runtime="slurm", workers=1, tensorboard_port="0"))
-    assert "docs/guides/slurm.md" in plan.network.warning
-    assert plan.network.warning in plan.notes
-
-
-def test_a_task_has_as_many_threads_as_its_job_requests_processors(run, monkeypatch):
-    site(run, monkeypatch, "")
-    plan = planning.plan(Request(runtime="slurm", cpus_per_task=5, tensorboard_port="0"))
-    assert 5 == plan.config["threads"]
-
-
 def script(given: Workload) -> str:
     return slurm.batch_script(given, {"DATA_DIR": "/shared/the data"}, ["--script", "a b.py"])
 
@@ -323,17 +314,3 @@ def test_the_script_is_one_that_bash_can_read(run, monkeypatch, python):
     monkeypatch.setattr(sys, "executable", python)
     assert python in shlex.split(next(line for line in script(work(run)).splitlines() if line.startswith("srun ")))
     subprocess.run(["bash", "-n"], input=script(work(run)), text=True, check=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-0", 2880), ("1-12:30", 2190), ("0-1:30:30", 90.5)],
-)
-def test_a_time_limit_is_read_as_slurm_reads_it(text, expected):
-    assert expected == minutes(text)
-
-
-@pytest.mark.parametrize("job", [Job(time="soon"), Job(time="1"), Job(partition="a b"), Job(account="$(x)")])
-def test_what_is_no_word_for_slurm_is_refused(job):
-    with pytest.raises(UsageError, match="--"):
-        job.check()

@@ -1,5 +1,6 @@
 """TensorBoard's port (the running one's, the usual or a free one; a taken port ends no run), and its pinned cards."""
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -67,31 +68,33 @@ def start(runs_dir: Path, port: int | None = None, preferred: int | None = None)
     return tensorboard.start(runs_dir, port, tensorboard.PROCESS, no_shell, preferred=preferred)
 
 
-def test_the_usual_port_is_used_if_it_is_free(runs_dir, started, usual):
-    assert [usual] == [start(runs_dir)] == started == [tensorboard.running(runs_dir)]
+@pytest.fixture
+def free() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
-def test_a_free_port_is_used_if_the_usual_one_is_taken(runs_dir, started, usual):
-    with socket.create_server(("127.0.0.1", usual)):
-        port = start(runs_dir)
-    assert port != usual
+@pytest.mark.parametrize(
+    ("preferred", "usual_is_taken", "expected"),
+    [
+        (None, False, "usual"),
+        (None, True, "another"),
+        ("free", False, "free"),  # which the run had before
+        ("taken", False, "usual"),
+    ],
+)
+def test_a_port_is_chosen(request, runs_dir, started, usual, preferred, usual_is_taken, expected):
+    wanted = request.getfixturevalue(preferred) if preferred else None
+    with socket.create_server(("127.0.0.1", usual)) if usual_is_taken else contextlib.nullcontext():
+        port = start(runs_dir, preferred=wanted)
     assert [port] == started == [tensorboard.running(runs_dir)]
+    assert expected == {usual: "usual", wanted: preferred}.get(port, "another")
 
 
 def test_our_own_is_used_wherever_it_runs(runs_dir, started, usual, taken):
     first = start(runs_dir, preferred=usual)
     assert [first] * 3 == [start(runs_dir), start(runs_dir, first), start(runs_dir, preferred=taken)]
     assert [first] == started
-
-
-def test_the_port_that_a_run_had_comes_first(runs_dir, started, usual):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        earlier = server.getsockname()[1]
-    assert earlier == start(runs_dir, preferred=earlier)
-
-
-def test_the_usual_port_is_next_if_another_program_has_the_earlier_one(runs_dir, started, usual, taken):
-    assert usual == start(runs_dir, preferred=taken)
 
 
 def test_a_taken_port_that_was_named_is_refused_and_our_own_stays(runs_dir, started, usual, taken):

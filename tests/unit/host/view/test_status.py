@@ -1,6 +1,5 @@
 """The state of a run, how it ended, and its exit code."""
 
-import re
 import time
 
 import pytest
@@ -11,7 +10,6 @@ from cluster.host.control import watch
 from cluster.host.runtime import tensorboard
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.status import progress, read_status, status_table
-from cluster.system.errors import TimedOut
 from cluster.system.json_files import read_json, write_json
 from tests.support.beats import LEDGER, beat, end, save
 
@@ -20,11 +18,7 @@ PACE = {"step_ms": {"mean": 90.0, "median": 88.2}, "busy_share": 0.75, "input_sh
 
 def test_a_run_that_has_not_begun_is_starting(run):
     value = read_status(run)
-    assert ("demo", "starting", "MultiWorkerMirroredStrategy", 0, 0) == tuple(
-        value[key] for key in ("run", "state", "strategy", "generation", "step")
-    )
-    assert [] == value["tasks"]
-    assert {"stragglers": [], "starved": []} == value["pace"]
+    assert ("starting", 0, []) == (value["state"], value["step"], value["tasks"])
     assert {None} == {value[key] for key in ("steps_total", "eta_s", "examples_per_s", "checkpoint", "tensorboard")}
 
 
@@ -55,6 +49,9 @@ def test_status_holds_what_the_contract_lists(run, monkeypatch):
     assert ["chief", "worker-0"] == [task["task"] for task in tasks]
     assert {"step": 10, "every_s": None} == {name: checkpoint[name] for name in ("step", "every_s")}
     assert 0 <= checkpoint["age_s"] < 60
+    end(run, "succeeded")
+    value = read_status(run)
+    assert ("succeeded", None) == (value["state"], value["eta_s"])
 
 
 def test_who_was_left_out_is_shown_and_is_lost_or_waits(run):
@@ -76,21 +73,11 @@ def test_a_run_that_ended_says_how_to_train_as_long_again(run):
         assert ended_lines(run)[-1].endswith(f" -- {option}")
 
 
-def test_an_ended_run_has_its_summary_s_state_and_nothing_left_to_do(run):
-    beat(run, "chief", "done", step=120, steps_total=120, examples_per_s=480.0)
-    end(run, "succeeded")
-    value = read_status(run)
-    assert ("succeeded", None) == (value["state"], value["eta_s"])
-
-
 def test_a_table_has_a_row_for_every_task(run):
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=4801.4, loss=0.51234, restarts=1, **PACE)
     beat(run, "worker-0", "waiting", age_s=9)
-    head, reached, names, chief, worker = status_table(read_status(run))
-    assert "demo  training  MultiWorkerMirroredStrategy" == head
+    _, reached, names, chief, worker = status_table(read_status(run))
     assert "step 20/120" in reached
-    columns = ["TASK", "STATE", "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT"]
-    assert columns == names.split()
     assert ["chief", "training", "20", "4,801", "0.5123", "1", "0s", "88.2", "75", "%", "2", "%"] == chief.split()
     assert ["worker-0", "waiting", "0", "-", "-", "0", "9s", "-", "-", "-"] == worker.split()
     assert len(names) == len(chief) == len(worker) < 100
@@ -106,31 +93,23 @@ def test_who_slows_the_others_down_is_reported_below_the_table(run):
     assert 5 == len(status_table(read_status(run)))
 
 
-def test_progress_says_what_is_known(run):
-    beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
+def test_the_interval_of_checkpoints_is_that_of_the_newest_generation_that_saved(run):
+    beat(run, "chief", "training", step=20, steps_total=120)
     save(run, 10)
-    expected = "step 20/120  loss 0.5000  480 examples/s  20 s left  checkpoint at 10"
-    assert expected == progress(read_status(run))
     run.begin_generation(1)
     run.begin_generation(2)
     write_json(run.ledger(1), LEDGER | {"generation": 1, "saves": {"every_s": 12.34}})
     write_json(run.ledger(2), LEDGER | {"generation": 2, "saves": {}})  # it has not saved yet
-    (saved,) = [line for line in status_table(read_status(run)) if line.startswith("saved")]
-    assert re.fullmatch(r"saved  step 10, \d+ s ago, every 12\.3 s", saved)
+    assert 12.34 == read_status(run)["checkpoint"]["every_s"]
 
 
 def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(run, monkeypatch):
     monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6006)
     write_json(run.control / "result.json", {"steps": 938, "metrics": {"eval_accuracy": 0.89123}})
-    summary_line, *rest = (end(run, "succeeded"), ended_lines(run))[1]
-    assert summary_line.startswith("succeeded: 938 steps in ")
-    assert summary_line.endswith(", accuracy 0.8912 on the test set")
-    assert [
-        f"run folder   {run.path}",
-        "TensorBoard  http://127.0.0.1:6006",
-        "next         invoke down (ends TensorBoard), or train on:",
-        "             invoke up --resume demo -- --epochs 6",
-    ] == rest
+    end(run, "succeeded")
+    text = "\n".join(ended_lines(run))
+    for part in ("938 steps", "accuracy 0.8912", str(run.path), "http://127.0.0.1:6006", "invoke up --resume demo -- "):
+        assert part in text
 
 
 def test_a_failure_reports_the_root_cause_last(run):
@@ -139,18 +118,13 @@ def test_a_failure_reports_the_root_cause_last(run):
     why = {"task": "worker-0", "cause": "exit code 139 (SIGSEGV: crashed in native code)", "step": 7}
     run.begin_generation(1, error="", failed_at=time.time(), **why)
     end(run, "failed", task="worker-0", exit_code=1, error="loss is nan at step 7")
-    rule, *inside, rule_too, folder, further, command = ended_lines(run)
-    at = time.strftime("%H:%M:%S", time.localtime(run.outcome.time))
-    assert [
-        "run demo failed after 7 steps",
-        "chief: exit code 137 (SIGKILL: killed), ended because of the other",
-        "restart 1: worker-0, exit code 139 (SIGSEGV: crashed in native code)",
-        f"root cause: worker-0 at {at}, exit code 1: loss is nan at step 7",
-        "its log: invoke logs worker-0",
-    ] == inside
-    assert {"-"} == set(rule) == set(rule_too)
-    assert (f"run folder   {run.path}", "next         fix the cause, then:") == (folder, further)
-    assert "invoke up --resume demo" == command.strip()
+    _, _, chief, restart, cause, log, *rest = ended_lines(run)
+    assert "exit code 137" in chief
+    assert "exit code 139" in restart
+    assert cause.startswith("root cause: worker-0 at ")
+    assert cause.endswith("exit code 1: loss is nan at step 7")
+    assert "invoke logs worker-0" in log
+    assert "invoke up --resume demo" == rest[-1].strip()
 
 
 @pytest.mark.parametrize(
@@ -168,44 +142,6 @@ def test_a_failure_reports_the_root_cause_last(run):
 )
 def test_the_exit_code_reports_how_the_run_ended(ended, code):
     assert code == watch.exit_code(Summary.from_json(ended))
-
-
-def test_waiting_is_bounded(run):
-    beat(run, "chief", "training")
-    with pytest.raises(TimedOut, match=r"run demo has not ended after 0.1 s; it continues"):
-        watch.follow(run, lambda value: None, timeout_s=0.1)
-
-
-@pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("worker", ["training", "done"])
-def test_a_run_in_which_nothing_lives_has_failed(run, worker):
-    beat(run, "chief", "training", step=5, age_s=60)
-    beat(run, "worker-0", worker, step=5, age_s=60)
-    ended = watch.follow(run, lambda value: None, timeout_s=5)
-    assert ("failed", 5) == (ended.state, ended.steps)
-    assert "no task writes heartbeats: the engine or the supervisor stopped" == ended.cause.error
-
-
-def test_the_summary_reports_where_the_time_went_and_who_was_slow(run):
-    started = read_json(run.control / "started.json")["time"]
-    seconds = {"input": 1.0, "compute": 5.0, "save": 0.5, "evaluate": 0.25}
-    ledger = {"generation": 0, "began": started + 2, "first_step_at": started + 4, "updated_at": started + 11}
-    write_json(run.ledger(0), ledger | {"first": 0, "step": 9, "timed_steps": 8, "seconds": seconds})
-    generation_record = {"steps": 20, "step_ms": {"mean": 100.0}, "busy_share": 0.5, "input_share": 0.01}
-    beat(run, "chief", "done", pace=generation_record)
-    beat(run, "worker-0", "done", pace=generation_record | {"busy_share": 0.75})
-    write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 20})
-    value = summary.write(run, settle_s=0).to_json()
-    assert {
-        "start": 2.0, "compile": 2.0, **seconds, "lost": 0.0, "restart": 0.0, "other": 9.25,
-    } == value["goodput_split"]  # fmt: skip
-    assert value["wall_s"] == pytest.approx(sum(value["goodput_split"].values()))
-    assert [{"task": "worker-0", "slower": 1.5, "input_part": 0.0}] == value["pace"]["stragglers"]
-    assert generation_record == value["pace"]["tasks"]["chief"]
-    assert [
-        "time         other 46 %, train 30 % (5 % input), start 10 %, compile 10 %, save 2 %, evaluate 1 %",
-        "pace         worker-0 is 1.5x slower, 0 % of it in input",
-    ] == ended_lines(run)[1:3]
 
 
 def test_a_run_that_claims_to_start_after_its_end_took_no_time(run):
