@@ -25,15 +25,12 @@ from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.host.view.status import read_status
 from cluster.system import processes
-from cluster.system.errors import EXIT_DONE, EXIT_USAGE, UsageError
+from cluster.system.errors import EXIT_DONE, UsageError
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
 from tests import fast
 from tests.support.launching import Commands
-from tests.support.waiting import wait_for
-
-SCRIPT = "import time\nwhile True:\n    time.sleep(0.05)\n"
 
 
 class Nudges(ProcessFaults):
@@ -115,7 +112,7 @@ def script(tmp_path) -> Path:
     """A script that never ends."""
     path = tmp_path / "own" / "script.py"
     path.parent.mkdir()
-    path.write_text(SCRIPT)
+    path.write_text("import time\nwhile True:\n    time.sleep(0.05)\n")
     return path
 
 
@@ -125,10 +122,9 @@ def test_a_runtime_from_outside_is_planned(toy, script):
     assert ["play with chief", "play with worker-0"] == startup.commands(planned)
     shown = planned.to_json()
     assert ("toy", "private") == (shown["runtime"], shown["network"])
-    with pytest.raises(UsageError):
-        planning.plan(Request(runtime="toy", script=str(script), network="host"))
-    with pytest.raises(UsageError):
-        planning.plan(Request(runtime="toy", script=str(script), memory="2GiB"))
+    for option in ({"network": "host"}, {"memory": "2GiB"}):
+        with pytest.raises(UsageError):
+            planning.plan(Request(runtime="toy", script=str(script), **option))
 
 
 def test_a_runtime_from_outside_runs_a_cluster(toy, script):
@@ -140,39 +136,19 @@ def test_a_runtime_from_outside_runs_a_cluster(toy, script):
         assert watch.until_training(run, lambda _: None)
         assert ["training", "training"] == [task["state"] for task in read_status(run)["tasks"]]
         assert "toy" == run.load_started().runtime
-        _disturb(run)
-        assert "stopped" == watch.stop(run, "a test").state
-        wait_for(lambda: not toy.alive(run), "the end of the agents")
-        assert EXIT_DONE == ending.down(folders.runs_dir(), run.name, 1, sh)
+        fault = chaos.Fault("nudge", "worker-0")  # what is new, and what the runtime cannot do
+        chaos.check(run, fault)
+        registry.of(run).faults(run).inject(fault.kind, fault.task)
+        for kind in ("partition", "nothing"):
+            with pytest.raises(UsageError):
+                chaos.check(run, chaos.Fault(kind, "worker-0"))
+        assert EXIT_DONE == ending.down(folders.runs_dir(), None, 30, sh)  # of all that is left
+        assert not toy.alive(run)
+        assert "stopped" == run.load_summary().state
         assert owner.read(run) is None
     finally:
         toy.remove(run, sh, 0)
     assert [] == sh
-
-
-def test_what_is_left_on_a_runtime_from_outside_is_found_and_ended(toy, script):
-    fast.leave_out("starts a cluster")
-    sh = Commands()
-    request = Request(runtime="toy", script=str(script), workers=0, tensorboard_port="0")
-    run = startup.begin(planning.plan(request), sh, began=time.time()).run
-    try:
-        assert watch.until_training(run, lambda _: None)
-        assert EXIT_DONE == ending.down(folders.runs_dir(), None, 0, sh)
-        assert not toy.alive(run)
-        assert run.load_summary()
-    finally:
-        toy.remove(run, sh, 0)
-
-
-def _disturb(run: RunFolder) -> None:
-    """Inject what is known, what is new, and what the runtime cannot do."""
-    fault = chaos.Fault("nudge", "worker-0")
-    chaos.check(run, fault)
-    registry.of(run).faults(run).inject(fault.kind, fault.task)
-    for kind in ("partition", "nothing"):
-        with pytest.raises(UsageError) as refused:
-            chaos.check(run, chaos.Fault(kind, "worker-0"))
-        assert EXIT_USAGE == refused.value.exit_code
 
 
 # A strategy

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.launching import WORKING_ENGINE
 
-NAMES = ["a;touch PWNED; R&D", "tf-cluster (1) $(touch PWNED) `touch PWNED`", '-x \\ bob\'s "tf" a$b ü']
+NAMES = ["a;touch PWNED; R&D", '-x \\ bob\'s "tf" a$b ü (1) $(touch PWNED) `touch PWNED`']
 PYTHON = """#!/bin/sh
 echo "$*" >>"$CALLS"
 case "$*" in
@@ -73,13 +73,8 @@ def test_local_runs_are_planned_and_ended(checkout):
     # A command that is shown may be pasted.
     pasted = shlex.split(shown[1])
     call(checkout, "bash", "-c", shlex.join(["echo", *pasted]))
-    invoke(checkout, "status", expect=2)
     invoke(checkout, "down")
-
-
-def test_commands_run_in_the_checkout(checkout):
-    output = invoke(checkout, "data.verify", expect=3)
-    assert f"cd {shlex.quote(str(checkout))} && " in output
+    assert f"cd {shlex.quote(str(checkout))} && " in invoke(checkout, "data.verify", expect=3)
 
 
 def test_containers_are_given_the_folder_as_it_is(checkout, tmp_path):
@@ -129,7 +124,6 @@ def test_what_pip_prints_is_shown_where_it_fails(tmp_path, sources):
     folder = tmp_path / "clones" / "one"
     shutil.copytree(sources, folder)
     assert "what pip prints" in make(folder, "setup", expect=2, PIP_CODE="1")
-    assert "what pip prints\n" == (folder / ".build" / "pip.log").read_text()
     assert not (folder / ".venv" / ".host").exists()
     assert "what pip prints" not in make(folder, "setup")
     assert (folder / ".venv" / ".host").exists()

@@ -1,9 +1,6 @@
 """Run files: what `plan --write` writes is what `--file` reads, and a mistake is found with its line."""
 
 import json
-import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from cluster.host.checks import documents
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Request
 from cluster.system.errors import EXIT_USAGE, UsageError
-from cluster.system.paths import ROOT
+from tests.support.command_line import invoke
 from tests.tools import options_page
 
 CONFIG = {
@@ -104,18 +101,6 @@ def test_the_overrides_that_are_written_are_read_again(tmp_path_factory, overrid
     assert words == set(read(tmp_path_factory.getbasetemp(), text).train)
 
 
-def test_overrides_are_written_with_the_types_of_the_configuration():
-    typed = ["--optimizer.learning_rate", "1e-3", "--epochs=1", "--no-deterministic", "--precision", "bf16"]
-    config = CONFIG | {"epochs": 1.0, "deterministic": False, "precision": "bf16", "optimizer": {"learning_rate": 1e-3}}
-    text = run_file.render(Request(workers=2, overrides=typed), config, Path("/"))
-    expected = {
-        "workers": 2,
-        "precision": "bf16",
-        "train": {"epochs": 1.0, "deterministic": False, "optimizer": {"learning-rate": 0.001}},
-    }
-    assert expected == tomllib.loads(text)
-
-
 def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp_path):
     request = Request(script=str(tmp_path / "fit.py"), overrides=("--lr", "0.1", 'a "b"'))
     config = {"script": "fit.py", "arguments": []}
@@ -163,11 +148,15 @@ def test_a_mistake_is_refused_with_its_place(tmp_path, text, line, named):
     )
 
 
-@pytest.mark.parametrize("name", ["absent.toml", "", "binary.toml"])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path, name):
+def test_what_cannot_be_read_or_written_is_refused(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff")
-    with pytest.raises(UsageError, match="--file"):
-        run_file.read(str(tmp_path / name))
+    for name in ("absent.toml", "", "binary.toml"):
+        with pytest.raises(UsageError, match="--file"):
+            run_file.read(str(tmp_path / name))
+    path = run_file.write(str(tmp_path / "run.toml"), Request(workers=3), {})
+    assert {"workers": 3} == tomllib.loads(path.read_text())
+    with pytest.raises(UsageError, match="exists"):
+        run_file.write(str(path), Request(), {})
 
 
 def test_what_is_wrong_with_a_value_is_reported_with_its_line(tmp_path):
@@ -179,58 +168,26 @@ def test_what_is_wrong_with_a_value_is_reported_with_its_line(tmp_path):
     assert "--global-batch 7" == str(file.located(UsageError("--global-batch 7"), {}, ["--global-batch=7"]))
 
 
-def test_a_file_that_exists_is_not_overwritten(tmp_path):
-    path = run_file.write(str(tmp_path / "run.toml"), Request(workers=3), {})
-    assert {"workers": 3} == tomllib.loads(path.read_text())
-    with pytest.raises(UsageError, match="exists"):
-        run_file.write(str(path), Request(), {})
-
-
-def invoke(*words: str, folder: Path, code: int = 0) -> str:
-    """Run `invoke` as a user does who has run files in a folder; return its output, or the error."""
-    command = [sys.executable, "-m", "invoke", *words]
-    environment = os.environ | {"RUNS_DIR": str(folder / "runs")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert code == done.returncode, done.stderr
-    return done.stderr if code else done.stdout
-
-
 def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path):
     (tmp_path / "neighbor.py").write_text("from train.presets.fashion_mnist import preset\n")
     (tmp_path / "run.toml").write_text("preset = 'neighbor:preset'\nworkers = 3\n")
-    given = [
-        "--name=one",
-        "--workers=1",
-        "--runtime=local",
-        "--env=A=1",
-        "--checkpoint-every=30s",
-        "--tensorboard-port=0",
-    ]
-    words = ["--", "--epochs", "1", "--optimizer.learning-rate", "1e-3", "--no-deterministic"]
+    given = ["--name=one", "--workers=1", "--runtime=local", "--env=A=1", "--checkpoint-every=30s"]
+    words = ["--tensorboard-port=0", "--", "--epochs", "1", "--optimizer.learning-rate", "1e-3", "--no-deterministic"]
     run_toml, written = (str(tmp_path / name) for name in ("run.toml", "written.toml"))
-    first = invoke("plan", "--json", "--file", run_toml, "--write", written, *given, *words, folder=tmp_path)
-    again = invoke("plan", "--json", "--file", written, folder=tmp_path)
-    plans = [json.loads(each) for each in (first, again)]
+    first = invoke("plan", "--json", "--file", run_toml, "--write", written, *given, *words)
+    again = invoke("plan", "--json", "--file", written)
+    plans = [json.loads(each.stdout) for each in (first, again)]
     assert "neighbor:preset" == plans[0]["config"]["preset"]
     for plan in plans:
         for task in [*plan["tasks"], *plan["compose"]["tasks"].values()]:  # free ports
             task.pop("address", None), task.pop("tf_config", None), task.pop("environment", None)
     assert plans[0] == plans[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("[train]\nepoch = 1\n", "run.toml:2: override '--epoch=1' is not an option"),
-        ("workers = 600\n", "run.toml:1: --workers '600': "),
-        ("workesr = 2\n", "run.toml:1: 'workesr'"),
-    ],
-)
-def test_a_mistake_in_a_file_ends_with_2_and_its_line(tmp_path, text, named):
-    (tmp_path / "run.toml").write_text(text)
-    error = invoke("up", "--runtime=local", "--file", str(tmp_path / "run.toml"), folder=tmp_path, code=EXIT_USAGE)
-    assert 1 == len(error.splitlines())
-    assert named in error
+    training = tomllib.loads(Path(written).read_text())["train"]
+    assert {"epochs": 1.0, "deterministic": False, "optimizer": {"learning-rate": 0.001}} == training
+    (tmp_path / "run.toml").write_text("[train]\nepoch = 1\n")
+    refused = invoke("up", "--runtime=local", "--file", run_toml)
+    assert (EXIT_USAGE, 1) == (refused.returncode, len(refused.stderr.splitlines()))
+    assert "run.toml:2: " in refused.stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -125,30 +125,21 @@ def test_host_names_of_the_largest_cluster_are_labels_of_dns():
             assert len(task.host.partition(".")[0] + "-abcde") <= 63
 
 
-def test_no_task_has_a_privilege():
-    for kind in KINDS:
-        for template in templates(kind, manifest(kind, workers=1, ps=1, evaluator=True)).values():
-            pod = template["spec"]
-            (container,) = pod["containers"]
-            assert pod["securityContext"]["runAsNonRoot"] is True
-            assert {"type": "RuntimeDefault"} == pod["securityContext"]["seccompProfile"]
-            assert pod["automountServiceAccountToken"] is False
-            assert {
-                "allowPrivilegeEscalation": False,
-                "capabilities": {"drop": ["ALL"]},
-                "readOnlyRootFilesystem": True,
-            } == container["securityContext"]
-            assert container["resources"]["limits"]["memory"]
-
-
-def test_only_the_chief_and_the_workers_get_gpus():
-    for kind in KINDS:
-        for name, template in templates(kind, manifest(kind, 2, workers=1, ps=1, evaluator=True)).items():
-            (container,) = template["spec"]["containers"]
-            trains = name.lower() in (Role.CHIEF, Role.WORKER)
-            assert (2 if trains else None) == container["resources"]["limits"].get("nvidia.com/gpu")
-            values = {each["name"]: each.get("value") for each in container["env"]}
-            assert (None if trains else "-1") == values.get("CUDA_VISIBLE_DEVICES")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_task_has_a_privilege_and_only_the_chief_and_the_workers_have_gpus(kind):
+    for name, template in templates(kind, manifest(kind, 2, workers=1, ps=1, evaluator=True)).items():
+        pod = template["spec"]
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert {"type": "RuntimeDefault"} == pod["securityContext"]["seccompProfile"]
+        assert pod["automountServiceAccountToken"] is False
+        hardened = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
+        assert hardened | {"capabilities": {"drop": ["ALL"]}} == container["securityContext"]
+        assert container["resources"]["limits"]["memory"]
+        trains = name.lower() in (Role.CHIEF, Role.WORKER)
+        assert (2 if trains else None) == container["resources"]["limits"].get("nvidia.com/gpu")
+        values = {each["name"]: each.get("value") for each in container["env"]}
+        assert (None if trains else "-1") == values.get("CUDA_VISIBLE_DEVICES")
 
 
 def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again():
@@ -204,12 +195,6 @@ def test_kustomize_builds_a_base_and_an_overlay_of_it(kind, tmp_path):
     YAML(typ="safe").dump(overlay, tmp_path / "kustomization.yaml")
     command = ["kubectl", "kustomize", str(tmp_path)]
     built = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    base = YAML(typ="safe").load(tmp_path / "base" / "kustomization.yaml")["resources"]
-    of_base = [each for name in base for each in YAML(typ="safe").load_all(tmp_path / "base" / name)]
-    documents = list(YAML(typ="safe").load_all(built))
-    assert {(each["kind"], each["metadata"]["name"]) for each in documents} == {
-        (each["kind"], each["metadata"]["name"]) for each in of_base
-    }
-    for document in documents:
+    for document in YAML(typ="safe").load_all(built):
         assert [] == complaints(document)
         assert ("mine", "a") == (document["metadata"]["namespace"], document["metadata"]["labels"]["team"])
