@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from benchmarks import command, results
 from benchmarks import images as weighing
 from benchmarks.figures import Figure
 from benchmarks.runs import Bench
-from cluster.host.image import engine, images
+from cluster.host.image import engine
 from cluster.system.errors import (
     EXIT_FAILED,
     EXIT_PREREQUISITE,
@@ -24,7 +23,6 @@ from cluster.system.errors import (
     PrerequisiteError,
     RunFailed,
 )
-from cluster.system.paths import ROOT
 from tests.unit.benchmarks.sampled import COST, SCALING, START, rows
 
 
@@ -107,42 +105,3 @@ def test_without_an_engine_what_needs_one_must_be_left_out_unless_it_is_named(me
     monkeypatch.setattr(engine, "probe", lambda: engine.Answer(False, "no Docker Engine answers (none)"))
     with pytest.raises(PrerequisiteError, match="benchmark images: no Docker Engine answers"):
         weighing.measure(Bench(Path()))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_images_must_be_built_under_names_of_their_own_that_go_again(monkeypatch, fails):
-    there: set[str] = set()
-    contexts: list[str] = []
-
-    def call(self: Bench, words: list[str], environment: object = None, cwd: Path = Path()) -> str:
-        assert (cwd / ".dockerignore").is_file()
-        contexts.append((cwd / weighing.CHANGED).read_text())
-        (tag,) = re.findall(r"--tag=(\S+)", words[-1])
-        assert tag.startswith("tf-cluster/bench:")
-        there.add(tag)
-        if fails and len(contexts) == 3:
-            raise RunFailed("the build broke")
-        return ""
-
-    def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
-        assert words[:2] == ("image", "rm")
-        there.discard(words[2])
-        return 0, ""
-
-    monkeypatch.setattr(Bench, "call", call)
-    monkeypatch.setattr(engine, "demand", lambda what: None)
-    monkeypatch.setattr(engine, "ask", ask)
-    monkeypatch.setattr(images, "default_base", lambda: images.Base("some-base"))
-    bench = Bench(Path(), rounds=2, quick=True, log=lambda line: None)
-    if fails:
-        with pytest.raises(RunFailed, match="the build broke"):
-            weighing.measure(bench)
-    else:
-        (figure,) = weighing.measure(bench)
-        assert ("rebuild", 1) == (figure.name, len(figure.variants["both images"]))
-        assert 4 == len(contexts)
-    first, changed = contexts[0], contexts[2]
-    assert first == contexts[1] == (ROOT / weighing.CHANGED).read_text()
-    assert changed.startswith(first)
-    assert changed != first
-    assert set() == there

@@ -47,7 +47,7 @@ FILE = TEXT.map(lambda text: text.replace("/", "")).filter(lambda name: name not
 ANY = TEXT | st.text(max_size=30)
 """And what another program could hand over, or a record hold."""
 
-unhurried = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+unhurried = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
 
 
 def outcome(parse: Callable[..., Any], *words: str) -> Any:

@@ -38,10 +38,9 @@ def resolve(tmp_path, monkeypatch) -> Resolve:
 @pytest.mark.parametrize(
     "lines",
     [
-        f"print('{FORGED}')\ndef mine():\n    print('{FORGED}', flush=True)\n    return TrainConfig(seed=7)",
-        f"import os\ndef mine():\n    os.write(1, b'{FORGED}')\n    return TrainConfig(seed=7)",
-        "import os\nos.close(1)\ndef mine(): return TrainConfig(seed=7)",
-        "import subprocess\ndef mine():\n    subprocess.Popen(['sleep', '600'])\n    return TrainConfig(seed=7)",
+        f"import os\nprint('{FORGED}')\ndef mine():\n    os.write(1, b'{FORGED}')\n    return TrainConfig(seed=7)",
+        "import os, subprocess\nos.close(1)\ndef mine():\n    subprocess.Popen(['sleep', '600'])\n"
+        "    return TrainConfig(seed=7)",
     ],
 )
 def test_what_a_preset_prints_and_starts_is_no_part_of_the_answer(lines, resolve, capfd):
@@ -55,11 +54,9 @@ def test_what_a_preset_prints_and_starts_is_no_part_of_the_answer(lines, resolve
     "lines",
     [
         "import os\ndef mine(): os._exit(0)",
-        "import os\nos._exit(2)",
-        "import os, signal\ndef mine(): os.kill(os.getpid(), signal.SIGSEGV)",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
         "import sys\ndef mine(): sys.exit(0)",
-        "def mine(): raise RuntimeError('a\\x1b[2J\\nb\\rc\\x07')",
-        "class Evil(Exception):\n    def __str__(self): raise Evil\ndef mine(): raise Evil",
+        "class Evil(Exception):\n    def __str__(self): return 'a\\x1b[2J\\nb\\rc\\x07'\ndef mine(): raise Evil",
         "def mine(): return TrainConfig(epochs='\\x1b[2J')",
     ],
 )

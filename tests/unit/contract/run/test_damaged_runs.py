@@ -156,14 +156,14 @@ SEED, COUNT = st.integers(0, 2**32), st.integers(1, 4)
 
 
 @pytest.mark.usefixtures("commands")
-@settings(unhurried, max_examples=60)
+@settings(unhurried, max_examples=30)
 @given(seed=SEED, count=COUNT)
 def test_commands_that_read_say_what_is_wrong(runs, capsys, seed, count):
     check(READING, runs, seed, count, capsys)
 
 
 @pytest.mark.usefixtures("commands")
-@settings(unhurried, max_examples=60)
+@settings(unhurried, max_examples=30)
 @given(seed=SEED, count=COUNT)
 def test_commands_that_act_say_what_is_wrong(runs, capsys, seed, count):
     check(CHANGING, runs, seed, count, capsys)

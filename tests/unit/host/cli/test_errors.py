@@ -30,10 +30,7 @@ def real_context() -> Context:
 @pytest.mark.parametrize(
     ("words", "unbuffered", "ends"),
     [
-        ("plan --runtime local --json", "", (141, 0)),
         ("plan --runtime local --json", "1", (141, 0)),
-        ("up --help", "", (141, 0)),
-        ("up --help", "1", (141, 0)),
         ("--list", "", (141, 0)),
         ("status", "1", (2, 1)),  # what is wrong is reported all the same
     ],

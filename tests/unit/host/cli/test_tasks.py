@@ -11,7 +11,7 @@ import tasks
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import watch
-from cluster.host.image import base_packages, engine, images, locks
+from cluster.host.image import engine
 from cluster.host.launch import folders, packages, startup, teardown
 from cluster.host.runtime import supervisor
 from cluster.host.runtime import tensorboard as board
@@ -67,22 +67,6 @@ def test_a_failure_in_either_part_of_the_tests_is_reported_after_both(exited, ex
     assert (expected, 2) == (code, len(parts))
     assert (2, 1) == (what_test_runs(2)[0], len(what_test_runs(2)[1]))  # interrupted, it goes no further
     assert 2 == refusal("test", MockContext(), all=True, fast=True)[0]
-
-
-def test_tasks_run_the_commands_that_their_module_names(monkeypatch):
-    monkeypatch.setattr(images, "base_commands", lambda: ["make a base"])
-    monkeypatch.setattr(base_packages, "check", lambda: None)
-    monkeypatch.setattr(locks, "lock_commands", lambda upgrade: [["lock", f"upgrade={upgrade}"]])
-    for task, requested, expected in [
-        ("image.base", {}, ["make a base"]),
-        ("data.prepare", {"name": "mnist"}, [startup.data_command("prepare", "mnist")]),
-        ("data.prepare", {"fresh": True}, [startup.data_command("prepare", "fashion_mnist") + " --fresh"]),
-        ("data.verify", {}, [startup.data_command("verify", "fashion_mnist")]),
-        ("requirements.lock", {"upgrade": True}, ["lock upgrade=True"]),
-    ]:
-        c = context()
-        tasks.ns[task](c, **requested)
-        assert expected == commands(c)
 
 
 @pytest.mark.parametrize("task", ["evaluate", "export", "predict", "timeline"])

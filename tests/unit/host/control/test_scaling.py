@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from invoke import Exit, MockContext
 
-import tasks
 from cluster.contract import spec
 from cluster.contract.run import claim, heartbeat, provenance
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
@@ -167,14 +165,6 @@ def test_the_plan_keeps_what_was_not_asked_for(training):
     assert ("ps", "local", True) == (planned.cluster.strategy, planned.runtime.name, planned.resumes)
     assert ["chief", "worker-0", "ps-0", "evaluator"] == [task.name for task in planned.cluster.tasks]
     assert "OneDeviceStrategy" == scaling.plan(run, "0", "").cluster.strategy_class
-
-
-def test_the_command_passes_on_what_it_was_given(make_run, monkeypatch):
-    run, requested = make_run("named"), []
-    monkeypatch.setattr(scaling, "scale", lambda *words, trust: requested.append((*words[:3], trust)) or 130)
-    with pytest.raises(Exit) as ended:
-        tasks.ns["scale"](MockContext(), workers="3", ps="1", run="named", trust=True)
-    assert (130, [(run, "3", "1", True)]) == (ended.value.code, requested)
 
 
 # Watchers

@@ -110,18 +110,6 @@ def test_a_default_name_that_is_taken_is_not_taken_again(up, folder, tmp_path, m
     assert {"script-now", "script-now-2", "script-now-3"} == names
 
 
-def test_of_two_with_one_name_one_is_refused(up, folder, tmp_path):
-    both = up("--name=one"), up("--name=one")
-    wait_for(lambda: any(command.poll() is not None for command in both), "the refusal")
-    wait_for(lambda: started(folder), "the other's script")
-    (folder / "go").touch()
-    (loser, winner) = sorted(finished(*both), key=lambda end: -end[0])
-    assert (EXIT_USAGE, 1) == (loser[0], len(loser[2].splitlines())), loser
-    assert EXIT_DONE == winner[0], winner
-    assert 1 == len(started(folder))
-    assert "succeeded" == read_json(tmp_path / "runs" / "one" / "summary.json")["state"]
-
-
 def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
     watched = up("--name=one")
     wait_until_watched(watched, folder)
@@ -173,15 +161,6 @@ def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
     assert supervisor.running(run)
     (folder / "go").touch()
     assert "succeeded" == wait_for(lambda: read_json(run.summary, None), "the end")["state"]
-
-
-def test_a_dry_run_writes_and_starts_nothing(invoke, folder, tmp_path):
-    options = ("--runtime=local", "--workers=0", "--tensorboard-port=0", f"--script={folder / 'script.py'}")
-    ((code, out, error),) = finished(invoke("--dry", "up", *options))
-    assert (EXIT_DONE, "") == (code, error)
-    assert "TASK=chief " in out
-    assert [] == started(folder)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_what_has_no_dry_run_refuses_invoke_s_own(invoke, tmp_path):
