@@ -43,6 +43,15 @@ def refusal(task: str, c: Context | None = None, /, **options: Any) -> tuple[int
     return ended.value.code, ended.value.message or ""
 
 
+def exit_code(task: str, *arguments: Any, **options: Any) -> int:
+    """Call a task; return its exit code."""
+    try:
+        tasks.ns[task](context(), *arguments, **options)
+    except Exit as ended:
+        return int(ended.code)
+    return 0
+
+
 def options(task: Task) -> dict[str, Any]:
     """Return a task's options and their defaults."""
     parameters = list(inspect.signature(task.body).parameters.values())[1:]

@@ -2,15 +2,13 @@
 
 import json
 import socket
-from typing import Any
 
 import pytest
-from invoke import Exit, MockContext
 
-import tasks
 from cluster.contract import spec, tf_config
 from cluster.host.checks import explain
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from tests.support.command_line import exit_code
 
 TWO = {"worker": ["a:2222", "b:2222"]}
 
@@ -21,13 +19,6 @@ def text(cluster: object = TWO, role: object = "worker", index: object = 0) -> s
 
 def found(value: str, strategy: str = "") -> set[tuple[str, str]]:
     return {(each.state, each.check) for each in explain.of_text(value, "", strategy).findings}
-
-
-def explained(**options: Any) -> int:
-    """Run the task; return its exit code."""
-    with pytest.raises(Exit) as ended:
-        tasks.ns["explain"](MockContext(), **options)
-    return int(ended.value.code)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +156,12 @@ def test_every_port_is_tried_where_that_is_requested():
 def test_a_file_the_environment_and_a_run_are_explained(tmp_path, monkeypatch, make_run, capsys):
     path = tmp_path / "tf_config.json"
     path.write_text(text(index=5))
-    assert EXIT_FAILED == explained(file=str(path))
+    assert EXIT_FAILED == exit_code("explain", file=str(path))
     monkeypatch.setenv("TF_CONFIG", text())
-    assert EXIT_DONE == explained()
+    assert EXIT_DONE == exit_code("explain")
     make_run("one", workers=1)
     capsys.readouterr()
-    assert EXIT_DONE == explained(run="one", json=True)
+    assert EXIT_DONE == exit_code("explain", run="one", json=True)
     value = json.loads(capsys.readouterr().out)
     assert value["ok"]
     assert ["chief", "worker"] == [task["role"] for task in value["tasks"]]
@@ -178,7 +169,7 @@ def test_a_file_the_environment_and_a_run_are_explained(tmp_path, monkeypatch, m
 
 
 def test_options_of_up_are_explained_without_a_run(capsys):
-    assert EXIT_DONE == explained(workers="2", ps="1", evaluator=True)
+    assert EXIT_DONE == exit_code("explain", workers="2", ps="1", evaluator=True)
     shown = capsys.readouterr().out
     assert "ParameterServerStrategy" in shown
     assert {"chief", "worker", "ps", "evaluator"} <= {line.split(" ")[0] for line in shown.splitlines()}
@@ -196,7 +187,7 @@ def test_options_of_up_are_explained_without_a_run(capsys):
     ],
 )
 def test_what_cannot_be_explained_is_wrong_usage(options):
-    assert EXIT_USAGE == explained(**options)
+    assert EXIT_USAGE == exit_code("explain", **options)
 
 
 def test_only_mistakes_are_shown_with_lint_and_nothing_steers_a_terminal(capsys):

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from invoke import Exit, MockContext
 
-import tasks
 from cluster.contract.findings import Finding
 from cluster.host.checks import doctor, gpu_image, gpu_settings
 from cluster.host.checks.gpu_image import BUILD
@@ -18,6 +16,7 @@ from cluster.host.gpu.devices import Machine
 from cluster.host.launch import planning
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from tests.conftest import NVIDIA
+from tests.support.command_line import exit_code
 from train.bandwidth import bus_bandwidth
 
 INFO = '{"Runtimes": {"runc": {}, "nvidia": {}}, "CDISpecDirs": []}'
@@ -362,9 +361,7 @@ def test_the_connections_are_named_if_they_are_known(nvidia_smi):
 def call_doctor(monkeypatch: pytest.MonkeyPatch, **options: object) -> int:
     """Call `invoke doctor` on a machine that lacks nothing; return its exit code."""
     monkeypatch.setattr(doctor, "examine", lambda: [Finding("python", "ok", "3.11")])
-    with pytest.raises(Exit) as ended:
-        tasks.ns["doctor"](MockContext(), **options)
-    return ended.value.code
+    return exit_code("doctor", **options)
 
 
 def test_the_doctor_measures_only_where_asked(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """`invoke clean`: what goes is said and agreed to, and no run in progress is ever deleted."""
 
+import functools
 import os
 import shutil
 import sys
@@ -7,9 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from invoke import Exit, MockContext
 
-import tasks
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import ending
@@ -17,6 +16,7 @@ from cluster.host.launch import folders
 from cluster.host.reports import listing
 from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import write_json
+from tests.support.command_line import exit_code
 
 MakeRun = Callable[..., RunFolder]
 
@@ -36,13 +36,7 @@ def old(make_run) -> MakeRun:
     return make
 
 
-def clean(**options: object) -> int:
-    """Run the task; return its exit code."""
-    try:
-        tasks.ns["clean"](MockContext(), **options)
-    except Exit as ended:
-        return int(ended.code)
-    return 0
+clean = functools.partial(exit_code, "clean")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("7d", 604800), ("12h", 43200), ("30m", 1800), (" 2w ", 1209600)])

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from invoke import Exit, MockContext
 
-import tasks
 from cluster.contract.run.folder import RunFolder
 from cluster.host.reports import charts, comparison, listing, page, weights
 from cluster.host.view.columns import thinned
 from cluster.host.view.ended import ended_lines
 from cluster.system.errors import EXIT_USAGE
 from cluster.system.json_files import append_json, read_json, write_json
+from tests.support.command_line import exit_code
 from train import inspection
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
@@ -50,15 +49,6 @@ def ended(make_run) -> MakeRun:
         return run
 
     return make
-
-
-def ran(name: str, *arguments: Any, **options: Any) -> int:
-    """Run a task; return its exit code."""
-    try:
-        tasks.ns[name](MockContext(), *arguments, **options)
-    except Exit as ended:
-        return int(ended.code)
-    return 0
 
 
 class Page(html.parser.HTMLParser):
@@ -98,14 +88,14 @@ class Page(html.parser.HTMLParser):
 def test_runs_are_listed_the_newest_first(ended, make_run, capsys):
     write_json(ended("old").control / "started.json", {"time": 1.0, "runtime": "local"})
     make_run("new", workers=2)
-    assert 0 == ran("runs", json=True)
+    assert 0 == exit_code("runs", json=True)
     new, old = json.loads(capsys.readouterr().out)["runs"]
     assert ("new", "not started", 3) == (new["run"], new["result"], new["tasks"])
     assert ("old", "succeeded", "accuracy", 0.9, "01234567", 1) == tuple(
         old[name] for name in ("run", "result", "metric", "score", "commit", "restarts")
     )
     assert old["disk_bytes"] > 0
-    assert 0 == ran("runs")
+    assert 0 == exit_code("runs")
     assert 3 == len(capsys.readouterr().out.splitlines())
 
 
@@ -180,7 +170,7 @@ def test_compare_writes_the_curves_as_one_picture(ended, tmp_path, capsys):
     ended("other", rate=0.3)
     ended("third", rate=0.4)
     path = tmp_path / "curves.svg"
-    assert 0 == ran("compare", "one", "other", "third", plot=str(path), json=True)
+    assert 0 == exit_code("compare", "one", "other", "third", plot=str(path), json=True)
     root = ET.parse(path).getroot()
     named = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
     assert {"one", "other", "third"} == set(named)
@@ -190,7 +180,7 @@ def test_compare_writes_the_curves_as_one_picture(ended, tmp_path, capsys):
 @pytest.mark.parametrize("names", [("one", ""), ("one", "one"), ("one", "none"), ("", "")])
 def test_compare_needs_two_runs(ended, names):
     ended("one")
-    assert EXIT_USAGE == ran("compare", *names)
+    assert EXIT_USAGE == exit_code("compare", *names)
 
 
 # Curves and charts
@@ -221,14 +211,14 @@ def test_ticks_enclose_the_values(values):
 
 def test_a_page_shows_the_run_and_needs_no_network(ended, capsys):
     run = ended("one")
-    assert 0 == ran("report", "one", quick=True)
+    assert 0 == exit_code("report", "one", quick=True)
     text = (run.path / "report.html").read_text()
     shown = Page(text)
     for part in ("Curves", "Timeline", "0.9000", "2.25 s", "fault kill worker-0 step 3"):
         assert part in shown.text
     assert [] == shown.links
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
-    assert EXIT_USAGE == ran("report", "one", output=str(run.path / "missing" / "x.html"), quick=True)
+    assert EXIT_USAGE == exit_code("report", "one", output=str(run.path / "missing" / "x.html"), quick=True)
 
 
 def test_a_hostile_run_cannot_change_its_page(ended, monkeypatch):
