@@ -25,7 +25,7 @@ def test_free_ports_are_free_and_different(monkeypatch):
     for port in found:
         with socket.socket() as server:
             server.bind(("127.0.0.1", port))
-    monkeypatch.setattr(ports, "PORTS", found[:1])
+    monkeypatch.setattr(ports, "PORTS", range(found[0], found[0] + 1))
     assert found[:1] == free_ports(1)
     with pytest.raises(PrerequisiteError):
         free_ports(2)
