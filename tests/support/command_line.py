@@ -43,7 +43,7 @@ def refusal(task: str, c: Context | None = None, /, **options: Any) -> tuple[int
     return ended.value.code, ended.value.message or ""
 
 
-def exit_code(task: str, *arguments: Any, **options: Any) -> int:
+def exit_code(task: str, /, *arguments: Any, **options: Any) -> int:
     """Call a task; return its exit code."""
     try:
         tasks.ns[task](context(), *arguments, **options)

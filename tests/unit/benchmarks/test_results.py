@@ -2,13 +2,13 @@
 
 import pytest
 
-from benchmarks import exchange, figures, plots, results
-from benchmarks.figures import Figure, Goal
+from benchmarks import exchange, figures, results
+from benchmarks.figures import Goal
 from cluster.host.checks import documents as places
 from cluster.system.errors import (
     ClusterError,
 )
-from tests.unit.benchmarks.sampled import COST, RECOVERY, SCALING, START, TASKS, TOGETHER, rows
+from tests.unit.benchmarks.sampled import COST, RECOVERY, START, TOGETHER, rows
 
 # Arithmetic
 
@@ -104,16 +104,3 @@ def test_only_its_own_table_of_a_document_must_be_renewed(tmp_path, monkeypatch)
 
 
 # Plots
-
-
-def test_every_plot_must_be_drawn_of_what_was_measured_and_no_other(tmp_path):
-    pytest.importorskip("matplotlib")
-    alone = Figure("throughput-alone", "alone", "examples/s", TOGETHER.variants, TOGETHER.ratios, "times")
-    parts, tasks = ("start", "kill", "stop", "end", "share", "files"), {"16 tasks": [3.0], "8 tasks": [1.0]}
-    gang = [Figure(f"gang-{part}", "16 tasks", "s", tasks) for part in parts]
-    every = rows(START, TASKS, TOGETHER, alone, SCALING, RECOVERY, *gang)
-    assert set(plots.PLOTS) == set(plots.draw(every, tmp_path / "all"))
-    assert {"start"} == set(plots.draw(rows(START, COST), tmp_path / "one"))
-    assert ["start.png"] == [path.name for path in (tmp_path / "one").iterdir()]
-    for path in (tmp_path / "all").iterdir():
-        assert path.read_bytes().startswith(b"\x89PNG")

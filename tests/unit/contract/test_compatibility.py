@@ -40,7 +40,7 @@ def test_the_offered_global_batches_divide(global_batch, divisor):
         ({"workers": 6}, False, True),
         ({"workers": 1, "devices": 4}, False, True),
         ({"workers": 1, "ps": 1}, False, False),
-        ({"workers": 0, "devices": 2, "strategy": "tpu"}, True, False),
+        ({"workers": 0, "devices": 2, "strategy": "tpu"}, False, False),
     ],
 )
 def test_which_clusters_share_six_virtual_shards_and_train_in_float16(topology, shares, halves):

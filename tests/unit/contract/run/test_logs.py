@@ -45,6 +45,9 @@ class Endless(io.RawIOBase):
 
     left = 60
 
+    def readable(self) -> bool:
+        return True
+
     def readinto(self, buffer: Any) -> int:
         if not self.left:
             return 0

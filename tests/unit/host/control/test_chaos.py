@@ -271,6 +271,7 @@ def test_what_cannot_be_injected_is_refused(run, fault, named):
         chaos.check(run, fault)
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_run_that_is_not_in_progress_is_refused(run, ended):
     if ended:

@@ -81,7 +81,7 @@ def test_only_what_the_run_can_outlive_is_drawn(make_run, injected, topology, ru
     run = make_run("another", **topology, evaluator=True)
     write_json(run.compose, {"x-runtime": runtime})
     beat(run, 0)
-    deal(run, count=300)
+    deal(run, count=100)
     drawn = [fault for _, fault in injected]
     assert {"kill", "pause", "slow", "partition", "oom", "corrupt"} - missing == {fault.kind for fault in drawn}
     assert {task.name for task in run.load_cluster().tasks} - {"evaluator"} == {fault.task for fault in drawn}

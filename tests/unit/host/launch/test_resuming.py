@@ -33,6 +33,7 @@ def test_a_run_in_progress_is_left_alone(resolved, make_run, requested):
     assert (EXIT_USAGE, True) == (error.exit_code, "in progress" in str(error))
 
 
+@pytest.mark.usefixtures("hurried")
 def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved, make_run):
     run = make_run(workers=1)
     beat(run, "chief", "training", age_s=60)
@@ -192,6 +193,7 @@ def test_a_run_that_has_nothing_left_to_do_says_so(trained, previous, changes, l
     assert limit in note
 
 
+@pytest.mark.usefixtures("hurried")
 def test_a_plan_checks_it_and_starts_nothing(trained):
     run = trained()
     write_json(run.summary, {"state": "stopped"})

@@ -68,7 +68,7 @@ def absolute(options: dict[str, Any]) -> dict[str, Any]:
     return {name: full(value) if OPTIONS[name].is_path else value for name, value in options.items()}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(options=REQUESTS)
 def test_the_options_that_are_written_are_read_again(tmp_path_factory, options):
     folder = tmp_path_factory.getbasetemp()

@@ -88,8 +88,12 @@ def test_an_agent_that_keeps_failing_ends_the_run(make_run, monkeypatch, end):
     summary = read_json(run.summary)
     assert ("failed", "chief") == (summary["state"], summary["cause"]["task"])
     assert "its agent failed 4 times" in summary["cause"]["error"]
+
+
+def test_a_supervisor_that_cannot_start_its_tasks_is_reported(make_run):
+    run = make_run(workers=0)
     run.compose.write_text("{}")
-    with pytest.raises(TimedOut):  # it cannot start its tasks
+    with pytest.raises(TimedOut):
         supervisor.start(run)
 
 

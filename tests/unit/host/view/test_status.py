@@ -54,6 +54,7 @@ def test_status_holds_what_the_contract_lists(run, monkeypatch):
     assert ("succeeded", None) == (value["state"], value["eta_s"])
 
 
+@pytest.mark.usefixtures("hurried")
 def test_who_was_left_out_is_shown_and_is_lost_or_waits(run):
     beat(run, "chief", "training", generation=1, step=7)
     beat(run, "worker-0", "training", updated_at=time.time() - 1000)

@@ -88,13 +88,13 @@ def environments(made: Manifest) -> dict[str, dict[str, str]]:
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     name=st.from_regex(NAME, fullmatch=True),
-    workers=st.integers(1, 64),
+    workers=st.integers(1, 8),
     ps=st.integers(0, 8),
     evaluator=st.booleans(),
     gpus=st.integers(0, 8),
     environment=st.dictionaries(st.from_regex("[A-Z_]{1,9}", fullmatch=True), st.text(max_size=20), max_size=3),
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_whatever_is_requested_is_valid_and_read_as_it_was_meant(kind, gpus, **requested):
     documents = rendered(kind, manifest(kind, gpus, **requested))
     assert [] == [complaint for each in documents for complaint in complaints(each)]
