@@ -31,7 +31,6 @@ COST = Figure(
 SCALING = Figure(
     "scaling", "one core each", "examples/s", {"chief and 1 worker": [1900.0], "chief": [1000.0]}, [0.95], "times"
 )
-TASKS = Figure("tasks", "growth", "s", {"1 task": [4.0], "2 tasks": [5.0], "4 tasks": [9.0]}, [0.9], "times")
 RECOVERY = Figure("recovery", "after a kill", "s", {"with standby": [2.4, 2.5], "without": [7.0, 7.4]}, [0.34])
 
 

@@ -101,6 +101,3 @@ def test_only_its_own_table_of_a_document_must_be_renewed(tmp_path, monkeypatch)
     assert results.table(rows()) == places.written(path, results.BEGIN)
     assert path.read_text().startswith(f"{other}between\n")
     assert path.read_text().endswith(f"{places.END}\nafter\n")
-
-
-# Plots
