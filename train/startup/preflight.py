@@ -83,12 +83,12 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         return models.of(config, source.feature_shape, source.num_outputs)
 
     stages: dict[str, Any] = {}
+    parts = max(options.replicas * config.micro_batches, config.bitwise_elastic)
     if options.stages:
         model, stages = _stages(new_model, config, options, source.feature_shape)
     else:
         model = new_model()
         optimizers.check_replicas(optimizers.build_for(config, model), config.optimizer.name, options.replicas)
-        parts = max(options.replicas * config.micro_batches, config.bitwise_elastic)
         _check_state(model, source.feature_shape, parts, config)
         if config.loop == "fit" and config.micro_batches > 1:
             fit.check_micro_batches(model, options.replicas, config.micro_batches)
@@ -117,6 +117,12 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     labels, outputs = _label_spec(source), tf.nest.map_structure(_spec, outputs)
     specs = labels, outputs, mask_specs
     _check_function(f"--loss {config.loss!r}", *specs, objective.loss)
+    if parts > 1 and _depends_on_others(labels, outputs, objective.loss):
+        print(
+            f"warning: --loss {config.loss!r}: the loss of an example depends on the others of its batch, and each of "
+            f"the {parts} replicas, micro-batches or virtual shards has a part of that",
+            file=sys.stderr,
+        )
     for head, one in objective.heads.items():
         _check_positions(f"--loss {config.loss!r}: {head}", labels[head], outputs[head], one.loss)
     for name, metric in objective.metrics.items():
@@ -301,6 +307,34 @@ def _check_positions(where: str, labels: Named, outputs: Named, function: Callab
             f"{where} returns {few} for {EXAMPLES} examples, as {_compared(labels, outputs)} broadcast to all pairs of "
             "examples; give both the same shape, such as by labels[:, None]"
         )
+
+
+def _depends_on_others(labels: Named, outputs: Named, loss: Callable[..., Any]) -> bool:
+    """Whether the loss of an example is another one next to another example, tried on random numbers."""
+    import numpy as np
+    import tensorflow as tf
+
+    random = np.random.default_rng(0)
+
+    def drawn(spec: Any) -> Any:
+        if spec is None:
+            return None
+        size = [3, *spec.shape[1:]]
+        return tf.constant(
+            random.normal(size=size) if spec.dtype.is_floating else random.integers(0, 2, size), spec.dtype
+        )
+
+    def first(*places: int) -> float:
+        """Return the loss of the first of some of the examples."""
+        batch = tf.nest.map_structure(lambda all_3: None if all_3 is None else tf.gather(all_3, places), three)
+        return float(loss(*batch)[0])
+
+    three = tf.nest.map_structure(drawn, [labels, outputs])
+    try:
+        one, other = first(0, 1), first(0, 2)
+    except (Exception, SystemExit):  # it may take some numbers only
+        return False
+    return math.isfinite(one) and not math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
 
 
 def _compared(labels: Named, outputs: Named) -> str:

@@ -114,6 +114,11 @@ def of_pairs(labels: Any, outputs: Any) -> Any:
     return tf.square(tf.cast(labels, tf.float32) - outputs[:, :1])
 
 
+def of_batch(labels: Any, outputs: Any) -> Any:
+    each = entropy(labels, tf.nn.softmax(outputs))
+    return each / tf.reduce_sum(each)
+
+
 def entropy(labels: Any, outputs: Any) -> Any:
     return -tf.math.log(tf.gather(outputs, labels, batch_dims=1))
 
@@ -147,7 +152,7 @@ ACCUMULATING = Optimizer("tried_parts:accumulating")
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Tries a model of the above on some replicas."""
     module: Any = types.ModuleType("tried_parts")
-    vars(module).update(MODELS, of_pairs=of_pairs, entropy=entropy, fails=fails)
+    vars(module).update(MODELS, of_pairs=of_pairs, of_batch=of_batch, entropy=entropy, fails=fails)
     module.scalar = lambda labels, outputs: tf.reduce_mean(outputs)
     module.accumulating = lambda rate: keras.optimizers.SGD(rate, gradient_accumulation_steps=2)
     module.metrics = lambda: {"pairs": of_pairs}
@@ -233,3 +238,19 @@ def test_a_compile_that_has_no_effect_is_reported(
 ) -> None:
     check("compiled")
     assert "--optimizer.name, --loss and --metrics" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "warns"),
+    [
+        ({"loss": "tried_parts:of_batch", "replicas": 2}, True),
+        ({"loss": "tried_parts:of_batch", "micro_batches": 2}, True),
+        ({"loss": "tried_parts:of_batch"}, False),
+        ({"replicas": 2}, False),
+    ],
+)
+def test_a_loss_that_compares_the_examples_of_a_batch_is_reported_for_its_parts(
+    check: Callable[..., None], capsys: pytest.CaptureFixture[str], more: dict[str, Any], warns: bool
+) -> None:
+    check("normalized", **more)
+    assert ("depends on the others of its batch" in capsys.readouterr().err) == warns
