@@ -22,7 +22,6 @@ from cluster.agent import agent
 from cluster.contract import settings, spec
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu.placement import Placement
-from cluster.host.image import images
 from cluster.host.runtime import compose_services
 from cluster.host.runtime.compose_runtime import task_environment
 from cluster.host.runtime.compose_services import FILES, Containers
@@ -229,31 +228,22 @@ def test_tensorboard_is_published_on_loopback_only(compose_cli, tmp_path):
 # Tasks with GPUs
 
 
-def with_gpus(way: str = "reserve", nccl_debug: str = "WARN") -> dict[str, Any]:
+def with_gpus() -> dict[str, Any]:
     """Return the GPUs of the containers of a chief and one worker: two each."""
-    return {"gpus": Placement({"chief": ("0", "1"), "worker-0": ("2", "3")}, "4", way, nccl_debug)}
+    return {"gpus": Placement({"chief": ("0", "1"), "worker-0": ("2", "3")}, "4")}
 
 
-@pytest.mark.parametrize("way", ["reserve", "cdi", "nvidia"])
-def test_a_task_sees_its_own_gpus_and_is_locked_down_all_the_same(config, way):
-    services = config(brought=with_gpus(way, "INFO"), workers=1, ps=1, evaluator=True)["services"]
+def test_a_task_sees_its_own_gpus_and_is_locked_down_all_the_same(config):
+    services = config(brought=with_gpus(), workers=1, ps=1, evaluator=True)["services"]
     for name, ids in (("chief", ["0", "1"]), ("worker-0", ["2", "3"])):
         task = services[name]
         environment = task["environment"]
-        if way == "nvidia":
-            assert (way, ",".join(ids)) == (task["runtime"], environment["NVIDIA_VISIBLE_DEVICES"])
-            assert "compute,utility" == environment["NVIDIA_DRIVER_CAPABILITIES"]
-            assert not task.get("deploy"), name
-        else:
-            driver, prefix = ("cdi", "nvidia.com/gpu=") if way == "cdi" else ("nvidia", "")
-            device = {"driver": driver, "device_ids": [f"{prefix}{each}" for each in ids], "capabilities": ["gpu"]}
-            assert {"reservations": {"devices": [device]}} == task["deploy"]["resources"]
-            assert "runtime" not in task
-            assert "NVIDIA_VISIBLE_DEVICES" not in environment
-        assert "CUDA_VISIBLE_DEVICES" not in environment
+        device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
+        assert {"reservations": {"devices": [device]}} == task["deploy"]["resources"]
+        assert not {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"} & set(environment)
         assert {"memlock": -1, "stack": 67108864} == task["ulimits"], name
         assert 2**30 == int(task["shm_size"]), name
-        expected = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0", "GPUS_GIVEN": "2"}
+        expected = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "eth0", "GPUS_GIVEN": "2"}
         assert expected.items() <= environment.items(), name
         assert (True, ["ALL"], {"cluster": None}) == (task["read_only"], task["cap_drop"], task["networks"]), name
         assert (MEMORY_BYTES, MEMORY_BYTES) == (int(task["mem_limit"]), int(task["memswap_limit"])), name
@@ -265,33 +255,6 @@ def test_a_task_sees_its_own_gpus_and_is_locked_down_all_the_same(config, way):
         assert not {"runtime", "ulimits", "shm_size"} & set(task), name
         assert not task.get("deploy"), name
         assert not [key for key in environment if key.startswith("NCCL") or key == "GPUS_GIVEN"], name
-
-
-# Tasks whose code is being worked on
-
-
-def test_every_task_is_replaced_when_the_code_in_its_image_changes(compose_cli, tmp_path, monkeypatch):
-    (bundle := tmp_path / "its $own.pem").touch()
-    monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
-    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
-    containers = Containers(tmp_path / "a-run", tmp_path / "data", "tf-cluster/train:cpu", "1000:1000", MEMORY_BYTES)
-    composed = compose_services.overlay(spec.build(**TOPOLOGIES["parameter servers"]), containers, [])
-    section = images.build_section("cpu", images.Base("a-base:1"))
-    (path := tmp_path / "watched.json").write_text(json.dumps(compose_services.watched(composed, *section)))
-    read = read_config(compose_services.compose_command(path, "config", "--format", "json"))
-    assert EVERY_TASK == sorted(read["services"], key=EVERY_TASK.index)
-    assert str(bundle).replace("$", "$$") == read["secrets"]["ca"]["file"]  # as in a file that Compose reads again
-    assert 1 == len({task["image"] for task in read["services"].values()})  # the one that is built replaces all
-    assert ["chief"] == [name for name, task in read["services"].items() if "develop" in task or "build" in task]
-    chief = read["services"]["chief"]
-    rules = [(rule["action"], rule["path"]) for rule in chief["develop"]["watch"]]
-    assert [("rebuild", str(ROOT / "cluster")), ("rebuild", str(ROOT / "train"))] == rules
-    build = chief["build"]
-    assert (str(ROOT), "docker/Dockerfile", "train") == (build["context"], build["dockerfile"], build["target"])
-    expected = {"BASE_IMAGE": "a-base:1", "ACCELERATOR": "cpu", "HTTPS_PROXY": "http://proxy"}
-    assert expected.items() <= build["args"].items()
-    assert images.INPUTS_LABEL not in build["labels"]
-    assert ["ca"] == [secret["source"] for secret in build["secrets"]]
 
 
 # Whom tasks run as, and what runs are called

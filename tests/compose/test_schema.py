@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from cluster.contract import spec
-from cluster.host.gpu.placement import DEVICE_REQUESTS, Placement
+from cluster.host.gpu.placement import Placement
 from cluster.host.runtime import compose_services
 from cluster.host.runtime.compose_runtime import task_environment
 from cluster.host.runtime.compose_services import FILES, Containers
@@ -44,17 +44,17 @@ def complaints(validator: Draft202012Validator, document: Any) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 
-def rendered(topology: dict[str, Any], device_request: str = "", *, scripted: bool = False) -> dict[str, Any]:
-    """Return a run's `compose.json`: a task with GPUs has two, where there is a way to hand them over."""
+def rendered(topology: dict[str, Any], *, gpus: bool = False, scripted: bool = False) -> dict[str, Any]:
+    """Return a run's `compose.json`: a task with GPUs has two."""
     cluster = spec.build(**topology)
-    named = [task.name for task in cluster.tasks if device_request and task.role.value in ("chief", "worker")]
-    gpus = Placement({name: (str(2 * at), str(2 * at + 1)) for at, name in enumerate(named)}, "all", device_request)
+    named = [task.name for task in cluster.tasks if gpus and task.role.value in ("chief", "worker")]
+    placed = Placement({name: (str(2 * at), str(2 * at + 1)) for at, name in enumerate(named)}, "all")
     brought = (SCRIPT.mounts(), task_environment(SCRIPT, cluster), True) if scripted else ()
     containers = Containers(
-        Path("/runs/a-run"), Path("/data"), "tf-cluster/train:gpu", "1000:1000", 2**30, *brought, gpus=gpus
+        Path("/runs/a-run"), Path("/data"), "tf-cluster/train:gpu", "1000:1000", 2**30, *brought, gpus=placed
     )
     words = SCRIPT.mounted().command() if scripted else []
-    made = {"x-runtime": "docker", **compose_services.overlay(cluster, containers, words)} | gpus.record()
+    made = {"x-runtime": "docker", **compose_services.overlay(cluster, containers, words)} | placed.record()
     return json.loads(json.dumps(made))
 
 
@@ -64,10 +64,10 @@ def test_a_file_of_the_checkout_is_what_the_specification_says(validator, path):
 
 
 @pytest.mark.parametrize("scripted", [False, True], ids=["trainer", "script"])
-@pytest.mark.parametrize("device_request", ["", *DEVICE_REQUESTS], ids=["cpu", *DEVICE_REQUESTS])
+@pytest.mark.parametrize("gpus", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_an_overlay_is_what_the_specification_says(validator, topology, device_request, scripted):
-    assert [] == complaints(validator, rendered(topology, device_request, scripted=scripted))
+def test_an_overlay_is_what_the_specification_says(validator, topology, gpus, scripted):
+    assert [] == complaints(validator, rendered(topology, gpus=gpus, scripted=scripted))
 
 
 def reservation(task: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def reservation(task: dict[str, Any]) -> dict[str, Any]:
     ids=["a key of no service", "runtimes", "no limit", "no capabilities", "no such key of a device", "no list"],
 )
 def test_the_specification_says_enough(validator, spoil):
-    made = rendered({"workers": 0}, "reserve")
+    made = rendered({"workers": 0}, gpus=True)
     spoilt = copy.deepcopy(made)
     spoil(spoilt["services"]["chief"])
     assert [] == complaints(validator, made)

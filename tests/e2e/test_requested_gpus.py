@@ -12,9 +12,7 @@ from invoke import Config, Context, Exit
 
 import tasks
 from cluster.contract.run import records
-from cluster.host.checks import gpu_image
 from cluster.host.cli.command_line import shell
-from cluster.host.gpu import placement
 from cluster.host.image import engine, images
 from cluster.host.launch import folders, teardown
 from cluster.host.runtime import compose_services
@@ -76,47 +74,22 @@ def requested(noted: Path, container: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("way", placement.DEVICE_REQUESTS)
-def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(clusters, noted, host, tmp_path, way):
+def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(clusters, noted, host, tmp_path):
     script = tmp_path / "theirs" / "pause.py"
     script.parent.mkdir()
     script.parent.chmod(0o755)
     script.write_text("import signal\n\nsignal.pause()\n")
-    port = free_ports(1)[0] if way == placement.DEVICE_REQUEST else 0  # TensorBoard knows of no way: once is enough
+    port = free_ports(1)[0]
     with pytest.raises(Exit) as ended:
         tasks.ns["up"](
-            host, name=f"asked-{way}", script=str(script), workers="1", ps="1", gpus="2,3,6,7", gpu_runtime=way,
+            host, name="asked", script=str(script), workers="1", ps="1", gpus="2,3,6,7",
             runtime="docker", tensorboard_port=str(port), detach=True,
         )  # fmt: skip
     assert 0 == ended.value.code
-    run = clusters.run(f"asked-{way}")
-    expected = {"chief": {way: ["2", "3"]}, "worker-0": {way: ["6", "7"]}, "ps-0": {}}
+    run = clusters.run("asked")
+    expected = {"chief": {"reserve": ["2", "3"]}, "worker-0": {"reserve": ["6", "7"]}, "ps-0": {}}
     assert expected == {task: requested(noted, found["Id"]) for task, found in containers(run).items()}
     assert {"chief": ["2", "3"], "worker-0": ["6", "7"]} == read_json(run.compose)[records.GPUS]
-    if port:
-        _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
-        assert board
-        assert {} == requested(noted, board)
-
-
-def test_the_doctor_must_find_every_way_that_the_engine_can(noted):
-    assert set(placement.DEVICE_REQUESTS) == set(gpu_image.device_requests())
-
-
-@pytest.mark.parametrize(
-    ("way", "ids", "expected"),
-    [
-        ("reserve", ("2", "3"), ["2", "3"]),
-        ("reserve", (), ["all"]),
-        ("cdi", ("2", "3"), ["2", "3"]),
-        ("cdi", (), list("01234567")),
-    ],
-)
-def test_the_doctor_s_container_must_ask_for_the_gpus_that_it_looks_at(noted, host, way, ids, expected):
-    code, name = gpu_image.run_image(way, ids, {}, "-c", "import socket; print(socket.gethostname())", timeout_s=60)
-    assert (0, {way: expected}) == (code, requested(noted, name))
-
-
-def test_the_doctor_must_report_why_its_container_does_not_start(noted, host):
-    finding = gpu_image.judge_image(*gpu_image.run_image("cdi", ("9",), {}, "-c", "", timeout_s=60), count=1)
-    assert "unresolvable CDI devices nvidia.com/gpu=9" in finding.detail
+    _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
+    assert board
+    assert {} == requested(noted, board)

@@ -8,14 +8,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from cluster.host.image import engine
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError
 
-QUERY = ("--query-gpu=index,uuid,name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
+QUERY = ("--query-gpu=index,name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
 TOPOLOGY = ("topo", "-m")
 LIST = ("-L",)
 ANSWER_TIMEOUT_S = 30.0
@@ -23,10 +22,8 @@ ANSWER_TIMEOUT_S = 30.0
 
 _HOOK = "nvidia-container-runtime-hook"
 CONFIGURE = "`nvidia-ctk runtime configure --runtime=docker` and restart the engine"
-_ENABLE = '`"features": {"cdi": true}`'
-SPECIFY = "`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
 
-NVLINK = re.compile(r"NV\d+")
+_NVLINK = re.compile(r"NV\d+")
 _INDEX = re.compile(r"GPU(\d+)")
 _UNDERLINE = re.compile(r"\x1b\[[0-9;]*m")
 _INSTANCE = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
@@ -38,7 +35,6 @@ class Gpu:
 
     id: str
     """Its index in the order of the PCI bus; of a MIG instance the UUID, which is what CUDA and the engine take."""
-    uuid: str
     model: str
     memory_mib: int
     mig: bool = False
@@ -58,7 +54,7 @@ class Machine:
 
     def linked(self, one: str, other: str) -> bool:
         """Whether NVLink connects two GPUs."""
-        return NVLINK.fullmatch(self.links.get((one, other), "")) is not None
+        return _NVLINK.fullmatch(self.links.get((one, other), "")) is not None
 
 
 def ask(*words: str) -> tuple[int, str]:
@@ -70,14 +66,12 @@ def ask(*words: str) -> tuple[int, str]:
 def machine(what: str, *, with_instances: bool = False) -> Machine:
     """Return this machine's GPUs, which the option `what` needs, and its MIG instances if requested."""
     code, text = ask(*QUERY)
-    if code:
-        why = text.splitlines()[-1].strip() if text else "it says nothing"
+    if code or not text.strip():
+        why = text.splitlines()[-1].strip() if text else "nvidia-smi lists none"
         raise PrerequisiteError(
             f"{what}: no GPU was found on this machine ({why}); install NVIDIA's driver, or use --gpus none"
         )
     gpus = inventory(text)
-    if not gpus:
-        raise PrerequisiteError(f"{what}: nvidia-smi lists no GPU on this machine; use --gpus none, or another machine")
     links = connections(ask(*TOPOLOGY)[1])  # empty if it failed
     code, text = ask(*LIST) if with_instances else (1, "")
     return Machine(gpus, instances(text) if code == 0 else (), links)
@@ -88,20 +82,20 @@ def inventory(text: str) -> tuple[Gpu, ...]:
     found = []
     for line in filter(str.strip, text.splitlines()):
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != 5 or not cells[0].isdigit():
+        if len(cells) != 4 or not cells[0].isdigit():
             raise ClusterError(
-                f"nvidia-smi printed {line.strip()[:100]!r}: expected index, uuid, name, memory and MIG mode; "
-                "run `nvidia-smi` to see what is wrong with the driver"
+                f"nvidia-smi printed {line.strip()[:100]!r}: expected index, name, memory and MIG mode; run "
+                "`nvidia-smi` to see what is wrong with the driver"
             )
-        index, uuid, model, memory, mig = cells
-        found.append(Gpu(index, uuid, model, int(memory) if memory.isdigit() else 0, mig == "Enabled"))
+        index, model, memory, mig = cells
+        found.append(Gpu(index, model, int(memory) if memory.isdigit() else 0, mig == "Enabled"))
     return tuple(sorted(found, key=lambda gpu: int(gpu.id)))
 
 
 def instances(text: str) -> tuple[Gpu, ...]:
     """Return the MIG instances that `nvidia-smi -L` printed."""
     found = (_INSTANCE.match(line) for line in text.splitlines())
-    return tuple(Gpu(match[2], match[2], f"MIG {match[1]}", 0) for match in found if match)
+    return tuple(Gpu(match[2], f"MIG {match[1]}", 0) for match in found if match)
 
 
 def connections(text: str) -> dict[tuple[str, str], str]:
@@ -117,30 +111,15 @@ def connections(text: str) -> dict[tuple[str, str], str]:
     return links
 
 
-def check_engine(way: str) -> None:
-    """Check that the engine can hand GPUs to containers in this way (a value of `--gpu-runtime`)."""
-    code, text = engine.ask("info", "--format", "{{json .}}")
-    info: dict[str, Any] = json.loads(text) if code == 0 and text.startswith("{") else {}
-    has_runtime = "nvidia" in (info.get("Runtimes") or {})
-    if way == "cdi":
-        if not _has_cdi_devices(info):
-            raise PrerequisiteError(
-                "--gpu-runtime cdi: the engine knows no CDI device of NVIDIA's; install NVIDIA's container toolkit, "
-                f"run {SPECIFY}, have CDI on in the engine: before Docker Engine 28.2 by {_ENABLE} in its daemon.json"
-            )
-    elif not has_runtime and not (way == "reserve" and shutil.which(_HOOK)):
+def check_engine() -> None:
+    """Check that the engine can hand GPUs to containers."""
+    code, text = engine.ask("info", "--format", "{{json .Runtimes}}")
+    runtimes: dict[str, Any] = json.loads(text) if code == 0 and text.startswith("{") else {}
+    if "nvidia" not in runtimes and not shutil.which(_HOOK):
         raise PrerequisiteError(
-            f"--gpu-runtime {way}: the engine has no NVIDIA runtime, so containers get no GPU; install NVIDIA's "
+            "--gpus with containers: the engine has no NVIDIA runtime, so containers get no GPU; install NVIDIA's "
             f"container toolkit, then {CONFIGURE}"
         )
-
-
-def _has_cdi_devices(info: dict[str, Any]) -> bool:
-    """Whether the engine finds a CDI specification of NVIDIA's devices."""
-    if any("nvidia.com/gpu" in str(device.get("ID")) for device in info.get("DiscoveredDevices") or []):
-        return True
-    folders = [Path(folder) for folder in info.get("CDISpecDirs") or []]
-    return any("nvidia" in path.name for folder in folders if folder.is_dir() for path in folder.iterdir())
 
 
 def check_environment() -> None:

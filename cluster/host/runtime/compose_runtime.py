@@ -21,9 +21,7 @@ from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
 from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Memory, Network
 from cluster.system import memory
-from cluster.system.errors import ClusterError, PrerequisiteError
-from cluster.system.json_files import write_json
-from cluster.system.paths import ROOT
+from cluster.system.errors import ClusterError
 
 PAUSE_TRIES = 5
 
@@ -173,7 +171,6 @@ class ContainerRuntime(Runtime):
             way_out=payload.script is not None,
             egress=work.network.name == resources.EGRESS,
             gpus=work.gpus,
-            debugger=work.debugger,
         )
 
     def open_folders(self, work: Workload) -> None:
@@ -191,7 +188,6 @@ class Compose(ContainerRuntime):
     name = "docker"
     tasks = "containers"
     automatic = True
-    publishes_ports = True
     board = "docker"
 
     def probe(self) -> Availability:
@@ -222,7 +218,7 @@ class Compose(ContainerRuntime):
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the limits count, whatever is free
         work.memory.check(len(work.cluster.tasks))
         if work.gpus.ids:
-            devices.check_engine(work.gpus.device_request)
+            devices.check_engine()
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
         images.build_images(sh, work.accelerator, renew=renew)
@@ -234,18 +230,6 @@ class Compose(ContainerRuntime):
         self.open_folders(work)
         owner.begin(work.run, self.name)
         sh(compose_services.up_command(work.run.compose, work.cluster))
-
-    def watch(self, run: RunFolder) -> str:
-        composed = run.composed
-        base = images.default_base()
-        if base.missing:
-            raise PrerequisiteError(
-                "the image that the others are built from is not on this engine; `invoke image.build`"
-            )
-        accelerator = composed["services"]["chief"]["image"].rpartition(":")[2]
-        path = ROOT / ".build" / f"{project(run.path)}.json"  # not in the run folder, which its tasks can write
-        write_json(path, compose_services.watched(composed, *images.build_section(accelerator, base)))
-        return compose_services.watch_command(path)
 
     def alive(self, run: RunFolder) -> bool:
         return compose_services.is_running(project(run.path))

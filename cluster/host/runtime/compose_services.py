@@ -21,8 +21,6 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Task
 from cluster.host.gpu.placement import NO_DEVICE, Placement
 from cluster.host.image import engine
-from cluster.host.runtime import debugging
-from cluster.host.runtime.debugging import Debugger
 from cluster.host.runtime.payload import Payload
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError
@@ -64,8 +62,6 @@ class Containers:
     egress: bool = False
     """Whether the tasks of the built-in trainer may, too, as where they report to a server."""
     gpus: Placement = field(default_factory=Placement)
-    debugger: Debugger | None = None
-    """The task that waits for a debugger."""
 
 
 def project(run_dir: Path) -> str:
@@ -88,27 +84,8 @@ def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> di
     """Return the overlay that adds the run's tasks, whose agents get `command`, to `compose/compose.yaml`."""
     services = {task.name: _service(spec, task, containers, command) for task in spec.tasks}
     labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
-    debugged = ["front"] if containers.debugger else []
-    networks = dict.fromkeys([*_networks(containers), *debugged], labelled)
+    networks = dict.fromkeys(_networks(containers), labelled)
     return {"name": project(containers.run_dir), "services": literal(services), "networks": literal(networks)}
-
-
-def watched(composed: dict[str, Any], build: dict[str, Any], secrets: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's overlay for `docker compose watch`: it replaces every task when the code in its image changes.
-
-    Compose would copy single files only into containers that can be written, so it builds the image's last layer again.
-    Only one service is watched: Compose then replaces all others, too, whose image has changed. Several would each do
-    so at the same time, and be in each other's way.
-
-    Args:
-        composed: the overlay that the run was started with.
-        build: how the image is built, as in a service.
-        secrets: what the build needs.
-    """
-    rules = [{"action": "rebuild", "path": str(ROOT / folder)} for folder in ("cluster", "train")]
-    first = {"chief": composed["services"]["chief"] | literal({"build": build, "develop": {"watch": rules}})}
-    services = composed["services"] | first
-    return composed | {"services": services} | ({"secrets": literal(secrets)} if secrets else {})
 
 
 def _networks(containers: Containers) -> list[str]:
@@ -138,26 +115,15 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
         "volumes": volumes(containers),
         "labels": labels(containers, task),
     }
-    if gpus.of(task.name):
-        service |= _hand_over(gpus, task.name) | {"shm_size": GPU_SHM, "ulimits": dict(GPU_LIMITS)}
+    if ids := gpus.of(task.name):
+        service |= _reserve(ids) | {"shm_size": GPU_SHM, "ulimits": dict(GPU_LIMITS)}
     if command:
         service["command"] = command
     if len(networks := _networks(containers)) > 1:
         service["networks"] = networks
     if containers.way_out:
         service["extends"]["service"] = "script"
-    if containers.debugger and containers.debugger.task == task.name:
-        _publish(service, containers.debugger, [*networks, "front"])
     return service
-
-
-def _publish(service: dict[str, Any], waits: Debugger, networks: list[str]) -> None:
-    """Publish the debugger's port on 127.0.0.1 alone, as TensorBoard's is in `compose/compose.yaml`: no way out."""
-    service["environment"] |= waits.contained_environment
-    service["volumes"].append(_read_only(waits.package, f"{debugging.MOUNT}/{waits.package.name}"))
-    service["networks"] = networks
-    service["ports"] = [f"{debugging.LOOPBACK}:{waits.port}:{waits.port}"]
-    service["sysctls"] = {"net.ipv4.ip_default_ttl": 1}
 
 
 def environment(spec: ClusterSpec, task: Task, containers: Containers) -> dict[str, str | None]:
@@ -193,22 +159,12 @@ def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
         return {}
     if not gpus.of(task):  # an engine whose default runtime is NVIDIA's could hand over all of them
         return {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
-    environment = gpus.environment(task) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
-    if gpus.device_request == "nvidia":
-        environment |= {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus.of(task))}
-        environment |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-    return environment
+    return gpus.environment(task) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
 
 
-def _hand_over(gpus: Placement, task: str) -> dict[str, Any]:
-    """Return the part of a service that requests the task's GPUs from the engine."""
-    ids = list(gpus.of(task))
-    if gpus.device_request == "nvidia":
-        return {"runtime": "nvidia"}  # which reads the ids in NVIDIA_VISIBLE_DEVICES
-    driver = "nvidia"
-    if gpus.device_request == "cdi":
-        driver, ids = "cdi", [f"nvidia.com/gpu={gpu}" for gpu in ids]
-    device = {"driver": driver, "device_ids": ids, "capabilities": ["gpu"]}
+def _reserve(ids: Sequence[str]) -> dict[str, Any]:
+    """Return the part of a service that requests GPUs from the engine."""
+    device = {"driver": "nvidia", "device_ids": list(ids), "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 
@@ -270,10 +226,10 @@ def give_to_tasks(folder: Path) -> None:
             os.chown(name, UNPRIVILEGED, UNPRIVILEGED, dir_fd=descriptor, follow_symlinks=False)
 
 
-def compose_command(overlay_path: Path, *words: str, progress: str = "quiet") -> str:
+def compose_command(overlay_path: Path, *words: str) -> str:
     """Return a `docker compose` command on a run's services, as its overlay says."""
     files = ["-f", str(FILES / "compose.yaml"), "-f", str(overlay_path)]
-    return shlex.join(["docker", "compose", f"--progress={progress}", "--project-directory", str(ROOT), *files, *words])
+    return shlex.join(["docker", "compose", "--progress=quiet", "--project-directory", str(ROOT), *files, *words])
 
 
 def end_command(run_dir: Path, *words: str) -> str:
@@ -289,11 +245,6 @@ def up_command(overlay_path: Path, spec: ClusterSpec) -> str:
     """Return the command that starts the tasks."""
     names = [task.name for task in spec.tasks]
     return compose_command(overlay_path, "up", "--detach", "--no-build", "--pull", "never", *names)
-
-
-def watch_command(overlay_path: Path) -> str:
-    """Return the command that builds the tasks' image again and replaces their containers when its files change."""
-    return compose_command(overlay_path, "watch", "--no-up", progress="plain")
 
 
 def is_running(compose_project: str) -> bool:

@@ -14,9 +14,8 @@ from cluster.host.image import images
 from cluster.host.launch import manifest, planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
-from cluster.host.runtime import registry, supervisor
+from cluster.host.runtime import namespaces, registry, supervisor
 from cluster.host.view.plan_view import plan_lines
-from cluster.system import namespaces
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
@@ -40,7 +39,7 @@ def environments(planned: Plan) -> dict[str, dict[str, str]]:
         ({"workers": 0, "gpus": "all"}, "mirrored", [[0, 1, 2, 3, 4, 5, 6, 7]]),
         ({"workers": 0, "gpus": "1"}, "one", [[0]]),
         ({"workers": 3, "gpus": "4"}, "multiworker", [[0], [1], [2], [3]]),
-        ({"workers": 3, "gpus_per_task": 2}, "multiworker", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ({"workers": 3, "gpus": "8"}, "multiworker", [[0, 1], [2, 3], [4, 5], [6, 7]]),
         ({"workers": 3, "gpus": "all", "devices": 2}, "multiworker", [[0, 1], [2, 3], [4, 5], [6, 7]]),
     ],
 )
@@ -69,11 +68,7 @@ def test_gpus_that_the_rest_does_not_fit_are_refused(resolved, nvidia_smi, reque
     ("requested", "named"),
     [
         ({"gpus": "two"}, "--gpus 'two'"),
-        ({"gpus": "2", "gpus_per_task": 65}, "--gpus-per-task '65'"),
-        ({"gpus": "1", "workers": 0, "gpu_runtime": "cud"}, "--gpu-runtime 'cud'"),
-        ({"gpus": "1", "workers": 0, "nccl_debug": "loud"}, "--nccl-debug 'LOUD'"),
-        ({"gpu_runtime": "cdi", "nccl_debug": "INFO"}, "--gpu-runtime and --nccl-debug"),
-        ({"gpus": "none", "gpu_runtime": "cdi"}, "--gpu-runtime"),
+        ({"gpus_per_task": 2}, "--gpus-per-task"),
         ({"gpus": "1", "strategy": "tpu"}, "--gpus 1 with --strategy tpu"),
     ],
 )
@@ -97,13 +92,13 @@ def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(resolved, monkeypatc
 
 def test_a_process_sees_its_gpus_and_no_other(resolved, nvidia_smi):
     nvidia_smi("8-h100-nvswitch")
-    requested = Request(workers=1, ps=1, evaluator=True, gpus="4", nccl_debug="INFO", runtime="local")
+    requested = Request(workers=1, ps=1, evaluator=True, gpus="4", runtime="local")
     found = environments(planning.plan(requested))
     assert {"chief": "0,1", "worker-0": "2,3", "ps-0": "-1", "evaluator": "-1"} == {
         name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in found.items()
     }
     for name in ("chief", "worker-0"):
-        expected = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GPUS_GIVEN": "2", "NCCL_DEBUG": "INFO"}
+        expected = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GPUS_GIVEN": "2", "NCCL_DEBUG": "WARN"}
         assert expected.items() <= found[name].items(), name
         assert "true" == found[name]["TF_FORCE_GPU_ALLOW_GROWTH"]
     for name in ("ps-0", "evaluator"):
@@ -143,16 +138,16 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_
     built, checked, inspected = [], [], []
     monkeypatch.setattr(images, "pending_commands", lambda accelerator: built.append(accelerator) or ["docker build ."])
     monkeypatch.setattr(images, "inspect", lambda image: inspected.append(image) or {"image": image})
-    monkeypatch.setattr(devices, "check_engine", checked.append)
-    options = Request(name="one", workers=1, gpus="4,5,", gpu_runtime="cdi", nccl_debug="info", tensorboard_port="0")
+    monkeypatch.setattr(devices, "check_engine", lambda: checked.append(True))
+    options = Request(name="one", workers=1, gpus="4,5,", tensorboard_port="0")
     planned = planning.plan(options)
     startup.start(planned, Commands(), began=time.time())
     startup.commands(planned)
-    assert (["gpu", "gpu"], ["cdi"]) == (built, checked)
+    assert (["gpu", "gpu"], [True]) == (built, checked)
     assert ["tf-cluster/train:gpu"] == inspected == [manifest.read(planned.run)["image"]["image"]]
     resumed = planning.plan(Request(resume="one"))
     assert planned.gpus == resumed.gpus
-    assert ("4,5,", "cdi", "INFO") == (resumed.gpus.requested, resumed.gpus.device_request, resumed.gpus.nccl_debug)
+    assert "4,5," == resumed.gpus.requested
     assert planned.gpus.ids == planning.plan(Request(again="one")).gpus.ids
     assert {} == planning.plan(Request(resume="one", gpus="none")).gpus.ids
     assert ("6", "7") == planning.plan(Request(resume="one", workers=0, gpus="6,7")).gpus.of("chief")
@@ -208,30 +203,16 @@ def test_runs_in_progress_keep_their_gpus(resolved, nvidia_smi, docker, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("info", "has_hook", "able"),
-    [
-        ({"Runtimes": {"runc": {}}, "CDISpecDirs": None}, False, set()),
-        (
-            {"Runtimes": {"runc": {}, "nvidia": {}}, "CDISpecDirs": ["/absent", "cdi"]},
-            False,
-            {*placement.DEVICE_REQUESTS},
-        ),
-        ({"Runtimes": {"runc": {}}}, True, {"reserve"}),
-        ({"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]}, False, {"cdi"}),
-        (None, False, set()),
-    ],
+    ("runtimes", "has_hook", "able"),
+    [({"runc": {}}, False, False), ({"runc": {}, "nvidia": {}}, False, True), ({}, True, True), (None, False, False)],
 )
-def test_an_engine_must_be_able_to_hand_over_gpus(docker, monkeypatch, tmp_path, info, has_hook, able):
-    calls = docker(f"echo '{json.dumps(info)}'" if info else "exit 1")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "cdi").mkdir()
-    (tmp_path / "cdi" / "nvidia.yaml").touch()
+def test_an_engine_must_be_able_to_hand_over_gpus(docker, runtimes, has_hook, able):
+    calls = docker("exit 1" if runtimes is None else f"echo '{json.dumps(runtimes)}'")
     if has_hook:
         (hook := calls.parent / "bin" / devices._HOOK).touch()
         hook.chmod(0o755)
-    for way in placement.DEVICE_REQUESTS:
-        with nullcontext() if way in able else pytest.raises(PrerequisiteError, match=f"^--gpu-runtime {way}: "):
-            devices.check_engine(way)
+    with nullcontext() if able else pytest.raises(PrerequisiteError, match="^--gpus with containers: the engine"):
+        devices.check_engine()
 
 
 def test_processes_need_a_tensorflow_with_cuda(resolved, nvidia_smi, monkeypatch):
