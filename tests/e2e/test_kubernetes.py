@@ -17,7 +17,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime.kubernetes_objects import RECORDS, SHARED
+from cluster.host.kubernetes.kubernetes_objects import RECORDS, SHARED
 from cluster.system.errors import EXIT_INTERRUPTED
 from tests.e2e.scenario import DATA, TRAIN_IMAGE, TRAINING, step_of, summary
 from tests.support.waiting import wait_for
@@ -32,13 +32,14 @@ KILLED = 137
 class Pods:
     """The pods of a rendered JobSet, each a container."""
 
-    base: Path
+    objects: dict[str, Any]
+    records: Path
     shared: Path
     network: str = field(default_factory=lambda: f"tf-cluster-test-{uuid.uuid4().hex[:8]}")
 
     @property
     def job(self) -> dict[str, Any]:
-        return YAML(typ="safe").load(self.base / "jobset.yaml")
+        return self.objects["JobSet"]
 
     @property
     def run(self) -> RunFolder:
@@ -47,8 +48,8 @@ class Pods:
     def start(self) -> None:
         """Start every pod."""
         docker("network", "create", "--internal", self.network)
-        for name, data in YAML(typ="safe").load(self.base / "records.yaml")["data"].items():
-            (self.base / name).write_text(data)
+        for name, data in self.objects["ConfigMap"]["data"].items():
+            (self.records / name).write_text(data)
         for job in self.job["spec"]["replicatedJobs"]:
             template = job["template"]["spec"]
             for index in range(template["completions"]):
@@ -69,7 +70,7 @@ class Pods:
         for variable in container["env"]:
             values[variable["name"]] = expanded(variable.get("value", str(index)), values)
         user = f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
-        mounts = [f"{self.shared}:{SHARED}", f"{DATA}:{SHARED}/data:ro", f"{self.base}:{RECORDS}:ro"]
+        mounts = [f"{self.shared}:{SHARED}", f"{DATA}:{SHARED}/data:ro", f"{self.records}:{RECORDS}:ro"]
         words = ["run", "--detach", "--init", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
         words += [f"--name={own}", f"--hostname={host}", f"--user={user}", "--tmpfs=/tmp"]
         words += [f"--network={self.network}", f"--network-alias={alias}", "--stop-timeout=60"]
@@ -115,9 +116,11 @@ def pods(clusters, tmp_path) -> Iterator[Pods]:
     for folder in (tmp_path, *tmp_path.parents[:2], shared):
         folder.chmod(0o755)
     os.chown(shared, 10001, 10001)
-    words = ["k8s.render", "--name=pods", "--workers=1", f"--image={TRAIN_IMAGE}", f"--output={tmp_path / 'base'}"]
-    clusters.invoke(*words, "--", *LONGER)
-    made = Pods(tmp_path / "base", shared)
+    words = ["k8s.render", "--name=pods", "--workers=1", f"--image={TRAIN_IMAGE}"]
+    output = clusters.invoke(*words, "--", *LONGER)
+    documents = YAML(typ="safe").load_all(output[output.index("apiVersion") :])  # after the warning
+    (records := tmp_path / "records").mkdir()
+    made = Pods({each["kind"]: each for each in documents}, records, shared)
     yield made
     made.remove()
     shutil.rmtree(shared)

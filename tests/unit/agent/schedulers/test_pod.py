@@ -9,7 +9,7 @@ import pytest
 from cluster.agent.schedulers import lifecycle, pod
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime import kubernetes_objects
+from cluster.host.kubernetes import kubernetes_objects
 from cluster.system.errors import EXIT_TIMEOUT, TimedOut
 
 

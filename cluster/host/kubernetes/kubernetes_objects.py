@@ -41,7 +41,6 @@ class Manifest:
         config: the resolved training configuration.
         started: the record of how the run was started, as far as it is known before that.
         image: for the tasks.
-        tensorboard_image: for TensorBoard; empty for none.
         claim: the persistent volume claim with runs and data.
         memory_bytes: what a task may use.
         cpus: what a task requests of processors; it may use more.
@@ -54,7 +53,6 @@ class Manifest:
     config: Mapping[str, Any]
     started: Mapping[str, Any]
     image: str
-    tensorboard_image: str
     claim: str
     memory_bytes: int
     cpus: int
@@ -62,7 +60,7 @@ class Manifest:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def labels(self, component: str) -> dict[str, str]:
-        """Return the labels of one part: `task`, `tensorboard` or `data`."""
+        """Return the labels of one part: `task` or `data`."""
         return {
             "app.kubernetes.io/name": "tf-cluster",
             "app.kubernetes.io/instance": self.name,
@@ -248,9 +246,7 @@ def tfjob(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-TENSORBOARD_PORT = 6006
 DNS_PORT = 53
-TENSORBOARD_MEMORY = "2Gi"
 DATA_MEMORY = "4Gi"
 
 
@@ -279,59 +275,17 @@ def network_policy(manifest: Manifest) -> dict[str, Any]:
     own = range(TASK_PORT, hub_port(TASK_PORT) + 1)  # of TensorFlow's servers, the standby processes', the agents' hub
     ports = {} if manifest.gpus else {"ports": [{"protocol": "TCP", "port": port} for port in own]}
     names = {"ports": [{"protocol": protocol, "port": DNS_PORT} for protocol in ("UDP", "TCP")]}
-    return _network_policy(
-        manifest, "task", ingress=[{"from": [tasks]} | ports], egress=[{"to": [tasks]} | ports, names]
-    )
-
-
-def tensorboard(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return TensorBoard over the run, its service, and the policy by which no pod reaches it: it asks for no password.
-
-    `kubectl port-forward` does, because it begins inside of the pod.
-    """
-    name, labels = f"{manifest.name}-tensorboard", manifest.labels("tensorboard")
-    folder = f"{SHARED}/runs/{manifest.name}/tensorboard"
-    container = {
-        "name": "tensorboard",
-        "image": manifest.tensorboard_image,
-        "args": [f"--logdir={folder}", "--host=0.0.0.0", f"--port={TENSORBOARD_PORT}", "--reload_interval=5"],
-        "ports": [{"name": "http", "containerPort": TENSORBOARD_PORT}],
-        "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": TENSORBOARD_MEMORY}},
-        "volumeMounts": [
-            {"name": "shared", "mountPath": SHARED, "readOnly": True},
-            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  # the pod's own
-        ],
-    }
-    volumes = [
-        {"name": "shared", "persistentVolumeClaim": {"claimName": manifest.claim, "readOnly": True}},
-        {"name": "tmp", "emptyDir": {"sizeLimit": "256Mi"}},
-    ]
-    metadata = {"name": name, "labels": labels}
-    template = pod_template(labels, container, volumes, grace_s=5)
-    return [
-        {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": metadata,
-            "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": template},
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": metadata,
-            "spec": {"selector": labels, "ports": [{"name": "http", "port": TENSORBOARD_PORT, "targetPort": "http"}]},
-        },
-        _network_policy(manifest, "tensorboard", ingress=[], egress=[]),
-    ]
-
-
-def claim(manifest: Manifest, size: str) -> dict[str, Any]:
-    """Return the claim of the shared volume. It outlives runs, so no run's manifests have it."""
+    labels = manifest.labels("task")
     return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": manifest.claim, "labels": {"app.kubernetes.io/name": "tf-cluster"}},
-        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}},
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": f"{manifest.name}-task", "labels": labels},
+        "spec": {
+            "podSelector": {"matchLabels": labels},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [tasks]} | ports],
+            "egress": [{"to": [tasks]} | ports, names],
+        },
     }
 
 
@@ -357,21 +311,4 @@ def data_job(manifest: Manifest) -> dict[str, Any]:
         "kind": "Job",
         "metadata": {"name": f"{manifest.name}-data", "labels": manifest.labels("data")},
         "spec": {"backoffLimit": 3, "template": template},
-    }
-
-
-def _network_policy(
-    manifest: Manifest, component: str, *, ingress: list[dict[str, Any]], egress: list[dict[str, Any]]
-) -> dict[str, Any]:
-    labels = manifest.labels(component)
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": f"{manifest.name}-{component}", "labels": labels},
-        "spec": {
-            "podSelector": {"matchLabels": labels},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": ingress,
-            "egress": egress,
-        },
     }

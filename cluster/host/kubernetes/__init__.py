@@ -1,0 +1,1 @@
+"""A run as manifests for Kubernetes; nothing here talks to a cluster."""
