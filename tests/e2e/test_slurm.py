@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime import slurm_queue
-from cluster.host.runtime import slurm_runtime as slurm
+from cluster.host.schedulers import slurm_runtime as slurm
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import ENDLESS, ROOT, TRAIN_IMAGE, Clusters, await_members, step_of, summary
+from tests.e2e.scenario import ENDLESS, ROOT, Clusters, await_members, step_of, summary
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.alone]
@@ -124,33 +122,6 @@ def test_every_command_must_mean_the_same_for_a_job(clusters, long_job):
     assert ("succeeded", "slurm") == (summary(long_job)["state"], long_job.started.runtime)
 
 
-@pytest.fixture(scope="module")
-def apptainer_image(images, tmp_path_factory) -> Path:
-    """The image of the tasks, as Apptainer has it: a folder."""
-    if shutil.which("apptainer") is None:
-        pytest.skip("there is no Apptainer")
-    folder = tmp_path_factory.mktemp("apptainer")
-    subprocess.run(["docker", "save", f"--output={folder / 'train.tar'}", TRAIN_IMAGE], check=True)
-    build = ["apptainer", "build", "--sandbox", "train", "docker-archive:train.tar"]
-    subprocess.run(build, cwd=folder, check=True, capture_output=True)
-    return folder / "train"
-
-
-@pytest.mark.docker
-def test_a_job_in_an_image_must_train_to_the_weights_of_processes(clusters, local_hash, apptainer_image):
-    words = ("--name=contained", f"--apptainer={apptainer_image}", *OPTIONS)
-    clusters.invoke("up", *words, "--", *TRAINING, STEPS)
-    run = clusters.run("contained")
-    wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
-    members = ["self", *processes_with(TASK="chief", RUN_DIR=str(run.path))]
-    assert len({Path(f"/proc/{each}/ns/mnt").readlink() for each in members}) > 1, "the chief is in no container"
-    clusters.invoke("chaos", "kill", "worker-1", timeout_s=300)
-    clusters.invoke("wait", "contained", timeout_s=400)
-    assert ("succeeded", local_hash) == (summary(run)["state"], summary(run)["weights_sha256"])
-    assert run.generation > 0
-    clusters.invoke("down", "contained")
-
-
 def end_node(run: RunFolder) -> None:
     """End the node of worker-1 as a power cut would: its daemon, and all that the job has there."""
     (attempt,) = attempts(run)
@@ -250,7 +221,7 @@ def test_an_elastic_job_must_replace_a_task_whose_node_died(elastic_job, cluster
     assert place["node"] != lost["node"]  # which is still away
     clusters.invoke("chaos", "kill", "worker-1", "--run=grows", timeout_s=300)
     check_bits(clusters, run)
-    wait_for(lambda: not slurm_queue.Queue().jobs(slurm.job_name(run), parts=True), "the end of all jobs of the run")
+    wait_for(lambda: not slurm.Queue().jobs(slurm.job_name(run), parts=True), "the end of all jobs of the run")
 
 
 def test_an_elastic_job_must_go_on_without_a_node_until_it_is_scaled(elastic_job, clusters):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime import swarm_stack
+from cluster.host.schedulers import swarm_stack
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import ENDLESS, TENSORBOARD_IMAGE, TRAIN_IMAGE, Clusters, await_members, step_of, summary
 from tests.support.waiting import wait_for

@@ -21,7 +21,8 @@ from cluster.host.control import watch
 from cluster.host.launch import planning, startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.topology import build_cluster, inherit_topology
-from cluster.host.options.request import Request, parse_options
+from cluster.host.options.combinations import parse_options
+from cluster.host.options.request import Request
 from cluster.host.runtime.base import Shell
 from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, TimedOut, UsageError

@@ -23,7 +23,6 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu.placement import Placement
 from cluster.host.runtime import resources
-from cluster.host.runtime.debugging import Debugger
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Job, Memory, Network
@@ -48,8 +47,6 @@ class Workload:
     job: Job = field(default_factory=Job)
     elastic: Mapping[str, Any] = field(default_factory=dict)
     """How many workers it may lose, as in `started.json`; empty if it needs all of them."""
-    debugger: Debugger | None = None
-    """The task that waits for a debugger."""
 
     @property
     def accelerator(self) -> str:
@@ -86,7 +83,6 @@ class Runtime(ABC):
         automatic: whether `--runtime auto` may choose it.
         reaches_hardware: whether its tasks can use this machine's TPU.
         limits_memory: whether `--memory` limits its tasks.
-        publishes_ports: whether a task in a private network can have a port on this machine.
         python: the version of Python that its tasks run with, for which the user's packages are installed.
         is_remote: whether its tasks run on machines that a scheduler chooses, with their own GPUs.
         job_options: what can be requested of that scheduler, fields of `Job`.
@@ -98,7 +94,6 @@ class Runtime(ABC):
     automatic: bool = False
     reaches_hardware: bool = False
     limits_memory: bool = False
-    publishes_ports: bool = False
     is_remote: bool = False
     job_options: frozenset[str] = frozenset()
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -111,15 +106,6 @@ class Runtime(ABC):
     def examine(self) -> list[Finding]:
         """Return its findings for `invoke doctor`."""
         return []
-
-    def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:  # noqa: ARG002
-        """Return findings about the other machines that it runs tasks on, from a task on each.
-
-        Args:
-            runs_dir: the folder of all runs.
-            data_dir: the folder of prepared data.
-        """
-        raise UsageError(f"--runtime {self.name}: it has no other machines; leave it out")
 
     # Planning: nothing is changed
 
@@ -208,18 +194,6 @@ class Runtime(ABC):
         """
 
     # A run that was started
-
-    def watch(self, run: RunFolder) -> str:
-        """Return the command that restarts the run's tasks whenever their code changes here; it does not end.
-
-        Raises:
-            UsageError: nothing does so for these tasks.
-            PrerequisiteError: what it needs is missing.
-        """
-        raise UsageError(
-            f"run {run.name!r} is in {self.tasks}, and only containers are replaced when code changes; `invoke stop "
-            f"{run.name}`, then `invoke up --resume {run.name}`"
-        )
 
     @abstractmethod
     def alive(self, run: RunFolder) -> bool:

@@ -59,13 +59,6 @@ def for_process(names: Collection[str] = ()) -> dict[str, str]:
     return found
 
 
-def for_image() -> dict[str, str]:
-    """Return the variables that tasks inherit whose files are an image's, and whose commands are their node's."""
-    kept = {"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", *PROXIES}
-    elsewhere = {name for name, value in os.environ.items() if value.startswith("/")}  # means nothing in an image
-    return {name: os.environ[name] for name in os.environ if name in kept or (_for_all(name) and name not in elsewhere)}
-
-
 def for_container(*, way_out: bool) -> dict[str, str | None]:
     """Return the variables that containers inherit; those without a value get the caller's at the start."""
     # A path of this machine means nothing there.

@@ -127,12 +127,9 @@ class LocalProcesses(Runtime):
     def render(self, work: Workload) -> dict[str, Any]:
         payload = work.payload
         more = payload.environment(work.cluster, payload.local_path())
-        rendered = processes_of(
+        return processes_of(
             work.cluster, work.run.path, work.data_dir, payload.command(), more, work.gpus, work.network.name
         )
-        if work.debugger:
-            rendered["tasks"][work.debugger.task]["environment"] |= work.debugger.environment
-        return rendered
 
     def preflight(self, work: Workload, ending: int = 0) -> None:
         resources.check_free_memory(len(work.cluster.tasks), ending)

@@ -7,8 +7,8 @@ from cluster.contract.strategies import Strategy
 from cluster.host.runtime.base import Runtime, recorded_runtime
 from cluster.host.runtime.compose_runtime import Compose
 from cluster.host.runtime.local_runtime import LocalProcesses
-from cluster.host.runtime.slurm_runtime import Slurm
-from cluster.host.runtime.swarm_runtime import Swarm
+from cluster.host.schedulers.slurm_runtime import Slurm
+from cluster.host.schedulers.swarm_runtime import Swarm
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
 
 AUTO = "auto"

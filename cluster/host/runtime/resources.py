@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from cluster.contract.findings import Finding
 from cluster.contract.spec import parse_count
-from cluster.system import memory, namespaces
+from cluster.host.runtime import namespaces
+from cluster.system import memory
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
 from cluster.system.messages import counted
 
@@ -155,11 +155,7 @@ def examine_network() -> Finding:
     return Finding(CHECK, "warning", detail, f"{refused.fix}; {INSTEAD}")
 
 
-MIN_MINUTES = 5
-"""The shortest time limit that leaves time to train, besides that for saving."""
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _WORD = re.compile(r"[A-Za-z0-9_.:,@/+-]+")
-_CONSTRAINT = re.compile(r"(node|engine)\.[A-Za-z0-9_.-]+\s*[!=]=\s*[A-Za-z0-9_.:/-]+")
 
 
 @dataclass(frozen=True)
@@ -167,14 +163,13 @@ class Job:
     """What is requested of a scheduler, as typed; empty leaves it to that.
 
     Attributes:
-        partition: of Slurm, or several, separated by commas; of a Swarm the nodes with a label of that value.
+        partition: of Slurm, or several, separated by commas.
         time: the time limit, after which the job is queued again.
         account: that it is charged to.
         nodes: that its tasks are spread over.
         cpus_per_task: processors of each task.
         gpus_per_task: GPUs of each task; only the chief and the workers use theirs.
         constraint: on the nodes of a Swarm, in Docker's words, or several, separated by commas.
-        apptainer: the image of Apptainer in which the tasks of a Slurm job run; an absolute path.
     """
 
     partition: str = ""
@@ -184,7 +179,6 @@ class Job:
     cpus_per_task: str = ""
     gpus_per_task: str = ""
     constraint: str = ""
-    apptainer: str = ""
 
     @property
     def described(self) -> str:
@@ -192,37 +186,10 @@ class Job:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(self).items() if value)
 
     def check(self) -> None:
-        """Check that these are words for a scheduler, and not something else, and that the image is there."""
-        for option in ("partition", "account"):
+        """Check that these are words for a scheduler, and not something else."""
+        for option in ("partition", "account", "time"):
             if (value := getattr(self, option)) and not _WORD.fullmatch(value):
-                raise UsageError(f"--{option} {value!r}: expected a name as Slurm has it; see `sinfo` and `sacctmgr`")
-        for part in self.constraint.split(",") if self.constraint else []:
-            if not _CONSTRAINT.fullmatch(part.strip()):
-                raise UsageError(
-                    f"--constraint {part!r}: expected what `docker service create --constraint` takes, such as "
-                    "node.labels.gpu==true"
-                )
-        if self.apptainer and not Path(self.apptainer).exists():
-            raise UsageError(
-                f"--apptainer {self.apptainer}: no such file; `apptainer build` makes one, see docs/guides/slurm.md"
-            )
+                raise UsageError(f"--{option} {value!r}: expected a word as Slurm has it; see `sinfo` and `sacctmgr`")
         for option in ("nodes", "cpus_per_task", "gpus_per_task"):
             if value := getattr(self, option):
                 parse_count(option.replace("_", "-"), value, 1, 4096)
-        if self.time and minutes(self.time) < MIN_MINUTES:
-            raise UsageError(f"--time {self.time}: expected {MIN_MINUTES} minutes or more, of which saving takes 2")
-
-
-def minutes(text: str) -> float:
-    """Return a time limit in minutes, from any of the forms that Slurm takes."""
-    match = _TIME.fullmatch(text)
-    if match is None:
-        raise UsageError(
-            f"--time {text!r}: expected minutes, hours:minutes:seconds or days-hours:minutes, such as 90 or 2-12:00"
-        )
-    days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1]:
-        return days * 1440 + first * 60 + second + third / 60
-    if match[4]:
-        return first * 60 + second + third / 60
-    return first + second / 60

@@ -34,9 +34,9 @@ from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import Attempt
-from cluster.host.runtime import inherited
+from cluster.host.runtime import inherited, namespaces
 from cluster.host.runtime.resources import HOST, PRIVATE
-from cluster.system import fork_server, namespaces, processes
+from cluster.system import fork_server, processes
 from cluster.system.errors import EXIT_FAILED, TimedOut
 from cluster.system.files import open_file, remove_abandoned, scratch_folder
 from cluster.system.messages import counted
@@ -157,7 +157,6 @@ class Supervisor:
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
         self._stop_timers: dict[str, processes.StopTimer] = {}
-        self._is_debugged = run.started.hang_timeout_s == 0
         self._failures: dict[str, list[Attempt]] = {name: [] for name in self.tasks}
         self._due: dict[str, float] = {}
         """When an agent is started, or started again that failed by itself."""
@@ -173,7 +172,7 @@ class Supervisor:
             for name, agent in list(self.agents.items()):
                 if (code := agent.poll()) is not None:
                     self._act_on_exit(name, code)
-                elif not self._is_debugged and self._stop_timers[name].look(agent.pid) > AGENT_STOPPED_S:
+                elif self._stop_timers[name].look(agent.pid) > AGENT_STOPPED_S:
                     agent.send_signal(signal.SIGKILL)
             self._start_those_due()
             time.sleep(POLL_S)

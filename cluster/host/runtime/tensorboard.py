@@ -65,12 +65,10 @@ def port_problem(runs_dir: Path, port: int) -> tuple[str, str] | None:
     if running(runs_dir) == port:
         return None
     error = bind_error(port)
-    if isinstance(error, PermissionError):
-        return f"port 127.0.0.1:{port} may not be used by this user", f"choose one from 1024 to 65535: {OTHER_PORT}"
-    if error:
-        used = f"port 127.0.0.1:{port} is in use by another program ({error.strerror})"
-        return used, f"end it, or choose another port: {OTHER_PORT}"
-    return None
+    if error is None:
+        return None
+    what = "may not be used by this user" if isinstance(error, PermissionError) else "is in use by another program"
+    return f"port 127.0.0.1:{port} {what} ({error.strerror})", f"choose another one: {OTHER_PORT}"
 
 
 def prepare(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:

@@ -15,10 +15,10 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
-from cluster.host.runtime import slurm_runtime as slurm
 from cluster.host.runtime.base import Workload
 from cluster.host.runtime.payload import Payload
-from cluster.host.runtime.resources import Job, minutes
+from cluster.host.runtime.resources import Job
+from cluster.host.schedulers import slurm_runtime as slurm
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import write_json
@@ -127,13 +127,6 @@ def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there
     assert 1 == there.questions
 
 
-def test_the_check_of_hosts_waits_once_and_not_long_for_a_controller(run, monkeypatch):
-    there, runtime = site(run, monkeypatch, "down"), slurm.Slurm()
-    found = [*runtime.examine_hosts(run.path.parent, run.path.parent), *runtime.examine()]
-    assert ["failed", "warning"] == [each.state for each in found]
-    assert (1, True) == (there.questions, there.waits_s <= 5)
-
-
 def test_the_job_is_queued_by_a_script_that_names_it(run, monkeypatch):
     there = site(run, monkeypatch, "")
     slurm.Slurm().start(work(run, partition="main"), there.sh)
@@ -163,32 +156,15 @@ def test_a_value_that_the_caller_has_is_in_no_file_of_the_run(run, monkeypatch):
     assert ("hidden" in path.read_text(), "shown" in path.read_text()) == (False, True)
 
 
-def test_agents_of_a_job_with_an_image_run_in_it(run, tmp_path, monkeypatch):
-    for name in ("PYTHONPATH", "LD_PRELOAD", "TF_CUDA_PATHS"):  # this machine's
-        monkeypatch.setenv(name, "/here")
-    image = tmp_path / "an image.sif"
-    text = slurm.Slurm().render(work(run, apptainer=str(image), gpus_per_task="1"))["script"]
-    (line,) = (line for line in text.splitlines() if line.startswith("srun"))
-    agent = " ".join(shlex.split(line.removesuffix(" &"))).partition(" task ")[2]
-    assert agent.startswith("apptainer --silent exec ")
-    assert agent.endswith(f"--bind={run.path}:{run.path}:rw {image} python -m cluster.agent")
-    assert " --nv " in agent
-    assert "=/here" not in text
-    assert "--nv" not in slurm.Slurm().render(work(run, apptainer=str(image)))["script"]
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"gpus": "all"}, "--gpus"),
-        ({"gpu_runtime": "cdi"}, "--gpu-runtime"),
         ({"memory": "8GiB"}, "--memory"),
         ({"network": "private"}, "--network"),
-        ({"time": "1"}, "--time"),
         ({"nodes": "none"}, "--nodes"),
-        ({"apptainer": "/no/such.sif"}, "--apptainer"),
         ({"gpus_per_task": "2", "devices": "3"}, "--devices"),
-        ({"time": "soon"}, "--time"),
+        ({"time": "1 hour"}, "--time"),
         ({"partition": "a b"}, "--partition"),
         ({"account": "$(x)"}, "--account"),
         ({"runtime": "local", "partition": "main", "nodes": 2}, "--partition and --nodes"),
@@ -198,13 +174,6 @@ def test_what_a_job_cannot_have_is_refused(options, named, run, monkeypatch):
     site(run, monkeypatch, "")
     with pytest.raises(UsageError, match=named):
         planning.plan(Request(**{"runtime": "slurm", "tensorboard_port": "0"} | options))
-
-
-def test_what_an_image_cannot_have_is_refused(run, tmp_path):
-    plain = work(run, apptainer=str(tmp_path))
-    for given in (replace(plain, payload=Payload(packages=tmp_path)), replace(plain, data_dir=tmp_path / "a,b")):
-        with pytest.raises(UsageError):
-            slurm.Slurm().render(given)
 
 
 def test_a_machine_without_slurm_says_so(monkeypatch):
@@ -225,14 +194,6 @@ def test_a_plan_follows_what_a_task_requests_of_its_job(run, monkeypatch):
     plan = planning.plan(Request(workers=1, **options))
     assert plan.network.warning  # nothing closes its network
     assert plan.network.warning in plan.notes
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-0", 2880), ("1-12:30", 2190), ("0-1:30:30", 90.5)],
-)
-def test_a_time_limit_is_read_as_slurm_reads_it(text, expected):
-    assert expected == minutes(text)
 
 
 UNAVAILABLE = "allocation failure: Requested node configuration is not available"

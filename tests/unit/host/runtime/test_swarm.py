@@ -1,6 +1,5 @@
 """The runtime of a Swarm with an engine that answers as recorded, and the stack that it renders."""
 
-import contextlib
 import json
 from typing import Any
 
@@ -11,11 +10,12 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
-from cluster.host.runtime import registry, resources, swarm_runtime, swarm_stack
+from cluster.host.runtime import registry, resources
 from cluster.host.runtime.base import Workload
 from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Job, Memory, Network
-from cluster.host.runtime.swarm_runtime import Swarm
+from cluster.host.schedulers import swarm_runtime, swarm_stack
+from cluster.host.schedulers.swarm_runtime import Swarm
 from cluster.system.errors import PrerequisiteError, UsageError
 from tests.support.launching import workload
 
@@ -97,14 +97,11 @@ def test_every_task_is_a_service_without_privileges(run):
 
 
 def test_what_is_requested_of_the_swarm_is_in_the_stack(run):
-    job = Job(
-        partition="big", constraint="node.labels.a == b, engine.labels.c!=d", cpus_per_task="2", gpus_per_task="4"
-    )
+    job = Job(constraint="node.labels.a == b, engine.labels.c!=d", cpus_per_task="2", gpus_per_task="4")
     given = work(run, job, memory=Memory("2GiB", 2**31), network=Network(resources.ENCRYPTED))
     rendered = Swarm().render(given)
     deploy = rendered["services"]["worker-0"]["deploy"]
-    placed = ["node.labels.a==b", "engine.labels.c!=d", "node.labels.tf-cluster.partition==big"]
-    assert placed == deploy["placement"]["constraints"]
+    assert ["node.labels.a==b", "engine.labels.c!=d"] == deploy["placement"]["constraints"]
     assert {"pids": 4096, "memory": str(2**31), "cpus": "2"} == deploy["resources"]["limits"]
     gpus = {"discrete_resource_spec": {"kind": "NVIDIA-GPU", "value": 4}}
     assert [gpus] == deploy["resources"]["reservations"]["generic_resources"]
@@ -188,7 +185,6 @@ def test_a_network_that_nothing_closes_is_warned_of(requested, way_out, warns):
     [
         ({"nodes": 2}, "--nodes"),
         ({"account": "physics"}, "--account"),
-        ({"constraint": "gpu"}, "--constraint"),
         ({"network": "host"}, "--network"),
         ({"gpus": "all"}, "--gpus"),
     ],
@@ -198,44 +194,9 @@ def test_what_a_swarm_cannot_give_is_refused(options, named, manager):
         planning.plan(Request(runtime="swarm", tensorboard_port="0", **options))
 
 
-def described(node: dict[str, Any], cpus: int, memory_bytes: int, gpus: int = 0) -> dict[str, Any]:
-    kinds: list[dict[str, Any]] = [{"DiscreteResourceSpec": {"Kind": "SSD", "Value": 3}}]
-    kinds += [{"NamedResourceSpec": {"Kind": swarm_stack.GPU, "Value": f"GPU-{number}"}} for number in range(gpus)]
-    resources = {"NanoCPUs": cpus * 10**9, "MemoryBytes": memory_bytes, "GenericResources": kinds}
-    node["Spec"]["Labels"] |= {"rack": "a", swarm_stack.PARTITION_LABEL: "big"}
-    node["Description"] |= {"Resources": resources, "Engine": {"Labels": {"disk": "fast"}}}
-    return node
-
-
-@pytest.mark.parametrize(
-    ("job", "fits"),
-    [
-        (Job(), True),
-        (Job(partition="big", constraint="node.labels.rack==A, engine.labels.disk != slow"), True),
-        (Job(partition="small"), False),
-        (Job(constraint="node.labels.rack!=a,node.hostname==h1"), False),
-        (Job(constraint="node.hostname==h3"), False),
-        (Job(constraint="node.platform.os==plan9"), True),  # which only the Swarm can say
-        (Job(cpus_per_task="8", gpus_per_task="2"), True),
-        (Job(cpus_per_task="9"), False),
-        (Job(gpus_per_task="3"), False),
-        (Job(partition="big", cpus_per_task="4"), True),
-        (Job(constraint="node.hostname==h2", cpus_per_task="9"), True),  # which says nothing of what it has
-    ],
-)
-def test_what_no_host_has_is_refused_before_anything_is_started(job, fits, run, manager):
-    described(manager.nodes[0], 8, 2**34, gpus=2)
-    if not job.constraint:
-        manager.nodes[1:] = []
-    with contextlib.nullcontext() if fits else pytest.raises(UsageError, match="no host of the Swarm"):
-        Swarm().preflight(work(run, job))
-
-
-def test_memory_that_no_host_has_is_refused(run, manager):
-    manager.nodes = [described(Engine.node("a", "h1"), 8, 2**34)]
-    Swarm().preflight(work(run, memory=Memory("16GiB", 2**34)))
-    with pytest.raises(UsageError, match="--memory 17GiB"):
-        Swarm().preflight(work(run, memory=Memory("17GiB", 17 * 2**30)))
-    manager.nodes[0]["Spec"]["Availability"] = "drain"
-    with pytest.raises(PrerequisiteError):
+def test_a_swarm_without_a_host_that_takes_tasks_is_refused(run, manager):
+    Swarm().preflight(work(run))
+    for node in manager.nodes:
+        node["Spec"]["Availability"] = "drain"
+    with pytest.raises(PrerequisiteError, match="docker node ls"):
         Swarm().preflight(work(run))

@@ -1,8 +1,9 @@
 """The cluster as a job of a Slurm site: queued by `sbatch`, found by its name, ended by `scancel`.
 
-What the job runs on its nodes is `cluster/agent/schedulers/slurm.py`. With `--apptainer` its tasks run in containers of
-Apptainer, which sites allow where Docker is not: no daemon, no root. The image brings Python and what the tasks import;
-their code is this checkout, as without a container. Agents and programs keep the node's process numbers and network.
+Slurm's clients wait about 9 s for a controller that does not answer. So a question that failed is not asked again for a
+while, however many runs a command looks at.
+
+What the job runs on its nodes is `cluster/agent/schedulers/slurm.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -23,13 +24,12 @@ from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Place
 from cluster.host.gpu.placement import NO_DEVICE
-from cluster.host.runtime import hosts, inherited, resources
+from cluster.host.runtime import inherited, resources
 from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.resources import Network
-from cluster.host.runtime.slurm_queue import CHECK_S, NOT_INSTALLED, JobState, Queue, last_line
 from cluster.system import processes
-from cluster.system.errors import ClusterError, TimedOut, UsageError
+from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
 from cluster.system.files import open_file
 from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
@@ -93,20 +93,6 @@ def _directive(option: str) -> str:
     return f"#SBATCH {name}{given}{shlex.quote(value) if given else ''}"
 
 
-def apptainer_command(work: Workload) -> list[str]:
-    """Return the words that start Python in the image."""
-    if work.payload.packages:
-        raise UsageError("--requirements with --apptainer: install the packages into the image; leave one of them out")
-    options = ["--no-home", *(["--nv"] if work.job.gpus_per_task else []), f"--pwd={ROOT}"]
-    options.append("--env=PYTHONNOUSERSITE=1")  # the image has none of the user's packages
-    reads = {ROOT, work.data_dir, *(folder for folder, _ in work.payload.mounts())}
-    for path, mode in [*((path, "ro") for path in sorted(reads)), (work.run.path, "rw")]:
-        if {",", ":"} & set(str(path)):
-            raise UsageError(f"--apptainer: a path with a comma or a colon cannot be mounted: {path}; rename it")
-        options.append(f"--bind={path}:{path}:{mode}")
-    return ["apptainer", "--silent", "exec", *options, work.job.apptainer, "python"]
-
-
 SRUN_S = 60.0
 
 
@@ -153,6 +139,108 @@ class SlurmFaults(FaultInjector):
         super().undo(task)
 
 
+ANSWER_S = 30.0
+CHECK_S = 5.0
+"""Longest wait for an answer that is only looked at: a client gives up after about 9 s."""
+RETRY_S = 60.0
+NOT_INSTALLED = (126, 127)
+"""Exit codes of a command that is not there."""
+IN_PROGRESS = frozenset(
+    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED"}
+    | {"SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL"}
+)
+"""States of a job that runs, or is queued again at once, as after its preemption or the loss of a node."""
+
+
+IN_USE = frozenset({"idle", "allocated", "mixed", "completing", "planned", "reserved"})
+"""States of nodes that are not away."""
+UNAVAILABLE = "node configuration is not available"
+TEMPORARY = ("contact", "timed out", "temporarily", "busy")
+"""Parts of what Slurm complains of where nothing is wrong with the job."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What the controller says of a job, in its own words."""
+
+    number: str
+    state: str
+    reason: str
+    """Why it is queued, or has ended."""
+    node: str
+    """Where its script runs or ran; empty where it never did."""
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether it runs or is queued."""
+        return self.state in IN_PROGRESS
+
+
+class Queue:
+    """The queue of a Slurm site."""
+
+    def __init__(self) -> None:
+        self._failure: tuple[float, tuple[int, str, str]] | None = None
+        """When the controller failed to answer, and what its client returned."""
+
+    def jobs(self, name: str = "", *, parts: bool = False) -> dict[str, str]:
+        """Return the names of this user's jobs that are in progress, by their numbers.
+
+        Args:
+            name: only those of this name.
+            parts: also those of its parts, whose names begin with it and a dot.
+        """
+        words = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j"]
+        code, printed, complained = self._ask([*words, *([f"--name={name}"] if name and not parts else [])])
+        if code:
+            raise PrerequisiteError(f"Slurm does not answer: {last_line(complained)}")
+        rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
+        found = {number: called for number, state, called in rows if state in IN_PROGRESS}
+        if parts:
+            return {number: called for number, called in found.items() if f"{called}.".startswith(f"{name}.")}
+        return found
+
+    def newest(self, name: str) -> JobState | None:
+        """Return the state of the newest job of a name; None where the controller knows none, or does not answer.
+
+        It forgets a job some minutes after its end.
+        """
+        command = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%B", f"--name={name}"]
+        _, printed, _ = self._ask(command)
+        rows = [line.split("|") for line in printed.splitlines() if line.count("|") == 3]
+        if not rows:
+            return None
+        number, state, reason, node = max(rows, key=lambda row: int(row[0]) if row[0].isdecimal() else 0)
+        return JobState(number, state, reason, "" if node == "n/a" else node)
+
+    def nodes(self, timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
+        """Return the exit code of `sinfo`, a line for each state of nodes, and the errors that it printed."""
+        return self._ask(["sinfo", "--noheader", "--format=%D %T"], timeout_s)
+
+    def refusal(self, options: Sequence[str]) -> str:
+        """Return why Slurm would never take a job with these options; empty where it would, perhaps later."""
+        code, _, complained = processes.run(["sbatch", "--test-only", *options, "--wrap=true"], ANSWER_S)
+        why = last_line(complained).removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
+        if not code or any(word in why for word in TEMPORARY):
+            return ""
+        if UNAVAILABLE in why and any(line.split()[-1] not in IN_USE for line in self.nodes()[1].splitlines()):
+            return ""  # a node that is down may be what is missing
+        return why
+
+    def _ask(self, command: list[str], timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
+        if self._failure and time.monotonic() - self._failure[0] < RETRY_S:
+            return self._failure[1]
+        answer = processes.run(command, timeout_s)
+        self._failure = (time.monotonic(), answer) if answer[0] not in (0, *NOT_INSTALLED) else None
+        return answer
+
+
+def last_line(text: str) -> str:
+    """Return the last line of an error, shortened."""
+    lines = text.strip().splitlines()
+    return lines[-1][:200] if lines else "no output"
+
+
 END_S = 90.0
 """Longest wait for a job to be gone after `scancel`: Slurm gives its tasks KillWait, 30 s, before it kills them."""
 POLL_S = 0.5
@@ -165,7 +253,7 @@ class Slurm(ScheduledRuntime):
     tasks = "tasks of a Slurm job"
     look_s = 5.0  # many users share a site's controller
     way_back = "use a login node"
-    job_options = frozenset({"partition", "time", "account", "nodes", "cpus_per_task", "gpus_per_task", "apptainer"})
+    job_options = frozenset({"partition", "time", "account", "nodes", "cpus_per_task", "gpus_per_task"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,12 +275,6 @@ class Slurm(ScheduledRuntime):
             return [Finding("slurm", "warning", last_line(complained), fix)]
         return [Finding("slurm", "ok", ", ".join(printed.split("\n")[:-1]) or "no nodes")]
 
-    def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:
-        code, _, complained = self._queue.nodes(CHECK_S)
-        if code:
-            return [Finding("hosts", "failed", f"Slurm does not answer: {last_line(complained)}", self.way_back)]
-        return hosts.examine_slurm(runs_dir, data_dir)
-
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
         resources.check_network(requested)
         if requested == resources.PRIVATE:
@@ -205,8 +287,7 @@ class Slurm(ScheduledRuntime):
 
     def render(self, work: Workload) -> dict[str, Any]:
         given = {name: value for name, value in _environment(work).items() if not name.startswith("SLURM")}
-        python = apptainer_command(work) if work.job.apptainer else [sys.executable]
-        agent = [*python, "-m", "cluster.agent", *work.payload.command()]
+        agent = [sys.executable, "-m", "cluster.agent", *work.payload.command()]
         return {"runtime": self.name, "script": batch_script(work, given, agent)}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # another job
@@ -270,7 +351,7 @@ def _described(run: RunFolder, job: JobState | None) -> str:
         return f"{ended}; see logs/slurm.log of the run"
     return (
         f"{ended} before any task began, as where a node cannot write {run.path}; let every node see RUNS_DIR under "
-        "that path, `invoke doctor --runtime slurm` tries it"
+        "that path"
     )
 
 
@@ -283,10 +364,8 @@ def _sbatch(work: Workload) -> str:
 def _environment(work: Workload) -> dict[str, str]:
     """Return the variables of every task: nothing of the node that it will be on is known yet."""
     payload = work.payload
-    kept, path = inherited.for_process(), payload.local_path()
-    if work.job.apptainer:
-        kept, path = inherited.for_image(), payload.path
-    more = payload.environment(work.cluster, path)
+    kept = inherited.for_process()
+    more = payload.environment(work.cluster, payload.local_path())
     given = {name: value for name, value in more.items() if value is not None}
     own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
     gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}

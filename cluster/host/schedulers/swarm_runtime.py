@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from collections.abc import Collection
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,13 +17,14 @@ from cluster.contract.findings import Finding
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import images
-from cluster.host.runtime import hosts, resources, swarm_stack
+from cluster.host.runtime import resources
 from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRuntime, task_environment
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.resources import Memory, Network, parse_memory
-from cluster.host.runtime.swarm_stack import Stack
-from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
+from cluster.host.schedulers import swarm_stack
+from cluster.host.schedulers.swarm_stack import Stack
+from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut
 from cluster.system.waiting import wait_until
 
 
@@ -77,7 +77,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     tasks = "services of a Swarm"
     look_s = 2.0
     way_back = "set DOCKER_HOST to a manager's engine"
-    job_options = frozenset({"partition", "constraint", "cpus_per_task", "gpus_per_task"})
+    job_options = frozenset({"constraint", "cpus_per_task", "gpus_per_task"})
 
     def probe(self) -> Availability:
         ready, detail, fix = swarm_stack.probe_manager()
@@ -92,9 +92,6 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
             fix = "docker node update --availability active"
             return [Finding("swarm", "warning", f"no tasks on {', '.join(away)}", fix)]
         return [Finding("swarm", "ok", ", ".join(node.name for node in found))]
-
-    def examine_hosts(self, runs_dir: Path, data_dir: Path) -> list[Finding]:
-        return hosts.examine_swarm(runs_dir, data_dir)
 
     def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002  # on other machines
         return Memory(requested or previous, parse_memory(requested or previous))
@@ -121,23 +118,9 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         return {"x-runtime": self.name, **swarm_stack.render_stack(work.cluster, stack, command)}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm places by what is free
-        """Check that a host takes tasks such as these, also where it has other tasks now."""
-        usable = [node for node in swarm_stack.list_nodes() if node.usable]
-        if not usable:
+        """Check that a host takes tasks at all; which one has what they reserve, only the Swarm can say."""
+        if not any(node.usable for node in swarm_stack.list_nodes()):
             raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
-        requested, job = work.job.described, work.job
-        placed = [node for node in usable if all(map(node.meets, swarm_stack.constraints(job)))]
-        if not placed:
-            raise UsageError(f"{requested}: no host of the Swarm is one; `docker node inspect` shows their labels")
-        reserved = {"cpus": float(job.cpus_per_task or 0), "GPUs": float(job.gpus_per_task or 0)}
-        reserved["memory"] = float(work.memory.task_bytes or 0)
-        if not any(node.has(reserved) for node in placed):
-            memory = f"--memory {work.memory.requested}" if work.memory.requested else ""
-            most = {what: max(node.resources.get(what, 0) for node in placed) for what in reserved}
-            raise UsageError(
-                f"{' '.join(filter(None, [requested, memory]))}: no host of the Swarm has as much for a task; at most "
-                f"{most['cpus']:g} processors, {most['memory'] / 2**30:.1f} GiB and {most['GPUs']:g} GPUs"
-            )
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
         images.build_images(sh, work.accelerator, renew=renew)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.contract import settings
@@ -28,7 +28,6 @@ ENGINE_LABEL = "tf-cluster.engine"
 
 GPU = "NVIDIA-GPU"
 """What engines call their GPUs in `node-generic-resources`, as in NVIDIA's and Docker's documentation."""
-LABELS = ("node.labels.", "engine.labels.")
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,6 @@ class Node:
         own: whether its engine is the one that commands talk to.
         engine: where its engine is reached; empty where its label does not say.
         why: what keeps it from taking tasks, such as `down` or `drain`.
-        attributes: what a constraint can name of it, such as `node.labels.rack`.
-        resources: how much it has of what tasks reserve, such as `cpus`; only what it says.
     """
 
     id: str
@@ -52,19 +49,6 @@ class Node:
     own: bool
     engine: str
     why: str = ""
-    attributes: Mapping[str, str] = field(default_factory=dict)
-    resources: Mapping[str, float] = field(default_factory=dict)
-
-    def meets(self, constraint: str) -> bool:
-        """Whether the Swarm may place tasks here under a constraint, as far as that can be said from here."""
-        name, differs, value = re.split(r"([!=]=)", constraint, maxsplit=1)
-        if name not in self.attributes and not name.startswith(LABELS):
-            return True
-        return (self.attributes.get(name, "").casefold() == value.casefold()) == (differs == "==")
-
-    def has(self, reserved: Mapping[str, float]) -> bool:
-        """Whether a task that reserves this could ever run here."""
-        return all(amount <= self.resources.get(what, amount) for what, amount in reserved.items())
 
 
 def probe_manager() -> tuple[bool, str, str]:
@@ -95,23 +79,8 @@ def _node(value: dict[str, Any], own: str) -> Node:
     spec, described = value.get("Spec", {}), value.get("Description", {})
     state, availability = value.get("Status", {}).get("State", ""), spec.get("Availability", "")
     why = "" if (state, availability) == ("ready", "active") else (state if state != "ready" else availability)
-    labels, engine_labels = spec.get("Labels") or {}, described.get("Engine", {}).get("Labels") or {}
-    name = described.get("Hostname", "")
-    attributes = {"node.id": value["ID"], "node.hostname": name, "node.role": spec.get("Role", "")}
-    attributes |= {f"{LABELS[0]}{key}": text for key, text in labels.items()}
-    attributes |= {f"{LABELS[1]}{key}": text for key, text in engine_labels.items()}
-    resources = _node_resources(described.get("Resources", {}))
-    is_own = value["ID"] == own
-    return Node(value["ID"], name, not why, is_own, labels.get(ENGINE_LABEL, ""), why, attributes, resources)
-
-
-def _node_resources(value: dict[str, Any]) -> dict[str, float]:
-    if not value:
-        return {}
-    generic = value.get("GenericResources", [])
-    kinds = [each.get("NamedResourceSpec") or each["DiscreteResourceSpec"] for each in generic]
-    gpus = sum(each["Value"] if isinstance(each["Value"], int) else 1 for each in kinds if each["Kind"] == GPU)
-    return {"cpus": value["NanoCPUs"] / 1e9, "memory": value["MemoryBytes"], "GPUs": gpus}
+    reached = (spec.get("Labels") or {}).get(ENGINE_LABEL, "")
+    return Node(value["ID"], described.get("Hostname", ""), not why, value["ID"] == own, reached, why)
 
 
 def ask_manager(*words: str, timeout_s: float = 30.0) -> str:
@@ -179,8 +148,6 @@ FORMAT = "3.13"
 """The newest that `docker stack deploy` reads."""
 WAIT_S = "300"
 """How long tasks wait for the others: a Swarm notices after 15 s that a host is gone."""
-PARTITION_LABEL = "tf-cluster.partition"
-"""The label of the nodes that `--partition` names."""
 SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
 
 
@@ -283,8 +250,7 @@ def _service(spec: ClusterSpec, task: Task, stack: Stack, command: list[str]) ->
 
 def constraints(job: Job) -> list[str]:
     """Return which nodes take tasks, in Docker's words."""
-    named = [re.sub(r"\s*([!=]=)\s*", r"\1", part.strip()) for part in job.constraint.split(",") if part.strip()]
-    return named + ([f"node.labels.{PARTITION_LABEL}=={job.partition}"] if job.partition else [])
+    return [re.sub(r"\s*([!=]=)\s*", r"\1", part.strip()) for part in job.constraint.split(",") if part.strip()]
 
 
 def _service_resources(containers: Containers, job: Job, gpus: int) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.host.runtime import supervisor
-from cluster.system import namespaces
+from cluster.host.runtime import namespaces, supervisor
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
 from tests.support import doors
@@ -28,7 +27,7 @@ INTERFACES = "import socket\nprint([name for _, name in socket.if_nameindex()], 
 
 AS_SOMEBODY = """
 import json, os, socket, sys
-from cluster.system import namespaces
+from cluster.host.runtime import namespaces
 refused = namespaces.refusal()
 if refused is None:
     namespaces.enter()

@@ -1,0 +1,1 @@
+"""Runtimes whose tasks run where a scheduler places them: a Slurm site, a Docker Swarm."""
