@@ -8,12 +8,10 @@ import re
 import shlex
 import shutil
 import stat
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from cluster.host.image import checkout, engine
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
@@ -112,10 +110,7 @@ def default_base(requested: str = "") -> Base:
 
 
 def base_commands() -> list[str]:
-    """Return the commands that make `DEBIAN_BASE`, and say how its packages differ from those on record.
-
-    The same packages make the same bytes.
-    """
+    """Return the commands that make `DEBIAN_BASE`. The same packages make the same bytes."""
     left_out = ["path-exclude=/usr/share/doc/*", "path-include=/usr/share/doc/*/copyright"]
     left_out += ["path-exclude=/usr/share/man/*", "path-exclude=/usr/share/locale/*"]
     bootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
@@ -125,7 +120,6 @@ def base_commands() -> list[str]:
         f"umask 022 && SOURCE_DATE_EPOCH={checkout.commit_time_s()} {shlex.join([*bootstrap, 'bookworm', _BASE_TAR])}",
         shlex.join(["docker", "import", '--change=CMD ["python3"]', _BASE_TAR, DEBIAN_BASE]),
         f"rm {_BASE_TAR}",
-        shlex.join([sys.executable, "-m", "cluster.host.image.base_packages"]),
     ]
 
 
@@ -140,38 +134,16 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
     name(image, accelerator)
     labels = _labels(base, checkout.commit_time_s()) | {INPUTS_LABEL: inputs_sha256(base)}
     words = ["docker", "build", "--file=docker/Dockerfile"]
-    for key, value in _arguments(base, accelerator if image == "train" else "").items():
-        words.append(f"--build-arg={key}" if value is None else f"--build-arg={key}={value}")
+    # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
+    words += [f"--build-arg=BASE_IMAGE={base.name}", f"--build-arg=SOURCE_DATE_EPOCH={checkout.commit_time_s()}"]
+    # Without a value: passed on from the environment, and neither printed nor kept in the image.
+    words += [f"--build-arg={proxy}" for proxy in _PROXIES if proxy in os.environ]
+    words += [f"--build-arg=ACCELERATOR={accelerator}"] if image == "train" else []
     words += [f"--label={key}={value}" for key, value in labels.items()]
     if bundle := _ca_bundle():
         quoted = bundle.replace('"', '""')  # the engine reads the value as a line of CSV
         words += [f'--secret=id=ca,"src={quoted}"' if set(',"\r\n') & set(bundle) else f"--secret=id=ca,src={bundle}"]
     return shlex.join([*words, f"--target={image}", *options, "."])
-
-
-def build_section(accelerator: str, base: Base) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the build of the tasks' image as the parts `build` of a Compose service and `secrets` of its file.
-
-    It has no `INPUTS_LABEL`: Compose builds again when files have changed, and the label would name the old ones.
-    """
-    bundle = _ca_bundle()
-    build = {
-        "context": str(ROOT),
-        "dockerfile": "docker/Dockerfile",
-        "target": "train",
-        "args": _arguments(base, accelerator),
-        "labels": _labels(base, checkout.commit_time_s()),
-    }
-    return (build | {"secrets": ["ca"]}, {"ca": {"file": bundle}}) if bundle else (build, {})
-
-
-def _arguments(base: Base, accelerator: str) -> dict[str, str | None]:
-    """Return the build's arguments; None is the value that the caller of Docker's client has."""
-    # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
-    found: dict[str, str | None] = {"BASE_IMAGE": base.name, "SOURCE_DATE_EPOCH": str(checkout.commit_time_s())}
-    # Without a value: passed on from the environment, and neither printed nor kept in the image.
-    found |= dict.fromkeys(proxy for proxy in _PROXIES if proxy in os.environ)
-    return found | ({"ACCELERATOR": accelerator} if accelerator else {})
 
 
 def _ca_bundle() -> str:

@@ -1,4 +1,4 @@
-"""The hash-locked requirements: which environments there are and the commands that renew their locks.
+"""The hash-locked requirements: which environments there are, and what each locks.
 
 `requirements/TARGET.in` says what a target needs and why, `constraints.txt` holds the one version of every package that
 all targets share, and `TARGET.lock` holds the hashes that pip checks. A lock is complete, so pip installs what it holds
@@ -15,12 +15,6 @@ from cluster.system.paths import ROOT
 DIRECTORY = "requirements"
 TARGETS = ("build", "host", "train-cpu", "train-gpu", "tensorboard", "dev", "peer-ray", "mlflow", "wandb")
 CONSTRAINTS = f"{DIRECTORY}/constraints.txt"
-
-# Universal: one lock for every platform and every Python from 3.11 on.
-_COMPILE = [
-    "uv", "pip", "compile", "--quiet", f"--config-file={DIRECTORY}/uv.toml", "--universal", "--python-version=3.11",
-    "--no-emit-index-url", "--custom-compile-command=invoke requirements.lock",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,19 +39,3 @@ def pins(target: str) -> list[Pin]:
     text = (ROOT / DIRECTORY / f"{target}.lock").read_text()
     found = re.findall(r"^([\w.-]+)==(\S+)(?: ; (.+?))? \\$", text, re.MULTILINE)
     return [Pin(name, version, marker) for name, version, marker in found]
-
-
-def lock_commands(*, upgrade: bool = False) -> list[list[str]]:
-    """Return the commands that renew every lock, in order; run them from the repository root.
-
-    All targets are resolved together first, then each is locked under that result. So any of them can share an
-    environment, and the machine that tests runs the versions that the images hold. Versions stay as they are unless a
-    requirement changed or `upgrade` is set.
-    """
-    sources = [f"{DIRECTORY}/{target}.in" for target in TARGETS]
-    resolve = [*_COMPILE, "--no-annotate", *(["--upgrade"] if upgrade else []), f"--output-file={CONSTRAINTS}"]
-    lock = [*_COMPILE, "--annotation-style=line", "--generate-hashes", f"--constraints={CONSTRAINTS}"]
-    return [
-        [*resolve, *sources],
-        *([*lock, f"--output-file={DIRECTORY}/{target}.lock", f"{DIRECTORY}/{target}.in"] for target in TARGETS),
-    ]

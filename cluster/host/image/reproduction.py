@@ -1,23 +1,37 @@
-"""`invoke image.reproduce`: build an image again from nothing, and compare it file by file.
+"""`invoke image.reproduce`: build an image again from nothing, and compare it layer by layer.
 
-Both builds have separate tags, which are removed again: no image in use is replaced or deleted.
+Two images with the same configuration, date and sha256 of each layer are the same bytes. An id is not compared: engines
+compute it from different things. Both builds have separate tags, which are removed again: no image in use is touched.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import shlex
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from cluster.host.image import base_packages, contents, engine, images
+from cluster.host.image import engine, images
 from cluster.system.errors import UsageError, nearest
 from cluster.system.messages import counted
 
 BOTH = "both"
-SHOWN = 20
 TAG = "tf-cluster/reproduction"
+Shell = Callable[[str], object]
+"""Runs a command."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the engine records about an image."""
+
+    name: str
+    layers: list[str]
+    """The sha256 of each."""
+    config: dict[str, Any]
+    created: str
 
 
 @dataclass(frozen=True)
@@ -25,44 +39,34 @@ class Verdict:
     """Whether two images are the same."""
 
     image: str
-    first: contents.Image
-    second: contents.Image
-    names: tuple[str, str]
-    """What the two are called."""
-    differences: list[contents.Difference]
+    first: Contents
+    second: Contents
 
     @property
     def identical(self) -> bool:
-        """Nothing differs, in any file or setting."""
-        return not self.differences
+        """Whether nothing differs, in any file or setting."""
+        return replace(self.first, name="") == replace(self.second, name="")
+
+    @property
+    def differing(self) -> list[int]:
+        """The numbers of the layers that differ, from 1; empty where only the configuration does."""
+        ours, theirs = self.first.layers, self.second.layers
+        most = max(len(ours), len(theirs))
+        return [at + 1 for at in range(most) if ours[at : at + 1] != theirs[at : at + 1]]
 
     def lines(self) -> list[str]:
         """The verdict as lines of text."""
-        pair = f"{self.names[0]} and {self.names[1]}"
+        pair = f"{self.first.name} and {self.second.name}"
         if self.identical:
-            size = f"{counted(self.first.num_files, 'file')} in {counted(len(self.first.layers), 'layer')}"
-            layers = [
-                f"layer {number}  {layer.digest}  {counted(len(layer.entries), 'path')}"
-                for number, layer in enumerate(self.first.layers, 1)
-            ]
-            return [f"identical: {size} of {self.image}: {pair}", f"image    {self.first.id}", *layers]
-        shown = [str(difference) for difference in self.differences[:SHOWN]]
-        if more := len(self.differences) - len(shown):
-            shown.append(f"and {more} more (--json lists all)")
-        return [f"different: {self.image} in {counted(len(self.differences), 'place')}: {pair}", *shown]
+            shown = [f"layer {number}  {digest}" for number, digest in enumerate(self.first.layers, 1)]
+            return [f"identical: {counted(len(shown), 'layer')} of {self.image}: {pair}", *shown]
+        what = f"layer {', '.join(map(str, self.differing))}" if self.differing else "the configuration"
+        return [f"different: {self.image} in {what}: {pair}"]
 
     def to_json(self) -> dict[str, Any]:
         """What `--json` prints."""
-        return {
-            "image": self.image,
-            "identical": self.identical,
-            "files": self.first.num_files,
-            "compared": [
-                {"name": name, "id": each.id, "layers": [layer.digest for layer in each.layers]}
-                for name, each in zip(self.names, (self.first, self.second), strict=True)
-            ],
-            "differences": [asdict(difference) for difference in self.differences],
-        }
+        compared = [asdict(self.first), asdict(self.second)]
+        return {"image": self.image, "identical": self.identical, "compared": compared, "differing": self.differing}
 
 
 def chosen(image: str, against: str) -> tuple[str, ...]:
@@ -74,38 +78,32 @@ def chosen(image: str, against: str) -> tuple[str, ...]:
     return images.IMAGES if image == BOTH else (image,)
 
 
-def examine(image: str, accelerator: str, against: str, sh: contents.Shell) -> Verdict:
-    """Build an image from nothing, twice, or once to compare with an existing image or archive."""
+def examine(image: str, accelerator: str, against: str, sh: Shell) -> Verdict:
+    """Build an image from nothing, twice, or once to compare with an existing image."""
     called = images.name(image, accelerator)
     engine.demand("building an image")
-    other = _existing(against, sh) if against else None  # before a build of minutes
+    other = _inspect(against, against) if against else None  # before a build of minutes
     base = images.default_base()
     for command in images.base_commands() if base.missing else []:
         sh(command)
-    if base.name == images.DEBIAN_BASE:
-        base_packages.check()
 
-    def built() -> contents.Image:
+    def built(name: str) -> Contents:
         """Build an image; afterwards remove its tag, and the image unless it has another tag."""
         tag = f"{TAG}:{secrets.token_hex(4)}"
         sh(images.build_command(image, accelerator, base, "--no-cache", f"--tag={tag}"))
         try:
-            return contents.saved(tag, sh)
+            return _inspect(tag, name)
         finally:
             sh(shlex.join(["docker", "image", "rm", tag]))
 
-    first = built()
-    names = ("a new build", against) if against else ("the first build", "the second build")
-    second = other or built()
-    return Verdict(called, first, second, names, contents.compare(first, second, names))
+    if other:
+        return Verdict(called, built("a new build"), other)
+    return Verdict(called, built("the first build"), built("the second build"))
 
 
-def _existing(against: str, sh: contents.Shell) -> contents.Image:
-    """Return the contents of an existing image."""
-    if Path(against).is_file():
-        return contents.read(Path(against))
-    if engine.ask("image", "inspect", "--format={{.Id}}", "--", against)[0] != 0:
-        raise UsageError(
-            f"--against {against!r} is neither an archive that `docker image save` wrote nor an image on this engine"
-        )
-    return contents.saved(against, sh)
+def _inspect(image: str, name: str) -> Contents:
+    asked = "--format=[{{json .RootFS.Layers}}, {{json .Config}}, {{json .Created}}]"
+    code, text = engine.ask("image", "inspect", asked, "--", image)
+    if code:
+        raise UsageError(f"--against {image!r} is not an image on this engine; `docker load` brings it from an archive")
+    return Contents(name, *json.loads(text))

@@ -5,14 +5,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.host.image import base_packages, checkout, engine, images
+from cluster.host.image import checkout, engine, images
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.paths import ROOT
 
@@ -257,56 +256,3 @@ def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(base,
             images.default_base(requested)
         assert repr(base) in str(refused.value)
     assert "" == calls.read_text()
-
-
-LISTED = "bash 5.2\nlibc6 2.36\n"
-
-
-@pytest.fixture
-def record(tmp_path, monkeypatch) -> Path:
-    """The versions on record, in a file of the test."""
-    monkeypatch.setattr(base_packages, "ROOT", tmp_path)
-    monkeypatch.setattr(base_packages, "RECORD", tmp_path / "docker" / "base-packages.txt")
-    (tmp_path / "docker").mkdir()
-    base_packages.RECORD.write_text(LISTED)
-    return base_packages.RECORD
-
-
-@pytest.mark.parametrize(
-    ("installed", "named"),
-    [
-        (LISTED, ""),
-        ("bash 5.2\nlibc6 2.37\n", "libc6 2.37"),
-        ("bash 5.2\n", "libc6 missing"),
-        (f"{LISTED}zlib 1\n", "zlib 1"),
-        ("a 1\nb 2\n", "4 packages"),
-    ],
-)
-def test_each_difference_is_named_in_one_line(record, installed, named):
-    found = base_packages.difference(installed, LISTED)
-    assert bool(named) is bool(found)
-    assert named in found
-    assert "\n" not in found
-
-
-def test_other_packages_are_refused_until_they_are_recorded(record, docker):
-    calls = docker("echo libc6 2.36; echo bash 5.3")
-    with pytest.raises(PrerequisiteError, match=r"bash 5\.3 instead of 5\.2"):
-        base_packages.check()
-    base_packages.renew()
-    base_packages.check()
-    assert "bash 5.3\nlibc6 2.36\n" == record.read_text()
-    assert f"run --rm --network=none --entrypoint=dpkg-query {images.DEBIAN_BASE} --show " in calls.read_text()
-    calls.with_name("bin").joinpath("docker").write_text("#!/bin/sh\necho no such image >&2; exit 1\n")
-    with pytest.raises(PrerequisiteError, match="no such image"):
-        base_packages.renew()
-    assert "bash 5.3\nlibc6 2.36\n" == record.read_text()
-
-
-def test_up_continues_with_a_warning(docker):
-    docker("echo bash 0")
-    command = [sys.executable, "-m", "cluster.host.image.base_packages"]
-    assert command == shlex.split(images.base_commands()[-1])
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (0, "", 1) == (done.returncode, done.stdout, done.stderr.count("\n"))
-    assert done.stderr.startswith("warning: ")

@@ -11,6 +11,7 @@ from packaging.utils import canonicalize_name
 
 from cluster.host.image import locks
 from cluster.system.paths import ROOT
+from tests.tools import lock
 
 FOLDER = ROOT / locks.DIRECTORY
 INSTALLED = ("build", "host", "train-cpu", "tensorboard", "dev")
@@ -130,7 +131,7 @@ def test_the_environment_must_be_as_locked(target):
 
 @pytest.mark.parametrize("upgrade", [False, True])
 def test_locking_must_resolve_all_targets_together_first_and_upgrade_there_alone(upgrade):
-    resolve, *each = locks.lock_commands(upgrade=upgrade)
+    resolve, *each = lock.lock_commands(upgrade=upgrade)
     assert upgrade is ("--upgrade" in resolve)
     assert not [command for command in each if "--upgrade" in command]
     assert [f"requirements/{target}.in" for target in locks.TARGETS] == resolve[-len(locks.TARGETS) :]
