@@ -1,17 +1,15 @@
-"""The differences between runs: their inputs, their results, and the distance between their weights."""
+"""The differences between runs: their inputs, their results, and whether their final weights are the same."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.reports import charts, listing, weights
+from cluster.host.reports import charts, listing
 from cluster.host.view.columns import columns, plain_lines, sparkline
-from cluster.system.files import write_text
-from cluster.system.terminal import WIDE, print_wait, terminal_width
+from cluster.system.terminal import WIDE, terminal_width
 
 MAX_RUNS = 16
 _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
@@ -43,7 +41,7 @@ def shareable(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not _SECRET.search(name)}
 
 
-def compare(runs: Sequence[RunFolder], *, trust: bool = False) -> dict[str, Any]:
+def compare(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """Return the differences between runs, as `invoke compare --json` shows them.
 
     Raises:
@@ -58,7 +56,7 @@ def compare(runs: Sequence[RunFolder], *, trust: bool = False) -> dict[str, Any]
         "runs": [run.name for run in runs],
         "differences": differing,
         "results": {name: [row[name] for row in rows] for name in _RESULTS} | _metrics(runs),
-        "weights": [_weights(runs[0], other, trust=trust) for other in runs[1:]],
+        "weights": [_same_weights(runs[0], other) for other in runs[1:]],
     }
 
 
@@ -67,33 +65,10 @@ def _metrics(runs: Sequence[RunFolder]) -> dict[str, list[float | None]]:
     return {name: [each.get(name) for each in found] for name in dict.fromkeys(name for each in found for name in each)}
 
 
-def _weights(one: RunFolder, other: RunFolder, *, trust: bool) -> dict[str, Any]:
-    """Return whether two runs ended with the same weights; if not, how far they are apart where that can be read."""
+def _same_weights(one: RunFolder, other: RunFolder) -> dict[str, Any]:
+    """Return whether two runs ended with the same weights; None where one has not recorded its final weights."""
     hashes = [getattr(run.load_summary(), "weights_sha256", None) for run in (one, other)]
-    value: dict[str, Any] = {"runs": [one.name, other.name], "identical": None, "detail": None, "distance": None}
-    if hashes[0] and hashes[0] == hashes[1]:
-        return value | {"identical": True, "detail": f"sha256 {hashes[0][:12]}"}
-    if None not in hashes:
-        value["identical"] = False
-    print_wait(f"reading the weights of {one.name} and {other.name}")
-    try:
-        apart = weights.distance(one, other, trust=trust)
-    except weights.Unavailable as error:
-        return value | {"detail": str(error)}
-    if not apart["comparable"]:
-        return value | {"identical": False, "detail": "the models have different shapes"}
-    value["identical"] = apart["identical"] if value["identical"] is None else value["identical"]
-    return value | {"distance": apart}
-
-
-def plot(runs: Sequence[RunFolder], path: Path) -> bool:
-    """Write the runs' curves as one picture; return False where they logged nothing."""
-    logged = {run.name: charts.read_curves(run) for run in runs}
-    names = dict.fromkeys(name for found in logged.values() for name in found)
-    shown = [(name, {run: found[name] for run, found in logged.items() if name in found}) for name in names]
-    if shown:
-        write_text(path, charts.picture(shown))
-    return bool(shown)
+    return {"runs": [one.name, other.name], "identical": hashes[0] == hashes[1] if all(hashes) else None}
 
 
 @plain_lines
@@ -117,17 +92,8 @@ def _stacked(runs: Sequence[str], name: str, *cells: str) -> list[str]:
 
 
 def _weights_line(value: dict[str, Any]) -> str:
-    pair = " and ".join(value["runs"])
-    if value["identical"]:
-        return f"weights      {pair}: identical, to the bit" + (f" ({value['detail']})" if value["detail"] else "")
-    if apart := value["distance"]:
-        relative = "" if apart["relative"] is None else f"{apart['relative']:.3g} of their norm apart; "
-        return (
-            f"weights      {pair}: {relative}largest difference {apart['largest']:.3g} in {apart['where']} "
-            f"(of the {apart['of']}, {apart['weights']:,} weights)"
-        )
-    verdict = "different" if value["identical"] is False else "not compared"
-    return f"weights      {pair}: {verdict}; {value['detail']}"
+    verdict = {True: "identical, to the bit", False: "different", None: "not compared: one has no final weights"}
+    return f"weights      {' and '.join(value['runs'])}: {verdict[value['identical']]}"
 
 
 def _cell(value: Any) -> str:

@@ -18,34 +18,20 @@ from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import EVALUATED, Pace, Paces
 from cluster.contract.schema import Record, dictionary
-from cluster.host.reports import charts, listing, weights
+from cluster.host.reports import charts, listing
 from cluster.host.reports.comparison import flatten, shareable
 from cluster.host.reports.listing import or_dash
 from cluster.system.processes import describe_exit
 
 MAX_ROWS = 200
-PARTS = {
-    "compute": "c2",
-    "input": "c4",
-    "start": "c0",
-    "compile": "c5",
-    "evaluate": "c3",
-    "save": "c7",
-    "restart": "c6",
-    "lost": "c1",
-    "other": "line",
-}
-"""The colour of each part of the time."""
 TEMPLATE = string.Template(Path(__file__).with_name("report.html").read_text())
 
 
-def render(run: RunFolder, *, predictions: bool = True, trust: bool = False) -> str:
+def render(run: RunFolder) -> str:
     """Return the page.
 
     Args:
         run: which need not have ended.
-        predictions: whether its export is run on the test split, for the confusion matrix.
-        trust: whether that is done for a run that may be another user's.
 
     Raises:
         DamagedError: the run's description is damaged.
@@ -55,9 +41,8 @@ def render(run: RunFolder, *, predictions: bool = True, trust: bool = False) -> 
         ("", _head(run, row)),
         ("Curves", _curves(run)),
         ("Cluster", _cluster(run)),
-        ("Timeline", charts.draw_timeline(run) + _restarts(run)),
+        ("Restarts", _restarts(run)),
         ("Where the time went", _time(run)),
-        ("Predictions", _predictions(run, trust=trust) if predictions else ""),
         ("Configuration", _table(shareable(flatten(run.load_config())).items())),
         ("Environment", _environment(run)),
     ]
@@ -132,54 +117,10 @@ def _restarts(run: RunFolder) -> str:
 
 def _time(run: RunFolder) -> str:
     summary = run.load_summary()
-    split = summary and summary.goodput_split
-    total = sum(split.get(name, 0.0) for name in PARTS) if split else 0
-    if not split or total <= 0:
-        return ""
-    x, bars = 0.0, []
-    for name, colour in PARTS.items():
-        width = split.get(name, 0.0) / total * charts.WIDTH
-        title = f"<title>{name} {split.get(name, 0.0):.1f} s</title>"
-        bars.append(f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="26" fill="var(--{colour})">{title}</rect>')
-        x += width
-    shares = {name: split.get(name, 0.0) / total for name in PARTS}
-    named = [
-        (f"{name} {split[name]:.1f} s ({shares[name]:.0%})", PARTS[name]) for name in PARTS if shares[name] > 0.001
-    ]
-    return charts.svg(26, bars, "where the time went") + charts.legend(named)
-
-
-def _predictions(run: RunFolder, *, trust: bool) -> str:
-    if not (run.export / "saved_model.pb").exists():
-        return ""
-    try:
-        found = weights.classify(run, trust=trust)
-    except weights.Unavailable as error:
-        return f'<p class="soft">{escape(str(error))}</p>'
-    return _confusion(found["classes"], found["confusion"]) + _examples(found["wrong"])
-
-
-def _confusion(classes: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
-    if len(classes) > 40:
-        return f'<p class="soft">{len(classes)} classes: too many for a table</p>'
-    head = "".join(f'<th class="number">{escape(name[:14])}</th>' for name in classes)
-    rows = []
-    for name, row in zip(classes, counts, strict=True):
-        most = sum(row) or 1
-        cells = "".join(f'<td style="background: rgba(var(--heat), {n / most * 0.7:.2f})">{n or ""}</td>' for n in row)
-        rows.append(f"<tr><th>{escape(name[:24])}</th>{cells}</tr>")
-    body = f"<tr><th>true \\ predicted</th>{head}</tr>{''.join(rows)}"
-    return f'<div class="wide"><table class="confusion">{body}</table></div>'
-
-
-def _examples(wrong: Sequence[Mapping[str, Any]]) -> str:
-    shown = "".join(
-        f'<figure><img alt="" src="data:image/png;base64,{escape(each["png"])}"><figcaption><span class="bad">'
-        f"{escape(each['said'])}</span> {each['share']:.0%}<br>is {escape(each['truth'])}</figcaption></figure>"
-        for each in wrong
-        if each["png"]
-    )
-    return f'<h2>Its surest mistakes</h2><div class="examples">{shown}</div>' if shown else ""
+    split = (summary and summary.goodput_split) or {}
+    total = sum(split.values())
+    rows = [[name, f"{seconds:.1f} s", f"{seconds / total:.0%}"] for name, seconds in split.items() if seconds > 0]
+    return _rows(["part", "time", "share"], rows, numbers=(1, 2)) if rows else ""
 
 
 def _environment(run: RunFolder) -> str:
