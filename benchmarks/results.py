@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks import documents
 from benchmarks.figures import Figure
 from benchmarks.runs import ROOT
-from cluster.host.checks import documents
 from cluster.host.image import checkout
 from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json, write_json

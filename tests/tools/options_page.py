@@ -5,7 +5,7 @@ python -m tests.tools.options_page
 
 from __future__ import annotations
 
-from cluster.host.checks import documents
+from benchmarks import documents
 from cluster.host.options.request import OPTIONS, Group
 from cluster.system.paths import ROOT
 

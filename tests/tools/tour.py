@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 
-from cluster.host.checks.bug_report import shareable
 from cluster.host.cli.tasks.tour import HEAD, STEPS, TAIL
 from cluster.system.paths import ROOT
 
@@ -36,9 +35,21 @@ def document(printed: str) -> list[str]:
         shown = re.split(rf"\n\n{number + 1}/|\n\n{re.escape(TAIL[:20])}", rest)[0].removeprefix("\n")
         lines += [f"## {number}. {step.title}", "", *wrapped(step.why), ""]
         shown = PROGRESS.sub(r"\1\2\3", shown)
-        lines += ["```console", f"$ {step.command()}", *(shareable(line).rstrip() for line in shown.splitlines())]
+        lines += [
+            "```console",
+            f"$ {step.command()}",
+            *map(_without_paths, shown.splitlines()),
+        ]
         lines += ["```", ""]
     return [*lines, *wrapped(TAIL)]
+
+
+def _without_paths(line: str) -> str:
+    return line.replace(str(ROOT), "<checkout>").rstrip()
+
+
+def _without_paths(line: str) -> str:
+    return line.replace(str(ROOT), "<checkout>").rstrip()
 
 
 def wrapped(text: str) -> list[str]:

@@ -20,12 +20,10 @@ from typing import Any
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.strategies import STRATEGIES, Strategy
-from cluster.host.checks import documents
 from cluster.host.launch import folders
 from cluster.host.view.columns import columns
 from cluster.system import processes
-from cluster.system.errors import EXIT_DONE, EXIT_PREREQUISITE, RunFailed
-from cluster.system.messages import counted, short_path
+from cluster.system.errors import EXIT_DONE, EXIT_PREREQUISITE
 from cluster.system.paths import ROOT
 
 DATASET = "fashion_mnist"
@@ -46,9 +44,6 @@ LIMIT_S = 285.0
 """Seconds for all cases together."""
 
 OK, FAILED, UNVERIFIED = "ok", "failed", "not verified on hardware"
-
-DOCUMENTS = (ROOT / "docs" / "reference" / "strategies.md",)
-BEGIN = documents.begin("invoke verify --write")
 
 Row = dict[str, Any]
 
@@ -197,27 +192,6 @@ def lines(rows: list[Row]) -> list[str]:
         parity = "-" if row["parity"] is None else f"{row['parity']:.1e}"
         shown.append((row["strategy"], row["loop"], row["keras"] or "-", row["status"], parity, row["detail"]))
     return columns(shown, right=(4,))
-
-
-def table(rows: list[Row]) -> list[str]:
-    """Return the rows as a Markdown table that is the same on every machine where they end the same."""
-    lines = ["| options of `up` | strategy | `--loop` | Keras | status | parity |", "|---|---|---|---|---|---|"]
-    for case, row in zip(CASES, rows, strict=True):
-        parity = "reference" if case == CASES[0] else f"within {PARITY:.0e}".replace("e-0", "e-")
-        if not case.kind.synchronous:
-            parity = f"asynchronous: within {BAND:.0%}"
-        keras, parity = row["keras"] or "-", parity if row["status"] == OK else "-"
-        cells = [f"`{case.options}`", row["strategy"], row["loop"], keras, row["status"], parity]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def write(rows: list[Row]) -> list[str]:
-    """Renew the table in every document; return their paths as they are shown."""
-    if count := failed(rows):
-        raise RunFailed(f"{counted(count, 'row')} failed, so no table is written; correct that and try again")
-    documents.renew(DOCUMENTS, BEGIN, table(rows))
-    return [short_path(path) for path in DOCUMENTS]
 
 
 def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) -> Ended:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cluster.host.checks import documents
+from benchmarks import documents
 from cluster.system.json_files import append_json, read_json_lines
 from cluster.system.paths import ROOT
 from tests.tools.campaign.cases import CASES

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks import documents as places
 from benchmarks import exchange, figures, results
 from benchmarks.figures import Goal
-from cluster.host.checks import documents as places
 from cluster.system.errors import (
     ClusterError,
 )

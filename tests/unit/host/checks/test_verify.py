@@ -14,11 +14,10 @@ from invoke import Exit, MockContext, Result
 
 import tasks
 from cluster.contract.run.folder import RunFolder
-from cluster.host.checks import documents as places
 from cluster.host.checks import verify
 from cluster.host.checks.verify import CASES, FAILED, OK, UNVERIFIED, Case, Ended
 from cluster.system import processes
-from cluster.system.errors import ClusterError
+from tests.tools import strategies_page
 
 FAKE_UP = """
 import json, os, pathlib, sys
@@ -218,33 +217,11 @@ def rows(**changes: Any) -> list[dict[str, Any]]:
 
 
 def test_the_table_has_no_number_that_differs_from_machine_to_machine():
-    lines = verify.table(rows(parity=3.2e-7, detail="12 s"))
+    lines = strategies_page.table(rows(parity=3.2e-7, detail="12 s"))
     assert "| `--strategy one` | OneDeviceStrategy | fit | keras 3.15.1 | ok | within 1e-6 |" == lines[3]
     assert 2 + len(CASES) == len(lines)
-    assert lines == verify.table(rows(parity=1e-9, detail="40 s"))
-    assert verify.table(rows(status=FAILED, parity=1.0))[5].endswith("| failed | - |")
-
-
-@pytest.fixture
-def documents(tmp_path, monkeypatch) -> list[Path]:
-    """Two documents with a place for the table."""
-    paths = [tmp_path / "one.md", tmp_path / "two.md"]
-    for path in paths:
-        path.write_text(f"before\n{verify.BEGIN}\nold\n{places.END}\nafter\n")
-    monkeypatch.setattr(verify, "DOCUMENTS", paths)
-    return paths
-
-
-def test_only_the_table_of_a_document_is_renewed(documents, monkeypatch):
-    for _ in range(2):
-        assert 0 == invoked(monkeypatch, rows(), write=True)
-        for path in documents:
-            assert verify.table(rows()) == places.written(path, verify.BEGIN)
-            assert path.read_text().startswith(f"before\n{verify.BEGIN}\n| options")
-            assert path.read_text().endswith(f"|\n{places.END}\nafter\n")
-    documents[1].write_text(f"{verify.BEGIN}\n")
-    with pytest.raises(ClusterError):
-        verify.write(rows())
+    assert lines == strategies_page.table(rows(parity=1e-9, detail="40 s"))
+    assert strategies_page.table(rows(status=FAILED, parity=1.0))[5].endswith("| failed | - |")
 
 
 # The task
@@ -258,15 +235,12 @@ def invoked(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, Any]], **optio
     return ended.value.code
 
 
-def test_json_is_all_that_stdout_gets(monkeypatch, capsys, documents):
+def test_json_is_all_that_stdout_gets(monkeypatch, capsys):
     assert 0 == invoked(monkeypatch, rows(), json=True)
     printed = capsys.readouterr()
     assert {"rows": rows()} == json.loads(printed.out)
     assert "a case has ended" in printed.err
-    assert ["old"] == places.written(documents[0], verify.BEGIN)
 
 
-def test_a_failed_row_is_exit_code_1_and_writes_nothing(monkeypatch, documents):
+def test_a_failed_row_is_exit_code_1(monkeypatch):
     assert 1 == invoked(monkeypatch, rows(status=FAILED))
-    assert 1 == invoked(monkeypatch, rows(status=FAILED), write=True)
-    assert ["old"] == places.written(documents[0], verify.BEGIN)
