@@ -97,17 +97,13 @@ ns = Collection(
     reports.runs,
     reports.compare,
     reports.report,
-    reports.env,
     reports.clean,
     tour.tour,
     bench,
     test,
     golden,
-    image=Collection(
-        *(preparation.build, preparation.base, preparation.reproduce, preparation.sbom, preparation.watch)
-    ),
+    image=Collection(preparation.build, preparation.base, preparation.reproduce),
     data=Collection(preparation.prepare, preparation.shard, preparation.examine, preparation.verify),
     k8s=Collection(k8s.render),
-    requirements=Collection(preparation.lock),
 )
 options.COMMANDS.update(ns.task_names)

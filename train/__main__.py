@@ -32,7 +32,7 @@ from cluster.system.messages import described, plain
 from train.config import TrainConfig
 from train.data import shards
 from train.settings import overrides
-from train.startup import debugger, preload
+from train.startup import preload
 
 EXIT_BUG = 70
 """An unknown error (EX_SOFTWARE of sysexits.h), after which the agent tries again."""
@@ -94,7 +94,6 @@ def train(run: RunFolder) -> int:
     faulthandler.register(signal.SIGUSR1)  # the agent requests the stacks of all threads when the gang hangs
     cluster = membership.cluster(run, int(os.environ.get("GENERATION", "0")))
     task = cluster.task(os.environ.get("TASK", "chief"))
-    debugger.wait_for_client(run, task.name)
     try:
         if standby:
             standby()

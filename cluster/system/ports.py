@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
+from collections.abc import Iterator
 
 from cluster.system.errors import PrerequisiteError
 
@@ -18,19 +20,22 @@ def free_ports(count: int) -> tuple[int, ...]:
     Raises:
         PrerequisiteError: there are not that many.
     """
-    start = PORTS.start + os.getpid() * 37 % len(PORTS)  # two clusters started at once look in different places
-    ports: list[int] = []
+    # Two clusters that start at once look in different places.
+    ports = tuple(itertools.islice(_unused("127.0.0.1", os.getpid() * 37), count))
+    if len(ports) < count:
+        raise PrerequisiteError(
+            f"{count} free ports on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: found {len(ports)}; "
+            "use fewer tasks or end what listens there"
+        )
+    return ports
+
+
+def _unused(host: str, first: int) -> Iterator[int]:
     for offset in range(len(PORTS)):
-        port = PORTS.start + (start - PORTS.start + offset) % len(PORTS)
+        port = PORTS.start + (first + offset) % len(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            ports.append(port)
-        if len(ports) == count:
-            return tuple(ports)
-    raise PrerequisiteError(
-        f"{count} free ports on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: found {len(ports)}; "
-        "use fewer tasks or end what listens there"
-    )
+            probe.bind((host, port))
+            yield port
 
 
 def bind_error(port: int) -> OSError | None:
@@ -54,9 +59,6 @@ def free_port(host: str, first: int) -> int:
     Raises:
         PrerequisiteError: there is none.
     """
-    for offset in range(len(PORTS)):
-        port = PORTS.start + (first + offset) % len(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
+    for port in _unused(host, first):
+        return port
     raise PrerequisiteError(f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")

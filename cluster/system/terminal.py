@@ -17,7 +17,6 @@ MAX_INDENT = 16
 _LABEL = re.compile(r"\s*\S+(?: \S+)?\s{2,}")
 """A line's label, below which its wrapped text does not continue."""
 _COMMAND = re.compile(r"`[^`]+`")
-_SHELL_WORD = re.compile(r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""")
 
 
 def terminal_width(descriptor: int = 1) -> int:
@@ -52,19 +51,6 @@ def _wrapped(line: str, width: int) -> list[str]:
         break_on_hyphens=False,
     )
     return [part.replace("\0", " ") for part in parts]
-
-
-def shell_lines(command: str, width: int | None = None) -> list[str]:
-    """Return a shell command as lines that can be pasted: each but the last ends with a backslash."""
-    width = terminal_width() if width is None else width
-    if len(command) <= width:
-        return [command]
-    lines = [""]
-    for word in _SHELL_WORD.findall(command):
-        if lines[-1].strip() and len(lines[-1]) + len(word) + 3 > width:
-            lines.append(" ")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
 def print_lines(*lines: str, file: TextIO | None = None) -> None:

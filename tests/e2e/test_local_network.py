@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.host.runtime import supervisor
-from cluster.system import namespaces
+from cluster.host.runtime import namespaces, supervisor
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import ENDLESS, TRAINING, step_of
 from tests.support import doors

@@ -14,8 +14,7 @@ import pytest
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
-from cluster.host.runtime import compose_services
-from cluster.system import namespaces
+from cluster.host.runtime import compose_services, namespaces
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import ENDLESS, TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
 from tests.support import doors

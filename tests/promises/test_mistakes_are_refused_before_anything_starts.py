@@ -46,7 +46,6 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message)
         (Request(requirements="absent.txt"), ["--requirements"]),
         (Request(runtime="dokcer"), ["--runtime 'dokcer'", "'docker'"]),
         (Request(runtime="local", memory="8GiB"), ["--memory", "--runtime docker"]),
-        (Request(gpu_runtime="cdi", nccl_debug="INFO"), ["--gpu-runtime and --nccl-debug", "--gpus"]),
         (Request(name="a/b"), ["'a/b'"]),
         (Request(tensorboard_port="65536"), ["--tensorboard-port"]),
         (Request(resume="absent"), ["'absent'"]),

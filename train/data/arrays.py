@@ -250,21 +250,6 @@ def write(
     return find(data_dir, name, version)
 
 
-def unwritten(name: str, version: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> ArraySet:
-    """Describe the arrays that `write` would write, without files."""
-
-    def split(parts: tuple[Named, ...]) -> Split:
-        return Split(
-            *(
-                named.each(lambda array: ArrayFile(Path(), array.shape, array.dtype.name, "", ()), part)
-                for part in parts
-            )
-        )
-
-    num_outputs = named.each(_num_outputs, classes, *(parts[1] for parts in splits.values()))
-    return ArraySet(Path(), name, version, classes, num_outputs, split(splits["train"]), split(splits["test"]), "", {})
-
-
 def verify(array_set: ArraySet, say: Callable[[str], None] = print) -> None:
     """Recompute the sha256 of every array and of its original TFDS files, and report a line for each.
 

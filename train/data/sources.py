@@ -22,7 +22,7 @@ from cluster.system.errors import ClusterError, RunFailed
 from cluster.system.json_files import create_json, read_json
 from train import named
 from train.config import TrainConfig
-from train.data import arrays, blocks, memory, shards, stream, user_dataset
+from train.data import arrays, blocks, memory, shards, stream
 from train.data.batches import Batch, BatchSlice, Replicas, random_number, without_sharding
 from train.data.function import calling, epochs, random_access
 from train.data.function.calling import Record
@@ -259,15 +259,6 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, serv
             f"--shards {recorded['num_shards']}`, or start a new run"
         )
     return source
-
-
-def describe(config: TrainConfig, data_dir: Path) -> Source:
-    """Return the source that a configuration names, for its shapes only: a user's arrays need not be prepared."""
-    if config.source != "memory" or not arrays.is_user_dataset(config.dataset):
-        return find(config, data_dir)
-    dataset = user_dataset.read(config.dataset)
-    array_set = arrays.unwritten(config.dataset, dataset.version, dataset.classes, dataset.splits)
-    return ArraySource.of(array_set, config.transformer.context)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _again(run: RunFolder, summary: Summary) -> list[str]:
     """Return commands for a shell; a run's name has nothing that a shell reads."""
     commands = {f"invoke rerun {run.name}": "the same training once more, compared with this one"}
     if not run.script:
-        commands[f"invoke report {run.name}"] = "one page: curves, timeline, predictions"
+        commands[f"invoke report {run.name}"] = "one page: curves, restarts, configuration"
     if summary.state != "succeeded":
         commands[f"invoke up --resume {run.name}"] = "continue from the newest checkpoint"
     elif not run.script:

@@ -11,34 +11,21 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.contract.findings import Finding
-from cluster.host.checks import gpu_image, gpu_settings
+from cluster.host.checks import gpus
 from cluster.host.image import locks
 from cluster.host.launch import folders
 from cluster.host.runtime import registry, tensorboard
-from cluster.system.errors import UsageError
 from cluster.system.messages import short_path
 
 LOCKS = ("host", "train-cpu", "tensorboard")
 
 
 def examine(port: int = tensorboard.PORT) -> list[Finding]:
-    """Return the findings about this machine. Nothing is changed, and only `gpu_settings` starts a container."""
+    """Return the findings about this machine. Nothing is changed, and only `gpus` starts a container."""
     found = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
     for runtime in registry.RUNTIMES.values():
         found += runtime.examine()
-    return found + gpu_settings.examine()
-
-
-def look(*, bandwidth: bool = False, gpus: str = "", runtime: str = "") -> dict[str, Any]:
-    """Return the output of `invoke doctor --json`, also of a runtime's hosts, or of the bandwidth between GPUs."""
-    if gpus and not bandwidth:
-        raise UsageError(
-            f"--gpus {gpus} without --bandwidth: it says between which to measure; add it, or leave both out"
-        )
-    # First, because they may refuse the options.
-    measured = [gpu_image.examine_bandwidth(gpus)] if bandwidth else []
-    hosts = registry.get(runtime).examine_hosts(folders.runs_dir(), folders.data_dir()) if runtime else []
-    return report([*examine(), *hosts, *measured])
+    return found + gpus.examine()
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:

@@ -5,17 +5,12 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import difflib
-import ipaddress
 import json
 import re
-import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +26,7 @@ from cluster.system.messages import counted
 MAX_BYTES = 2**20
 ROLES = (*(role.value for role in Role), "master")
 """The task types that TensorFlow knows; `master` is the chief of TensorFlow 1."""
-FIRST_EPHEMERAL, LAST_EPHEMERAL = 32768, 60999
-"""The ports that Linux gives to outgoing connections by default."""
 GOOD_PORT = "use a port from 1024 to 32767"
-REACH_TIMEOUT_S = 2.0
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 _ANY_ADDRESS = ("0.0.0.0", "[::]", "::")  # noqa: S104  # refused, and not bound
 _THIS_MACHINE = ("localhost", "127.", "[::1]")
@@ -178,27 +170,23 @@ class Explained:
         ]
 
 
-def of_text(text: str, source: str, strategy: str = "", *, reach: bool = False) -> Explained:
-    """Return the explanation of a TF_CONFIG's text; `reach` tries every address."""
+def of_text(text: str, source: str, strategy: str = "") -> Explained:
+    """Return the explanation of a TF_CONFIG's text."""
     explained = Explained(source, strategies.requested(strategy) if strategy else None)
     _read(text, explained)
     for check in (_check_roles, _check_task, _check_addresses, _check_machines, _check_strategy):
         check(explained)
-    if reach:
-        with ThreadPoolExecutor(max_workers=32) as pool:
-            for problem in filter(None, pool.map(_unreachable, explained.members)):
-                explained.fail("reach", *problem)
     return explained
 
 
-def of_cluster(cluster: ClusterSpec, source: str, task: str = "", *, reach: bool = False) -> Explained:
+def of_cluster(cluster: ClusterSpec, source: str, task: str = "") -> Explained:
     """Return the explanation of one of our clusters, from the TF_CONFIG that one of its tasks gets."""
     member = cluster.task(task) if task else cluster.tasks[0]
     text = tf_config.dumps(cluster, member)
     if text is None:
         alone = Member(member.role.value, 0, "in no cluster: TF_CONFIG is not set")
         return Explained(source, cluster.kind, [alone])
-    explained = of_text(text, source, cluster.strategy, reach=reach)
+    explained = of_text(text, source, cluster.strategy)
     if not task:
         explained.members += [Member("evaluator", each.index, "in no cluster") for each in cluster.of(Role.EVALUATOR)]
         explained.role = ""
@@ -242,16 +230,8 @@ def _repair(text: str) -> str:
     """Return how a text becomes JSON."""
     if not text.strip():
         return "set TF_CONFIG, or unset it where one process trains alone"
-    with contextlib.suppress(ValueError, RecursionError):
-        json.loads(re.sub(r",(?=\s*[\]}])", "", text))
-        return "remove each comma before a closing bracket"
-    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-        if isinstance(ast.literal_eval(text.strip()), dict):
-            return "this is Python's way to write a dict: use json.dumps, which writes double quotes"
-    if '\\"' in text:
-        return "the quotes are escaped once too often: remove the backslashes"
-    if "TF_CONFIG" in text:
-        return "this is more than TF_CONFIG: give its value alone, from { to }"
+    if "'" in text.replace('"', ""):
+        return "use json.dumps, which writes double quotes, and give the value alone, from { to }"
     return "correct it there"
 
 
@@ -319,8 +299,6 @@ def _check_roles(config: Explained) -> None:
 
 
 def _known_roles(role: str) -> str:
-    if role.startswith("workerpool"):
-        return "this is Vertex AI's CLUSTER_SPEC; read TF_CONFIG, which it sets, too"
     close = difflib.get_close_matches(role.lower(), ROLES[:-1], n=1)
     return f"write {close[0]!r}" if close else f"use {', '.join(ROLES[:-1])}"
 
@@ -377,9 +355,6 @@ def _check_addresses(config: Explained) -> None:
             config.fail("port", f"{shown}: port {member.port} does not exist", GOOD_PORT)
         elif member.port < 1024:
             config.warn("port", f"{shown}: ports below 1024 need root", GOOD_PORT)
-        elif FIRST_EPHEMERAL <= member.port <= LAST_EPHEMERAL:
-            detail = f"{shown}: Linux gives ports from {FIRST_EPHEMERAL} to outgoing connections, so it may be taken"
-            config.warn("port", detail, GOOD_PORT)
     for members in by_address.values():
         if len(members) > 1:
             detail = f"{_names(members)} have the same address {members[0].address}"
@@ -388,26 +363,20 @@ def _check_addresses(config: Explained) -> None:
 
 def _check_name(config: Explained, member: Member) -> None:
     host = member.host
-    if not host or _is_ip_address(host):
+    if not host or host.startswith("["):
         return
-    shown = f"{member.name}: {host[:100]!r}"
     labels = host.removesuffix(".").split(".")
-    if labels[-1].isdigit():
-        config.fail("name", f"{shown} is neither a name nor an IPv4 address", "correct the address")
-    elif len(host) > 253 or not all(map(_LABEL.fullmatch, labels)):
-        fix = "use up to 253 characters; each part has 1 to 63 letters, digits and '-', with no '-' at either end"
-        config.fail("name", f"{shown} is refused by DNS", fix)
+    is_name = len(host) <= 253 and all(map(_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
+    if not is_name and not _is_ipv4(host):
+        detail = f"{member.name}: {host[:100]!r} is neither a name that DNS takes nor an IPv4 address"
+        config.fail("name", detail, "correct it; each part of a name has 1 to 63 letters, digits and '-' between them")
     elif "_" in host:
-        detail = f"{shown} has an underscore: containers resolve it, DNS and Kubernetes refuse it"
+        detail = f"{member.name}: {host[:100]!r} has an underscore: containers resolve it, DNS and Kubernetes refuse it"
         config.warn("name", detail, "use '-' instead")
 
 
-def _is_ip_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
+def _is_ipv4(host: str) -> bool:
+    return re.fullmatch(r"(\d{1,3}\.){3}\d{1,3}", host) is not None and all(int(part) < 256 for part in host.split("."))
 
 
 def _check_machines(config: Explained) -> None:
@@ -425,20 +394,3 @@ def _check_machines(config: Explained) -> None:
 
 def _names(members: Sequence[Member]) -> str:
     return ", ".join(member.name for member in members)
-
-
-def _unreachable(member: Member) -> tuple[str, str] | None:
-    """Return why an address cannot be reached from here, and the fix; None where it can, or has no port."""
-    if not member.port or member.port > 65535:
-        return None
-    try:
-        socket.create_connection((member.host.strip("[]"), member.port), REACH_TIMEOUT_S).close()
-    except (socket.gaierror, UnicodeError):
-        return f"{member.name}: {member.host!r} does not resolve here", "correct the name, or the DNS"
-    except TimeoutError:
-        fix = "open the port in the firewall between the machines"
-        return f"{member.name}: {member.address} does not answer in {REACH_TIMEOUT_S:g} s", fix
-    except OSError as error:
-        fix = "start this task; it listens once TensorFlow has started"
-        return f"{member.name}: {member.address}: {error.strerror or error}", fix
-    return None

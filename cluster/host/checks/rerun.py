@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.control import watch
 from cluster.host.launch import manifest, planning, startup, teardown
 from cluster.host.options.request import Request
+from cluster.host.reports.comparison import flatten
 from cluster.host.runtime.base import Shell
 from cluster.host.view.columns import plain_lines
 from cluster.host.view.ended import ended_lines
@@ -35,7 +35,7 @@ class Verdict:
     """How far two runs are from each other."""
 
     verdict: str
-    """`identical`, `within tolerance` or `different`."""
+    """`identical` or `different`."""
     steps_compared: int
     max_relative: float
     """Largest relative difference between the losses of a step."""
@@ -60,14 +60,13 @@ class Verdict:
 
 
 def rerun(
-    run: RunFolder, runtime: str, tolerance: float, sh: Shell, *, trust: bool = False, shown: bool = True
+    run: RunFolder, runtime: str, sh: Shell, *, trust: bool = False, shown: bool = True
 ) -> tuple[RunFolder, Verdict | None]:
     """Make a run again and compare.
 
     Args:
         run: that succeeded.
         runtime: `docker`, `local`, or `auto`; empty: the run's own.
-        tolerance: largest relative difference between two losses that is still taken for equal.
         sh: runs commands.
         trust: whether the run may be one that this user did not start.
         shown: whether to show the new run while it trains.
@@ -88,15 +87,7 @@ def rerun(
         raise
     if left := teardown.finish(planned.run, sh):
         print(left, file=sys.stderr)
-    return planned.run, compare(run, planned.run, tolerance) if ended.state == "succeeded" else None
-
-
-def parse_tolerance(text: str) -> float:
-    """Return a tolerance as a number."""
-    with contextlib.suppress(ValueError):
-        if 0 <= (value := float(text)) < math.inf:
-            return value
-    raise UsageError(f"--tolerance {text!r}: expected a number from 0, such as 1e-6")
+    return planned.run, compare(run, planned.run) if ended.state == "succeeded" else None
 
 
 def _check(run: RunFolder) -> None:
@@ -107,11 +98,9 @@ def _check(run: RunFolder) -> None:
     state = getattr(run.load_summary(), "state", "in progress")
     if state != "succeeded":
         raise UsageError(f"run {run.name!r} is {state}: expected one that succeeded; finish it with --resume first")
-    if not run.manifest.exists():
-        raise UsageError(f"run {run.name!r} has no manifest.json: it was made before there were any; start a new one")
 
 
-def compare(first: RunFolder, second: RunFolder, tolerance: float) -> Verdict:
+def compare(first: RunFolder, second: RunFolder) -> Verdict:
     """Compare two runs that succeeded."""
     losses, others = first.losses(), second.losses()
     apart = {
@@ -120,19 +109,14 @@ def compare(first: RunFolder, second: RunFolder, tolerance: float) -> Verdict:
     }
     from_step = next((step for step, difference in apart.items() if difference > 0), None)
     same = len({getattr(run.load_summary(), "weights_sha256", None) for run in (first, second)}) == 1
-    largest = max(apart.values(), default=0.0)
-    same_steps = losses.keys() == others.keys()
-    if same and from_step is None and same_steps:
-        kind = "identical"
-    else:
-        kind = "within tolerance" if 0 < tolerance >= largest and same_steps else "different"
+    kind = "identical" if same and from_step is None and losses.keys() == others.keys() else "different"
     differences = [*_differences(first, second)] if kind != "identical" else []
-    return Verdict(kind, len(apart), largest, from_step, same, differences)
+    return Verdict(kind, len(apart), max(apart.values(), default=0.0), from_step, same, differences)
 
 
 def exit_code(verdict: Verdict | None) -> int:
     """Return 0 for a run that came out the same, 1 for any other."""
-    return EXIT_DONE if verdict and verdict.verdict != "different" else EXIT_FAILED
+    return EXIT_DONE if verdict and verdict.verdict == "identical" else EXIT_FAILED
 
 
 @plain_lines
@@ -153,17 +137,9 @@ def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
     for run in (first, second):
         for change in membership.changes(run):
             yield f"tasks: {run.name} continued {change}"
-    ones, others = (dict(_flat(manifest.read(run))) for run in (first, second))
+    ones, others = (flatten(manifest.read(run)) for run in (first, second))
     same_code = all(ones.get(key, "") == others.get(key) for key in CODE_HASHES)
     expected = (*EXPECTED, "code") if same_code else EXPECTED
     for key in sorted(ones.keys() | others.keys()):
         if key.startswith(COMPARED) and not key.startswith(expected) and ones.get(key) != others.get(key):
             yield f"{key}: {ones.get(key)} there, {others.get(key)} here"
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, part in value.items():
-            yield from _flat(part, f"{prefix}.{key}" if prefix else key)
-    else:
-        yield prefix, value

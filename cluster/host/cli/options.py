@@ -16,7 +16,8 @@ from invoke import Context
 from cluster.host.cli.command_line import report_errors
 from cluster.host.launch import configuration
 from cluster.host.options import run_file
-from cluster.host.options.request import OPTIONS, Request, parse_options
+from cluster.host.options.combinations import parse_options
+from cluster.host.options.request import OPTIONS, Request
 from cluster.system.errors import UsageError
 
 FILE_HELP = "read options from this run file, see docs/reference/options.md; those given here win (default: none)"
@@ -45,17 +46,12 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
             words = _words(c)
             settings = run_file.read(file, taken) if file else None
             request = settings.request(given, words) if settings else Request(**given, overrides=words)
-            try:
-                if request.name in COMMANDS:
-                    raise UsageError(f"--name {request.name} is also a command; choose another name")
-                if request.asks_for_help:
-                    print(configuration.options(request))
-                else:
-                    body(c, request, **ours)
-            except UsageError as error:
-                if settings is None:
-                    raise
-                raise settings.located(error, given, words) from None
+            if request.name in COMMANDS:
+                raise UsageError(f"--name {request.name} is also a command; choose another name")
+            if request.asks_for_help:
+                print(configuration.options(request))
+            else:
+                body(c, request, **ours)
 
         options = [
             Parameter(each.name, Parameter.KEYWORD_ONLY, default=UNTYPED.get(each.types, "")) for each in taken.values()

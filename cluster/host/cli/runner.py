@@ -17,7 +17,6 @@ from invoke.exceptions import UnexpectedExit
 from invoke.runners import Local
 
 from cluster.system import processes
-from cluster.system.terminal import shell_lines
 
 INTERRUPTED_S = 5.0
 """How long a command may take to end once it is interrupted before anybody waits for it."""
@@ -44,7 +43,7 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
 
     def echo(self, command: str) -> None:
         """Show a command before it runs, so that it can be pasted."""
-        print("\n".join(shell_lines(command)), flush=True)
+        print(command, flush=True)
 
     def start(self, command: str, shell: str, env: dict[str, Any]) -> None:
         """Start the command."""

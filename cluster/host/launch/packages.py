@@ -1,7 +1,5 @@
 """Extra packages for one's own code: `--requirements FILE` -> a folder for PYTHONPATH, made once and kept.
 
-    python -m cluster.host.launch.packages FILE PYTHON
-
 Neither .venv nor the image changes: what they have stays as locked, and only what the file needs beyond that is put
 into `.build/packages/`, every file checked against the hash that it was resolved with. Wheels alone are taken, so that
 nothing is built with packages that no hash pins; what the file names with `--no-binary`, or as an archive, is built
@@ -13,18 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from cluster.host.image import locks
-from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
+from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.files import make_readable, sha256
 from cluster.system.paths import ROOT
 
@@ -85,40 +80,6 @@ def prepare(requirements: Path, python: str) -> Path:
             if not target.exists():
                 raise
     return target
-
-
-def check(requirements: Path, python: str) -> Path:
-    """Return the folder that `prepare` would return; resolve the packages unless it is there, and install nothing.
-
-    Raises:
-        UsageError, PrerequisiteError: as `prepare`.
-    """
-    target = folder(requirements, python)
-    if not target.exists():
-        print(f"resolving the packages of {requirements}", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(prefix="packages-") as scratch:
-            _resolve(requirements, python, Path(scratch))
-    return target
-
-
-@contextmanager
-def importable(requirements: Path, *, installs: bool) -> Iterator[Path]:
-    """Yield a folder with the packages for this Python; without `installs` one that is deleted in the end.
-
-    Raises:
-        UsageError, PrerequisiteError: as `prepare`.
-    """
-    target = folder(requirements, host_python())
-    if installs or target.exists():
-        yield prepare(requirements, host_python())
-        return
-    with tempfile.TemporaryDirectory(prefix="packages-") as scratch:
-        yield _fill(requirements, host_python(), Path(scratch))
-
-
-def command(requirements: Path, python: str) -> str:
-    """Return the command that calls `prepare`; run it from the root."""
-    return shlex.join([sys.executable, "-m", "cluster.host.launch.packages", str(requirements), python])
 
 
 def _fill(requirements: Path, python: str, scratch: Path) -> Path:
@@ -210,11 +171,3 @@ def _files_named_in(text: str, requirements: Path) -> list[bytes]:
                 contents.append(path.read_bytes())
                 break
     return contents
-
-
-if __name__ == "__main__":
-    try:
-        print(prepare(Path(sys.argv[1]), sys.argv[2]))
-    except ClusterError as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        sys.exit(failure.exit_code)

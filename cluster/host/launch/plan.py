@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.contract import compatibility, spec, tf_config
+from cluster.contract import compatibility, tf_config
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import configuration, folders
 from cluster.host.options.request import Request
@@ -49,9 +49,8 @@ class Plan(Workload):
     @property
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
-        others = [*self._keras_notes, *self._data_notes, *self.about_resuming, *self._elastic_notes]
+        others = [*self._keras_notes, *self.about_resuming, *self._elastic_notes]
         others += filter(None, [self.network.warning])
-        others += [self.debugger.note] if self.debugger else []
         return [*self.gpus.lines(), *self.gpus.notes, *others]
 
     @property
@@ -64,17 +63,6 @@ class Plan(Workload):
         if not self.config.get("bitwise_elastic"):
             notes.append("another number of workers sums in another order, which changes bits; see --bitwise-elastic")
         return notes
-
-    @property
-    def _data_notes(self) -> list[str]:
-        if not (workers := len(self.cluster.of(spec.Role.DATA_WORKER))):
-            return []
-        if not self.cluster.kind.synchronous:
-            return ["data workers: each batch goes to the worker that requests it first, so the order does not repeat"]
-        return [
-            "data workers: the same bits as without them from a random-access source; a tf.data.Dataset has "
-            f"{counted(workers, 'shard')} a replica, so its bits follow from --data-workers, and repeat"
-        ]
 
     @property
     def _keras_notes(self) -> list[str]:
@@ -124,7 +112,7 @@ class Plan(Workload):
             ],
             "elastic": self.elastic or None,
             "notes": [
-                *(*self.gpus.notes, *self._data_notes, *self.about_resuming, *self._elastic_notes),
+                *(*self.gpus.notes, *self.about_resuming, *self._elastic_notes),
                 *filter(None, [self.network.warning]),
             ],
             "config": self.config,

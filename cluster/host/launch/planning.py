@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from cluster.contract import compatibility, settings, spec
@@ -21,21 +18,21 @@ from cluster.host.launch.plan import Plan
 from cluster.host.launch.resuming import Previous, load_previous, resume
 from cluster.host.launch.teardown import in_progress
 from cluster.host.launch.topology import build_cluster, check_elastic_batch, check_hardware, elastic_record
-from cluster.host.options.request import OPTIONS, Needs, Request, check_needs
-from cluster.host.runtime import debugging, inherited, registry
+from cluster.host.options.combinations import check_needs
+from cluster.host.options.request import OPTIONS, Needs, Request
+from cluster.host.runtime import inherited, registry
 from cluster.host.runtime.base import Runtime, Workload
 from cluster.host.runtime.payload import Payload
-from cluster.host.runtime.resources import PRIVATE, Job, Memory, Network, parse_memory
+from cluster.host.runtime.resources import Job, Memory, Network, parse_memory
 from cluster.system.errors import UsageError
 
 
-def plan(typed: Request, *, stops_first: bool = False, installs: bool = True) -> Plan:
-    """Check a request and return the plan of its run. Changes nothing.
+def plan(typed: Request, *, stops_first: bool = False) -> Plan:
+    """Check a request and return the plan of its run. Changes nothing but the cache of packages.
 
     Args:
         typed: the request.
         stops_first: whether the run to resume may be in progress, because it is stopped before the plan is started.
-        installs: whether the packages of `--requirements` are installed, or only resolved: the plan is not started.
 
     Raises:
         UsageError: something requested cannot be done.
@@ -53,12 +50,11 @@ def plan(typed: Request, *, stops_first: bool = False, installs: bool = True) ->
     _check_data_workers(cluster, runtime)
     job = _job(typed, request, runtime, cluster)
     gpus = Placement() if runtime.is_remote else _place(typed, previous, run, cluster)
-    waits = debugging.parse_debugger(request.debug, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
         # each GPU is a device, which decides between the strategies of one process
         cluster = build_cluster(request, devices_each)
 
-    config, payload, data = _resolve(request, previous, runtime, int(job.cpus_per_task or 0), installs=installs)
+    config, payload, data = _resolve(request, previous, runtime, int(job.cpus_per_task or 0))
     elastic = elastic_record(typed, request, cluster)
     memory = _memory(typed, request, runtime, len(cluster.tasks))
     if ports := runtime.ports(len(cluster.tasks)):
@@ -73,7 +69,6 @@ def plan(typed: Request, *, stops_first: bool = False, installs: bool = True) ->
         network=_network(typed, request, runtime, cluster),
         job=job,
         elastic=elastic,
-        debugger=waits,
     )
     planned = Plan(
         **vars(work),
@@ -84,7 +79,7 @@ def plan(typed: Request, *, stops_first: bool = False, installs: bool = True) ->
         config=config,
         data=data,
         tensorboard_port=port,
-        hang_timeout_s=0 if waits else hang_timeout_s,
+        hang_timeout_s=hang_timeout_s,
         max_restarts=request.count("max_restarts"),
         max_external_restarts=request.count("max_external_restarts"),
         replaces=typed.fresh and run.path.exists(),
@@ -120,21 +115,7 @@ def _check_resumed(planned: Plan) -> list[str]:
     return resuming.check(planned.run, planned.request.preset, planned.config, planned.cluster)
 
 
-def _check_debugger(planned: Plan) -> list[str]:
-    debugging.check_reachable(
-        planned.debugger,
-        remote=planned.runtime.tasks if planned.runtime.is_remote else "",
-        private=planned.network.name == PRIVATE and not planned.runtime.publishes_ports,
-        detached=planned.request.detach,
-    )
-    return []
-
-
-CHECKS: tuple[Callable[[Plan], list[str]], ...] = (
-    _check_configuration,
-    _check_resumed,
-    _check_debugger,
-)
+CHECKS: tuple[Callable[[Plan], list[str]], ...] = (_check_configuration, _check_resumed)
 """Each refuses a plan that does not fit together, or returns what the caller should know of a resumed run."""
 
 
@@ -148,8 +129,6 @@ def _network(typed: Request, request: Request, runtime: Runtime, cluster: Cluste
     way_out = "where a script can fetch its data" if request.script else ""
     if cluster.kind.hardware:
         way_out = f"where they reach their {cluster.kind.hardware.upper()}"
-    if request.debug:
-        way_out = "where a debugger reaches them"
     return runtime.network(typed.network, request.network, way_out=way_out, serves=bool(cluster.members))
 
 
@@ -158,56 +137,51 @@ def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpe
     check_needs(typed, {Needs.QUEUE: runtime.is_remote})
     if not runtime.is_remote:
         return Job()
-    check_needs(typed, {Needs.GPUS: bool(typed.gpus_per_task)})
     if typed.gpus:
         raise UsageError(f"--gpus {typed.gpus} with {runtime.tasks}: say how many each gets, with --gpus-per-task")
-    if typed.gpu_runtime:
-        raise UsageError(f"--gpu-runtime {typed.gpu_runtime} with {runtime.tasks}: it is for containers")
     for name in (each.name for each in fields(Job) if each.name not in runtime.job_options):
         if value := getattr(typed, name):
             raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}: they have no such; leave it out")
     requested = {name: str(getattr(request, name) or "") for name in runtime.job_options}
-    if image := requested.get("apptainer"):  # a run can be resumed from any folder
-        requested["apptainer"] = str(Path(os.path.expanduser(image)).absolute())  # noqa: PTH111
     job = Job(**requested)
     job.check()
-    if job.gpus_per_task and typed.devices and typed.devices != int(job.gpus_per_task):
-        raise UsageError(
-            f"--devices {typed.devices} with --gpus-per-task {job.gpus_per_task}: a task has a replica on each "
-            "of its GPUs; leave --devices out"
-        )
-    if job.gpus_per_task and cluster.kind.hardware:
-        raise UsageError(f"--gpus-per-task with --strategy {cluster.strategy}: leave one of them out")
+    if job.gpus_per_task:
+        check_gpus(f"--gpus-per-task {job.gpus_per_task}", typed, cluster, int(job.gpus_per_task))
     return job
+
+
+def check_gpus(option: str, request: Request, cluster: ClusterSpec, each: int = 0) -> None:
+    """Check that tasks may have GPUs, and as many devices as GPUs.
+
+    Args:
+        option: that requests them.
+        request: with the requested devices.
+        cluster: whose tasks get them.
+        each: the GPUs of a task; 0: not known yet.
+
+    Raises:
+        UsageError: they may not.
+    """
+    if cluster.kind.hardware:
+        raise UsageError(f"{option} with --strategy {cluster.strategy}, which is for other hardware; leave one out")
+    if each and request.devices not in (None, each):
+        raise UsageError(
+            f"--devices {request.devices} with {option}: a task has a replica on each of its {each} GPUs; leave "
+            "--devices out"
+        )
 
 
 def _place(typed: Request, previous: Previous, run: RunFolder, cluster: ClusterSpec) -> Placement:
     """Return which task gets which of this machine's GPUs."""
     recorded = previous.started.gpus
-    per_task = "" if typed.gpus_per_task is None else str(typed.gpus_per_task)
-    requested = placement.requested(typed.gpus, per_task, recorded, cluster.devices)
-    check_needs(typed, {Needs.GPUS: requested is not None})
+    requested = placement.requested(typed.gpus, recorded, cluster.devices)
     if requested is None:
         return Placement()
-    if cluster.kind.hardware:
-        hardware = cluster.kind.hardware.upper()
-        raise UsageError(
-            f"{requested.text} with --strategy {cluster.strategy}: one run trains on GPUs or on a {hardware}; leave "
-            "one of them out"
-        )
-    way, level = placement.device_handling(
-        typed.gpu_runtime or recorded.get("runtime", ""), typed.nccl_debug or recorded.get("nccl_debug", "")
-    )
+    check_gpus(requested.text, typed, cluster)  # before nvidia-smi is asked
     machine = devices.machine(requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids))
     placed = placement.place(requested, machine, cluster, busy(run))
-    each = len(placed.of("chief"))
-    if typed.devices and typed.devices != each:
-        raise UsageError(
-            f"--devices {typed.devices} with {requested.text}: a task with {each} GPUs has as many replicas; leave "
-            "--devices out, or request as many GPUs"
-        )
-    words = typed.gpus if typed.gpus or per_task else recorded["gpus"]
-    return replace(placed, requested=words, device_request=way, nccl_debug=level)
+    check_gpus(requested.text, typed, cluster, len(placed.of("chief")))
+    return replace(placed, requested=typed.gpus or recorded["gpus"])
 
 
 def busy(run: RunFolder | None = None) -> dict[str, str]:
@@ -245,9 +219,7 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
     return run
 
 
-def _resolve(
-    request: Request, previous: Previous, runtime: Runtime, cores: int, *, installs: bool
-) -> tuple[dict[str, Any], Payload, str]:
+def _resolve(request: Request, previous: Previous, runtime: Runtime, cores: int) -> tuple[dict[str, Any], Payload, str]:
     """Return the run's `config.json`, the payload of its tasks, and in words which data is prepared.
 
     Args:
@@ -255,7 +227,6 @@ def _resolve(
         previous: the run to resume or to repeat.
         runtime: what runs the tasks.
         cores: that each task can use, where a scheduler chooses its machine; 0: those of this machine.
-        installs: whether the packages of `--requirements` are installed, or only resolved.
     """
     check_path("requirements", request.requirements)
     requirements = settings.expanded("requirements", request.requirements).absolute() if request.requirements else None
@@ -269,14 +240,10 @@ def _resolve(
             payload, script=script, arguments=tuple(request.arguments), separate_chief=request.separate_chief
         )
     else:
-        with packages.importable(requirements, installs=installs) if requirements else nullcontext() as here:
-            base, known = previous.run.config if previous.run else None, previous.started.code_dirs
-            config, code_dirs, data = configuration.resolve(request, base, here, data_dir(), known, cores)
-        if requirements and here in code_dirs:  # the preset is in one of the packages
-            kept = packages.folder(requirements, packages.host_python())
-            code_dirs = tuple(kept if folder == here else folder for folder in code_dirs)
+        here = packages.prepare(requirements, packages.host_python()) if requirements else None
+        base, known = previous.run.config if previous.run else None, previous.started.code_dirs
+        config, code_dirs, data = configuration.resolve(request, base, here, data_dir(), known, cores)
         payload = replace(payload, code_dirs=code_dirs)
     if requirements:
-        provide = packages.prepare if installs else packages.check
-        payload = replace(payload, packages=provide(requirements, runtime.python))
+        payload = replace(payload, packages=packages.prepare(requirements, runtime.python))
     return config or payload.to_json(), payload, data

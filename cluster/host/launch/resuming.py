@@ -15,7 +15,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Started
 from cluster.host.launch.folders import find_run
 from cluster.host.launch.topology import inherit_topology
-from cluster.host.options.request import OPTIONS, Request, check_together
+from cluster.host.options.combinations import check_together
+from cluster.host.options.request import OPTIONS, Request
 from cluster.host.runtime import registry
 from cluster.host.runtime.resources import Job
 from cluster.system.errors import UsageError
@@ -67,10 +68,7 @@ def resume(previous: Previous, request: Request) -> Request:
     kept = ("max_restarts", "max_external_restarts", "memory", "network", "requirements", "env")
     recorded = {name: getattr(started, name) for name in kept}
     recorded |= {each.name: started.job.get(each.name) for each in fields(Job)}
-    recorded |= {
-        "secret": started.secrets,
-        "hang_timeout": started.hang_timeout_s or None,
-    }  # 0: debugged, which is over
+    recorded |= {"secret": started.secrets, "hang_timeout": started.hang_timeout_s}
     if request.resume:
         recorded |= {"min_workers": started.min_workers, "grow": started.grow}
     if started.runtime in registry.RUNTIMES and registry.RUNTIMES[started.runtime].is_remote:
@@ -118,23 +116,19 @@ def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.
         return []
     reasons = {
         ORDER: "it would skip or repeat data",
-        STATE: "its checkpoint would not fit",
+        STATE + SWITCHES: "its checkpoint would not fit",
         ("init_from",): "has begun with other weights",
     }
-    for names, why in reasons.items():
-        for name in names:
-            previous, requested = _value(before, name), _value(config, name)
-            if previous != requested and None not in (previous, requested):
-                option = f"--{name.replace('_', '-')} {requested}"
-                raise UsageError(
-                    f"{option}: run {run.name!r} has trained {done} steps with {previous}, and {why}; {_way_out(run)}"
-                )
-    for name in SWITCHES:
+    for name, why in ((name, why) for names, why in reasons.items() for name in names):
         previous, requested = _value(before, name), _value(config, name)
-        if bool(previous) != bool(requested):
+        if name in SWITCHES:
+            differs = bool(previous) != bool(requested)
+        else:
+            differs = previous != requested and None not in (previous, requested)
+        if differs:
             raise UsageError(
-                f"--{name.replace('_', '-')} {requested!r}: run {run.name!r} has trained {done} steps with "
-                f"{previous!r}, and its checkpoint would not fit; {_way_out(run)}"
+                f"--{name.replace('_', '-')} {requested}: run {run.name!r} has trained {done} steps with {previous}, "
+                f"and {why}; {_way_out(run)}"
             )
     _check_keras(run, before, config, cluster)
     return _check_length(run, before, config, done) + _about_shards(run, config, cluster)

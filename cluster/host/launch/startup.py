@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -87,9 +87,6 @@ def go_on(plan: Plan, sh: Shell) -> None:
     if not plan.request.trust:
         provenance.check(plan.run)  # once more: tasks lived until now, and what is noted next must be what was checked
     provenance.begin(plan.run)
-    if not (started := plan.run.load_started()).hang_timeout_s:  # a task was debugged, which is over
-        started = replace(started, hang_timeout_s=plan.hang_timeout_s)
-        json_files.write_json(plan.run.control / "started.json", started.to_json())
     if (stop := _start_generation(plan)) and stop.then == AfterStop.END:
         plan.run.request_stop(stop.by)  # somebody else's, which came too late for the tasks that ended
     _start_tasks(plan, sh)
@@ -118,7 +115,7 @@ def announce(plan: Plan) -> None:
 
 def commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
-    found = _package_commands(plan) + _data_commands(plan) + plan.runtime.commands(plan, plan.compose)
+    found = _data_commands(plan) + plan.runtime.commands(plan, plan.compose)
     if plan.tensorboard_port != 0:
         found += tensorboard.commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
     return found
@@ -164,14 +161,6 @@ def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) ->
 def with_modules(path: Sequence[str], command: str) -> str:
     """Return a shell command that finds modules in these folders."""
     return (f"PYTHONPATH={shlex.quote(os.pathsep.join(path))} " if path else "") + command
-
-
-def _package_commands(plan: Plan) -> list[str]:
-    """Return the command that installs the packages of `--requirements`; nothing where they are installed."""
-    if plan.payload.packages is None or plan.payload.packages.exists():
-        return []
-    assert plan.payload.requirements is not None
-    return [packages.command(plan.payload.requirements, plan.runtime.python)]
 
 
 def _data_commands(plan: Plan) -> list[str]:

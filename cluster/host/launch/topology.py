@@ -154,24 +154,15 @@ def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> di
 
 
 def _check_min_workers(least: int, workers: int, cluster: ClusterSpec) -> None:
-    if cluster.kind.served:
+    if not cluster.kind.collective or cluster.kind.staged:
         raise UsageError(
-            f"--min-workers {least} with parameter servers: training continues there without a lost worker anyway, and "
-            "it joins again by itself; leave it out"
-        )
-    if cluster.kind.staged:
-        raise UsageError(
-            f"--min-workers {least} with --strategy {cluster.strategy}: each task has a stage that no other has; leave "
-            "it out"
+            f"--min-workers {least} with {cluster.strategy_class}: no task of it can be left out, or a lost one is "
+            "already done without; leave it out"
         )
     if least > workers:
         raise UsageError(
             f"--min-workers {least} with --workers {workers}: expected at most as many; use --min-workers {workers} or "
             f"fewer, or --workers {least} or more"
-        )
-    if not cluster.kind.collective:
-        raise UsageError(
-            f"--min-workers {least} with {cluster.strategy_class}: one process has no worker to lose; leave it out"
         )
 
 

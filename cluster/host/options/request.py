@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -19,7 +19,6 @@ from cluster.contract.recovery.attempts import MAX_EXTERNAL_RESTARTS, MAX_RESTAR
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, parse_count
 from cluster.host.runtime import registry, tensorboard
-from cluster.system.errors import UsageError, nearest
 from cluster.system.paths import ROOT
 
 PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
@@ -49,7 +48,6 @@ class Needs(Enum):
     SCRIPT = "only with --script, whose TF_CONFIG it changes"
     NEW_RUN = "only for a new run, and --resume names one that exists"
     EARLIER_RUN = "only with --resume, for a run that somebody else started"
-    GPUS = "only with GPUs (--gpus all)"
     CONTAINERS = "only for containers (--runtime docker or swarm)"
     QUEUE = "only where a scheduler places the tasks (--runtime slurm or swarm)"
 
@@ -244,10 +242,8 @@ class PlacementOptions:
         "none, they see none",
         takes_number=True,
     )
-    gpus_per_task: int | None = number("GPUs of each of these tasks", "--gpus divided evenly", bounds=(0, MAX_DEVICES))
-    gpu_runtime: str = text("how containers get them: reserve, cdi, or the older nvidia", "reserve", needs=Needs.GPUS)
     partition: str = text(
-        "Slurm partition, or several with commas; of a Swarm the nodes labelled tf-cluster.partition=NAME",
+        "Slurm partition, or several with commas",
         "the site's",
         needs=Needs.QUEUE,
     )
@@ -267,11 +263,8 @@ class PlacementOptions:
     cpus_per_task: int | None = number(
         "processors of each task", "the scheduler's", bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE
     )
-    apptainer: str = text(
-        "image of Apptainer that the tasks of a Slurm job run in, a file that every node sees",
-        "none, they run in this environment",
-        needs=Needs.QUEUE,
-        is_path=True,
+    gpus_per_task: int | None = number(
+        "GPUs of the chief and of each worker", "none", bounds=(0, MAX_DEVICES), needs=Needs.QUEUE
     )
 
 
@@ -334,12 +327,6 @@ class MonitoringOptions:
         bounds=(0, 65535),
     )
     detach: bool = switch("return once every task is training", "stay until the end")
-    debug: str = text(
-        "task that waits for a debugger before it trains, such as worker-0, or worker-0:PORT",
-        "none",
-        needs=Needs.TRAINER,
-    )
-    nccl_debug: str = text("what NCCL logs: VERSION, WARN, INFO or TRACE", "WARN", needs=Needs.GPUS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,51 +404,3 @@ OPTIONS: dict[str, Option] = {
     for field in dataclasses.fields(options)
 }
 """Every option by the name of its field, in the order of the help."""
-
-
-def parse_options(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request for options as they were typed, without those that were left out.
-
-    Raises:
-        UsageError: a number is not one.
-    """
-    return {
-        name: parse_count(OPTIONS[name].key, value, *OPTIONS[name].bounds) if OPTIONS[name].types == (int,) else value
-        for name, value in words.items()
-        if value
-    }
-
-
-def check_together(request: Request, *, scripted: bool | None) -> None:
-    """Check the values of a request's options, and that they go together.
-
-    Args:
-        request: the request.
-        scripted: whether the tasks run a script; None: as in the earlier run that it names.
-
-    Raises:
-        UsageError: a value is not valid, or an option does not go with the others.
-    """
-    for each in OPTIONS.values():
-        value = getattr(request, each.name)
-        if each.choices and value and value not in each.choices:
-            raise UsageError(f"--{each.key} {value!r} is not a {each.name}{nearest(value, each.choices)}")
-        if each.types == (int,) and value is not None:
-            parse_count(each.key, value, *each.bounds)
-    met = {Needs.NEW_RUN: not request.resume, Needs.EARLIER_RUN: bool(request.resume or request.again)}
-    check_needs(request, met if scripted is None else met | {Needs.TRAINER: not scripted, Needs.SCRIPT: scripted})
-
-
-def check_needs(request: Request, met: Mapping[Needs, bool]) -> None:
-    """Check that no option was given whose needs are known not to be met.
-
-    Raises:
-        UsageError: one was; the message names all with the same needs.
-    """
-    given = {f"--{each.key}": each.needs for each in OPTIONS.values() if request.is_given(each.name)}
-    given |= {"[train]": Needs.TRAINER} if request.train else {}
-    given |= {"args": Needs.SCRIPT} if request.args else {}
-    for needs in (each for each, is_met in met.items() if not is_met):
-        if names := [name for name, its_needs in given.items() if its_needs == needs]:
-            it = "it" if len(names) == 1 else "them"
-            raise UsageError(f"{' and '.join(names)}: {needs.value}; leave {it} out")

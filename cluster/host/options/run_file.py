@@ -40,14 +40,12 @@ class RunFile:
         options: values of `Request`'s fields.
         train: the overrides of the training configuration, as words of a command line.
         args: the script's arguments.
-        lines: the line of each key, dotted below `[train]`, as far as it begins a line.
     """
 
     path: Path
     options: Mapping[str, Any]
     train: tuple[str, ...]
     args: tuple[str, ...]
-    lines: Mapping[str, int]
 
     def request(self, given: Mapping[str, Any], words: Sequence[str]) -> Request:
         """Return the request of this file and of a command line, whose options win; variables are added.
@@ -65,21 +63,6 @@ class RunFile:
             code_dir=str(self.path.parent),
         )
 
-    def located(self, error: UsageError, given: Mapping[str, Any], words: Sequence[str]) -> UsageError:
-        """Return an error with the line of this file that has the option which it is about.
-
-        Args:
-            error: one that names the option.
-            given: the options on the command line, whose errors are none of this file's.
-            words: those after `--`.
-        """
-        typed = [f"--{OPTIONS[name].key}" for name in given] + [word.partition("=")[0] for word in words]
-        typed_keys = _mentioned(" ".join(typed))
-        lines = {self.lines[key] for key in _mentioned(str(error)) - typed_keys if key in self.lines}
-        if not lines:
-            return error
-        return type(error)(f"{_place(self.path, lines.pop() if len(lines) == 1 else None)}: {error}")
-
 
 def read(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile:
     """Return the contents of a run file, without the options that a task does not take.
@@ -95,23 +78,22 @@ def read(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile:
         raise UsageError(f"--file {name!r}: {error.strerror}; expected a TOML file with options of `up`") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--file {name!r}: {error}; expected TOML") from None
-    lines = _lines(text)
     train, args = table.pop(TRAIN, {}), table.pop(ARGS, [])
     if not isinstance(train, dict):
-        raise UsageError(f"{_place(path, lines.get(TRAIN))}: train = {_shown(train)}: expected a table, [train]")
+        raise UsageError(f"{short_path(path)}: train = {_shown(train)}: expected a table, [train]")
     if not _is_strings(args):
-        raise UsageError(f"{_place(path, lines.get(ARGS))}: args = {_shown(args)}: expected {TYPES[list]}")
+        raise UsageError(f"{short_path(path)}: args = {_shown(args)}: expected {TYPES[list]}")
     options = {}
     for key, value in table.items():
         option = _KEYS.get(key)
         if option is None:
             raise UsageError(
-                f"{_place(path, lines.get(key))}: {key!r} is not an option of `up`{nearest(key, [*_KEYS, TRAIN, ARGS])}"
+                f"{short_path(path)}: {key!r} is not an option of `up`{nearest(key, [*_KEYS, TRAIN, ARGS])}"
             )
-        checked = _value(option, value, path, _place(path, lines.get(key)))
+        checked = _value(option, value, path)
         if option.name in taken:
             options[option.name] = checked
-    return RunFile(path, options, tuple(_words(train, "", path, lines)), tuple(args), lines)
+    return RunFile(path, options, tuple(_words(train, "", path)), tuple(args))
 
 
 def write(name: str, request: Request, config: Mapping[str, Any]) -> Path:
@@ -174,10 +156,10 @@ def render(request: Request, config: Mapping[str, Any], folder: Path) -> str:
     return "\n".join([*lines, ""])
 
 
-def _value(option: Option, value: Any, path: Path, place: str) -> Any:
+def _value(option: Option, value: Any, path: Path) -> Any:
     """Return an option's value as `Request` holds it."""
     if type(value) not in option.types or (isinstance(value, list) and not _is_strings(value)):
-        raise UsageError(f"{place}: {option.key} = {_shown(value)}: expected {option.type}")
+        raise UsageError(f"{short_path(path)}: {option.key} = {_shown(value)}: expected {option.type}")
     if isinstance(value, list):
         return tuple(_each_file(each, path.parent, _beside) if option.is_path else each for each in value)
     if option.is_path and value:
@@ -200,21 +182,20 @@ def _each_file(words: str, folder: Path, change: Callable[[str, Path], str]) -> 
     return f"{name}={change(value, folder)}" if equals else words
 
 
-def _words(table: Mapping[str, Any], parent: str, path: Path, lines: Mapping[str, int]) -> Iterator[str]:
+def _words(table: Mapping[str, Any], parent: str, path: Path) -> Iterator[str]:
     """Yield the training overrides of a table as words of a command line."""
     for name, value in table.items():
         key = parent + name
-        place = _place(path, lines.get(key, lines.get(f"{TRAIN}.{key}")))
         if key in _KEYS:
-            raise UsageError(f"{place}: {key!r} is an option of `up`; move it above [train]")
+            raise UsageError(f"{short_path(path)}: {key!r} is an option of `up`; move it above [train]")
         if isinstance(value, dict):
-            yield from _words(value, f"{key}.", path, lines)
+            yield from _words(value, f"{key}.", path)
         elif isinstance(value, bool):
             yield f"--{key}" if value else f"--no-{key}"
         elif isinstance(value, str | int | float):
             yield f"--{key}={value}"
         else:
-            raise UsageError(f"{place}: {key} = {_shown(value)}: expected a string, a number or a boolean")
+            raise UsageError(f"{short_path(path)}: {key} = {_shown(value)}: expected a string, a number or a boolean")
 
 
 def _overridden(words: Sequence[str], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,31 +241,9 @@ def _literal(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value) if value is not None else '"None"'
 
 
-def _mentioned(text: str) -> set[str]:
-    return {name.replace("_", "-") for name in re.findall(r"--(?:no-)?([A-Za-z][\w.-]*)", text)}
-
-
 def _is_strings(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _shown(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
-
-
-def _place(path: Path, line: int | None) -> str:
-    return f"{short_path(path)}:{line}" if line else short_path(path)
-
-
-def _lines(text: str) -> dict[str, int]:
-    """Return the line of each key that begins one; the parser does not say where it found them."""
-    found: dict[str, int] = {}
-    parent = ""
-    for number, line in enumerate(text.split("\n"), 1):
-        if table := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
-            found.setdefault(table[1], number)
-            parent = table[1].replace("_", "-").removeprefix(TRAIN).removeprefix(".")
-            parent += "." if parent else ""
-        elif key := re.match(r"\s*[\"']?([\w.-]+)[\"']?\s*=", line):
-            found.setdefault(parent + key[1].replace("_", "-").removeprefix(f"{TRAIN}."), number)
-    return found

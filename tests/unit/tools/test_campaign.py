@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import documents
 from cluster.contract import spec
 from cluster.contract.recovery.step_record import StepRecord
 from cluster.contract.run.folder import RunFolder
-from cluster.host.checks import documents
 from cluster.host.image import checkout
 from cluster.host.runtime import registry
 from cluster.system.errors import UsageError

@@ -18,21 +18,17 @@ from cluster.host.control import chaos as injection
 from cluster.host.control.chaos import KINDS, STORM
 from cluster.host.launch import folders, startup
 from cluster.host.launch.topology import build_cluster
-from cluster.host.options.request import OPTIONS, Request, parse_options
+from cluster.host.options.combinations import parse_options
+from cluster.host.options.request import OPTIONS, Request
 from cluster.host.view.columns import columns
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.system.terminal import fit, print_wait
 
 
-@task(
-    bandwidth="also measure the all-reduce between GPUs, which takes a minute (default: no)",
-    gpus="with --bandwidth, which: all, how many, or ids such as 0,1 (default: all)",
-    runtime="slurm or swarm: also examine its hosts, by a task on each (default: this machine alone)",
-    json=JSON_HELP,
-)
-def doctor(c, bandwidth=False, gpus="", runtime="", json=False):
+@task(json=JSON_HELP)
+def doctor(c, json=False):
     """Check what this machine has and lacks, each with its fix; exit code 3 where something must be fixed."""
-    value = machine.look(bandwidth=bandwidth, gpus=gpus, runtime=runtime)
+    value = machine.report(machine.examine())
     rows = [
         (found["state"], found["check"], "; ".join(filter(None, (found["detail"], found["fix"]))))
         for found in value["findings"]
@@ -41,14 +37,12 @@ def doctor(c, bandwidth=False, gpus="", runtime="", json=False):
     raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
 
 
-@task(write="renew the table in docs/reference/strategies.md, if no row failed (default: no)", json=JSON_HELP)
-def verify(c, write=False, json=False):
+@task(json=JSON_HELP)
+def verify(c, json=False):
     """Train briefly with every strategy and both loops, and compare; exit code 1 if one failed."""
     shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
     rows = verification.examine(lambda line: print(line, file=sys.stderr, flush=True))
     show({"rows": rows}, lambda _: verification.lines(rows), as_json=json)
-    if write:
-        print(f"renewed {' and '.join(verification.write(rows))}", file=sys.stderr)
     raise Exit(code=EXIT_FAILED if verification.failed(rows) else EXIT_DONE)
 
 
@@ -56,15 +50,13 @@ def verify(c, write=False, json=False):
     "run",
     run=RUN_HELP,
     runtime=f"{OPTIONS['runtime'].help} (default: the run's own)",
-    tolerance="largest relative difference between two losses that passes for equal (default: 0)",
     trust=TRUST_HELP,
     json=JSON_HELP,
 )
-def rerun(c, run=None, runtime="", tolerance="0", trust=False, json=False):
+def rerun(c, run=None, runtime="", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = folders.find_run(run or "")
-    bound, sh = repetition.parse_tolerance(tolerance), shell(c, aside=json)
-    again, verdict = repetition.rerun(folder, runtime, bound, sh, trust=trust, shown=not json)
+    again, verdict = repetition.rerun(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
     show(repetition.to_json(again, verdict), lambda _: repetition.lines(again, verdict), as_json=json)
     raise Exit(code=repetition.exit_code(verdict))
 
@@ -118,11 +110,10 @@ def chaos(
     devices=OPTIONS["devices"].full_help,
     strategy=f"{OPTIONS['strategy'].help}; with --file, what trains on it (default: the topology's)",
     lint="only what is wrong with it (default: no)",
-    reach="also try every address from here, while the cluster runs (default: no)",
     json=JSON_HELP,
 )
 def explain(
-    c, run=None, task="", file="", workers="", ps="", evaluator=False, devices="", strategy="", lint=False, reach=False,
+    c, run=None, task="", file="", workers="", ps="", evaluator=False, devices="", strategy="", lint=False,
     json=False,
 ):  # fmt: skip
     """Draw a cluster in words and find the mistakes of its TF_CONFIG, ours or anybody's; exit code 1 for mistakes."""
@@ -133,11 +124,11 @@ def explain(
     variable = os.environ.get("TF_CONFIG")
     if file or (variable is not None and not named):
         text, source = (explaining.read_file(file), file) if file else (variable or "", "TF_CONFIG")
-        explained = explaining.of_text(text, source, strategy, reach=reach)
+        explained = explaining.of_text(text, source, strategy)
     elif topology or (strategy and not run):
         counts = parse_options({"workers": workers, "ps": ps, "devices": devices})
         cluster = build_cluster(Request(**counts, evaluator=evaluator, strategy=strategy))
-        explained = explaining.of_cluster(cluster, "the cluster of these options", task, reach=reach)
+        explained = explaining.of_cluster(cluster, "the cluster of these options", task)
     else:
         if not run and not any(folders.runs_dir().glob("*/cluster.json")):
             raise UsageError(
@@ -145,6 +136,6 @@ def explain(
                 "invoke explain --workers 2"
             )
         folder = folders.find_run(run or "")
-        explained = explaining.of_cluster(folder.load_cluster(), f"run {folder.name}", task, reach=reach)
+        explained = explaining.of_cluster(folder.load_cluster(), f"run {folder.name}", task)
     show(explained.to_json(), lambda _: explained.lines(lint=lint), as_json=json)
     raise Exit(code=EXIT_DONE if explained.ok else EXIT_FAILED)

@@ -1,4 +1,4 @@
-"""The tasks that look back: all runs, their differences, a page about one, their disk; and this machine."""
+"""The tasks that look back: all runs, their differences, a page about one, their disk."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 from cluster.contract import settings
-from cluster.host.checks import bug_report
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, answer, show, task
+from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, answer, show, task
 from cluster.host.control import ending
 from cluster.host.launch import folders
 from cluster.host.reports import comparison, listing, page
@@ -16,7 +15,6 @@ from cluster.host.view.columns import columns
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.files import write_text
 from cluster.system.messages import counted, short_path, size
-from cluster.system.terminal import fit
 
 
 @task(json=JSON_HELP)
@@ -35,12 +33,10 @@ def runs(c, json=False):
     other="the run to compare, or several separated by commas (default: none, it must be named)",
     third="one more (default: none)",
     fourth="one more (default: none)",
-    plot="SVG file for the curves (default: .compare/RUN-OTHER.svg next to the runs)",
-    trust=TRUST_HELP,
     json=JSON_HELP,
 )
-def compare(c, run=None, other=None, third=None, fourth=None, plot="", trust=False, json=False):
-    """Show what differs between runs, their curves in one picture, and how far their final weights are apart."""
+def compare(c, run=None, other=None, third=None, fourth=None, json=False):
+    """Show what differs between runs, their results, and whether their final weights are the same."""
     words = [run, other, third, fourth]
     names = [name for word in words for name in (word or "").split(",") if name]
     if len(names) < 2 or len(set(names)) < len(names):
@@ -48,28 +44,20 @@ def compare(c, run=None, other=None, third=None, fourth=None, plot="", trust=Fal
     if len(names) > comparison.MAX_RUNS:
         raise UsageError(f"compare: {len(names)} runs, expected at most {comparison.MAX_RUNS}")
     found = [folders.find_run(name) for name in names]
-    value = comparison.compare(found, trust=trust)
-    picture = folders.runs_dir() / ".compare" / f"{'-'.join(names)[:100]}.svg"
-    path = settings.expanded("plot", plot).absolute() if plot else picture
-    path.parent.mkdir(parents=True, exist_ok=True)
-    value["plot"] = str(path) if comparison.plot(found, path) else None
-    curves = [f"curves       {short_path(path)}"] if value["plot"] else []
-    show(value, lambda _: [*comparison.lines(value, found), *fit(curves)], as_json=json)
+    show(comparison.compare(found), lambda value: comparison.lines(value, found), as_json=json)
 
 
 @task(
     "run",
     run=RUN_HELP,
     output="HTML file to write (default: report.html in the run's folder)",
-    quick="leave out the confusion matrix, for which TensorFlow runs the exported model (default: no)",
-    trust=TRUST_HELP,
 )
-def report(c, run=None, output="", quick=False, trust=False):
-    """Write one HTML page about a run, which needs no network: curves, cluster, timeline, time, predictions."""
+def report(c, run=None, output=""):
+    """Write one HTML page about a run, which needs no network: curves, cluster, restarts, time, configuration."""
     folder = folders.find_run(run or "")
     path = settings.expanded("output", output).absolute() if output else folder.path / "report.html"
     _check_writable(path)
-    write_text(path, page.render(folder, predictions=not quick, trust=trust))
+    write_text(path, page.render(folder))
     print(short_path(path))
 
 
@@ -78,12 +66,6 @@ def _check_writable(path: Path) -> None:
         raise UsageError(
             f"--output {str(path)!r}: the folder {path.parent} does not exist; create it, or name another file"
         )
-
-
-@task(json=JSON_HELP)
-def env(c, json=False):
-    """Print one block to paste into a bug report: versions, engine, GPUs, limits; no secret and no user's name."""
-    show(bug_report.look(), bug_report.lines, as_json=json)
 
 
 @task(

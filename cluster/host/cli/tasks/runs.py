@@ -13,7 +13,7 @@ from cluster.host.cli.options import takes_request
 from cluster.host.control import ending, scaling
 from cluster.host.control import profile as tracing
 from cluster.host.control import watch as watching
-from cluster.host.launch import folders, footprint, planning, startup, teardown
+from cluster.host.launch import folders, planning, startup, teardown
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS
 from cluster.host.runtime import tensorboard as board
@@ -23,7 +23,7 @@ from cluster.host.view.status import read_status, status_table
 from cluster.system import interrupts
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.messages import short_path
-from cluster.system.terminal import print_lines, shell_lines
+from cluster.system.terminal import print_lines
 
 PORT_HELP = f"port of 127.0.0.1, or auto: that of the running one, or {board.PORT}, or a free one (default: auto)"
 
@@ -35,10 +35,10 @@ def up(c, request, dry=False):
     began = time.time()
     dry = dry or c.config.run.dry
     with interrupts.handled():
-        planned = planning.plan(request, installs=not dry)
+        planned = planning.plan(request)
         startup.announce(planned)
         if dry:
-            print("\n".join(line for command in startup.commands(planned) for line in shell_lines(command)))
+            print("\n".join(startup.commands(planned)))
         else:
             raise Exit(code=watching.up(planned, shell(c), began=began))
 
@@ -46,9 +46,8 @@ def up(c, request, dry=False):
 @takes_request(write="also write the options that were given to this run file (default: none)", json=JSON_HELP)
 def plan(c, request, write="", json=False):
     """Show what `up` would start with the same options, and start nothing."""
-    planned = planning.plan(request, installs=False)
-    value = planned.to_json() | {"memory": footprint.of(planned)}
-    show(value, lambda value: plan_lines(value) + footprint.lines(value["memory"]), as_json=json)
+    planned = planning.plan(request)
+    show(planned.to_json(), plan_lines, as_json=json)
     if write:
         path = run_file.write(write, request, planned.config)
         print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)

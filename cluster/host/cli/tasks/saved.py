@@ -58,15 +58,14 @@ def timeline(c, run=None, output="", trust=False):
 
 def _run(c, run, verb, *words, trust):
     folder = folders.find_run(run)
-    needed = commands(verb, folder, *words, trust=trust)
+    needed = command_on(verb, folder, *words, trust=trust)
     if not c.config.run.dry:
         print_wait(f"{verb} {folder.name}: importing TensorFlow first")
-    for command in needed:
-        shell(c, quiet=True)(command)
+    shell(c, quiet=True)(needed)
 
 
-def commands(verb: str, run: RunFolder, *words: str, trust: bool = False) -> list[str]:
-    """Return the commands, to be run in the root: what installs the run's packages if they are not there, and the verb.
+def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
+    """Return the command, to be run in the root; the packages of the run are installed if they are not there.
 
     Args:
         verb: a command of `python -m train.saved`.
@@ -87,11 +86,9 @@ def commands(verb: str, run: RunFolder, *words: str, trust: bool = False) -> lis
             f"{verb} {run.name}: it is the run of a script, and only the script knows its model and data; do it there, "
             "or name a run of the built-in trainer"
         )
-    path, installs = [Path(folder) for folder in run.started.code_dirs], []
+    path = [*run.started.code_dirs]
     if named := run.started.requirements:
-        requirements, python = Path(named), packages.host_python()
-        path.append(packages.folder(requirements, python))
-        installs = [] if path[-1].exists() else [packages.command(requirements, python)]
+        path.append(str(packages.prepare(Path(named), packages.host_python())))
     where = ["--run-dir", str(run.path), "--data-dir", str(folders.data_dir())]
     command = shlex.join([sys.executable, "-m", "train.saved", verb, *where, *words])
-    return [*installs, startup.with_modules([*map(str, path), *inherited.python_path()], command)]
+    return startup.with_modules([*path, *inherited.python_path()], command)

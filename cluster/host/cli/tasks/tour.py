@@ -18,7 +18,7 @@ from cluster.host.launch import folders
 from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
-from cluster.system.terminal import shell_lines, terminal_width
+from cluster.system.terminal import terminal_width
 
 RUN = "first-run"
 WIDTH = 80
@@ -89,9 +89,9 @@ STEPS = (
     ),
     Step(
         "Keep it",
-        "One HTML page with the curves, the timeline with the fault, and where the time went. It needs no network. The "
+        "One HTML page with the curves, the restart and its cost, and where the time went. It needs no network. The "
         "card `README.md` next to it says how to run this again.",
-        ("report", RUN, "--quick"),
+        ("report", RUN),
     ),
 )
 TAIL = (
@@ -110,7 +110,7 @@ def tour(c, yes=False):
         for number, step in enumerate(STEPS, 1):
             print(f"\n{number}/{len(STEPS)}  {step.title}")
             _print_paragraph(step.why)
-            print("\n" + "\n".join(shell_lines(f"$ {step.command(run)}")), flush=True)
+            print(f"\n$ {step.command(run)}", flush=True)
             if asks and not step.at_once and answer("press Enter to run it, q to stop: ") in ("q", "quit", "n", "no"):
                 left = len(STEPS) - number + 1
                 print(f"stopped, {counted(left, 'step')} before its end; invoke down {run} ends what runs")

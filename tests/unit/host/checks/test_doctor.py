@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.contract.findings import Finding
-from cluster.host.checks import doctor, gpu_settings
+from cluster.host.checks import doctor, gpus
 from cluster.host.image import engine, locks
 from cluster.host.image.engine import Answer
+from cluster.host.runtime import namespaces
 from cluster.host.runtime import resources as limits
-from cluster.host.runtime import slurm_runtime as slurm
-from cluster.system import namespaces
-from cluster.system.namespaces import Refusal
+from cluster.host.runtime.namespaces import Refusal
+from cluster.host.schedulers import slurm_runtime as slurm
 from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
 
@@ -29,7 +29,7 @@ def healthy(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
     monkeypatch.setattr(engine, "probe", lambda: Answer(True, "Docker Engine 26.1.5, Compose 2.26.1"))
     monkeypatch.setattr(namespaces, "refusal", lambda: None)
-    monkeypatch.setattr(gpu_settings, "examine", lambda: [Finding("gpus", "ok", "none")])
+    monkeypatch.setattr(gpus, "examine", lambda: [Finding("gpus", "ok", "none")])
     monkeypatch.setattr(slurm.Slurm, "examine", lambda self: [])
 
 

@@ -33,18 +33,16 @@ def made(make_run) -> Callable[..., RunFolder]:
 
 
 @pytest.mark.parametrize(
-    ("losses", "sha256", "tolerance", "expected", "from_step", "code"),
+    ("losses", "sha256", "expected", "from_step", "code"),
     [
-        (LOSSES, "aa", 0.0, "identical", None, 0),
-        (LOSSES, "bb", 0.0, "different", None, 1),
-        (LOSSES, "bb", 1e-9, "within tolerance", None, 0),
-        ({1: 2.3, 2: 2.2 * 1.01, 3: 1.8}, "bb", 0.0, "different", 2, 1),
-        ({1: 2.3, 2: 2.2 * 1.01, 3: 1.8}, "bb", 0.2, "within tolerance", 2, 0),
-        ({1: 2.3, 2: 2.2}, "aa", 1.0, "different", None, 1),  # a step is missing
+        (LOSSES, "aa", "identical", None, 0),
+        (LOSSES, "bb", "different", None, 1),
+        ({1: 2.3, 2: 2.2 * 1.01, 3: 1.8}, "bb", "different", 2, 1),
+        ({1: 2.3, 2: 2.2}, "aa", "different", None, 1),  # a step is missing
     ],
 )
-def test_losses_and_weights_are_compared(made, losses, sha256, tolerance, expected, from_step, code):
-    verdict = rerun.compare(made("one"), made("two", losses, sha256), tolerance)
+def test_losses_and_weights_are_compared(made, losses, sha256, expected, from_step, code):
+    verdict = rerun.compare(made("one"), made("two", losses, sha256))
     assert (expected, from_step, code) == (verdict.verdict, verdict.from_step, rerun.exit_code(verdict))
     assert (sha256 == "aa") is verdict.same_weights
     assert verdict.lines[0].startswith(f"{expected}: ")
@@ -55,14 +53,14 @@ def test_what_differs_between_the_machines_is_named(made):
     two = made(
         "two", sha256="bb", cluster={"strategy": "one", "tasks": [{"port": 2}]}, environment={"cpu": {"model": "B"}}
     )
-    assert ["environment.cpu.model: A there, B here"] == rerun.compare(one, two, 0.0).differences
+    assert ["environment.cpu.model: A there, B here"] == rerun.compare(one, two).differences
 
 
 def test_a_run_that_went_on_without_a_task_says_so(made):
     first, second = made("one"), made("two", sha256="bb")
     first.begin_generation(1, task="worker-0", saved=120, left_out=["worker-0"])
     first.begin_generation(2, task="worker-0", saved=300)
-    differences = rerun.compare(first, second, 0.0).differences
+    differences = rerun.compare(first, second).differences
     assert [
         "tasks: one continued without worker-0 from step 120",
         "tasks: one continued with worker-0 again from step 300",
@@ -72,25 +70,23 @@ def test_a_run_that_went_on_without_a_task_says_so(made):
 def test_another_commit_with_the_same_code_is_no_difference(made):
     code = {"commit": "a", "changes_sha256": None, "cluster_sha256": "1", "train_sha256": "2"}
     first, documented = made("one", code=code), made("two", sha256="bb", code=code | {"commit": "b"})
-    assert [] == rerun.compare(first, documented, 0.0).differences
+    assert [] == rerun.compare(first, documented).differences
     changed = made("three", sha256="bb", code=code | {"commit": "b", "train_sha256": "3"})
-    found = rerun.compare(first, changed, 0.0).differences
+    found = rerun.compare(first, changed).differences
     assert ["code.commit", "code.train_sha256"] == [each.partition(":")[0] for each in found]
 
 
 def test_only_a_run_that_succeeded_can_be_made_again(made, make_run):
-    failed, old, scripted = made("failed"), made("old"), made("scripted")
+    failed, scripted = made("failed"), made("scripted")
     write_json(failed.summary, {"state": "failed"})
-    old.manifest.unlink()
     write_json(scripted.config, {"script": "train.py"})
     for run, why in (
         (make_run("new", workers=0), "in progress"),
         (failed, "failed"),
-        (old, "manifest.json"),
         (scripted, "losses"),
     ):
         with pytest.raises(UsageError, match=why):
-            rerun.rerun(run, "", 0.0, lambda command: pytest.fail("something was started"))
+            rerun.rerun(run, "", lambda command: pytest.fail("something was started"))
 
 
 def test_a_rerun_that_is_interrupted_has_stopped(made, make_run, monkeypatch):
@@ -102,11 +98,5 @@ def test_a_rerun_that_is_interrupted_has_stopped(made, make_run, monkeypatch):
     monkeypatch.setattr(startup, "start", lambda *_, **__: None)
     monkeypatch.setattr(watch, "follow", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        rerun.rerun(first, "", 0.0, lambda command: pytest.fail("local processes need no command"))
+        rerun.rerun(first, "", lambda command: pytest.fail("local processes need no command"))
     assert "stopped" == read_json(second.summary)["state"]
-
-
-@pytest.mark.parametrize("text", ["much", "-1", "nan", "inf", ""])
-def test_a_tolerance_is_a_number(text):
-    with pytest.raises(UsageError, match="--tolerance"):
-        rerun.parse_tolerance(text)

@@ -94,7 +94,7 @@ def test_waiting_too_long_ends_with_4_and_otherwise_as_the_run_did(make_run, cap
 
 
 def test_an_interrupt_ends_with_130(monkeypatch):
-    def interrupt(request: Request, *, installs: bool) -> None:
+    def interrupt(request: Request) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(planning, "plan", interrupt)

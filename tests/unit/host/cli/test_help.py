@@ -15,8 +15,8 @@ from tests.support.command_line import context, invoke, options, refusal
 NAMES = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),
     *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden", "timeline"),
-    *("explain", "runs", "compare", "report", "env", "clean", "tour"),
-    *("image.build", "image.base", "image.reproduce", "image.sbom", "image.watch", "k8s.render", "requirements.lock"),
+    *("explain", "runs", "compare", "report", "clean", "tour"),
+    *("image.build", "image.base", "image.reproduce", "k8s.render"),
     *("data.prepare", "data.shard", "data.examine", "data.verify"),
 }
 
@@ -66,7 +66,7 @@ def requested(monkeypatch) -> list[Request]:
     """The requests that reach the planning, which refuses them."""
     requests: list[Request] = []
 
-    def plan(request: Request, *, installs: bool) -> None:
+    def plan(request: Request) -> None:
         requests.append(request)
         raise PrerequisiteError("enough")
 

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from ruamel.yaml import YAML
 
 import tasks
-from cluster.host.runtime import debugging, tensorboard
+from cluster.host.runtime import tensorboard
 from cluster.system.paths import ROOT
 from tests.support.command_line import invoke
 
@@ -80,10 +80,6 @@ def test_a_dev_container_is_set_up_by_make_and_shows_tensorboard():
     assert "make setup" == setup
     assert prepare.split()[3] in tasks.ns.task_names
     assert [tensorboard.PORT] == container["forwardPorts"]
-    launch = json.loads((ROOT / ".vscode" / "launch.json").read_text())["configurations"]
-    assert [{"host": debugging.LOOPBACK, "port": debugging.PORT}] == [
-        one["connect"] for one in launch if "connect" in one
-    ]
 
 
 def test_a_shell_completes_tasks_and_their_options():

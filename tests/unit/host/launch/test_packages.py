@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tarfile
@@ -67,29 +66,6 @@ def test_packages_are_installed_once_with_what_they_need_and_are_readable(tmp_pa
     monkeypatch.setattr(packages, "_run", lambda *_: pytest.fail("installed again"))
     assert folder == packages.prepare(requested, PYTHON)
     assert [folder] == list(packages.FOLDER.iterdir())  # nothing half done is left
-
-
-@pytest.mark.parametrize("installed_before", [False, True])
-def test_a_check_resolves_and_installs_nothing(tmp_path, installed_before):
-    requested = requirements(tmp_path, wheel(tmp_path, "their_package"))
-    if installed_before:
-        packages.prepare(requested, PYTHON)
-    before = sorted(tmp_path.rglob("*"))
-    assert packages.folder(requested, PYTHON) == packages.check(requested, PYTHON)
-    with packages.importable(requested, installs=False) as folder:
-        assert (folder / "their_package.py").exists()
-    assert before == sorted(tmp_path.rglob("*"))
-    assert installed_before == folder.exists()
-    with pytest.raises(UsageError):
-        packages.check(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
-
-
-def test_the_command_of_a_dry_run_prepares_the_packages(tmp_path):
-    requested = requirements(tmp_path, "no-such-package-of-ours")
-    words = shlex.split(packages.command(requested, PYTHON))
-    done = subprocess.run(words, cwd=packages.ROOT, capture_output=True, text=True)
-    assert (UsageError.exit_code, "") == (done.returncode, done.stdout)
-    assert "error: --requirements " in done.stderr.splitlines()[-1]
 
 
 SETUP = """\

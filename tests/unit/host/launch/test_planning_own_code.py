@@ -149,17 +149,3 @@ def test_extra_packages_are_got_before_anything_is_started(
     docker(WORKING_ENGINE)
     planning.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
     assert (tmp_path / "r.txt", "3.11") == requested[-1]
-
-
-@pytest.mark.parametrize("scripted", [True, False])
-def test_a_plan_that_is_not_started_installs_no_packages(resolved, theirs, monkeypatch, tmp_path, scripted):
-    monkeypatch.setattr(planning.packages, "FOLDER", tmp_path / "kept")
-    monkeypatch.setattr(planning.packages, "_run", lambda *_: pytest.fail("pip is called for nothing"))
-    monkeypatch.setattr(planning.packages, "_resolve", lambda *_: [])
-    (expected := tmp_path / "r.txt").touch()
-    options = {"script": str(theirs)} if scripted else {}
-    planned = planning.plan(Request(**options, requirements=str(expected), runtime="local", workers=0), installs=False)
-    assert not (tmp_path / "kept").exists()
-    assert planning.packages.folder(expected, planning.packages.host_python()) == planned.payload.packages
-    command = planning.packages.command(expected, planning.packages.host_python())
-    assert command == startup.commands(planned)[0]

@@ -7,7 +7,8 @@ import pytest
 
 from cluster.contract import compatibility, spec
 from cluster.host.gpu.placement import Placement
-from cluster.host.launch import configuration, kubernetes, planning
+from cluster.host.kubernetes import rendering
+from cluster.host.launch import configuration, planning
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.topology import build_cluster, check_elastic_batch, inherit_topology
 from cluster.host.options.request import Request
@@ -192,5 +193,5 @@ def test_a_resumed_run_keeps_what_was_requested_of_it(resolved, make_run, topolo
 def test_manifests_carry_it(monkeypatch):
     monkeypatch.setattr(configuration, "resolve", lambda *_, **__: (dict(CONFIG), (), ""))
     request = Request(min_workers=1, tensorboard_port="0")
-    started = kubernetes._manifest(request, kubernetes.Place()).started
+    started = rendering._manifest(request, rendering.Place()).started
     assert (1, False) == (started["min_workers"], started["grow"])

@@ -1,12 +1,9 @@
 """Columns, lines and plans that fit a terminal."""
 
-import json
-import shlex
-
 import pytest
 
 from cluster.host.view.columns import chosen_columns, columns
-from cluster.system.terminal import WIDE, fit, shell_lines, terminal_width
+from cluster.system.terminal import WIDE, fit, terminal_width
 
 WORDS = " ".join(["word"] * 30)
 
@@ -23,16 +20,6 @@ def test_paths_and_commands_stay_whole():
     path, command = f"/home/{'x' * 90}", "`invoke up --resume fashion_mnist`"
     assert f"{path}:" in [line.strip() for line in fit([f"error: {path}: it is full; free space"], 40)]
     assert any(command in line for line in fit([f"error: the run has ended, so that {command} continues"], 40))
-
-
-@pytest.mark.parametrize("width", [20, 80, WIDE])
-def test_a_command_on_several_lines_is_the_same_command(width):
-    command = (
-        f"TF_CONFIG={shlex.quote(json.dumps({'a': [1, 2]}))} python -m cluster.agent --name 'two  words' && true &"
-    )
-    lines = shell_lines(command, width)
-    assert shlex.split(command) == shlex.split("\n".join(lines).replace("\\\n", ""))
-    assert all(len(line) <= width or 1 >= len(shlex.split(line.rstrip("\\"))) for line in lines)
 
 
 def test_the_last_column_is_wrapped():
