@@ -13,7 +13,7 @@ from invoke import Collection, Exit
 from cluster.contract import spec
 from cluster.host.cli import options
 from cluster.host.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
-from cluster.host.cli.tasks import checks, k8s, preparation, reports, runs, saved, tour
+from cluster.host.cli.tasks import checks, k8s, preparing, reports, runs, saved_models, tour
 from cluster.host.launch import startup
 from cluster.system.errors import UsageError
 
@@ -85,10 +85,10 @@ ns = Collection(
     runs.scale,
     runs.stop,
     runs.down,
-    saved.evaluate,
-    saved.export,
-    saved.predict,
-    saved.timeline,
+    saved_models.evaluate,
+    saved_models.export,
+    saved_models.predict,
+    saved_models.timeline,
     checks.doctor,
     checks.verify,
     checks.rerun,
@@ -102,8 +102,8 @@ ns = Collection(
     bench,
     test,
     golden,
-    image=Collection(preparation.build, preparation.base, preparation.reproduce),
-    data=Collection(preparation.prepare, preparation.shard, preparation.examine, preparation.verify),
+    image=Collection(preparing.build, preparing.base, preparing.reproduce),
+    data=Collection(preparing.prepare, preparing.shard, preparing.examine, preparing.verify),
     k8s=Collection(k8s.render),
 )
 options.COMMANDS.update(ns.task_names)

@@ -15,7 +15,7 @@ from cluster.contract import tf_config
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import checkout, locks
-from cluster.host.launch import inputs
+from cluster.host.launch import user_files
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime.payload import Payload
 from cluster.system.files import files_sha256, sha256
@@ -38,7 +38,7 @@ def write(plan: Plan) -> None:
         "network": plan.network.name,
         "image": plan.runtime.image(plan),
         "config": _config(plan),
-        "init": inputs.hash_weights(plan.run.init),
+        "init": user_files.hash_weights(plan.run.init),
         "own_code": _own_code(plan.payload),
         "elastic": dict(plan.elastic),
         "cluster": plan.cluster.to_json(),

@@ -11,13 +11,13 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.gpu import devices, placement
 from cluster.host.gpu.placement import Placement
-from cluster.host.launch import configuration, inputs, packages, resuming
+from cluster.host.launch import configuration, packages, resuming, user_files
 from cluster.host.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
-from cluster.host.launch.inputs import check_path, check_script
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.resuming import Previous, load_previous, resume
 from cluster.host.launch.teardown import in_progress
 from cluster.host.launch.topology import build_cluster, check_elastic_batch, check_hardware, elastic_record
+from cluster.host.launch.user_files import check_path, check_script
 from cluster.host.options.combinations import check_needs
 from cluster.host.options.request import OPTIONS, Needs, Request
 from cluster.host.runtime import inherited, registry
@@ -86,7 +86,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         previous=previous.run,
     )
     notes = [note for check in CHECKS for note in check(planned)]
-    init = () if typed.resume else inputs.find_weights(config.get("init_from", ""), previous.run)
+    init = () if typed.resume else user_files.find_weights(config.get("init_from", ""), previous.run)
     compose = runtime.render(work) | gpus.record()
     return replace(planned, compose=compose, init=init, about_resuming=tuple(notes))
 

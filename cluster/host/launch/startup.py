@@ -15,10 +15,10 @@ from typing import Any
 from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop, Started, StopRequest
-from cluster.host.launch import inputs, manifest, packages, planning, teardown
+from cluster.host.launch import manifest, packages, planning, teardown, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
-from cluster.host.launch.inputs import lay_out
 from cluster.host.launch.plan import Plan
+from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.runtime.payload import data_words
@@ -216,7 +216,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
             file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
     if plan.payload.script:
         data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
-    inputs.copy_weights(plan.init, plan.run.init)
+    user_files.copy_weights(plan.init, plan.run.init)
     json_files.write_json(plan.run.config, plan.config)
     if stages:
         json_files.write_json(plan.run.stages, stages)

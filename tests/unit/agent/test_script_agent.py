@@ -17,7 +17,7 @@ from cluster.agent import agent, program
 from cluster.agent.board import Board
 from cluster.contract.run.records import Summary
 from cluster.host.control import watch
-from cluster.host.launch.inputs import lay_out
+from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload

@@ -9,7 +9,7 @@ import pytest
 from cluster.contract import settings
 from cluster.contract.run import provenance
 from cluster.host.launch import folders
-from cluster.host.launch.inputs import check_script
+from cluster.host.launch.user_files import check_script
 from cluster.host.options.request import Request
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.paths import ROOT

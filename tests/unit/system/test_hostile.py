@@ -26,7 +26,7 @@ from cluster.host.gpu import placement
 from cluster.host.gpu.placement import Placement
 from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, planning, startup
-from cluster.host.launch.inputs import check_script
+from cluster.host.launch.user_files import check_script
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, registry, supervisor
 from cluster.host.runtime.compose_runtime import ContainerFaults

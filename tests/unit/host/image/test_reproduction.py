@@ -7,7 +7,7 @@ import pytest
 from invoke import Exit, MockContext
 
 import tasks
-from cluster.host.cli.tasks import preparation
+from cluster.host.cli.tasks import preparing
 from cluster.host.image import engine, images, reproduction
 from cluster.host.image.engine import Answer
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, UsageError
@@ -78,7 +78,7 @@ def test_a_build_that_cannot_be_examined_must_leave_no_tag(built):
 @pytest.mark.parametrize(("second", "code"), [(FIRST, EXIT_DONE), (CHANGED, EXIT_FAILED)])
 def test_the_exit_code_must_report_whether_they_are_identical(built, monkeypatch, capsys, second, code):
     built += [FIRST, second]
-    monkeypatch.setattr(preparation, "shell", lambda c, **_: lambda command: None)
+    monkeypatch.setattr(preparing, "shell", lambda c, **_: lambda command: None)
     with pytest.raises(Exit) as ended:
         tasks.ns["image.reproduce"](MockContext(), json=True)
     (value,) = json.loads(capsys.readouterr().out)

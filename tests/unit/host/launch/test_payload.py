@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.contract import spec
-from cluster.host.launch import inputs
+from cluster.host.launch import user_files
 from cluster.host.runtime import compose_services
 from cluster.host.runtime.compose_runtime import task_environment
 from cluster.host.runtime.payload import Payload
@@ -78,10 +78,10 @@ def test_a_script_that_cannot_be_run_is_refused(tmp_path, monkeypatch, name, why
         (tmp_path / path).touch()
     monkeypatch.chdir(tmp_path)
     if not why:  # it is found from where the caller is
-        assert tmp_path / name == inputs.check_script(name, tmp_path / "runs")
+        assert tmp_path / name == user_files.check_script(name, tmp_path / "runs")
         return
     with pytest.raises(UsageError, match=why):
-        inputs.check_script(str(tmp_path / name), tmp_path / "runs")
+        user_files.check_script(str(tmp_path / name), tmp_path / "runs")
 
 
 def test_what_containers_could_not_read_is_reported(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_every_task_works_in_a_folder_of_links(make_run, tmp_path):
     (folder / "s.py").touch()
     run = make_run(workers=1)
     for seen_at in ("/script", str(folder)):
-        inputs.lay_out(Payload(folder / "s.py"), run, run.load_cluster(), seen_at=Path(seen_at))
+        user_files.lay_out(Payload(folder / "s.py"), run, run.load_cluster(), seen_at=Path(seen_at))
         for task in ("chief", "worker-0"):
             links = {path.name: str(path.readlink()) for path in run.work(task).iterdir()}
             assert {"data": f"{seen_at}/data", "s.py": f"{seen_at}/s.py"} == links
@@ -124,9 +124,9 @@ def test_what_an_earlier_life_wrote_stays(make_run, tmp_path):
     run = make_run(workers=0)
     run.work("chief").mkdir(parents=True)
     (run.work("chief") / "model").write_text("trained")
-    inputs.lay_out(Payload(tmp_path / "theirs" / "s.py"), run, run.load_cluster())
+    user_files.lay_out(Payload(tmp_path / "theirs" / "s.py"), run, run.load_cluster())
     assert "trained" == (run.work("chief") / "model").read_text()
-    inputs.lay_out(Payload(), other := make_run("other", workers=0), other.load_cluster())
+    user_files.lay_out(Payload(), other := make_run("other", workers=0), other.load_cluster())
     assert not (other.path / "work").exists()
 
 
@@ -135,6 +135,6 @@ def test_no_link_leads_back_to_the_run(make_run, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "again").symlink_to("runs")
     run = make_run(workers=0)
-    inputs.lay_out(Payload(tmp_path / "s.py"), run, run.load_cluster())
+    user_files.lay_out(Payload(tmp_path / "s.py"), run, run.load_cluster())
     assert {"s.py", "loop"} == {path.name for path in run.work("chief").iterdir()}
     assert all(len(Path(folder).parts) < 20 for folder, _, _ in os.walk(run.path, followlinks=True))

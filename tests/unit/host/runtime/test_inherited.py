@@ -14,7 +14,7 @@ from cluster.contract import spec
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning
-from cluster.host.launch.inputs import lay_out
+from cluster.host.launch.user_files import lay_out
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, inherited, supervisor
 from cluster.host.runtime.compose_runtime import task_environment

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch import inputs
+from cluster.host.launch import user_files
 from cluster.system import files
 from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
@@ -29,12 +29,12 @@ def names(found: tuple[Path, ...]) -> list[str]:
 
 
 def test_of_a_run_the_newest_checkpoint_is_meant_unless_it_is_damaged(trained):
-    assert ["ckpt-10.data-00000-of-00001", "ckpt-10.index"] == names(inputs.find_weights("trained"))
+    assert ["ckpt-10.data-00000-of-00001", "ckpt-10.index"] == names(user_files.find_weights("trained"))
     (trained.checkpoints / "ckpt-10.index").write_text("other")
-    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(inputs.find_weights("trained"))
+    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(user_files.find_weights("trained"))
     (trained.checkpoints / "ckpt-5.index").unlink()
     with pytest.raises(UsageError, match="--init-from trained"):
-        inputs.find_weights("trained")
+        user_files.find_weights("trained")
 
 
 @pytest.mark.usefixtures("trained")
@@ -43,16 +43,16 @@ def test_what_holds_no_weights_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights.txt").touch()
     with pytest.raises(UsageError, match=name):
-        inputs.find_weights(name)
+        user_files.find_weights(name)
 
 
 def test_files_are_copied_so_that_a_repeated_run_finds_them(trained, make_run):
     prefix = trained.checkpoints / "ckpt-5.index"
-    found = inputs.find_weights(str(prefix))
+    found = user_files.find_weights(str(prefix))
     run = make_run("tuned")
-    inputs.copy_weights(found, run.init)
-    assert {"ckpt-5.index", "ckpt-5.data-00000-of-00001"} == set(inputs.hash_weights(run.init))
+    user_files.copy_weights(found, run.init)
+    assert {"ckpt-5.index", "ckpt-5.data-00000-of-00001"} == set(user_files.hash_weights(run.init))
     for path in found:
         path.unlink()
-    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(inputs.find_weights(str(prefix), run))
-    assert () == inputs.find_weights("")
+    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names(user_files.find_weights(str(prefix), run))
+    assert () == user_files.find_weights("")
