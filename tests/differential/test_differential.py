@@ -30,7 +30,6 @@ CASES = (
     "379",  # PipeDream in two stages
     "435:precision='fp32'",  # stages that compute their forward pass again,
     "435:precision='fp32';layers=('dropout',)",  # and what they drop
-    "1069:ema=0.8",  # parameter servers, killed, with micro-batches, decay and a schedule
     *(str(seed) for seed in cheap_seeds(50) if not any(refusal.applies(draw(seed)) for refusal in REFUSALS)),
 )
 ALL, EACH = 2000, 50

@@ -1,5 +1,6 @@
 """Two workers and a parameter server in one process: where variables are, and slices of steps that are done again."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,14 @@ import tensorflow as tf
 from cluster.system.errors import RunFailed
 from cluster.system.ports import free_ports
 from train import patches, program
-from train.config import TrainConfig
+from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, sources
 from train.loops import parameter_server
 from train.loops.train_step import TrainStep
 from train.model import objectives, optimizers
 from train.model.gradients import GradientPolicy
+from train.saving.checkpoint import Checkpoint
 
 EXAMPLES = 10
 SLICES = 4
@@ -117,7 +119,7 @@ def data(folder: Path) -> sources.Source:
     return sources.find(TrainConfig(dataset="own:numbers"), folder)
 
 
-def trained(source: sources.Source, times: int) -> dict[str, Any]:
+def trained(source: sources.Source, times: int, micro_batches: int = 1) -> dict[str, Any]:
     """Train for some steps, repeating each slice; return the results."""
     keras.utils.set_random_seed(7)
     model = new_model()
@@ -125,7 +127,7 @@ def trained(source: sources.Source, times: int) -> dict[str, Any]:
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
-    train_step = TrainStep(model, GradientPolicy(optimizer), objective, EXAMPLES, 1)
+    train_step = TrainStep(model, GradientPolicy(optimizer), objective, EXAMPLES, 1, micro_batches)
     once = tf.distribute.coordinator.ClusterCoordinator.schedule
 
     def schedule(self: Any, *arguments: Any) -> Any:
@@ -152,6 +154,47 @@ def trained(source: sources.Source, times: int) -> dict[str, Any]:
         "updates": int(optimizer.iterations.numpy()),
         "weights": [variable.numpy().tolist() for variable in model.trainable_variables],
     }
+
+
+def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
+    """Return whether two halves of a training, with a checkpoint between, have the bits of a whole one."""
+    settings = Optimizer(name="adamw", learning_rate=0.05, warmup_steps=2, schedule="cosine", decay_steps=8, ema=0.5)
+
+    def begun() -> tuple[Checkpoint, Any, list[Any]]:
+        keras.utils.set_random_seed(7)
+        model = new_model()
+        context = dataclasses.replace(task_context(model), config=TrainConfig(optimizer=settings), source=source)
+        policy = context.new_policy()
+        with strategy.scope():
+            step = tf.Variable(0, dtype=tf.int64)
+        objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+        inner = parameter_server.AsynchronousSteps(
+            strategy,
+            TrainStep(model, policy, objective, EXAMPLES, 1),
+            source,
+            WORKERS,
+            seed=7,
+            steps_per_loop=1,  # one after the other, so that the bits can be compared
+        )
+        saves = Checkpoint(model, policy.optimizer, step, folder, keep=1, writes=True)
+        return saves, inner, [*model.variables, *policy.optimizer.variables]
+
+    def bits(variables: list[Any]) -> list[bytes]:
+        return [variable.numpy().tobytes() for variable in variables]
+
+    _, inner, whole = begun()
+    for step in range(6):
+        inner(step, 1)
+    saves, inner, half = begun()
+    for step in range(3):
+        inner(step, 1)
+    saves.save(3)
+    saves.wait()
+    saves, inner, resumed = begun()
+    done = saves.restore()
+    for step in range(done, 6):
+        inner(step, 1)
+    return {"same": bits(whole) == bits(resumed), "moved": bits(half) != bits(resumed)}
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +236,19 @@ def test_a_slice_that_is_done_again_must_not_update_again(source, once):
     """As the coordinator does with one whose worker it has lost, here with every slice."""
     assert (16, 16) == (once["updates"], len(once["losses"]))
     assert once == trained(source, 2)
+
+
+def test_a_worker_must_accumulate_micro_batches(source, once):
+    """One slice after the other, so that the numbers are those of whole batches."""
+    cut = trained(source, 1, 5)
+    np.testing.assert_allclose(cut["losses"], once["losses"], rtol=1e-5)
+    for actual, expected in zip(cut["weights"], once["weights"], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert once["updates"] == cut["updates"]
+
+
+def test_decay_schedules_and_averages_must_continue_with_the_same_bits_after_a_restore(source, tmp_path):
+    assert {"same": True, "moved": True} == restored(source, tmp_path)
 
 
 def test_damaged_data_must_be_reported_by_the_worker_that_reads_it(source):
