@@ -126,9 +126,10 @@ def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.
         else:
             differs = previous != requested and None not in (previous, requested)
         if differs:
+            option = f"--{name.replace('_', '-')} {requested or repr(requested)}"  # some may be empty
             raise UsageError(
-                f"--{name.replace('_', '-')} {requested}: run {run.name!r} has trained {done} steps with {previous}, "
-                f"and {why}; {_way_out(run)}"
+                f"{option}: run {run.name!r} has trained {done} steps with {previous or repr(previous)}, and {why}; "
+                f"{_way_out(run)}"
             )
     _check_keras(run, before, config, cluster)
     return _check_length(run, before, config, done) + _about_shards(run, config, cluster)
