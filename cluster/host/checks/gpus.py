@@ -51,7 +51,7 @@ def examine() -> list[Finding]:
     code, text = devices.ask(*QUERY)
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     if code or not rows or any(len(row) != 4 for row in rows):
-        why = text.splitlines()[-1].strip() if text else "it lists no GPU"
+        why = (text.strip() or "it lists no GPU").splitlines()[-1]
         fix = "run `nvidia-smi`, reload or install NVIDIA's driver; until then --gpus none"
         return [Finding("gpus", "warning", f"nvidia-smi reports none: {why}", fix)]
     # A process sees a single instance of a GPU that is split into instances, not as many GPUs as there are.

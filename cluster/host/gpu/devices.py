@@ -67,7 +67,7 @@ def machine(what: str, *, with_instances: bool = False) -> Machine:
     """Return this machine's GPUs, which the option `what` needs, and its MIG instances if requested."""
     code, text = ask(*QUERY)
     if code or not text.strip():
-        why = text.splitlines()[-1].strip() if text else "nvidia-smi lists none"
+        why = (text.strip() or "nvidia-smi lists no GPU").splitlines()[-1]
         raise PrerequisiteError(
             f"{what}: no GPU was found on this machine ({why}); install NVIDIA's driver, or use --gpus none"
         )
