@@ -99,18 +99,3 @@ def test_predict_must_name_the_likeliest_classes(clusters, alone):
     assert {line.split("%")[1].strip() for line in lines} <= set(names)
     output = clusters.invoke("predict", alone.name, f"--image={alone.summary}", expect=2)
     assert "expected a PNG or JPEG file" in output
-
-
-def test_a_report_must_show_what_the_export_confuses(clusters, alone):
-    clusters.invoke("report", alone.name)
-    shown = (alone.path / "report.html").read_text()
-    assert "Ankle boot" in shown
-    assert "data:image/png;base64," in shown
-
-
-@pytest.mark.long
-def test_a_comparison_must_show_how_far_weights_are_apart(clusters, alone, crossing):
-    compared = clusters.invoke("compare", alone.name, crossing.name, "--json")
-    (pair,) = json.loads(compared[compared.index("{") :])["weights"]
-    assert not pair["identical"]
-    assert 0 < pair["distance"]["relative"] < 1
