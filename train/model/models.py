@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import fnmatch
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from keras.src.backend.common import global_state  # has no public name
 from tensorflow import keras  # Keras 3, or tf_keras if `--loop fit` needs it
 
 from cluster.system.errors import UsageError, nearest
@@ -23,13 +26,17 @@ MODELS: dict[str, Callable[..., Any]] = {
     "resnet50": architectures.resnet50,
     "transformer_lm": architectures.transformer_lm,
 }
+_COUNTS: dict[str, dict[str, int]] = {}
+"""Keras's counts of the layers of each class before the first build of a model."""
 
 
 def of(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.Model:
     """Build the model that a configuration describes; see `build`."""
     size = config.transformer
     sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
-    model = build(config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {}))
+    named_again = config.freeze or config.optimizer.no_decay
+    with _names_of_first_build(config.model) if named_again else contextlib.nullcontext():
+        model = build(config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {}))
     if config.loop == "custom" and (method := overridden(model)):
         raise UsageError(
             f"--model {config.model!r}: {type(model).__name__} overrides {method}, which --loop custom does not "
@@ -86,6 +93,20 @@ def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -
         )
     references.call("--model", name, call, model, feature_shape)
     return model
+
+
+@contextlib.contextmanager
+def _names_of_first_build(name: str) -> Iterator[None]:
+    """Count layers as before the first build of a model in this process, so that options find the same names."""
+    counts = global_state.get_global_attribute("object_name_uids", collections.defaultdict(int), set_to_default=True)
+    first = _COUNTS.setdefault(name, dict(counts))
+    others = {kind: count for kind, count in counts.items() if count != first.get(kind)}
+    counts.clear()
+    counts.update(first)
+    try:
+        yield
+    finally:
+        counts.update({kind: max(count, counts[kind]) for kind, count in others.items()})
 
 
 def call(model: keras.Model, feature_shape: Named) -> Any:

@@ -113,3 +113,18 @@ def test_a_method_that_the_loop_cannot_call_or_would_not_call_is_refused(monkeyp
     with pytest.raises(UsageError, match=named):
         models.of(TrainConfig(model="own_models:model", loop=loop), SHAPE, OUTPUTS)
     assert isinstance(models.of(TrainConfig(model="own_models:model", loop=other), SHAPE, OUTPUTS), kind)
+
+
+def test_a_model_that_is_built_again_to_be_exported_freezes_the_same_layers(monkeypatch):
+    """Keras counts layers without a name over the whole process."""
+    _, _, number = keras.layers.Dense(1).name.partition("_")
+    name = f"dense_{int(number or 0) + 2}"  # of the second layer after this one
+    module = types.ModuleType("own_models_again")
+    module.model = lambda _shape, outputs: keras.Sequential([flat(4), flat(outputs)])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_models_again", module)
+    config = TrainConfig(model="own_models_again:model", freeze=name)
+    for _ in range(3):
+        model = models.of(config, SHAPE, OUTPUTS)
+        assert [20 * 4 + 4, 4 * OUTPUTS + OUTPUTS] == [layer.count_params() for layer in model.layers]
+        assert [True, False] == [bool(layer.trainable_weights) for layer in model.layers]
+    assert keras.layers.Dense(1).name not in [layer.name for layer in model._flatten_layers()]
