@@ -88,7 +88,6 @@ ns = Collection(
     saved_models.evaluate,
     saved_models.export,
     saved_models.predict,
-    saved_models.timeline,
     checks.doctor,
     checks.verify,
     checks.rerun,

@@ -1,13 +1,9 @@
-"""Two stages with one core each: what more micro-batches bring, against the bubble's formula and against one task.
-
-K = 2 is measured on two cores. K = 4 and 8 are simulated from the measured time of a stage, next to GPipe's table 2.
-"""
+"""Two stages with one core each: what more micro-batches bring, against the bubble's formula and against one task."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import Bench, cores
@@ -16,8 +12,6 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
 from cluster.system.errors import PrerequisiteError
-from train.pipeline import schedule, timeline
-from train.pipeline.schedule import Action, Span
 
 STEPS = 6
 BATCH, LAYERS, WIDTH, CONTEXT = 128, 4, 256, 64
@@ -25,12 +19,10 @@ MICRO_BATCHES = {1: None, 4: Goal(1.5, at_least=True), 8: None, 16: None, 32: Go
 """M, and the goal for its throughput over that of M = 1; the formula allows 1.6 and 1.94."""
 OVER_ONE_TASK = {4: None, 32: Goal(1.7, at_least=True)}
 """M, and the goal for two stages over one task of one core; the formula allows 1.6 and 1.94."""
-PAPER = {4: {1: 1.07, 4: 3.2, 32: 3.4}, 8: {1: 1.3, 4: 4.8, 32: 6.3}}
-"""K, M and the speed-up over one stage in table 2 of arXiv:1811.06965, Transformer-48 on TPUs."""
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Train two stages with each number of micro-batches in turn, and one task with the same; then four stages.
+    """Train two stages with each number of micro-batches in turn, and one task with the same.
 
     Raises:
         PrerequisiteError: there are no two cores.
@@ -40,19 +32,16 @@ def measure(bench: Bench) -> list[Figure]:
     chosen = dict(list(MICRO_BATCHES.items())[:2]) if bench.quick else MICRO_BATCHES
     counts = [(2, m) for m in chosen] + [(1, m) for m in chosen if m in OVER_ONE_TASK]
     rates: dict[tuple[int, int], list[float]] = {each: [] for each in counts}
-    spans: dict[int, list[Span]] = {}
     for turn in bench.turns():
         for (stages, micro_batches), samples in rates.items():
             name, batch = f"pipeline-{turn}-{stages}-{micro_batches}", BATCH // 4 if bench.quick else BATCH
             run = start(bench, name, stages, micro_batches, batch=batch)
             try:
                 samples.append(rate(bench, run))
-                if stages == 2:
-                    spans[micro_batches] = timeline.read(run)[1]
             finally:
                 supervisor.kill(run)
             bench.log(f"    {stages} stages, M = {micro_batches}: {samples[-1]:.1f} examples/s")
-    return [*_measured(rates, chosen), *_simulated(spans)]
+    return _measured(rates, chosen)
 
 
 def _measured(rates: dict[tuple[int, int], list[float]], chosen: dict[int, Goal | None]) -> list[Figure]:
@@ -66,32 +55,6 @@ def _measured(rates: dict[tuple[int, int], list[float]], chosen: dict[int, Goal 
             against = OVER_ONE_TASK[micro_batches]
             figures.append(_over(name, f"2 stages, M={micro_batches}", two, "1 stage", one, against))
     return figures
-
-
-def _simulated(spans: dict[int, list[Span]]) -> list[Figure]:
-    """Return the speed-up of more stages over one, whose times are those of two stages divided evenly."""
-    figures = []
-    for stages, paper in PAPER.items():
-        for micro_batches in (m for m in paper if m in spans):
-            forward_s, backward_s = (
-                2 / stages * _seconds(spans[micro_batches], action) for action in (Action.FORWARD, Action.BACKWARD)
-            )
-            program = schedule.build("gpipe", stages, micro_batches)
-            step = schedule.simulate(program, [forward_s] * stages, [backward_s] * stages)
-            alone = stages * micro_batches * (forward_s + backward_s)
-            title = (
-                f"speed-up of {stages} stages over 1, M={micro_batches}, simulated from the measured times of 2; in "
-                f"GPipe's table 2: {paper[micro_batches]:g}"
-            )
-            speed_up = alone / schedule.step_seconds(step)
-            name = f"pipeline-k{stages}-m{micro_batches}-simulated"
-            figures.append(Figure(name, title, "times", {"simulated": [speed_up]}))
-    return figures
-
-
-def _seconds(spans: Sequence[Span], action: Action) -> float:
-    """Return the seconds of a micro-batch in a stage, on average."""
-    return fmean(span.end_s - span.begin_s for span in spans if span.instruction.action is action)
 
 
 def _over(name: str, ours: str, samples: list[float], theirs: str, others: list[float], goal: Goal | None) -> Figure:

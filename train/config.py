@@ -25,7 +25,6 @@ __all__ = ["Best", "Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
-SINKS = ("csv", "mlflow", "wandb")
 SOURCES = ("memory", "stream", "function")
 DATASETS = ("fashion_mnist", "mnist", "jargon_file", "tiny_shakespeare", "breast_cancer", "imdb_reviews")
 MODELS = ("two_conv_cnn", "resnet20", "resnet50", "transformer_lm")
@@ -171,9 +170,6 @@ class TrainConfig:
     """Optimizer steps between two rows in metrics/ and two points in TensorBoard; at least 1. They are written when
     a call of `steps_per_loop` ends."""
 
-    log_to: str = ""
-    """Further receivers of metrics: `csv`, `mlflow`, `wandb`, separated by commas."""
-
     checkpoint_every: int | str = timer.AUTO
     """Interval of checkpoints: optimizer steps such as `200`, seconds such as `30s`, at least 0.1, or `auto`, which
     minimizes the lost time by the cost of a save and the frequency of failures. After a failure `auto` saves the first
@@ -223,8 +219,6 @@ class TrainConfig:
         self.optimizer.check()
         heads.losses(self.loss)
         heads.weights(self.loss_weights)
-        for sink in self.sinks:
-            check_choice("log_to", sink, SINKS)
         self.best.check(self.loop)
         if self.callbacks == "tutorial" and not self.rate_is_set:
             raise UsageError(
@@ -325,11 +319,6 @@ class TrainConfig:
         return compatibility.scale_rate(
             settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch
         )
-
-    @property
-    def sinks(self) -> list[str]:
-        """The receivers of `log_to`."""
-        return [name.strip() for name in self.log_to.split(",") if name.strip()]
 
     @property
     def rate_is_set(self) -> bool:

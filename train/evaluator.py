@@ -13,7 +13,6 @@ from train.config import TrainConfig
 from train.context import TaskContext
 from train.saving import weights
 from train.saving.files import Saved, finished
-from train.telemetry import sinks
 from train.telemetry.metrics import Metrics
 
 POLL_S = 0.5
@@ -23,8 +22,7 @@ def evaluate_checkpoints(context: TaskContext) -> None:
     """Evaluate new checkpoints until a stop, and then the newest one if necessary."""
     run, heartbeat, stop = context.run, context.heartbeat, context.stop
     name = context.task.name
-    receivers = sinks.build(context.config, run, name, sys.maxsize, chief=False)
-    metrics = Metrics(run, name, prints=True, resumed_at=sys.maxsize, sinks=receivers)
+    metrics = Metrics(run, name, prints=True, resumed_at=sys.maxsize)
     evaluate = context.new_evaluation()
     new = NewCheckpoints(run.checkpoints, {row["step"] for row in read_json_lines(run.metrics(context.task.name))})
     heartbeat.update(state="evaluating")

@@ -3,7 +3,6 @@
 python -m train.saved evaluate --run-dir runs/RUN [--data-dir data]
 python -m train.saved export   --run-dir runs/RUN [--data-dir data]
 python -m train.saved predict  --run-dir runs/RUN --image FILE | --features FILE
-python -m train.saved timeline --run-dir runs/RUN --output FILE
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from cluster.system.terminal import print_lines
 from train import named
 from train.config import TrainConfig
 from train.model import variables
-from train.pipeline import timeline
 
 if TYPE_CHECKING:
     from tensorflow import keras
@@ -45,7 +43,7 @@ def main(arguments: list[str]) -> int:
     """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m train.saved", description="A run's newest checkpoint, used.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("evaluate", "export", "predict", "timeline"):
+    for name in ("evaluate", "export", "predict"):
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True, help="run folder")
         command.add_argument("--data-dir", type=Path, default=Path("data"), help="prepared data (%(default)s)")
@@ -57,8 +55,6 @@ def main(arguments: list[str]) -> int:
             example = command.add_mutually_exclusive_group(required=True)
             example.add_argument("--image", type=Path, help="image file to classify")
             example.add_argument("--features", type=Path, help="JSON file of one example")
-        if name == "timeline":
-            command.add_argument("--output", type=Path, required=True, help="PNG file to write")
     options = parser.parse_args(arguments)
     # Leave the GPUs to training processes.
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
@@ -68,9 +64,6 @@ def main(arguments: list[str]) -> int:
             with quiet.redirected(TO_STDERR):
                 lines = predict(run, options.image, options.features)
             print("\n".join(lines))
-        elif options.command == "timeline":
-            step = timeline.save(run, options.output)
-            print(f"drew step {step} to {options.output}")
         elif options.command == "evaluate":
             with quiet.redirected(TO_STDERR):
                 results = evaluate(run, options.data_dir, best=options.best)

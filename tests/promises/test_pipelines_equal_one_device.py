@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters, summary
 from tests.support.waiting import wait_for
@@ -46,19 +45,11 @@ def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_
     assert 0 == process.returncode, output
     assert ["worker-0"] == [restart["task"] for restart in summary(run)["restarts"]]
     assert all(seconds > 0 for seconds in read_json(run.stages)["seconds"])
-    _check_timeline(clusters, run)
     words_after = ("up", f"--resume={run.name}", "--strategy=one", "--runtime=local", "--tensorboard-port=0")
     clusters.invoke(*words_after, "--", f"--max-steps={STEPS}")
     found = summary(run)
     assert one_device["weights_sha256"] == found["weights_sha256"]
     assert one_device["metrics"] == found["metrics"]
-
-
-def _check_timeline(clusters: Clusters, run: RunFolder) -> None:
-    assert all(0 < beat.busy_share <= 1 for beat in run.heartbeats().values())
-    clusters.invoke("timeline", run.name, f"--output={run.path / 'own.png'}")
-    assert (run.path / "own.png").read_bytes().startswith(b"\x89PNG")
-    assert any(b"stages/timeline" in file.read_bytes() for file in run.tensorboard("chief").glob("events.*"))
 
 
 def test_the_devices_of_one_task_must_give_the_same_weights(clusters, one_device):

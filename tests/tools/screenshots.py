@@ -29,12 +29,10 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 TABS = {
     "timeseries": (1440, 1060),
     "scalars": (1440, 1060),
-    "images": (1440, 860),
     "graphs": (1440, 620),
     "distributions": (1440, 620),
     "histograms": (1440, 620),
     "text": (1440, 620),
-    "pr_curves": (1440, 860),
     "hparams": (1440, 620),
 }
 """TensorBoard's names of its tabs, with the width and height of their pictures. Profile is none of them: its first page

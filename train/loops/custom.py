@@ -53,12 +53,7 @@ def train(setup: Setup, rehearsed: Steps | None = None) -> None:
         with context.strategy.scope():  # callbacks ask the model for its optimizer
             # The base class's method: a model's override may take other arguments.
             keras.Model.compile(context.model, optimizer=setup.policy.optimizer, jit_compile=False)
-    training = Training(
-        setup,
-        first,
-        pipeline.evaluation if pipeline else context.new_evaluation,
-        pipeline.outputs if pipeline else None,
-    )
+    training = Training(setup, first, pipeline.evaluation if pipeline else context.new_evaluation)
     training.begin()
     loop = Loop(
         first,

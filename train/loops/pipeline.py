@@ -25,8 +25,7 @@ from train.loops.steps import LoopResult, Request, Signals, no_request
 from train.model.gradients import GradientPolicy
 from train.model.objectives import global_mean
 from train.patches import nan_gradients, optimizer_rate, summed_gradients
-from train.pipeline import edges, schedule, timeline
-from train.pipeline.marks import Marks, marks_call
+from train.pipeline import edges, schedule
 from train.pipeline.stage import Stage
 from train.telemetry.timing import Times
 
@@ -48,8 +47,6 @@ class Pipeline:
         arrays = context.source.arrays
         assert arrays is not None  # the plan refuses others
         self._examples = memory.load(arrays.train)
-        self._calls, self._marks = 0, Marks()
-        self._recorder = timeline.Recorder(context.run, context.task.name)
         self._programs = schedule.build(config.pipeline.schedule, division.stages, config.micro_batches)
         self._edges: edges.Edges = edges.LocalEdges() if division.whole else edges.TaskEdges(division.pipeline)
         self._stages = {number: self._stage(number) for number in division.own}
@@ -59,23 +56,13 @@ class Pipeline:
     def run(self, first: int, count: int, request: Request = no_request) -> LoopResult:
         """Do optimizer steps."""
         signals_3 = tf.constant(request(count, count).to_array())
-        marked = count - 1 if marks_call(self._calls) else -1
         began = time.perf_counter()
-        results_S2 = self._loop(*(tf.constant(number, tf.int64) for number in (first, count, marked)))
+        results_S2 = self._loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64))
         flat = self._total(tf.concat([tf.reshape(results_S2, [-1]), signals_3], 0)).numpy()
-        times = self._times(first + count, (time.perf_counter() - began) / count)
+        times = Times(np.full(count, (time.perf_counter() - began) / count))
         results_S2 = flat[:-3].reshape(-1, 2)[:count]
         values = {"loss": results_S2[:, 0], self._context.objective.score_name: results_S2[:, 1]}
         return LoopResult(values, Signals.from_sum(flat[-3:]), times)
-
-    def _times(self, step: int, seconds: float) -> Times | None:
-        """Return the times of the marked step of a call, whose steps took `seconds`; None without one."""
-        self._calls += 1
-        if not (spans := self._marks.take()):
-            return None
-        self._recorder.add(step, spans)
-        busy = timeline.computing(spans) / len(self._stages)
-        return Times(np.array([seconds]), np.zeros(1), np.array([min(busy, seconds)]))
 
     def evaluation(self) -> Callable[[], dict[str, float]]:
         """Return a function that evaluates on the whole test split; all tasks call it."""
@@ -116,31 +103,9 @@ class Pipeline:
         stages = sum(self._division.parts[number].penalty() for number in self._stages)
         return float(self._total(tf.constant(stages, tf.float32))) / self._division.pipelines
 
-    def outputs(self, features: np.ndarray) -> Any:
-        """Return the model's outputs for some examples; all tasks call it."""
-        if self._division.whole:
-            return self._context.model(features, training=False)
-        return self._total(self._trace_outputs(len(features))(tf.constant(features)))
-
     @property
     def _has_last(self) -> bool:
         return self._division.stages - 1 in self._stages
-
-    def _trace_outputs(self, count: int) -> Callable[[tf.Tensor], tf.Tensor]:
-        if self._shown is None:
-
-            @tf.function(autograph=False)
-            def shown(features: tf.Tensor) -> tf.Tensor:
-                outputs = self._forward(lambda: self._as_input(features), count, edges.SHOWN)
-                if self._has_last and not self._division.pipeline:
-                    return train_step.full_precision(outputs)
-                with tf.control_dependencies([outputs]):
-                    return tf.zeros([count, *self._division.models[-1].outputs[0].shape[1:]])
-
-            self._shown = shown
-        return self._shown
-
-    _shown: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def _forward(self, features: Callable[[], tf.Tensor], batch: int, direction: int) -> tf.Tensor:
         """Return the outputs of this task's stage for a batch, after sending them to the next stage."""
@@ -175,7 +140,6 @@ class Pipeline:
             remat=config.pipeline.remat,
             accumulates=config.micro_batches > 1 and not self._asynchronous,
             device=division.device(number),
-            marks=self._marks,
         )
 
     def _batch(self, step: tf.Tensor, at: tf.Tensor) -> Batch:
@@ -200,11 +164,10 @@ class Pipeline:
         steps_per_loop = self._context.config.steps_per_loop
 
         @tf.function(autograph=False)
-        def loop(first: tf.Tensor, count: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
+        def loop(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
             def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
                 with tf.control_dependencies([results_S2]):  # a step begins once the previous one has ended
                     at = tf.identity(first + done)
-                self._marks.begin(tf.equal(done, marked), at)
                 return tf.tensor_scatter_nd_update(results_S2, [[done]], [self._step(at)])
 
             return train_step.repeat(count, step, tf.zeros([steps_per_loop, 2]))

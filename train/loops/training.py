@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from train.context import TaskContext
@@ -58,17 +56,15 @@ class Training:
         setup: Setup,
         first: int,
         new_evaluation: Callable[[], Callable[[], dict[str, float]]],
-        outputs: Callable[[np.ndarray], Any] | None = None,
     ) -> None:
         """Prepare the actions. With callbacks, the model must be compiled.
 
         Args:
             new_evaluation: returns a function that evaluates on the test split; all tasks call it.
-            outputs: see `Report`.
         """
         self._setup, self._context, self.first = setup, setup.context, first
         context, checkpoint = setup.context, setup.checkpoint
-        self.report = Report(context, first, setup.policy, outputs)
+        self.report = Report(context, first, setup.policy)
         self.trace = Trace(context.run, context.task.name)
         self.callbacks = Callbacks(context, setup.callback_state, self.report) if setup.callback_state else None
         self._early_stop: EarlyStop | None = None

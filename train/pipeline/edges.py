@@ -14,9 +14,9 @@ from typing import Protocol
 
 import tensorflow as tf
 
-VALUES, GRADIENTS, EVALUATED, SHOWN = range(4)
-"""Tensors that cross an edge: values and gradients in training; values in evaluation and prediction."""
-DIRECTIONS = 4
+VALUES, GRADIENTS, EVALUATED = range(3)
+"""Tensors that cross an edge: values and gradients in training; values in evaluation."""
+DIRECTIONS = 3
 NORM, FLAG = 0, 1
 """Tensors that all stages share: the norms of gradients, and whether they are finite."""
 MOST_STAGES = 1_000

@@ -103,16 +103,6 @@ def _computations(schedule: str, stage: int, stages: int, micro_batches: int) ->
     return order
 
 
-@dataclass(frozen=True)
-class Span:
-    """The time of an instruction, in seconds."""
-
-    stage: int
-    instruction: Instruction
-    begin_s: float
-    end_s: float
-
-
 def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Instruction]]:
     """Merge the instructions of all stages into one order in which no instruction must wait."""
     place = [0] * len(programs)
@@ -131,40 +121,6 @@ def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Ins
         if len(order) == before:
             raise RuntimeError(f"stages wait for each other at instructions {place}")
     return order
-
-
-def simulate(
-    programs: Sequence[Sequence[Instruction]],
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    transfer_s: float = 0.0,
-) -> list[Span]:
-    """Return the time of every forward and backward if sends and receives only wait for their data.
-
-    Args:
-        programs: the instructions of every stage, from `build`.
-        forward_s, backward_s: seconds of each stage for one micro-batch.
-        transfer_s: seconds between the end of a computation and its arrival at the neighbour.
-    """
-    clock = [0.0] * len(programs)
-    arrival: dict[tuple[Action, int, int], float] = {}
-    spans: list[Span] = []
-    for stage, instruction in interleave(programs):
-        action = instruction.action
-        if action in _SENT_AS:
-            clock[stage] = max(clock[stage], arrival[_source(stage, instruction)])
-        elif action in (Action.SEND_VALUES, Action.SEND_GRADIENTS):
-            arrival[action, stage, instruction.micro_batch] = clock[stage] + transfer_s
-        elif action in (Action.FORWARD, Action.BACKWARD):
-            seconds = (forward_s if action is Action.FORWARD else backward_s)[stage]
-            spans.append(Span(stage, instruction, clock[stage], clock[stage] + seconds))
-            clock[stage] += seconds
-    return spans
-
-
-def step_seconds(spans: Sequence[Span]) -> float:
-    """Return the length of a simulated step."""
-    return max(span.end_s for span in spans)
 
 
 _SENT_AS = {

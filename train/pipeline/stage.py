@@ -24,7 +24,6 @@ from train.model.layer_state import LayerState
 from train.patches import placed_seeds
 from train.pipeline.cut import Part
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
-from train.pipeline.marks import Marks
 from train.pipeline.schedule import Action, Instruction
 
 Features = Callable[[tf.Tensor], tf.Tensor]
@@ -55,7 +54,6 @@ class Stage:
         remat: bool = False,
         accumulates: bool = True,
         device: str | None = None,
-        marks: Marks | None = None,
     ) -> None:
         """Prepare the stage.
 
@@ -69,14 +67,12 @@ class Stage:
             remat: whether to keep only the inputs of the stage and compute the rest again for the backward.
             accumulates: whether gradients are added up from zeros, as on one device; otherwise each has an update.
             device: device of the stage; None lets TensorFlow choose.
-            marks: records the times of computations; None for no record.
         """
         model = part.model
         self._number, self._stages = number, stages
         self._edges, self._features, self._update = edges, features, update
         self._scale = scale
         self._remat, self._accumulates, self._device = remat, accumulates, device
-        self._marks, self._row = marks, replica * stages + number
         self._first, self._last = number == 0, number == stages - 1
         self._variables = [variable.value for variable in part.trained]
         self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
@@ -125,7 +121,6 @@ class Stage:
     def execute(self, instruction: Instruction) -> None:
         """Add the operations of an instruction to the graph."""
         at = instruction.micro_batch
-        self._mark(instruction, ends=False)
         with tf.device(self._device):
             match instruction.action:
                 case Action.RECEIVE_VALUES:
@@ -144,14 +139,6 @@ class Stage:
                     self._send(self._gradients.pop(at), GRADIENTS, at)
                 case Action.UPDATE:
                     self._do_update(at)
-        self._mark(instruction, ends=True)
-
-    def _mark(self, instruction: Instruction, *, ends: bool) -> None:
-        """Record the time before or after a computation."""
-        at = instruction.micro_batch
-        if self._marks and instruction.action in (Action.FORWARD, Action.BACKWARD, Action.UPDATE):
-            tensors = [by_batch[at] for by_batch in (self._values, self._gradients) if at in by_batch]
-            self._chain[-1] = self._marks.mark(self._row, instruction, [self._chain[-1], *tensors], ends=ends)
 
     def _do_forward(self, at: int) -> None:
         micro_batch = tf.constant(at, tf.int64)

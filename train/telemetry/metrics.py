@@ -1,4 +1,4 @@
-"""The writer of metrics to a JSON Lines file, TensorBoard, the console and sinks."""
+"""The writer of metrics to a JSON Lines file, TensorBoard and the console."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorboard.plugins.hparams import api as hparams
-from tensorboard.plugins.pr_curve import summary as pr_curve
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Event
@@ -18,11 +16,7 @@ from cluster.system.json_files import append_json
 from cluster.system.messages import plain
 from train import presets
 from train.config import TrainConfig
-from train.telemetry import pictures
-from train.telemetry.sinks import Sink, flat
 from train.telemetry.timing import StepTiming
-
-MAX_CURVES = 20
 
 
 def varied(config: TrainConfig) -> dict[str, str | int | float | bool]:
@@ -43,6 +37,14 @@ NOT_VARIED = {"preset", "threads"}
 """Settings that are recorded separately, or that the machine determines."""
 
 
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings to names such as `part.setting`."""
+    result: dict[str, Any] = {}
+    for name, value in settings.items():
+        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return result
+
+
 def grouped(name: str) -> str:
     """Return the TensorBoard tag of a metric, in the group `eval`, `perf` or `train`."""
     if name.startswith("eval_"):
@@ -53,16 +55,13 @@ def grouped(name: str) -> str:
 class Metrics:
     """Writes one task's metrics."""
 
-    def __init__(
-        self, run: RunFolder, task: str, *, prints: bool, resumed_at: int = 0, sinks: Sequence[Sink] = ()
-    ) -> None:
+    def __init__(self, run: RunFolder, task: str, *, prints: bool, resumed_at: int = 0) -> None:
         """Open the task's files.
 
         Args:
             prints: whether to print the rows, as one task of a cluster does.
             resumed_at: the first step of this generation; later rows belong to lost steps and are deleted.
         """
-        self._sinks = sinks
         self._run_name = run.name
         self._rows = run.metrics(task)
         self._prints = prints
@@ -79,8 +78,6 @@ class Metrics:
         with self._board.as_default(step):
             for name, value in numbers.items():
                 tf.summary.scalar(grouped(name), value)
-        for sink in self._sinks:
-            sink.log(step, {"epoch": round(epoch, 4), **values})
         if self._prints:
             shown = "  ".join(f"{name} {value:,.{0 if name.endswith('_s') else 4}f}" for name, value in numbers.items())
             print(f"step {step}/{total}  epoch {epoch:.2f}  {shown}", flush=True)
@@ -116,39 +113,5 @@ class Metrics:
             for name, value in results.items():
                 tf.summary.scalar(f"hparam/{name}", value)
 
-    def predictions(self, step: int, images_BHWC: np.ndarray, predicted_B: list[str], truth_B: list[str]) -> None:
-        """Show images with their predicted classes, and the true ones if these differ, in the Images tab."""
-        drawn = [pictures.captioned(*shown) for shown in zip(images_BHWC, predicted_B, truth_B, strict=True)]
-        with self._board.as_default(step):
-            tf.summary.image("predictions", np.stack(drawn), max_outputs=len(drawn))
-
-    def pr_curves(self, step: int, classes: Sequence[str], truth_N: np.ndarray, shares_NK: np.ndarray) -> None:
-        """Show precision and recall of each class against all others in the PR Curves tab.
-
-        Args:
-            classes: K names; with more than `MAX_CURVES` there is one curve for all classes.
-            truth_N: `[N] int`, the class of each example.
-            shares_NK: `[N, K] float32`, the predicted probability of each class.
-        """
-        is_class_NK = truth_N[:, np.newaxis] == np.arange(len(classes))
-        curves = {name: (is_class_NK[:, at], shares_NK[:, at]) for at, name in enumerate(classes)}
-        if len(classes) > MAX_CURVES:
-            curves = {"all classes": (is_class_NK.ravel(), shares_NK.ravel())}
-        with self._board.as_default(step):
-            for name, (labels, shares) in curves.items():
-                (value,) = pr_curve.pb(name, labels, shares.astype(np.float32)).value
-                tf.summary.write(f"pr/{name}", tf.make_ndarray(value.tensor), metadata=value.metadata)
-
-    def picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
-        """Show a picture in the Images tab."""
-        with self._board.as_default(step):
-            tf.summary.image(name, image_HWC[np.newaxis])
-
     def flush(self) -> None:
         self._board.flush()
-
-    def close(self) -> None:
-        """Flush pending writes and close the sinks."""
-        self.flush()
-        for sink in self._sinks:
-            sink.close()

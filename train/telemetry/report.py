@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -15,27 +15,19 @@ from tensorflow import keras
 from cluster.contract.recovery.step_record import StepRecord
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HEARTBEAT_S
-from cluster.system.errors import PrerequisiteError
 from cluster.system.json_files import write_json
 from train.context import TaskContext
-from train.data import memory
 from train.loops.loop import Action, Progress
-from train.loops.train_step import full_precision
 from train.model import export, inputs, optimizers
 from train.model.gradients import GradientPolicy
-from train.pipeline import timeline
 from train.pipeline.division import to_restore
 from train.saving import weights as saved_weights
 from train.saving.checkpoint import Checkpoint
 from train.saving.files import BEST, Saved, newest_good
 from train.saving.timer import SaveTimer
-from train.telemetry import pictures, sinks
-from train.telemetry.metrics import MAX_CURVES, Metrics
+from train.telemetry.metrics import Metrics
 from train.telemetry.timing import StepTiming, Times
 
-SHOWN_PREDICTIONS = 16
-CURVE_EXAMPLES, CURVE_BATCH = 1000, 250
-"""Test images for PR curves and the confusion matrix, which take a small model a second at the end."""
 SHOWN_EVENTS = frozenset(
     {
         "fault",
@@ -63,14 +55,8 @@ class Report(Action):
         context: TaskContext,
         first: int,
         policy: GradientPolicy,
-        outputs: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
-        """Report a training from step `first`.
-
-        Args:
-            outputs: returns the model's outputs for examples, called by all tasks; None to use this task's model.
-        """
-        self._outputs = outputs or (lambda features: context.model(features, training=False))
+        """Report a training from step `first`."""
         self._loss_scale, self._optimizer = policy.loss_scale, policy.optimizer
         self._context = context
         self._config = context.config
@@ -83,15 +69,13 @@ class Report(Action):
         self.results: dict[str, float] = {}
         self.evaluated_at = -1
         """Steps done at the evaluation of `results`."""
-        self._shown: tuple[np.ndarray, np.ndarray] | None = None
         self._events_shown = 0
         run, name = context.run, context.task.name
         if context.chief:
             (run.control / "result.json").unlink(missing_ok=True)  # a previous generation may have written it
             run.event(name, "restored" if first else "initialized", step=first)
             self._heartbeat.update(steps_total=context.total_steps)
-        receivers = sinks.build(self._config, run, name, first, chief=context.chief)
-        self.metrics = Metrics(run, name, prints=context.chief, resumed_at=first, sinks=receivers)
+        self.metrics = Metrics(run, name, prints=context.chief, resumed_at=first)
         self._show_events(first)
         self._heartbeat.update(state="compiling", step=first)
 
@@ -155,10 +139,6 @@ class Report(Action):
             if context.chief:
                 self.metrics.log(step, self._epoch(step), context.total_steps, dict(self.results))
             self._show_events(step)
-            self._show_predictions(step)
-            if context.spec.kind.staged and context.chief:
-                with contextlib.suppress(PrerequisiteError):  # no step is recorded yet
-                    self.metrics.picture(step, "stages/timeline", timeline.picture_of(context.run)[1])
             self.metrics.timing(step, self._timing)
             self._heartbeat.update(state="training")
 
@@ -182,7 +162,7 @@ class Report(Action):
         self._show_events(step)
         self._update_timing()
         self.metrics.timing(step, self._timing)
-        self.metrics.close()
+        self.metrics.flush()
         self._heartbeat.update(state="stopped" if stopped else "done", step=step)
         while not context.chief and not result.exists() and not context.run.outcome:
             time.sleep(0.02)  # the chief's coordination service regards a task that leaves early as lost
@@ -199,7 +179,6 @@ class Report(Action):
         export.export(model, run.export, self._context.source.feature_shape, self._context.source.named_outputs)
         self._event("exported", step)
         self.metrics.hparams(config, self.results)
-        self._show_quality(step, model)
 
     def _report_timing(self, count: int, seconds: float, times: Times | None) -> None:
         if times is not None:
@@ -243,18 +222,6 @@ class Report(Action):
             inputs.signature(self._context.model, self._context.source.feature_shape)
         )
 
-    def _image_classes(self) -> tuple[str, ...]:
-        """Return the names of the classes if examples are images in memory; otherwise none."""
-        source = self._context.source
-        shape = source.feature_shape
-        if source.arrays is None or isinstance(shape, Mapping) or isinstance(source.classes, Mapping):
-            return ()
-        if len(shape) != 3 or shape[-1] not in (1, 3) or source.arrays.test.features.dtype != "uint8":
-            return ()
-        if source.label_shape != () or self._context.objective.score_name != "accuracy":
-            return ()
-        return source.classes
-
     def _show_events(self, step: int) -> None:
         """Show the run's new events; in a new generation all events."""
         if not self._context.chief:
@@ -263,40 +230,6 @@ class Report(Action):
         if new := events[self._events_shown :]:
             self.metrics.events(step, new[-MAX_EVENTS:])
         self._events_shown = len(events)
-
-    def _show_quality(self, step: int, model: keras.Model) -> None:
-        """Show PR curves and the confusion matrix of the exported model, if examples are images with classes."""
-        source, classes = self._context.source, self._image_classes()
-        if source.arrays is None or not classes:
-            return
-        examples = memory.load(source.arrays.test)
-        images_NHWC, truth_N = (part[:CURVE_EXAMPLES].numpy() for part in (examples.features, examples.labels))
-        parts = [
-            tf.nn.softmax(full_precision(model(images_NHWC[at : at + CURVE_BATCH].astype(np.float32), training=False)))
-            for at in range(0, len(images_NHWC), CURVE_BATCH)
-        ]
-        shares_NK = np.concatenate(parts)
-        self.metrics.pr_curves(step, classes, truth_N, shares_NK)
-        if len(classes) <= MAX_CURVES:
-            predicted_N = shares_NK.argmax(axis=1)
-            self.metrics.picture(step, "confusion_matrix", pictures.confusion(classes, truth_N, predicted_N))
-
-    def _show_predictions(self, step: int) -> None:
-        """Show some test images with their predicted classes, if examples are images with classes."""
-        source, names = self._context.source, self._image_classes()
-        if source.arrays is None or not names:
-            return
-        if self._shown is None:
-            examples = memory.load(source.arrays.test)
-            self._shown = (
-                examples.features[:SHOWN_PREDICTIONS].numpy(),
-                examples.labels[:SHOWN_PREDICTIONS].numpy(),
-            )
-        images_BHWC, truth_B = self._shown
-        # On every task, see `end`.
-        predicted_B = np.argmax(full_precision(self._outputs(images_BHWC.astype(np.float32))), -1)
-        if self._context.chief:
-            self.metrics.predictions(step, images_BHWC, [names[k] for k in predicted_B], [names[k] for k in truth_B])
 
 
 class Ledger:

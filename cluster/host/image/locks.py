@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cluster.system.paths import ROOT
 
 DIRECTORY = "requirements"
-TARGETS = ("build", "host", "train-cpu", "train-gpu", "tensorboard", "dev", "peer-ray", "mlflow", "wandb")
+TARGETS = ("build", "host", "train-cpu", "train-gpu", "tensorboard", "dev", "peer-ray")
 CONSTRAINTS = f"{DIRECTORY}/constraints.txt"
 
 

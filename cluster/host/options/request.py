@@ -313,12 +313,6 @@ class RecoveryOptions:
 class MonitoringOptions:
     """How it is watched."""
 
-    log_to: str = text(
-        "where metrics go besides: csv, mlflow, wandb, separated by commas",
-        "the run folder and TensorBoard alone",
-        needs=Needs.TRAINER,
-        is_override=True,
-    )
     tensorboard_port: str = text(
         f"port of TensorBoard on 127.0.0.1, or auto: that of the running one, or {tensorboard.PORT}, or a free one; "
         "0: none",

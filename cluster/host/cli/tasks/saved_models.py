@@ -48,14 +48,6 @@ def predict(c, run=None, image="", features="", trust=False):
     _run(c, run, "predict", option, str(Path(path).absolute()), trust=trust)
 
 
-@task("run", run=RUN_HELP, trust=TRUST_HELP, output="PNG file to write (default: timeline.png in the run's folder)")
-def timeline(c, run=None, output="", trust=False):
-    """Draw when each stage of a pipeline computed what, in the newest step that its tasks have recorded."""
-    folder = folders.find_run(run)
-    path = Path(output).absolute() if output else folder.path / "timeline.png"
-    _run(c, run, "timeline", "--output", str(path), trust=trust)
-
-
 def _run(c, run, verb, *words, trust):
     folder = folders.find_run(run)
     needed = command_on(verb, folder, *words, trust=trust)
@@ -79,7 +71,7 @@ def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> s
     """
     if not trust:
         provenance.check(run)
-    for part in (run.checkpoints, run.export, run.path / "metrics", run.path / "timeline"):
+    for part in (run.checkpoints, run.export, run.path / "metrics"):
         files.refuse_links(part)  # TensorFlow would follow them
     if run.script:
         raise UsageError(

@@ -41,7 +41,6 @@ CHANGING: dict[str, Callable[[Any, str], Any]] = {
     "evaluate": lambda c, run: tasks.ns["evaluate"](c, run=run),
     "export": lambda c, run: tasks.ns["export"](c, run=run),
     "predict": lambda c, run: tasks.ns["predict"](c, run=run, image="x.png"),
-    "timeline": lambda c, run: tasks.ns["timeline"](c, run=run),
     "profile": lambda c, run: tasks.ns["profile"](c, "chief", run=run, steps="1"),
     "chaos kill": lambda c, run: tasks.ns["chaos"](c, "kill", "chief", timeout="1", run=run),
     "chaos corrupt": lambda c, run: tasks.ns["chaos"](c, "corrupt", "chief", timeout="1", run=run),

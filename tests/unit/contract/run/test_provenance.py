@@ -103,7 +103,6 @@ COMMANDS = {
     "evaluate": {"run": "mine"},
     "export": {"run": "mine"},
     "predict": {"run": "mine", "image": "boot.png"},
-    "timeline": {"run": "mine"},
 }
 
 

@@ -69,7 +69,7 @@ def test_a_failure_in_either_part_of_the_tests_is_reported_after_both(exited, ex
     assert 2 == refusal("test", MockContext(), all=True, fast=True)[0]
 
 
-@pytest.mark.parametrize("task", ["evaluate", "export", "predict", "timeline"])
+@pytest.mark.parametrize("task", ["evaluate", "export", "predict"])
 def test_what_only_the_trainer_saves_is_not_sought_in_a_script_s_run(make_run, task):
     run, c = make_run(workers=0), context()
     write_json(run.config, {"script": "fit.py", "arguments": []})
