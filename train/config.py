@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.contract import compatibility, strategies
 from cluster.system.errors import UsageError
-from train.data.arrays import WINDOW
+from train.data.arrays import VERSIONS, WINDOW
 from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
@@ -26,8 +26,7 @@ __all__ = ["Best", "Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
 SOURCES = ("memory", "stream", "function")
-DATASETS = ("fashion_mnist", "mnist", "jargon_file", "tiny_shakespeare", "breast_cancer", "imdb_reviews")
-MODELS = ("two_conv_cnn", "resnet20", "resnet50", "transformer_lm")
+MODELS = ("two_conv_cnn", "resnet50", "transformer_lm")
 REPEATABLE = ("two_conv_cnn",)
 """Models whose bits repeat with oneDNN's kernels. Those of a ResNet's 1x1 convolutions with stride 2 do not."""
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
@@ -35,7 +34,7 @@ CALLBACKS = ("tutorial",)
 OPTIONAL = ("callbacks", "metrics")
 MAX_SHARDS = MAX_MICRO_BATCHES = 4096
 REFERENCES = {
-    "dataset": DATASETS,
+    "dataset": tuple(VERSIONS),
     "model": MODELS,
     "loss": LOSSES,
     "callbacks": CALLBACKS,

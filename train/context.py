@@ -14,7 +14,6 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import ClusterSpec, Role, Task
 from train.config import TrainConfig
-from train.data import ngram
 from train.data.sources import Source, eval_feed
 from train.loops import steps
 from train.model import optimizers
@@ -145,11 +144,4 @@ class TaskContext:
             num_examples=self.source.test_examples,
             batch=batch,
         )
-        return self.with_baseline(regularized(measure, lambda: regularization(self.model)))
-
-    def with_baseline(self, measure: Callable[[], dict[str, float]]) -> Callable[[], dict[str, float]]:
-        """Add the result of a simple model of the same text to an evaluation, on the chief."""
-        if not (self.source.is_text and self.chief):
-            return measure
-        baseline = ngram.of_source(self.source)
-        return lambda: measure() | {"trigram_perplexity": baseline}
+        return regularized(measure, lambda: regularization(self.model))

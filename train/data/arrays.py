@@ -34,16 +34,14 @@ VERSIONS = {
     "fashion_mnist": "3.0.1",
     "mnist": "3.0.1",
     "jargon_file": "4.4.7",
-    "tiny_shakespeare": "1.0.0",
     "breast_cancer": "1.0.0",
-    "imdb_reviews": "1.0.0",
 }
 """The known datasets and their versions; other versions may order their examples differently."""
 
 WINDOW = 1024
 """Bytes of a prepared example of a text, which a training cuts into contexts."""
 
-TEXTS = ("jargon_file", "tiny_shakespeare")
+TEXTS = ("jargon_file",)
 """Datasets of the bytes of a text, whose labels are the following bytes."""
 
 INDEX = "arrays.json"

@@ -97,7 +97,7 @@ class Pipeline:
         def measure() -> dict[str, float]:
             return steps.results(self._total(evaluate_all()).numpy(), context.objective)
 
-        return context.with_baseline(regularized(measure, self._penalty))
+        return regularized(measure, self._penalty)
 
     def _penalty(self) -> float:
         stages = sum(self._division.parts[number].penalty() for number in self._stages)

@@ -63,25 +63,6 @@ def resnet50(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model
     return keras.Model(images, logits, name="resnet50")
 
 
-def resnet20(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:
-    """Return ResNet-20 for images as small as CIFAR-10's (section 4.2 of He et al.), with projections as shortcuts.
-
-    In training, images are flipped at random.
-    """
-    images = keras.Input(image_shape, dtype="float32", name="image")
-    features = keras.layers.RandomFlip("horizontal")(keras.layers.Rescaling(1 / 127.5, offset=-1)(images))
-    features = keras.layers.ReLU()(_normalized(features, 16, 3))
-    for filters in (16, 32, 64):
-        for block in range(3):
-            stride = 2 if filters > 16 and not block else 1
-            shortcut = features if stride == 1 else _normalized(features, filters, 1, stride)
-            features = keras.layers.ReLU()(_normalized(features, filters, 3, stride))
-            features = keras.layers.ReLU()(keras.layers.Add()([_normalized(features, filters, 3), shortcut]))
-    features = keras.layers.GlobalAveragePooling2D()(features)
-    logits = keras.layers.Dense(num_classes, dtype="float32", name="logits")(features)
-    return keras.Model(images, logits, name="resnet20")
-
-
 def _bottleneck(features: Any, filters: int, stride: int, *, projects: bool) -> Any:
     shortcut = _normalized(features, EXPANSION * filters, 1, stride) if projects else features
     features = keras.layers.ReLU()(_normalized(features, filters, 1))

@@ -22,7 +22,6 @@ from train.settings import references
 
 MODELS: dict[str, Callable[..., Any]] = {
     "two_conv_cnn": architectures.two_conv_cnn,
-    "resnet20": architectures.resnet20,
     "resnet50": architectures.resnet50,
     "transformer_lm": architectures.transformer_lm,
 }

@@ -1,4 +1,4 @@
-"""A decoder-only Transformer on the bytes of the Jargon File: below the perplexity of trigrams after 1000 steps."""
+"""A decoder-only Transformer on the bytes of the Jargon File."""
 
 from __future__ import annotations
 

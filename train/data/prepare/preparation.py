@@ -176,6 +176,6 @@ def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:
     if name in packaged.FILES:
         return packaged.PackagedDataset
     with quiet.imports():  # imports TensorFlow
-        from train.data.prepare.tfds_datasets import TfdsDataset, TfdsReviews, TfdsText
+        from train.data.prepare.tfds_datasets import TfdsDataset
 
-    return {"tiny_shakespeare": TfdsText, "imdb_reviews": TfdsReviews}.get(name, TfdsDataset)
+    return TfdsDataset

@@ -6,9 +6,7 @@ import contextlib
 import difflib
 import io
 import os
-import re
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from cluster.system.errors import PrerequisiteError, UsageError
-from train.data.prepare import download, packaged
+from train.data.prepare import download
 from train.data.prepare.download import SourceFile
 from train.data.prepare.packaged import Decoded
 from train.data.prepare.preparation import say
@@ -27,8 +25,6 @@ from train.data.prepare.preparation import say
 logging.set_verbosity(logging.ERROR)  # TFDS warns of every missing folder
 tfds.disable_progress_bar()
 
-WORDS, VOCABULARY = 200, 20_000
-"""Number of words of a review, and number of word ids."""
 _SHOWN = 300  # characters of TFDS's messages, which may be pages
 
 
@@ -63,10 +59,15 @@ class TfdsDataset:
 
         The order is that of the TFDS files, which is the same on every machine.
         """
-        builder = self._built()
+        builder = self._builder(self._data_dir)
+        if not builder.is_prepared():
+            raise PrerequisiteError("none there")
         splits = {}
         for split in ("train", "test"):
-            examples = self._read(builder, split)
+            try:
+                examples = builder.as_dataset(split=split, batch_size=-1, shuffle_files=False)
+            except tf.errors.OpError as error:
+                raise PrerequisiteError(f"{self._folder} is damaged ({type(error).__name__})") from None
             expected = builder.info.splits[split].num_examples
             if len(examples["label"]) != expected:
                 raise PrerequisiteError(f"{self._folder} has {len(examples['label'])} {split} examples, not {expected}")
@@ -77,54 +78,9 @@ class TfdsDataset:
         """Return the files of the built dataset that hold its examples."""
         return tuple(sorted(self._folder.glob("*.tfrecord*")))
 
-    def _built(self) -> tfds.core.DatasetBuilder:
-        builder = self._builder(self._data_dir)
-        if not builder.is_prepared():
-            raise PrerequisiteError("none there")
-        return builder
-
-    def _read(self, builder: tfds.core.DatasetBuilder, split: str) -> dict[str, tf.Tensor]:
-        try:
-            return builder.as_dataset(split=split, batch_size=-1, shuffle_files=False)
-        except tf.errors.OpError as error:
-            raise PrerequisiteError(f"{self._folder} is damaged ({type(error).__name__})") from None
-
     def _builder(self, data_dir: Path) -> tfds.core.DatasetBuilder:
         # `tfds.builder` would read an existing dataset from its files and not know the addresses.
         return tfds.builder_cls(self._name)(version=self._version, data_dir=data_dir)
-
-
-class TfdsText(TfdsDataset):
-    """A dataset of texts, as windows of bytes."""
-
-    def decode(self) -> Decoded:
-        """Return the bytes' names and, for "train" and "test", uint8 bytes and the int64 ones after them, `[N, L]`."""
-        builder = self._built()
-        texts = {split: b"".join(self._read(builder, split)["text"].numpy()) for split in ("train", "test")}
-        return packaged.BYTES, {split: packaged.cut_windows(content) for split, content in texts.items()}
-
-
-class TfdsReviews(TfdsDataset):
-    """IMDB's film reviews, as ids of their words."""
-
-    def decode(self) -> Decoded:
-        """Return the class names and, for "train" and "test", words `[N, WORDS] int32` and labels `[N] int64`."""
-        builder = self._built()
-        splits = {}
-        for split in ("train", "test"):
-            examples = self._read(builder, split)
-            words_NT = np.array([numbered(review) for review in examples["text"].numpy()], np.int32)
-            splits[split] = (words_NT, examples["label"].numpy())
-        return tuple(builder.info.features["label"].names), splits
-
-
-def numbered(review: bytes) -> list[int]:
-    """Return the ids of the first `WORDS` words of a review, padded with zeros.
-
-    The id of a word is a hash of it, 1 to `VOCABULARY` - 1, so that the model does not need a vocabulary.
-    """
-    words = re.findall(rb"[a-z0-9']+", review.lower().replace(b"<br />", b" "))[:WORDS]
-    return [1 + zlib.crc32(word) % (VOCABULARY - 1) for word in words] + [0] * (WORDS - len(words))
 
 
 class TfdsSource:
