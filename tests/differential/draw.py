@@ -173,7 +173,7 @@ def _optimizer(random_: random.Random, maybe: Any) -> dict[str, Any]:
         chosen["ema"] = 0.8 if maybe(0.2) else 0.0
         if maybe(0.25):
             chosen |= {"weight_decay": 0.05, "no_decay": maybe(0.5)}
-    chosen["schedule"] = random_.choice(("constant", "constant", "cosine", "linear", "polynomial", "piecewise"))
+    chosen["schedule"] = random_.choice(("constant", "cosine", "linear"))
     chosen["warmup"] = random_.choice((0, 0, 2))
     chosen["clip"] = random_.choice((0.0, 0.0, 0.05))
     chosen["scaling"] = random_.choice(("none", "none", "none", "linear", "sqrt"))
@@ -254,7 +254,6 @@ def up(case: Case, module: str) -> dict[str, Any]:
     training |= {"freeze": "hidden"} if case.freeze else {}
     training |= {"optimizer.weight-decay": case.weight_decay} if case.weight_decay else {}
     training |= {"optimizer.no-decay": "bias"} if case.no_decay else {}
-    training |= {"optimizer.boundaries": "2:0.5,4:0.1"} if case.schedule == "piecewise" else {}
     training |= {"loss-weights": "price=0.5"} if case.kind == "named" and not case.own_loss else {}
     words = [f"--{name}={value}" for name, value in training.items()]
     return {**options, "overrides": [*words, *(["--optimizer.nesterov"] if case.nesterov else [])]}

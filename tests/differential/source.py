@@ -122,8 +122,6 @@ def _optimizer(case: Case) -> dict[str, Any]:
         "constant": f"lambda step: {peak!r}",
         "cosine": f"{of}.CosineDecay({peak!r}, {steps})",
         "linear": f"{of}.PolynomialDecay({peak!r}, {steps}, 0.0)",
-        "polynomial": f"{of}.PolynomialDecay({peak!r}, {steps}, 0.0, power=2.0)",
-        "piecewise": f"lambda step: {peak!r} * (1 if step + {warmup} < 2 else 0.5 if step + {warmup} < 4 else 0.1)",
     }[case.schedule]
     options = f", weight_decay={case.weight_decay}" if case.weight_decay else ""
     options += f", use_ema=True, ema_momentum={case.ema}" if case.ema else ""

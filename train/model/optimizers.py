@@ -32,13 +32,8 @@ class RateSchedule(keras.optimizers.schedules.LearningRateSchedule):
         self._decay: Any = None
         if settings.schedule == "cosine":
             self._decay = schedules.CosineDecay(peak, steps, alpha=settings.end_share)
-        elif settings.schedule in ("linear", "polynomial"):
-            power = settings.power if settings.schedule == "polynomial" else 1.0
-            self._decay = schedules.PolynomialDecay(peak, steps, peak * settings.end_share, power)
-        elif settings.schedule == "piecewise":
-            begins = [step - warmup - 1 for step, _ in settings.shares]  # Keras keeps a value up to its boundary
-            rates = [peak, *(peak * share for _, share in settings.shares)]
-            self._decay = schedules.PiecewiseConstantDecay([float(step) for step in begins], rates)
+        elif settings.schedule == "linear":
+            self._decay = schedules.PolynomialDecay(peak, steps, peak * settings.end_share)
 
     def __call__(self, step: Any) -> Any:
         if self._decay is None:

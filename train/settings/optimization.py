@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from cluster.system.errors import UsageError
 from train.settings.field_types import check_choice, check_number, check_range
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "sgd")
-SCHEDULES = ("constant", "cosine", "linear", "polynomial", "piecewise")
+SCHEDULES = ("constant", "cosine", "linear")
 
 
 @dataclass(frozen=True)
@@ -30,20 +29,14 @@ class Optimizer:
     callbacks and the schedule `constant`, because callbacks may set the learning rate."""
 
     schedule: str = "constant"
-    """Schedule of the learning rate after the warm-up: `constant`; `cosine`, `linear` or `polynomial`: decays to
-    `end_share` over `decay_steps`; `piecewise`: changes at `boundaries`."""
+    """Schedule of the learning rate after the warm-up: `constant`, or a decay to `end_share` over `decay_steps`, `cosine`
+    or `linear`."""
 
     decay_steps: int = 0
     """Steps after the warm-up in which the learning rate decays; 0: all remaining steps of the training."""
 
     end_share: float = 0.0
-    """Final share of the learning rate for `cosine`, `linear` and `polynomial`, 0 to 1."""
-
-    power: float = 2.0
-    """Exponent of `polynomial`, above 0."""
-
-    boundaries: str = ""
-    """For `piecewise`: steps, and the share of the learning rate from each, such as `2000:0.1,4000:0.01`."""
+    """Final share of the learning rate for `cosine` and `linear`, 0 to 1."""
 
     momentum: float = 0.9
     """For `sgd`: share of the last update that is kept, 0 to 1."""
@@ -87,16 +80,6 @@ class Optimizer:
         """The regular expressions of `no_decay`."""
         return [part.strip() for part in self.no_decay.split(",") if part.strip()]
 
-    @property
-    def shares(self) -> Sequence[tuple[int, float]]:
-        """The steps of `boundaries`, and the share of the learning rate from each."""
-        pairs = [part.split(":") for part in self.boundaries.split(",")] if self.boundaries else []
-        shares = [(int(step), float(share)) for step, share in pairs]
-        steps = [step for step, _ in shares]
-        if steps != sorted({*steps}) or not all(step > 0 and 0 <= share < math.inf for step, share in shares):
-            raise ValueError
-        return shares
-
     def check(self) -> None:
         """Check that every value is in its range."""
         if not self.own:
@@ -105,30 +88,13 @@ class Optimizer:
         check_choice("optimizer.scaling", self.scaling, compatibility.SCALINGS)
         for name, low, high in (("warmup_steps", 0, 10**9), ("decay_steps", 0, 10**12), ("base_batch", 1, 2**31 - 1)):
             check_range(f"optimizer.{name}", getattr(self, name), low, high)
-        for name in ("learning_rate", "power"):
-            check_number(f"optimizer.{name}", getattr(self, name), "a number above 0", above=0)
+        check_number("optimizer.learning_rate", self.learning_rate, "a number above 0", above=0)
         for name in ("momentum", "end_share"):
             check_number(f"optimizer.{name}", getattr(self, name), "a number from 0 to 1", least=0, most=1)
         check_number("optimizer.clip_norm", self.clip_norm, "0, or a number above 0", least=0)
         check_number("optimizer.weight_decay", self.weight_decay or 0.0, "0, or a number above 0", least=0)
         check_number("optimizer.ema", self.ema, "a number from 0 to below 1, such as 0.999", least=0, below=1)
-        self._check_boundaries()
         self._check_own()
-
-    def _check_boundaries(self) -> None:
-        setting = f"--optimizer.boundaries {self.boundaries!r}"
-        try:
-            shares = self.shares
-        except ValueError:
-            raise UsageError(
-                f"{setting}: expected rising steps and the share of the learning rate from each, such as "
-                "2000:0.1,4000:0.01"
-            ) from None
-        if bool(shares) != (self.schedule == "piecewise"):
-            raise UsageError(
-                f"{setting} with --optimizer.schedule {self.schedule}: boundaries are for piecewise, which needs them, "
-                "such as 2000:0.1,4000:0.01"
-            )
 
     def _check_own(self) -> None:
         for name in ("weight_decay", "no_decay", "ema", "nesterov"):

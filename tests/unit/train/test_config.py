@@ -98,7 +98,6 @@ OUT_OF_RANGE = {
     "--optimizer.base-batch": ["0"],
     "--optimizer.decay-steps": ["-1"],
     "--optimizer.end-share": ["2"],
-    "--optimizer.power": ["0"],
     "--optimizer.weight-decay": ["-1"],
     "--optimizer.ema": ["1"],
     "--checkpoint-every": ["0", "-1", "30m", "abc", "-5s", "0s", "0.05s", "2.5", "30 s", "1e3s", "infs", "", "Auto"],
@@ -146,10 +145,6 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides, named):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("--optimizer.schedule", "piecewise"),
-        ("--optimizer.boundaries", "100:0.1"),
-        ("--optimizer.schedule", "piecewise", "--optimizer.boundaries", "200:0.1,100:0.01"),
-        ("--optimizer.schedule", "piecewise", "--optimizer.boundaries", "often"),
         ("--optimizer.nesterov",),
         ("--optimizer.name", "train.model.models:of", "--optimizer.weight-decay", "0.1"),
         ("--optimizer.schedule", "cosine", "--callbacks", "tutorial"),

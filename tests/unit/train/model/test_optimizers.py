@@ -72,9 +72,7 @@ def rates(**settings: Any) -> list[float]:
         ({}, [1.0] * 9),
         ({"schedule": "linear"}, [1 - at / 8 for at in range(9)]),
         ({"schedule": "linear", "decay_steps": 4, "end_share": 0.5}, [1, 0.875, 0.75, 0.625, *[0.5] * 5]),
-        ({"schedule": "polynomial", "power": 3.0}, [(1 - at / 8) ** 3 for at in range(9)]),
         ({"schedule": "cosine"}, [(1 + math.cos(math.pi * at / 8)) / 2 for at in range(9)]),
-        ({"schedule": "piecewise", "boundaries": "4:0.5,6:0.1"}, [1, 1, 0.5, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1]),
     ],
 )
 def test_the_step_size_follows_its_schedule_after_the_warm_up(settings: dict[str, Any], after: list[float]) -> None:
