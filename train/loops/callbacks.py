@@ -28,11 +28,13 @@ from train.saving.checkpoint import Encoded
 from train.settings import references
 from train.telemetry.report import Report
 
-_WITHOUT_STATE = {
+WITHOUT_STATE = {
+    keras.callbacks.Callback: ("model", "_model", "params", "_params", "validation_data"),
+    keras.callbacks.ReduceLROnPlateau: ("monitor_op",),
     keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
     keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
 }
-"""Attributes of Keras's callbacks that belong to a process."""
+"""Attributes that Keras gives a callback or that belong to a process."""
 
 
 def build(context: TaskContext) -> list[keras.callbacks.Callback]:
@@ -327,12 +329,12 @@ def _value(variable: Any) -> np.ndarray:
 def attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the encoded attributes of a callback, and the types of those that cannot be encoded."""
     encoded, lost = {}, {}
-    skipped = {name for kind, names in _WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
-    for name, value in plain_values.attributes_of(callback).items():
+    skipped = {name for kind, names in WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
+    for name, value in vars(callback).items():
         if name in skipped:
             continue
         try:
-            encoded[name] = plain_values.encode(value, in_place=True)
+            encoded[name] = plain_values.encode(value)
         except (TypeError, RecursionError):
             lost[name] = type(value).__name__
     return encoded, lost

@@ -29,8 +29,8 @@ class Optimizer:
     callbacks and the schedule `constant`, because callbacks may set the learning rate."""
 
     schedule: str = "constant"
-    """Schedule of the learning rate after the warm-up: `constant`, or a decay to `end_share` over `decay_steps`, `cosine`
-    or `linear`."""
+    """Schedule of the learning rate after the warm-up: `constant`, or a decay to `end_share` over `decay_steps`:
+    `cosine` or `linear`."""
 
     decay_steps: int = 0
     """Steps after the warm-up in which the learning rate decays; 0: all remaining steps of the training."""

@@ -1,6 +1,5 @@
 """Keras callbacks in the custom loop: called as by `Model.fit`, and able to do what they can do there."""
 
-import collections
 import dataclasses
 import hashlib
 import itertools
@@ -268,19 +267,20 @@ class Killed(Exception):
 
 
 class Draws(keras.callbacks.Callback):
-    """Changes the rate by random numbers, and keeps what it was called with, in a Counter and a file."""
+    """Changes the rate by a sequence of numbers, and keeps what it was called with, in a dictionary and a file."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
-        self._random, self.calls, self.file = np.random.default_rng(3), collections.Counter(), file
+        self._drawn, self.calls, self.file = 3, dict[int, int](), file
         self.seen: list[tuple[int, dict[str, float]]] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.model.optimizer.learning_rate = 0.2
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.calls[batch] += 1
-        self.model.optimizer.learning_rate = 0.1 * self._random.uniform()
+        self.calls[batch] = self.calls.get(batch, 0) + 1
+        self._drawn = self._drawn * 48271 % (2**31 - 1)
+        self.model.optimizer.learning_rate = 0.1 * self._drawn / 2**31
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.seen.append((epoch, dict(logs)))
@@ -307,12 +307,6 @@ class KillAt(keras.callbacks.Callback):
 
 def settled(run: Path, call: int = 0) -> list[keras.callbacks.Callback]:
     """Return callbacks whose every part of state decides over weights or files; and where to be killed."""
-    counts = {"epochs": 0}
-
-    def count(epoch: int, logs: Any) -> None:
-        counts["epochs"] += 1
-        (run / "epochs").write_text(str(counts["epochs"]))
-
     return [
         Draws(run / "draws"),
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
@@ -321,7 +315,6 @@ def settled(run: Path, call: int = 0) -> list[keras.callbacks.Callback]:
         keras.callbacks.ModelCheckpoint(
             str(run / "{epoch:02d}-{batch:02d}.weights.h5"), save_freq=4, save_weights_only=True
         ),
-        keras.callbacks.LambdaCallback(on_epoch_end=count),
         KillAt(call),
     ]
 
