@@ -19,9 +19,8 @@ from train.saving import timer
 from train.settings import heads, references
 from train.settings.field_types import check_choice, check_range, check_types, option
 from train.settings.optimization import OPTIMIZERS, Optimizer
-from train.settings.stopping import Best
 
-__all__ = ["Best", "Optimizer", "Pipeline", "TrainConfig", "Transformer"]
+__all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 
 LOOPS = ("custom", "fit")
 ONEDNN = ("auto", "on", "off")
@@ -185,9 +184,6 @@ class TrainConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     """The optimizer."""
 
-    best: Best = field(default_factory=Best)
-    """The best checkpoint and early stopping."""
-
     transformer: Transformer = field(default_factory=Transformer)
     """The size of `transformer_lm`."""
 
@@ -218,7 +214,6 @@ class TrainConfig:
         self.optimizer.check()
         heads.losses(self.loss)
         heads.weights(self.loss_weights)
-        self.best.check(self.loop)
         if self.callbacks == "tutorial" and not self.rate_is_set:
             raise UsageError(
                 f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the "
@@ -346,6 +341,6 @@ class TrainConfig:
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
         """Return the configuration from the result of `to_json`."""
         value = {**value, "optimizer": Optimizer(**value["optimizer"])}
-        parts = {"best": Best, "transformer": Transformer, "pipeline": Pipeline}
+        parts = {"transformer": Transformer, "pipeline": Pipeline}
         value |= {name: part(**value[name]) for name, part in parts.items()}
         return cls(**value).check()

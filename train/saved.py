@@ -47,8 +47,6 @@ def main(arguments: list[str]) -> int:
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True, help="run folder")
         command.add_argument("--data-dir", type=Path, default=Path("data"), help="prepared data (%(default)s)")
-        if name != "predict":
-            command.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
         if name == "evaluate":
             command.add_argument("--json", action="store_true", help="print as JSON")
         if name == "predict":
@@ -66,7 +64,7 @@ def main(arguments: list[str]) -> int:
             print("\n".join(lines))
         elif options.command == "evaluate":
             with quiet.redirected(TO_STDERR):
-                results = evaluate(run, options.data_dir, best=options.best)
+                results = evaluate(run, options.data_dir)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if name.startswith("eval_"))
             line = f"step {results['step']}: {shown} over {results['examples']} examples"
             if options.json:
@@ -75,7 +73,7 @@ def main(arguments: list[str]) -> int:
                 print_lines(line)
         else:
             with quiet.redirected(TO_STDERR):
-                step = export(run, options.data_dir, best=options.best)
+                step = export(run, options.data_dir)
             print(f"exported the model after step {step} to {run.export}")
     except ClusterError as error:
         print_lines(f"error: {plain(str(error))}", file=sys.stderr)
@@ -83,13 +81,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str, Any]:
+def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     """Evaluate a run's newest checkpoint on the whole test split; return its step and the results.
 
     Raises:
         PrerequisiteError: there is no good checkpoint, or the data is not prepared.
     """
-    source, config, model, step = _restore(run, data_dir, as_trained=True, best=best)
+    source, config, model, step = _restore(run, data_dir, as_trained=True)
     import tensorflow as tf
 
     from train.context import evaluation_batch, regularization, regularized
@@ -118,13 +116,13 @@ def evaluate(run: RunFolder, data_dir: Path, *, best: bool = False) -> dict[str,
     return {"run": run.name, "step": step, "examples": source.test_examples, **results}
 
 
-def export(run: RunFolder, data_dir: Path, *, best: bool = False) -> int:
+def export(run: RunFolder, data_dir: Path) -> int:
     """Write the SavedModel of a run's newest checkpoint to its `export/`; return the step.
 
     Raises:
         PrerequisiteError: as for `evaluate`.
     """
-    source, _, model, step = _restore(run, data_dir, best=best)
+    source, _, model, step = _restore(run, data_dir)
     from train.model import export as exporting
 
     exporting.export(model, run.export, source.feature_shape, source.named_outputs)
@@ -132,9 +130,9 @@ def export(run: RunFolder, data_dir: Path, *, best: bool = False) -> int:
 
 
 def _restore(
-    run: RunFolder, data_dir: Path, *, as_trained: bool = False, best: bool = False
+    run: RunFolder, data_dir: Path, *, as_trained: bool = False
 ) -> tuple[Source, TrainConfig, keras.Model, int]:
-    """Return a run's data, configuration and model with the newest (or `best`) checkpoint, and its step.
+    """Return a run's data, configuration and model with the newest checkpoint, and its step.
 
     The model computes in float32, or with `as_trained` in the precision of the run.
     """
@@ -150,10 +148,10 @@ def _restore(
     source = sources.find(config, data_dir, run)
     with strategy.policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
         model = models.of(config, source.feature_shape, source.num_outputs)
-    return source, config, model, _restore_newest(run, config, model, best=best)
+    return source, config, model, _restore_newest(run, config, model)
 
 
-def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, *, best: bool) -> int:
+def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model) -> int:
     import tensorflow as tf
 
     from train.saving import files, weights
@@ -161,9 +159,8 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, *, 
     def warn(message: str) -> None:
         print(message, file=sys.stderr)  # standard output may be JSON
 
-    folder = run.checkpoints / files.BEST if best else run.checkpoints
     for _ in range(RESTORE_TRIES):
-        newest = files.newest_good(folder, warn)
+        newest = files.newest_good(run.checkpoints, warn)
         if newest is None:
             break
         try:
@@ -172,7 +169,7 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, *, 
             time.sleep(0.1)  # a newer one has just replaced it
         else:
             return newest.step
-    raise PrerequisiteError(f"run {run.name} has no good checkpoint in {folder}; see its log")
+    raise PrerequisiteError(f"run {run.name} has no good checkpoint in {run.checkpoints}; see its log")
 
 
 def predict(run: RunFolder, image: Path | None, features: Path | None = None) -> list[str]:

@@ -13,7 +13,7 @@ from tests.differential.draw import SCALE
 from train import __main__ as program
 from train.loops.loop import Progress
 from train.model import gradients
-from train.telemetry import metrics, report
+from train.telemetry import report
 
 
 def main() -> None:
@@ -28,8 +28,6 @@ def main() -> None:
     report.Report.after = reported
     gradients.FIRST_SCALE = SCALE
     report.Report._export = lambda *_: None
-    metrics.Metrics.graph = lambda *_: None
-    report.Report._serving_graph = lambda *_: None
     code = program.main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

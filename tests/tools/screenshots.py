@@ -29,10 +29,6 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 TABS = {
     "timeseries": (1440, 1060),
     "scalars": (1440, 1060),
-    "graphs": (1440, 620),
-    "distributions": (1440, 620),
-    "histograms": (1440, 620),
-    "text": (1440, 620),
     "hparams": (1440, 620),
 }
 """TensorBoard's names of its tabs, with the width and height of their pictures. Profile is none of them: its first page

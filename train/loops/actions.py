@@ -1,13 +1,11 @@
-"""The actions of a training, except callbacks and reports: checks, traces, evaluations, early stopping, checkpoints."""
+"""The actions of a training, except callbacks and reports: checks, traces, evaluations, checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,15 +13,14 @@ import tensorflow as tf
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import TraceRequest
-from cluster.system.errors import RunFailed, UsageError, nearest
+from cluster.system.errors import RunFailed
 from cluster.system.json_files import write_json
 from train.context import TaskContext
 from train.loops.callbacks import Callbacks
 from train.loops.loop import Action, Periodic, Progress, Stop, every
 from train.model.gradients import GradientPolicy
-from train.saving.checkpoint import Checkpoint, Encoded, diverged
+from train.saving.checkpoint import Checkpoint, diverged
 from train.saving.timer import Past, SaveTimer, parse
-from train.settings.stopping import Best
 from train.telemetry.report import Report
 
 
@@ -52,7 +49,7 @@ class EndTraining(Action):
     """Ends the training at its last step, or when a task requests it."""
 
     def __init__(self, total: int, any_stops: Callable[[], bool]) -> None:
-        """Set the total steps; `any_stops`: whether callbacks or early stopping of any task end the training."""
+        """Set the total steps; `any_stops`: whether callbacks of any task end the training."""
         self._total, self._any_stops = total, any_stops
 
     def next(self, _step: int) -> int:
@@ -124,64 +121,6 @@ class Trace(Action):
             self._run.trace_request.unlink(missing_ok=True)
 
 
-class EarlyStop(Action):
-    """The best evaluation so far, and the end of training when no evaluation has been better for long.
-
-    Both follow from the evaluations, which are the same in every task, and are part of the checkpoint: a resumed run
-    continues to count and ends at the same step.
-    """
-
-    def __init__(
-        self, settings: Best, total_steps: int, state: Encoded, any_stops: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Restore the state of the checkpoint.
-
-        Args:
-            settings: the metric, its direction and the patience.
-            total_steps: steps of the whole training; a training that ended early continues if there are more now.
-        """
-        self._settings, self._total, self._state, self._any_stops = settings, total_steps, state, any_stops
-        encoded = state.encoded.numpy()
-        kept = json.loads(encoded) if encoded else {}
-        self.value: float | None = kept.get("value")
-        """The best value so far."""
-        self.step: int = kept.get("step", 0)
-        """Steps done when it was found."""
-        self.evaluated_at: int = kept.get("evaluated_at", -1)
-        """Steps done at the newest evaluation."""
-        self._worse: int = kept.get("worse", 0)
-        self.stops: bool = kept.get("ended_at") == total_steps
-        """Whether training must end."""
-
-    def follow(self, step: int, results: Mapping[str, float]) -> bool:
-        """Count the results of an evaluation; return whether they are the best so far."""
-        self.evaluated_at, value, settings = step, results[self._settings.metric], self._settings
-        gain = math.inf if self.value is None else settings.sign * (value - self.value)
-        if math.isfinite(value) and gain > settings.min_delta:
-            self.value, self.step, self._worse = value, step, 0
-            return True
-        self._worse += 1
-        self.stops |= 0 < settings.patience <= self._worse
-        return False
-
-    def after(self, progress: Progress) -> Stop | None:
-        return Stop.END if self.evaluated_at == progress.step and self._any_stops() else None
-
-    def keep(self) -> None:
-        """Store the state in the next checkpoint."""
-        ended_at = self._total if self.stops else None
-        counted = {"value": self.value, "step": self.step, "worse": self._worse, "ended_at": ended_at}
-        counted["evaluated_at"] = self.evaluated_at
-        self._state.encoded.assign(json.dumps(counted))
-
-
-def check_metric(context: TaskContext) -> None:
-    """Check that evaluations report the metric of early stopping, or offer the nearest name."""
-    known, metric = context.objective.evaluated, context.config.best.metric
-    if metric not in known:
-        raise UsageError(f"--best.metric {metric!r}{nearest(metric, known)}")
-
-
 class Evaluate(Periodic):
     """Evaluates on the test split, every so many steps or at the end of each epoch."""
 
@@ -189,16 +128,14 @@ class Evaluate(Periodic):
         self,
         context: TaskContext,
         report: Report,
-        checkpoint: Checkpoint,
         new_evaluation: Callable[[], Callable[[], dict[str, float]]],
         callbacks: Callbacks | None,
-        early_stop: EarlyStop | None,
     ) -> None:
         """`new_evaluation` returns a function that evaluates; all tasks call it."""
         steps = context.config.evaluate_every
         super().__init__(every(steps) if steps else context.epoch_end)
-        self._report, self._checkpoint, self._new_evaluation = report, checkpoint, new_evaluation
-        self._callbacks, self._early_stop, self._total = callbacks, early_stop, context.total_steps
+        self._report, self._new_evaluation = report, new_evaluation
+        self._callbacks, self._total = callbacks, context.total_steps
 
     @functools.cached_property
     def _measure(self) -> Callable[[], dict[str, float]]:
@@ -211,36 +148,25 @@ class Evaluate(Periodic):
     def evaluate(self, step: int) -> None:
         with self._callbacks.evaluating() if self._callbacks else contextlib.nullcontext():
             self._report.evaluate(step, self._measure)
-        if self._early_stop and self._early_stop.follow(step, self._report.results):
-            self._early_stop.keep()
-            self._report.save_best(step, self._checkpoint)
 
     def catch_up(self, first: int) -> None:
         """Evaluate at the begin of a resumed training if a stop has prevented an evaluation."""
-        done = {self._report.evaluated_at, self._early_stop.evaluated_at if self._early_stop else -1}
-        if 0 < first < self._total and self.next(first - 1) == first and first not in done:
+        if 0 < first < self._total and self.next(first - 1) == first != self._report.evaluated_at:
             self.evaluate(first)
-
-
-class Keeps(Protocol):
-    """A part of the training with a state in the checkpoint."""
-
-    def keep(self) -> None:
-        """Store the state in the next checkpoint."""
 
 
 class Save(Periodic):
     """Saves a checkpoint at some steps, or when its timer requests it."""
 
     def __init__(
-        self, context: TaskContext, report: Report, checkpoint: Checkpoint, first: int, parts: Sequence[Keeps]
+        self, context: TaskContext, report: Report, checkpoint: Checkpoint, first: int, callbacks: Callbacks | None
     ) -> None:
-        """Save a training from step `first`, with the state of `parts`; only the chief's timer decides."""
+        """Save a training from step `first`, with the state of callbacks; only the chief's timer decides."""
         interval = context.config.checkpoint_every
         super().__init__(every(parse(interval)[0]))
         past = Past.read(context.run, context.generation, first) if context.chief else None
         self.timer = SaveTimer(interval, past, writing=lambda: checkpoint.writing)
-        self._report, self._checkpoint, self._parts = report, checkpoint, parts
+        self._report, self._checkpoint, self._callbacks = report, checkpoint, callbacks
         self.saved_at: int | None = None
 
     def after(self, progress: Progress) -> None:
@@ -249,7 +175,7 @@ class Save(Periodic):
             self.save(progress.step)
 
     def save(self, step: int) -> None:
-        for part in self._parts:
-            part.keep()
+        if self._callbacks:
+            self._callbacks.keep()
         self._report.save(step, self._checkpoint, self.timer)
         self.saved_at = step

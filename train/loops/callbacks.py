@@ -263,7 +263,7 @@ class Callbacks(Action):
         before = self._weights()
         if self._progress.steps:
             self.end_epoch(step)
-        self.stops |= step < self._context.total_steps  # callbacks of another task or early stopping may have ended it
+        self.stops |= step < self._context.total_steps  # callbacks of another task may have ended it
         self._list.on_train_end(self._progress.epoch_logs)
         return self._weights() != before
 

@@ -23,7 +23,7 @@ class Stop(enum.Enum):
     """Reason to stop training."""
 
     END = "end"
-    """The last step is done, or a callback or early stopping ends the training."""
+    """The last step is done, or a callback ends the training."""
     REQUESTED = "requested"
     """A task must stop; the run can be resumed."""
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from train.context import TaskContext
 from train.loops import steps
-from train.loops.actions import CheckFinite, EarlyStop, EndTraining, Evaluate, Save, Trace, check_metric
+from train.loops.actions import CheckFinite, EndTraining, Evaluate, Save, Trace
 from train.loops.callbacks import Callbacks, CallEpochs
 from train.loops.loop import Action, Stop
 from train.saving.checkpoint import Checkpoint, Encoded
@@ -22,7 +22,6 @@ class Setup:
         self.context, config, division = context, context.config, context.division
         self.policy = context.new_policy()
         self.callback_state = Encoded("callbacks") if config.callbacks else None
-        self.early_stop_state = Encoded("best") if config.best.metric else None
         with context.strategy.scope():
             done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         self.checkpoint = Checkpoint(
@@ -35,7 +34,6 @@ class Setup:
             saved=lambda step: context.run.event(context.task.name, "checkpoint", step=step),
             loss_scale=self.policy.loss_scale,
             callbacks=self.callback_state,
-            best=self.early_stop_state,
             joint=None if division is None or division.whole else division.joint(),
         )
         alone = context.asynchronous or len(context.spec.members) < 2
@@ -67,16 +65,8 @@ class Training:
         self.report = Report(context, first, setup.policy)
         self.trace = Trace(context.run, context.task.name)
         self.callbacks = Callbacks(context, setup.callback_state, self.report) if setup.callback_state else None
-        self._early_stop: EarlyStop | None = None
-        if setup.early_stop_state is not None:
-            check_metric(context)
-            best = context.config.best
-            self._early_stop = EarlyStop(best, context.total_steps, setup.early_stop_state, self._any_stops)
-        self._evaluate = Evaluate(
-            context, self.report, setup.checkpoint, new_evaluation, self.callbacks, self._early_stop
-        )
-        parts = [part for part in (self.callbacks, self._early_stop) if part is not None]
-        self.save = Save(context, self.report, checkpoint, first, parts)
+        self._evaluate = Evaluate(context, self.report, new_evaluation, self.callbacks)
+        self.save = Save(context, self.report, checkpoint, first, self.callbacks)
         # Under parameter servers the chief decides alone.
         self.agree: Callable[[steps.Signals], steps.Signals] = (
             (lambda signals: signals) if context.asynchronous else steps.agreement(context.gang)
@@ -87,7 +77,6 @@ class Training:
         """Begin the training, or resume it with the state of its callbacks."""
         if self.callbacks:
             self.callbacks.begin(self.first, lambda: self._evaluate.catch_up(self.first))
-        if self.callbacks or self._early_stop:
             self._evaluate.catch_up(self.first)
 
     @property
@@ -111,7 +100,6 @@ class Training:
         ]
         periodic = [
             self._evaluate,
-            self._early_stop,
             CallEpochs(context, self.callbacks, self._any_stops) if self.callbacks else None,
             self.save,  # last, to include changes by callbacks
         ]
@@ -124,17 +112,15 @@ class Training:
 
     @property
     def _stops(self) -> bool:
-        return any(part is not None and part.stops for part in (self.callbacks, self._early_stop))
+        return self.callbacks is not None and self.callbacks.stops
 
     def _any_stops(self) -> bool:
-        """Whether callbacks or early stopping of any task end the training; all tasks call it at the same step."""
+        """Whether callbacks of any task end the training; all tasks call it at the same step."""
         return self.agree(steps.Signals(stop=self._stops)).stop
 
     def end(self, step: int, stop: Stop) -> None:
         """Save, evaluate and report after the last step."""
         stopped, report = stop is Stop.REQUESTED, self.report
-        if self._early_stop and not stopped and report.evaluated_at != step:
-            self._evaluate.evaluate(step)  # so that the last checkpoint includes it
         if self.save.saved_at != step and (stopped or not self.callbacks):
             self.save.save(step)
         if not stopped and report.evaluated_at != step:

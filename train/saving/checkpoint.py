@@ -15,7 +15,7 @@ from tensorflow import keras
 
 from cluster.system.errors import RunFailed
 from train.model import initial_weights
-from train.saving.files import BEST, Saved, agreed, clean, keep_only, prune, set_aside, write
+from train.saving.files import Saved, agreed, clean, prune, set_aside, write
 from train.saving.trees import Copy, Joint, Mirror
 
 
@@ -56,7 +56,6 @@ class Checkpoint:
         saved: Callable[[int], None] = lambda step: None,
         loss_scale: tf.Module | None = None,
         callbacks: tf.Module | None = None,
-        best: tf.Module | None = None,
         joint: Joint | None = None,
     ) -> None:
         """Prepare the checkpoints.
@@ -71,12 +70,12 @@ class Checkpoint:
                 collective operation
                 (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
             saved: called with the step of each finished checkpoint, possibly from another thread.
-            loss_scale: the loss scale of a training in float16. Like `callbacks` and `best`, it may be missing in older
-                checkpoints.
+            loss_scale: the loss scale of a training in float16. Like `callbacks`, it may be missing in a
+                checkpoint of a run that is resumed with other settings.
             joint: this task's part in checkpoints that several tasks write together.
         """
         self._parts = {"step": step, "model": model, "optimizer": optimizer}
-        optional = {"loss_scale": loss_scale, "callbacks": callbacks, "best": best}
+        optional = {"loss_scale": loss_scale, "callbacks": callbacks}
         self._optional = {name: part for name, part in optional.items() if part is not None}
         self._checkpoint = tf.train.Checkpoint(**self._parts, **self._optional)
         self._model = model
@@ -112,8 +111,7 @@ class Checkpoint:
             checkpoint.read(newest.prefix).assert_existing_objects_matched()
         if self._writes:
             set_aside(self._folder, newest.step if newest else -1)
-            for folder in (self._folder, self._folder / BEST):
-                clean(folder, self.generation)
+            clean(self._folder, self.generation)
         return int(self._step.numpy())
 
     def prepare(self) -> Copy:
@@ -130,16 +128,16 @@ class Checkpoint:
             self._copy = Copy(self._checkpoint, names)
         return self._copy
 
-    def save(self, step: int, *, best: bool = False) -> None:
+    def save(self, step: int) -> None:
         """Save the state after `step` optimizer steps. Every task calls this at the same step.
 
-        Training can continue immediately, as a thread writes a copy. `best` saves the separate best checkpoint.
+        Training can continue immediately, as a thread writes a copy.
         """
         self.wait()
         self._step.assign(step)
         self.prepare().update()
         if self._writes or (self._joint and self._joint.writes):
-            self._writing = threading.Thread(target=self._write, args=(step, best), name="checkpoint")
+            self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
             self._writing.start()
 
     def release(self) -> None:
@@ -161,15 +159,12 @@ class Checkpoint:
             error, self._error = self._error, None
             raise error
 
-    def _write(self, step: int, best: bool) -> None:
+    def _write(self, step: int) -> None:
         try:
             assert self._copy is not None
             broken, writer = self._copy.not_finite(self._model.trainable_variables), self._copy.checkpoint
             problem = diverged(f"{broken} is not finite after step {step}") if broken else None
-            began, folder = time.monotonic(), self._folder / BEST if best else self._folder
-            if best:
-                folder.mkdir(exist_ok=True)
-            saved = Saved(folder, step)
+            began, saved = time.monotonic(), Saved(self._folder, step)
             if self._joint:
                 writer = self._joint.save(self._copy, self._folder, self.generation, str(problem or ""))
             if problem:
@@ -178,10 +173,7 @@ class Checkpoint:
                 return
             write(writer, saved, self.generation)
             self.writing_s = time.monotonic() - began
-            if best:
-                keep_only(saved)
-            else:
-                prune(saved, self._keep)
-                self._saved(step)
+            prune(saved, self._keep)
+            self._saved(step)
         except BaseException as error:  # raised by the next `wait`, in the thread that trains
             self._error = error

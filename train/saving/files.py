@@ -4,7 +4,6 @@
     checkpoints/ckpt-200.json                                  their names, sizes and sha256; written last
     checkpoints/ckpt-200+1.index                               files of a second save of the step, see its record
     checkpoints/.ckpt-<generation>-*                           incomplete files of a save
-    checkpoints/best/                                          the checkpoint of the best evaluation
     checkpoints/aside/                                         checkpoints that the newest restore skipped
 
 A checkpoint without its JSON file is not finished and does not count. Only the chief writes; all tasks read.
@@ -28,7 +27,6 @@ from cluster.system.files import sha256, sync
 from cluster.system.json_files import read_json, write_json
 
 ASIDE = "aside"
-BEST = "best"
 NO_CHECKPOINT = -1
 _RECORD = re.compile(r"ckpt-(\d+)\.json")
 _DATA = re.compile(r"ckpt-(\d+)(?:\+\d+)?\.(?:index|data-.*)")
@@ -201,13 +199,6 @@ def prune(newest: Saved, keep: int) -> None:
             kept += 1
         else:
             saved.remove()
-
-
-def keep_only(saved: Saved) -> None:
-    """Delete all other checkpoints of its folder, also newer ones, because a resumed run may evaluate again."""
-    for other in finished(saved.folder):
-        if other != saved:
-            other.remove()
 
 
 def clean(folder: Path, generation: int) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.contract import user_code
 from cluster.contract.compatibility import precision_of
 from cluster.contract.run import records
-from cluster.system.errors import ClusterError, UsageError, nearest
+from cluster.system.errors import ClusterError, UsageError
 from cluster.system.messages import described
 from train import named
 from train.config import TrainConfig
@@ -121,8 +121,6 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         _check_positions(f"--loss {config.loss!r}: {head}", labels[head], outputs[head], one.loss)
     for name, metric in objective.metrics.items():
         _check_function(f"--metrics {config.metrics!r}: {name}", *specs, metric)
-    if (best := config.best.metric) and best not in objective.evaluated:
-        raise UsageError(f"--best.metric {best!r}{nearest(best, objective.evaluated)}")
     return stages
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorboard.plugins.hparams import api as hparams
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Event
+from cluster.contract.run.records import Pace
 from cluster.system.json_files import append_json
-from cluster.system.messages import plain
 from train import presets
 from train.config import TrainConfig
-from train.telemetry.timing import StepTiming
 
 
 def varied(config: TrainConfig) -> dict[str, str | int | float | bool]:
@@ -82,28 +79,12 @@ class Metrics:
             shown = "  ".join(f"{name} {value:,.{0 if name.endswith('_s') else 4}f}" for name, value in numbers.items())
             print(f"step {step}/{total}  epoch {epoch:.2f}  {shown}", flush=True)
 
-    def timing(self, step: int, timing: StepTiming) -> None:
-        """Show the times of the task's steps in the Histograms tab, and the shares of input and computation."""
+    def shares(self, step: int, pace: Pace) -> None:
+        """Show the shares of input and computation in the task's steps."""
         with self._board.as_default(step):
-            for name, ms_S in timing.histograms().items():
-                tf.summary.histogram(f"perf/{name}", ms_S)
             for name in ("input_share", "busy_share"):
-                if (share := getattr(timing.generation(), name)) is not None:
+                if (share := getattr(pace, name)) is not None:
                     tf.summary.scalar(f"perf/{name}", share)
-
-    def events(self, step: int, events: Sequence[Event]) -> None:
-        """Show events of the run, such as restarts and checkpoints, as a table in the Text tab."""
-        names = ("step", "generation", "event", "task")
-        cells = [[*(getattr(event, name) for name in names), event.detail.get("cause", "")] for event in events]
-        shown = [[plain(str(cell)).replace("|", "\\|") for cell in row] for row in cells]
-        table = [f"| {' | '.join(row)} |" for row in ([*names, "cause"], ["---"] * 5, *shown)]
-        with self._board.as_default(step):
-            tf.summary.text("run/events", "\n".join(table))
-
-    def graph(self, function: Any) -> None:
-        """Show the graph of a concrete function in TensorBoard's Graphs tab."""
-        with self._board.as_default(0):
-            tf.summary.graph(function.graph)
 
     def hparams(self, config: TrainConfig, results: dict[str, float]) -> None:
         """Record the varied settings and the run's results for TensorBoard's HParams tab."""

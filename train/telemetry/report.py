@@ -9,7 +9,6 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from tensorflow import keras
 
 from cluster.contract.recovery.step_record import StepRecord
@@ -18,44 +17,24 @@ from cluster.contract.run.heartbeat import HEARTBEAT_S
 from cluster.system.json_files import write_json
 from train.context import TaskContext
 from train.loops.loop import Action, Progress
-from train.model import export, inputs, optimizers
+from train.model import export, optimizers
 from train.model.gradients import GradientPolicy
 from train.pipeline.division import to_restore
 from train.saving import weights as saved_weights
 from train.saving.checkpoint import Checkpoint
-from train.saving.files import BEST, Saved, newest_good
+from train.saving.files import Saved
 from train.saving.timer import SaveTimer
 from train.telemetry.metrics import Metrics
 from train.telemetry.timing import StepTiming, Times
 
-SHOWN_EVENTS = frozenset(
-    {
-        "fault",
-        "gang restart",
-        "restarted",
-        "restored",
-        "left out",
-        "taken in",
-        "scaled",
-        "checkpoint",
-        "best checkpoint",
-    }
-)
 LEDGER_EVERY_S = 1.0
 """Interval between two writes of the ledger."""
-MAX_EVENTS = 100
-"""Most events that are shown at once."""
 
 
 class Report(Action):
     """Writes the progress of one generation's training to the run folder."""
 
-    def __init__(
-        self,
-        context: TaskContext,
-        first: int,
-        policy: GradientPolicy,
-    ) -> None:
+    def __init__(self, context: TaskContext, first: int, policy: GradientPolicy) -> None:
         """Report a training from step `first`."""
         self._loss_scale, self._optimizer = policy.loss_scale, policy.optimizer
         self._context = context
@@ -69,14 +48,12 @@ class Report(Action):
         self.results: dict[str, float] = {}
         self.evaluated_at = -1
         """Steps done at the evaluation of `results`."""
-        self._events_shown = 0
         run, name = context.run, context.task.name
         if context.chief:
             (run.control / "result.json").unlink(missing_ok=True)  # a previous generation may have written it
             run.event(name, "restored" if first else "initialized", step=first)
             self._heartbeat.update(steps_total=context.total_steps)
         self.metrics = Metrics(run, name, prints=context.chief, resumed_at=first)
-        self._show_events(first)
         self._heartbeat.update(state="compiling", step=first)
 
     def done(self, step: int) -> None:
@@ -96,8 +73,6 @@ class Report(Action):
                 self._ledger.first_step(step)
                 self._event("first step", step)
         else:
-            if self._ledger and not self._timed_steps:  # not earlier, because after a failure a checkpoint has priority
-                self.metrics.graph(self._serving_graph())
             self._train_seconds += seconds
             self._timed_steps += len(losses)
             rate = len(losses) * self._config.global_batch / seconds
@@ -124,13 +99,6 @@ class Report(Action):
             if self._ledger:
                 self._ledger.saves(timer.saves)
 
-    def save_best(self, step: int, checkpoint: Checkpoint) -> None:
-        """Save and report the checkpoint of the best evaluation so far."""
-        with self._spending("save"):
-            checkpoint.save(step, best=True)
-        if self._context.chief:
-            self._event("best checkpoint", step)
-
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
         context = self._context
         with self._spending("evaluate"), self._averaged():
@@ -138,8 +106,7 @@ class Report(Action):
             self.results, self.evaluated_at = evaluation(), step
             if context.chief:
                 self.metrics.log(step, self._epoch(step), context.total_steps, dict(self.results))
-            self._show_events(step)
-            self.metrics.timing(step, self._timing)
+            self.metrics.shares(step, self._timing.generation())
             self._heartbeat.update(state="training")
 
     def end(self, step: int, *, stopped: bool) -> None:
@@ -159,9 +126,8 @@ class Report(Action):
                 self._heartbeat.update(state="saving")
                 self._export(model or context.new_model(), weights, step)
             write_json(result, self._result(step, digest))
-        self._show_events(step)
         self._update_timing()
-        self.metrics.timing(step, self._timing)
+        self.metrics.shares(step, self._timing.generation())
         self.metrics.flush()
         self._heartbeat.update(state="stopped" if stopped else "done", step=step)
         while not context.chief and not result.exists() and not context.run.outcome:
@@ -174,8 +140,6 @@ class Report(Action):
             model.set_weights(weights)
         else:
             saved_weights.use_averages(config, model, Saved(run.checkpoints, step).prefix)
-        if config.best.export and (best := newest_good(run.checkpoints / BEST)):
-            saved_weights.read(config, model, best.prefix)
         export.export(model, run.export, self._context.source.feature_shape, self._context.source.named_outputs)
         self._event("exported", step)
         self.metrics.hparams(config, self.results)
@@ -216,20 +180,6 @@ class Report(Action):
 
     def _epoch(self, step: int) -> float:
         return self._config.epoch(step, self._context.source.train_examples)
-
-    def _serving_graph(self) -> tf.types.experimental.ConcreteFunction:
-        return tf.function(self._context.model.__call__).get_concrete_function(
-            inputs.signature(self._context.model, self._context.source.feature_shape)
-        )
-
-    def _show_events(self, step: int) -> None:
-        """Show the run's new events; in a new generation all events."""
-        if not self._context.chief:
-            return
-        events = [event for event in self._context.run.events() if event.event in SHOWN_EVENTS]
-        if new := events[self._events_shown :]:
-            self.metrics.events(step, new[-MAX_EVENTS:])
-        self._events_shown = len(events)
 
 
 class Ledger:

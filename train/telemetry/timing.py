@@ -15,7 +15,7 @@ from cluster.contract.run.records import Pace
 RECENT = 200
 """Number of newest steps in the heartbeat."""
 KEPT = 4096
-"""Most steps that are kept; beyond that, every second one is dropped."""
+"""Number of newest steps that are kept."""
 PERCENTILES = (10, 50, 90, 99)
 
 
@@ -40,11 +40,7 @@ class StepTiming:
     """Collects the step times of one generation."""
 
     def __init__(self) -> None:
-        self._recent_S3 = np.zeros((0, 3))
         self._kept_S3 = np.zeros((0, 3))
-        self._stride = 1
-        self._ahead = 0
-        self._max_s = 0.0
         self.steps = 0
         """Number of measured steps."""
 
@@ -54,38 +50,28 @@ class StepTiming:
         parts = (times.steps, *(unknown_S if part is None else part for part in (times.inputs, times.busy)))
         rows_S3 = np.stack(parts, 1)
         self.steps += len(rows_S3)
-        self._max_s = max(self._max_s, *times.steps.tolist(), 0.0)
-        self._recent_S3 = np.concatenate([self._recent_S3, rows_S3])[-RECENT:]
-        self._kept_S3 = np.concatenate([self._kept_S3, rows_S3[self._ahead :: self._stride]])
-        self._ahead = (self._ahead - len(rows_S3)) % self._stride
-        while len(self._kept_S3) > KEPT:
-            self._ahead = (self._ahead + (len(self._kept_S3) % 2) * self._stride) % (2 * self._stride)
-            self._kept_S3, self._stride = self._kept_S3[::2], 2 * self._stride
+        self._kept_S3 = np.concatenate([self._kept_S3, rows_S3])[-KEPT:]
 
     def recent(self) -> dict[str, Any]:
         """Return the statistics of the newest steps for the heartbeat; empty without steps."""
         if not self.steps:
             return {}
-        ms_S = self._recent_S3[:, 0] * 1000
+        recent_S3 = self._kept_S3[-RECENT:]
+        ms_S = recent_S3[:, 0] * 1000
         statistics = {"mean": ms_S.mean(), "median": np.median(ms_S), "p90": np.percentile(ms_S, 90), "max": ms_S.max()}
-        return {"step_ms": _rounded(statistics), **_shares(self._recent_S3)}
+        return {"step_ms": _rounded(statistics), **_shares(recent_S3)}
 
     def generation(self) -> Pace:
-        """Return the pace of all steps of this generation."""
+        """Return the pace of this generation, by its newest steps."""
         if not self.steps:
             return Pace()
         ms_S = self._kept_S3[:, 0] * 1000
         statistics = {
             "mean": ms_S.mean(),
             **{f"p{p}": np.percentile(ms_S, p) for p in PERCENTILES},
-            "max": self._max_s * 1000,
+            "max": ms_S.max(),
         }
         return Pace(steps=self.steps, step_ms=_rounded(statistics), **_shares(self._kept_S3))
-
-    def histograms(self) -> dict[str, np.ndarray]:
-        """Return the milliseconds of the steps and of their known parts, `[S]` each."""
-        parts = dict(zip(("step_ms", "input_ms", "busy_ms"), self._kept_S3.T * 1000, strict=True))
-        return {name: ms_S for name, ms_S in parts.items() if len(ms_S) and not np.isnan(ms_S).any()}
 
 
 def _shares(rows_S3: np.ndarray) -> dict[str, Any]:

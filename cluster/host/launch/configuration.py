@@ -16,7 +16,6 @@ from cluster.host.options.request import PRESET, Request
 from cluster.host.runtime import inherited
 from cluster.system.paths import ROOT
 
-USUAL_METRICS = ("", "eval_loss", "eval_accuracy")
 """Of all that is built in."""
 
 
@@ -59,8 +58,8 @@ def check(
 ) -> dict[str, Any]:
     """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
 
-    The built-in ones do. Any others, a model that is cut into stages, and a best metric that not every evaluation has,
-    are tried: that takes as long as TensorFlow's import.
+    The built-in ones do. Any others, and a model that is cut into stages, are tried: that takes as long as TensorFlow's
+    import.
 
     Args:
         config: what `resolve` returned.
@@ -79,8 +78,7 @@ def check(
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss", "metrics")]
     named.append(config.get("optimizer", {}).get("name", ""))
     own = any(":" in part and not part.startswith("train.") for name in named for part in re.split("[=,]", name))
-    unusual = config.get("best", {}).get("metric", "") not in USUAL_METRICS
-    if not (own or unusual or cluster.kind.staged):
+    if not (own or cluster.kind.staged):
         return {}
     words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
     words += ["--replicas", str(cluster.replicas)]

@@ -15,21 +15,19 @@ from cluster.system import files
 from cluster.system.errors import UsageError
 from cluster.system.terminal import print_wait
 
-BEST_HELP = "the checkpoint of the best evaluation instead, of a run with --best.metric (default: no)"
 
-
-@task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP, best=BEST_HELP)
+@task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP)
 @has_dry_run
-def evaluate(c, run=None, trust=False, json=False, best=False):
+def evaluate(c, run=None, trust=False, json=False):
     """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
-    _run(c, run, "evaluate", *(["--json"] if json else []), *(["--best"] if best else []), trust=trust)
+    _run(c, run, "evaluate", *(["--json"] if json else []), trust=trust)
 
 
-@task("run", run=RUN_HELP, trust=TRUST_HELP, best=BEST_HELP)
+@task("run", run=RUN_HELP, trust=TRUST_HELP)
 @has_dry_run
-def export(c, run=None, trust=False, best=False):
+def export(c, run=None, trust=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
-    _run(c, run, "export", *(["--best"] if best else []), trust=trust)
+    _run(c, run, "export", trust=trust)
 
 
 @task(

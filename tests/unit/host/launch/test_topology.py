@@ -90,7 +90,7 @@ def test_what_a_pipeline_has_not_is_refused(config):
 
 
 def test_what_each_stage_does_by_itself_is_accepted():
-    apart = {"init_from": "before", "freeze": "embedding", "metrics": "mine:metrics", "best": {"metric": "eval_loss"}}
+    apart = {"init_from": "before", "freeze": "embedding", "metrics": "mine:metrics"}
     compatibility.check_stages(cluster(stages=2), STAGED | apart | {"optimizer": {"name": "adam", "ema": 0.99}})
     compatibility.check_stages(cluster(stages=2, workers=0), STAGED | {"callbacks": "tutorial"})  # one has all of it
 

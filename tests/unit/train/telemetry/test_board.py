@@ -1,13 +1,10 @@
 """What TensorBoard shows, read from the event files as it reads them."""
 
-import re
 from collections.abc import Callable
 
 import pytest
-from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata as hparams_metadata
-from tensorboard.util.tensor_util import make_ndarray
 
 from cluster.contract.run.folder import RunFolder
 from train import presets
@@ -46,16 +43,3 @@ def test_numbers_are_grouped(make_run):
     assert {"train/loss", "train/accuracy", "perf/examples_per_s", "eval/loss", "eval/top_5"} == set(
         board.Tags()["tensors"]
     )
-
-
-def test_restarts_and_checkpoints_are_a_table_that_no_cause_breaks(make_run):
-    run = make_run()
-    run.event("chief", "checkpoint", step=3)
-    run.event("worker-0", "gang restart", step=4, cause="killed | twice\nby somebody")
-    board = written(run, lambda metrics: metrics.events(7, run.events()))
-    (shown,) = board.Tensors("run/events")
-    html = plugin_util.markdown_to_safe_html(make_ndarray(shown.tensor_proto).item())
-    cells = re.findall("<td>(.*?)</td>", html)
-    assert 7 == shown.step
-    assert [["3", "0", "checkpoint", "chief", ""], ["4", "0", "gang restart", "worker-0"]] == [cells[:5], cells[5:9]]
-    assert [r"killed | twice\nby somebody"] == cells[9:]
