@@ -25,7 +25,7 @@ from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
 from train import named
 from train.config import TrainConfig
-from train.model import variables
+from train.startup import preload
 
 if TYPE_CHECKING:
     from tensorflow import keras
@@ -137,9 +137,7 @@ def _restore(
     The model computes in float32, or with `as_trained` in the precision of the run.
     """
     config, cluster = TrainConfig.from_json(read_json(run.config)), run.load_cluster()
-    variables.set_defaults(config.onednn)  # as in the training: oneDNN changes bits, in bfloat16 considerably
-    if config.needs_tf_keras(cluster.strategy):
-        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # before TensorFlow is imported
+    preload.set_variables(config, cluster.strategy)  # as in the training: oneDNN changes bits, in bfloat16 considerably
     with quiet.imports():
         from train import strategy
         from train.data import sources

@@ -17,9 +17,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from train.model import variables
+from train.config import TrainConfig
+from train.startup import preload
 
-variables.set_defaults("off")  # as our trainer sets it for a user's model
+preload.set_variables(TrainConfig(onednn="off"), "one")  # as our trainer sets it for a user's model
 
 from cluster.contract.run.folder import RunFolder  # noqa: E402
 from cluster.system import fork_server  # noqa: E402

@@ -10,7 +10,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, read_json_lines
 from tests.e2e.scenario import ENDLESS, STEPS, TRAINING, losses, step_of, summary
 from tests.support.waiting import wait_for
-from train.model import variables
+from train.startup import preload
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -47,7 +47,7 @@ def test_a_run_must_leave_everything_that_the_contract_lists(three):
     assert ("worker-1", "worker", "done", STEPS) == tuple(heartbeat[key] for key in ("task", "role", "state", "step"))
     row = next(read_json_lines(three.metrics("chief")))
     assert {"step", "epoch", "loss", "accuracy", "examples_per_s", "time"} == set(row)
-    assert {*variables.DEFAULTS, "TF_ENABLE_ONEDNN_OPTS"} <= set(read_json(three.environment)["variables"])
+    assert {*preload.DEFAULTS, "TF_ENABLE_ONEDNN_OPTS"} <= set(read_json(three.environment)["variables"])
 
 
 def test_every_task_must_log_the_same_loss(three):

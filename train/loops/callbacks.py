@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,8 +126,6 @@ class CallbackProgress:
     """The changed attributes of each callback, encoded."""
     classes: list[str] = field(default_factory=list)
     """Names of the callbacks' classes."""
-    sizes: list[int] = field(default_factory=list)
-    """Size of each CSVLogger's file in bytes; -1 for another callback or a missing file."""
 
 
 class Callbacks(Action):
@@ -171,10 +168,8 @@ class Callbacks(Action):
         resumes = restored.epoch >= 0 and restored.classes == classes
         within = first < self._context.total_steps and not self.stops and restored.epoch == epoch
         self._model.stop_training = False
-        with contextlib.ExitStack() as stack:
-            if resumes:  # they have had their effect; these calls only open files and the like
-                stack.enter_context(self._same_variables())
-                stack.enter_context(appending(self._callbacks, restored.sizes))
+        # Of callbacks that resume they have had their effect; these calls only open files and the like.
+        with self._same_variables() if resumes else contextlib.nullcontext():
             self._list.on_train_begin()
             if within or restored.steps:
                 self._list.on_epoch_begin(restored.epoch)
@@ -280,7 +275,6 @@ class Callbacks(Action):
             {name: encoded for name, encoded in now.items() if made.get(name) != encoded}
             for now, made in zip(self._encoded(), self._made, strict=True)
         ]
-        progress.sizes = [size_of(callback) for callback in self._callbacks]
         self._state.encoded.assign(plain_values.encode(vars(progress)))
 
     def _encoded(self) -> list[dict[str, bytes]]:
@@ -350,25 +344,3 @@ def restore(callbacks: Sequence[Any], progress: CallbackProgress) -> list[str]:
             except ValueError:
                 lost.append(f"{type(callback).__name__}.{name}")
     return lost
-
-
-def size_of(callback: Any) -> int:
-    """Return the size of a CSVLogger's file; -1 for another callback."""
-    path = Path(callback.filename) if isinstance(callback, keras.callbacks.CSVLogger) else None
-    return path.stat().st_size if path and path.is_file() else -1
-
-
-@contextlib.contextmanager
-def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
-    """Make each CSVLogger that is opened inside truncate its file to the saved size and append to it."""
-    loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=False) if size >= 0]
-    before = [callback.append for callback, _ in loggers]
-    for callback, size in loggers:
-        callback.append = True
-        if size_of(callback) > size:
-            os.truncate(callback.filename, size)
-    try:
-        yield
-    finally:
-        for (callback, _), append in zip(loggers, before, strict=True):
-            callback.append = append

@@ -31,7 +31,7 @@ import tensorflow as tf
 
 from train import named
 from train.data.batches import Batch
-from train.model import inputs, masks
+from train.model import input_types, masks
 from train.model.gradients import GradientPolicy
 from train.model.layer_state import LayerState
 from train.model.objectives import Objective, global_mean
@@ -261,7 +261,7 @@ def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def as_input(model: keras.Model, features: Named) -> Named:
     """Cast features to the types that a model takes."""
-    return named.each(tf.cast, features, inputs.dtypes(model, features))
+    return named.each(tf.cast, features, input_types.dtypes(model, features))
 
 
 def full_precision(outputs_BK: Named) -> Named:

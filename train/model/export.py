@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.json_files import write_json
 from train import named
-from train.model import inputs
+from train.model import input_types
 from train.named import Named
 
 CLASSES = Path("assets.extra", "classes.json")
@@ -35,8 +36,9 @@ def export(model: keras.Model, directory: Path, feature_shape: Named, classes: N
         if isinstance(feature_shape, Mapping):
             archive = keras.export.ExportArchive()
             archive.track(model)
-            signature = inputs.signature(model, feature_shape)
-            archive.add_endpoint("serve", lambda features: model(features, training=False), [signature])
+            types = input_types.dtypes(model, feature_shape)
+            specs = {name: tf.TensorSpec([None, *shape], types[name], name) for name, shape in feature_shape.items()}
+            archive.add_endpoint("serve", lambda features: model(features, training=False), [specs])
             archive.write_out(str(scratch))
         else:
             model.export(str(scratch))

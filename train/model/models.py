@@ -16,7 +16,7 @@ from tensorflow import keras  # Keras 3, or tf_keras if `--loop fit` needs it
 from cluster.system.errors import UsageError, nearest
 from train import named
 from train.config import TrainConfig
-from train.model import architectures, inputs
+from train.model import architectures, input_types
 from train.named import Named
 from train.settings import references
 
@@ -113,7 +113,7 @@ def call(model: keras.Model, feature_shape: Named) -> Any:
 
     This also creates the variables of the layers of a subclassed model, which `build` does not.
     """
-    types = inputs.dtypes(model, feature_shape)
+    types = input_types.dtypes(model, feature_shape)
     return model(named.each(lambda shape, dtype: keras.Input(shape, dtype=dtype), feature_shape, types))
 
 

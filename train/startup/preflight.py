@@ -2,8 +2,8 @@
 
     python -m train.startup.preflight --config JSON --strategy NAME --data-dir DIR
 
-Checks are only for configurations with a user's parts, because they import TensorFlow. The result goes to the file that
-`cluster/contract/user_code.py` names.
+The checks are only for configurations with a user's parts, because they import TensorFlow. The result goes to the file
+that `cluster/contract/user_code.py` names.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -25,8 +24,8 @@ from cluster.system.errors import ClusterError, UsageError
 from cluster.system.messages import described
 from train import named
 from train.config import TrainConfig
-from train.model import variables
 from train.named import Named
+from train.startup import preload
 
 if TYPE_CHECKING:
     import keras
@@ -52,7 +51,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
     options = parser.parse_args(arguments)
     config = TrainConfig.from_json(options.config)
-    variables.set_for_trial(config.onednn, legacy_keras=config.needs_tf_keras(options.strategy))
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
+    preload.set_variables(config, options.strategy)
     return user_code.reply(lambda: check(config, options))
 
 
@@ -158,12 +158,12 @@ def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> No
     import numpy as np
     import tensorflow as tf
 
-    from train.model import inputs
+    from train.model import input_types
 
     if source.arrays is None:
         return
     files = source.arrays.train.features
-    types = inputs.dtypes(model, files)
+    types = input_types.dtypes(model, files)
     for which, (file, dtype) in named.in_words(named.each(lambda *both: both, files, types)).items():
         if not file.dtype.startswith("int") or (dtype == "float32" and getattr(model, "inputs", None)):
             continue  # Keras also rounds for a float input
@@ -235,12 +235,12 @@ def _feature_specs(model: keras.Model, feature_shape: Named) -> Named:
     """Return the specs of a model's features for a batch of `EXAMPLES`."""
     import tensorflow as tf
 
-    from train.model import inputs
+    from train.model import input_types
 
     def spec(shape: tuple[int, ...], dtype: str) -> Any:
         return tf.TensorSpec([EXAMPLES, *shape], dtype)
 
-    return named.each(spec, feature_shape, inputs.dtypes(model, feature_shape))
+    return named.each(spec, feature_shape, input_types.dtypes(model, feature_shape))
 
 
 def _spec(tensor: Any, dtype: Any = "float32") -> Any:

@@ -1,4 +1,4 @@
-"""Imports of a task's program, which take most of its start."""
+"""Imports of a task's program, which take most of its start, and the environment variables that they read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,22 @@ import os
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
 from train.config import TrainConfig
-from train.model import variables
 from train.patches.quick_imports import quick_imports
+
+DEFAULTS = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+ONEDNN = {"on": "1", "off": "0"}
+"""`TF_ENABLE_ONEDNN_OPTS` for each `--onednn` but `auto`, which leaves the choice to TensorFlow."""
+
+
+def set_variables(config: TrainConfig, strategy: str) -> None:
+    """Set the variables that TensorFlow and Keras read, unless the user has. Call before TensorFlow is imported."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever the user's Keras is configured for
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if config.onednn in ONEDNN:
+        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", ONEDNN[config.onednn])
+    if config.needs_tf_keras(strategy):
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # tf.keras is then tf_keras
 
 
 def load(run: RunFolder) -> None:
@@ -16,9 +30,6 @@ def load(run: RunFolder) -> None:
 
     No device is used, so that the process can still be forked, and each copy can form a cluster.
     """
-    config = TrainConfig.from_json(read_json(run.config))
-    variables.set_defaults(config.onednn)
-    if config.needs_tf_keras(run.load_cluster().strategy):
-        os.environ["TF_USE_LEGACY_KERAS"] = "1"  # read when TensorFlow is imported; tf.keras is then tf_keras
+    set_variables(TrainConfig.from_json(read_json(run.config)), run.load_cluster().strategy)
     with quick_imports():
         from train import program  # noqa: F401

@@ -11,7 +11,7 @@ from tensorflow import keras
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from train.loops import steps
-from train.model import export, inputs, objectives
+from train.model import export, input_types, objectives
 from train.saved import _in_words, predict
 
 BEYOND_INT32 = 2**31 + 7
@@ -40,7 +40,7 @@ def test_large_whole_numbers_and_several_values_are_kept(of_large_numbers, tmp_p
 @pytest.mark.parametrize("dtype", ["int8", "int64", "uint64", "bool", "float32", "float16"])
 def test_features_are_given_in_the_type_of_an_input(dtype):
     features = keras.Input((1,), dtype=dtype)
-    taken = inputs.dtypes(keras.Model(features, keras.layers.Identity()(features)), (1,))
+    taken = input_types.dtypes(keras.Model(features, keras.layers.Identity()(features)), (1,))
     assert taken == ("float32" if dtype == "float16" else dtype)
 
 

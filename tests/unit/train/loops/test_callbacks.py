@@ -311,7 +311,6 @@ def settled(run: Path, call: int = 0) -> list[keras.callbacks.Callback]:
         Draws(run / "draws"),
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
         keras.callbacks.ReduceLROnPlateau(monitor="val_loss", mode="max", factor=0.5, patience=1, min_lr=0.0),
-        keras.callbacks.CSVLogger(run / "log.csv"),
         keras.callbacks.ModelCheckpoint(
             str(run / "{epoch:02d}-{batch:02d}.weights.h5"), save_freq=4, save_weights_only=True
         ),

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from cluster.system.errors import UsageError
 from train.config import TrainConfig, Transformer
-from train.model import inputs, models, objectives
+from train.model import input_types, models, objectives
 from train.model.architectures import transformer_lm
 from train.settings.overrides import resolve
 
@@ -31,7 +31,7 @@ def test_options_set_the_size():
     attention, feed_forward, norms = 4 * 16 * 16 + 4 * 16, 2 * 64 * 16 + 64 + 16, 2 * 2 * 16
     embedding, logits = 256 * 16 + 8 * 16, 256 * 16 + 256 + 2 * 16
     assert 3 * (attention + feed_forward + norms) + embedding + logits == model.count_params()
-    assert ("int32", (None, 8, 256)) == (inputs.dtypes(model, ()), model.output_shape)
+    assert ("int32", (None, 8, 256)) == (input_types.dtypes(model, ()), model.output_shape)
 
 
 def test_examples_must_be_sequences():

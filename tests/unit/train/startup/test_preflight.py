@@ -62,5 +62,5 @@ def test_a_model_that_never_returns_is_ended(check, monkeypatch):
 
 def test_built_in_parts_are_not_tried(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "Popen", None)
-    for config in (TrainConfig(), TrainConfig(dataset="train.data.synthetic:imagenet", model="resnet50")):
+    for config in (TrainConfig(), TrainConfig(dataset="train.presets.resnet50_synthetic:imagenet", model="resnet50")):
         configuration.check(config.to_json(), spec.build(workers=0), [], tmp_path)

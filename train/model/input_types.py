@@ -1,4 +1,4 @@
-"""The types and the signature of a model's inputs, one or several by name."""
+"""The types of a model's inputs, one or several by name."""
 
 from __future__ import annotations
 
@@ -20,14 +20,6 @@ def dtypes(model: keras.Model, features: Named) -> Named:
     structure = getattr(model, "_inputs_struct", None) or getattr(model, "_nested_inputs", None)  # of either Keras
     by_name |= structure if isinstance(structure, Mapping) else {}
     return {name: _dtype(by_name[name]) if name in by_name else "float32" for name in features}
-
-
-def signature(model: keras.Model, feature_shape: Named) -> Named:
-    """Return the `tf.TensorSpec` of a model's inputs for any number of examples, or a dictionary of them."""
-    types = dtypes(model, feature_shape)
-    if not isinstance(feature_shape, Mapping):
-        return tf.TensorSpec([None, *feature_shape], types, name="features")
-    return {name: tf.TensorSpec([None, *shape], types[name], name=name) for name, shape in feature_shape.items()}
 
 
 def _dtype(tensor: Any) -> str:

@@ -4,34 +4,35 @@ import os
 
 import pytest
 
-from train.model import variables
+from train.config import TrainConfig
+from train.startup import preload
 
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for name in (*variables.DEFAULTS, "KERAS_BACKEND", ONEDNN):
+    for name in (*preload.DEFAULTS, "KERAS_BACKEND", ONEDNN):
         monkeypatch.setenv(name, "")  # so that the test removes the variable afterwards
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("name", [*variables.DEFAULTS, ONEDNN])
+@pytest.mark.parametrize("name", [*preload.DEFAULTS, ONEDNN])
 def test_what_the_user_has_set_stays(name, monkeypatch):
     """`TF_ENABLE_ONEDNN_OPTS=0 invoke up` must go without."""
     monkeypatch.setenv(name, "0")
-    variables.set_defaults("on")
-    expected = variables.DEFAULTS | {ONEDNN: "1"} | {name: "0"}
+    preload.set_variables(TrainConfig(onednn="on"), "one")
+    expected = preload.DEFAULTS | {ONEDNN: "1"} | {name: "0"}
     assert expected == {other: os.environ[other] for other in expected}
 
 
 def test_keras_computes_with_tensorflow_whatever_it_does_elsewhere(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    variables.set_defaults()
+    preload.set_variables(TrainConfig(), "one")
     assert "tensorflow" == os.environ["KERAS_BACKEND"]
 
 
 @pytest.mark.parametrize(("setting", "value"), [("on", "1"), ("off", "0"), ("auto", None)])
 def test_onednn_is_as_it_is_configured(setting, value):
-    variables.set_defaults(setting)
+    preload.set_variables(TrainConfig(onednn=setting), "one")
     assert value == os.environ.get(ONEDNN)
