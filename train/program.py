@@ -133,7 +133,7 @@ class Program:
             if division
             else lambda: (source.label_shape, models.output_shapes(models.call(model, source.feature_shape)))
         )
-        objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text, shapes=shapes)
+        objective = objectives.of(config, classifies=source.classifies, shapes=shapes)
         return TaskContext(
             run=self.run,
             task=self.task,

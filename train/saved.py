@@ -102,7 +102,6 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
         objectives.of(
             config,
             classifies=source.classifies,
-            predicts_text=source.is_text,
             shapes=lambda: (source.label_shape, models.output_shapes(models.call(model, source.feature_shape))),
         ),
         sources.eval_feed(None, source, batch),

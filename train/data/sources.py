@@ -72,11 +72,6 @@ class Source(abc.ABC):
         return named.each(lambda classifies, names: names if classifies else None, self.classifies, self.classes)
 
     @property
-    def is_text(self) -> bool:
-        """Whether examples are bytes of a text, and labels the following bytes."""
-        return self.arrays is not None and self.arrays.is_text
-
-    @property
     def train_batch(self) -> Callable[[tf.Tensor, tf.Tensor, BatchSlice], Batch] | None:
         """Function of (step, replica, slice) that reads one replica's batch of any step in a graph, if possible."""
         return None

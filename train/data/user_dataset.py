@@ -13,12 +13,8 @@ Features for a model with several inputs are a dictionary of arrays, and so are 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +24,7 @@ from cluster.system.messages import described
 from train import named
 from train.data import arrays
 from train.named import Named
+from train.settings import references
 
 SPLITS = ("train", "test")
 
@@ -50,15 +47,8 @@ class UserDataset:
 
 def read(name: str) -> UserDataset:
     """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`."""
-    function = _function(name)
-    if _needs_two(function):
-        raise UsageError(f"dataset {name} takes two arguments; add -- --source function if they are (split, shard)")
-    try:
-        returned = function()
-    except ClusterError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"dataset {name} fails: {described(error)}") from None
+    references.check("--dataset", name, ())
+    returned = references.call("--dataset", name, references.load("--dataset", name))
     try:
         return _checked(name, returned)
     except ClusterError:
@@ -67,15 +57,6 @@ def read(name: str) -> UserDataset:
         raise UsageError(
             f"dataset {name} returns a value that cannot be converted to arrays: {described(error)}"
         ) from None
-
-
-def _needs_two(function: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # the signature is unknown
-        return False
-    required = [item for item in parameters if item.default is item.empty]
-    return len([item for item in required if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]) == 2
 
 
 def _checked(name: str, returned: Any) -> UserDataset:
@@ -103,26 +84,6 @@ def _classes(name: str, returned: Any, labels: Named) -> Named:
         if head not in labels:
             raise UsageError(f"dataset {name}: classes of {head!r}{nearest(str(head), list(labels))}")
     return {head: tuple(str(label) for label in (returned or {}).get(head, ())) for head in labels}
-
-
-def _function(name: str) -> Callable[[], Any]:
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        raise UsageError(f"dataset {name!r}: expected package.module:function")
-    module_name, _, function_name = name.partition(":")
-    importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise UsageError(
-            f"dataset {name}: {module_name} cannot be imported from {Path.cwd()} or PYTHONPATH: {described(error)}"
-        ) from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UsageError(
-            f"dataset {name}: {module_name} has no function {function_name!r}{nearest(function_name, known)}"
-        )
-    return function
 
 
 def _split(subject: str, returned: Any) -> tuple[Named, ...]:

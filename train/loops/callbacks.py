@@ -45,7 +45,7 @@ def build(context: TaskContext) -> list[keras.callbacks.Callback]:
     reference = context.config.callbacks
     if not reference:
         return []
-    function = CALLBACKS[reference] if reference in CALLBACKS else references.load("--callbacks", reference)
+    function = tutorial if reference == "tutorial" else references.load("--callbacks", reference)
     callbacks = references.call("--callbacks", reference, function, context.run.path, context.task.name)
     if not isinstance(callbacks, list) or not all(isinstance(item, keras.callbacks.Callback) for item in callbacks):
         raise UsageError(
@@ -84,9 +84,6 @@ def tutorial(run: Path, task: str) -> list[keras.callbacks.Callback]:
         PrintRate(),
         keras.callbacks.EarlyStopping(monitor="val_loss", patience=3),
     ]
-
-
-CALLBACKS: dict[str, Callable[[Path, str], list[keras.callbacks.Callback]]] = {"tutorial": tutorial}
 
 
 def _rate_of_epoch(epoch: int, _rate: float) -> float:

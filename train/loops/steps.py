@@ -6,7 +6,6 @@ reported means of an evaluation.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -256,11 +255,4 @@ def results(totals_N2M: np.ndarray, objective: Objective) -> dict[str, float]:
     if objective.heads:  # each may have a different mask
         losses = (head.weight * means[f"eval_{name}_loss"] for name, head in objective.heads.items())
         means["eval_loss"] = sum(losses)
-    return means | ({"eval_perplexity": _exp(means["eval_loss"])} if objective.predicts_text else {})
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
+    return means

@@ -7,7 +7,7 @@ import contextlib
 import fnmatch
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras.src.backend.common import global_state  # has no public name
@@ -15,16 +15,11 @@ from tensorflow import keras  # Keras 3, or tf_keras if `--loop fit` needs it
 
 from cluster.system.errors import UsageError, nearest
 from train import named
-from train.config import TrainConfig
+from train.config import MODELS, TrainConfig
 from train.model import architectures, input_types
 from train.named import Named
 from train.settings import references
 
-MODELS: dict[str, Callable[..., Any]] = {
-    "two_conv_cnn": architectures.two_conv_cnn,
-    "resnet50": architectures.resnet50,
-    "transformer_lm": architectures.transformer_lm,
-}
 _COUNTS: dict[str, dict[str, int]] = {}
 """Keras's counts of the layers of each class before the first build of a model."""
 
@@ -81,8 +76,8 @@ def freeze(model: keras.Model, names: str) -> None:
 
 
 def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -> keras.Model:
-    """Return the model called `name`: a key of `MODELS`, or `package.module:function`."""
-    function = MODELS[name] if name in MODELS else references.load("--model", name)
+    """Return the model called `name`: a key of `train.config.MODELS`, or `package.module:function`."""
+    function = getattr(architectures, name) if name in MODELS else references.load("--model", name)
     model = references.call("--model", name, functools.partial(function, **options), feature_shape, num_outputs)
     if not isinstance(model, keras.Model):
         expected = f"a {keras.Model.__module__.partition('.')[0]} model"

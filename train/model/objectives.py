@@ -58,8 +58,6 @@ class Objective:
     score_name: str
     """Name of the score in metrics and summaries: `accuracy`, `absolute_error` or `data_loss`. With several heads, it
     is the score of the first one, with the head's name as a prefix."""
-    predicts_text: bool = False
-    """Whether outputs are the next bytes of a text, so that the loss has a perplexity."""
     metrics: Mapping[str, PerExample] = field(default_factory=dict)
     """Further functions that evaluations report; with several outputs, also each head's loss and score."""
     heads: Mapping[str, Head] = field(default_factory=dict)
@@ -73,7 +71,7 @@ class Objective:
     @property
     def evaluated(self) -> list[str]:
         """Names of the results of evaluations."""
-        return [f"eval_{name}" for name in (*self.reported, *(["perplexity"] if self.predicts_text else []))]
+        return [f"eval_{name}" for name in self.reported]
 
 
 def sparse_categorical_crossentropy(labels: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
@@ -101,9 +99,7 @@ def absolute_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
 LOSSES: dict[str, PerPosition] = {loss.__name__: loss for loss in (sparse_categorical_crossentropy, mean_squared_error)}
 
 
-def of(
-    config: TrainConfig, *, classifies: Named, predicts_text: bool, shapes: Callable[[], Shapes] | None = None
-) -> Objective:
+def of(config: TrainConfig, *, classifies: Named, shapes: Callable[[], Shapes] | None = None) -> Objective:
     """Build the objective that a configuration describes, with the user's metrics; see `build`."""
     known = shapes() if shapes and ":" in config.loss else None
     if isinstance(classifies, Mapping):
@@ -114,7 +110,7 @@ def of(
         option = f"--loss {config.loss}" if "=" in config.loss else f"--loss-weights {config.loss_weights}"
         raise UsageError(f"{option}: the labels are one array, not a dictionary; give one loss, and no weights")
     else:
-        objective = build(config.loss, classifies=classifies, predicts_text=predicts_text, shapes=known)
+        objective = build(config.loss, classifies=classifies, shapes=known)
     user_metrics = _user_metrics(config.metrics, taken=objective.evaluated)
     return dataclasses.replace(objective, metrics={**objective.metrics, **user_metrics})
 
@@ -135,17 +131,16 @@ def _user_metrics(reference: str, taken: Sequence[str]) -> dict[str, PerExample]
     return {name: Averaged(tf.function(function)) for name, function in functions.items()}
 
 
-def build(loss: str, *, classifies: bool, predicts_text: bool = False, shapes: Shapes | None = None) -> Objective:
+def build(loss: str, *, classifies: bool, shapes: Shapes | None = None) -> Objective:
     """Build the objective of a model with one output.
 
     Args:
         loss: a key of `LOSSES`, or a reference `package.module:function` to a function of the form `PerPosition`.
         classifies: whether the labels are classes, in which case the score is the accuracy.
-        predicts_text: see `Objective`.
         shapes: None for the shapes that a built-in loss requires.
     """
     function = _loss(loss)
-    return Objective(function, *(_score(classifies, shapes) or (function, DATA_LOSS)), predicts_text and classifies)
+    return Objective(function, *(_score(classifies, shapes) or (function, DATA_LOSS)))
 
 
 def build_heads(loss: str, weights: str, classifies: Mapping[str, bool], shapes: Shapes | None = None) -> Objective:

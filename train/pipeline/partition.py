@@ -7,7 +7,6 @@ which determines the speed of all, among the cuts whose stages fit their memory:
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import math
@@ -89,7 +88,10 @@ def partition(blocks: Sequence[Block], plan: Plan, cut: Sequence[str] = ()) -> l
         )
     borders = _borders_of(blocks, plan, cut) if cut else _best(blocks, plan)
     if borders is None:
-        raise UsageError(_too_large(blocks, plan))
+        raise UsageError(
+            f"--stages {plan.stages}: no cut of this model fits {_mb(plan.memory_bytes or 0)} per stage: use more "
+            "--stages, more --micro-batches or --remat"
+        )
     stages = [
         Stage(
             number,
@@ -181,24 +183,6 @@ def _borders_of(blocks: Sequence[Block], plan: Plan, cut: Sequence[str]) -> list
     if len(borders) != plan.stages:
         raise UsageError(f"--cut {','.join(cut)} makes {len(borders)} stages, and --stages is {plan.stages}")
     return [*borders, len(blocks)]
-
-
-def _too_large(blocks: Sequence[Block], plan: Plan) -> str:
-    return (
-        f"--stages {plan.stages}: no cut of this model fits {_mb(plan.memory_bytes or 0)} per stage; the best one "
-        f"needs about {_mb(_least_memory(blocks, plan))}: use more --stages, more --micro-batches or --remat"
-    )
-
-
-def _least_memory(blocks: Sequence[Block], plan: Plan) -> int:
-    """Return the least memory per stage that allows a cut, which is one of the possible sizes of a stage."""
-    ranges = [(first, last) for first in range(len(blocks)) for last in range(first + 1, len(blocks) + 1)]
-    sizes = sorted({memory_of(blocks, plan, stage, *bounds) for bounds in ranges for stage in range(plan.stages)})
-
-    def enough(memory_bytes: int) -> bool:
-        return _best(blocks, dataclasses.replace(plan, memory_bytes=memory_bytes)) is not None
-
-    return sizes[bisect.bisect_left(sizes, True, key=enough)]
 
 
 def _mb(count: int) -> str:

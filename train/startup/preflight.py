@@ -97,7 +97,7 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     outputs = models.call(model, source.feature_shape)
     shapes = source.label_shape, models.output_shapes(outputs)
     objectives.check_outputs(config, source.num_outputs, shapes)
-    objective = objectives.of(config, classifies=source.classifies, predicts_text=source.is_text, shapes=lambda: shapes)
+    objective = objectives.of(config, classifies=source.classifies, shapes=lambda: shapes)
     if options.stages and objectives.DATA_LOSS in objective.score_name:  # not even the last stage knows the shapes
         raise UsageError(
             f"--strategy pipeline: no score compares the outputs of --model {config.model!r} with the labels"

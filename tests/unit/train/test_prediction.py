@@ -3,15 +3,13 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow import keras
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
-from train.loops import steps
-from train.model import export, input_types, objectives
+from train.model import export, input_types
 from train.saved import _in_words, predict
 
 BEYOND_INT32 = 2**31 + 7
@@ -63,8 +61,3 @@ def test_outputs_of_any_shape_can_be_shown(shape, names, lines):
     assert lines == len(shown)
     assert any("%" in line for line in shown) == (names is not None and len(shape) < 3 and shape[-1] > 1)
     assert all(line.isprintable() for line in shown)
-
-
-def test_a_perplexity_may_exceed_any_number():
-    text = objectives.build("sparse_categorical_crossentropy", classifies=True, predicts_text=True)
-    assert math.inf == steps.results(np.array([[[2000.0, 0.0], [2, 2]]]), text)["eval_perplexity"]

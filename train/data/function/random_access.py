@@ -119,13 +119,9 @@ def read(record: Record, split: str, indices_B: tf.Tensor) -> Batch:
     shaped = iter(
         [tf.ensure_shape(array, [size, *leaf["shape"]]) for array, leaf in zip(flat, described_leaves, strict=True)]
     )
-    parts = {name: named.each(lambda _: next(shaped), of_part(part)) for name, part in record.example.items()}
+    types = {name: calling.of_each(part, "dtype") for name, part in record.example.items()}
+    parts = {name: named.each(lambda _: next(shaped), part) for name, part in types.items()}
     return Batch(parts["features"], parts["labels"], parts.get("weights", tf.ones([size])))
-
-
-def of_part(described_part: Mapping[str, Any]) -> Any:
-    """Return None, or a dictionary of None for a dictionary of arrays, for `named.each`."""
-    return None if isinstance(described_part.get("shape"), list) else dict.fromkeys(described_part)
 
 
 def train_batch(record: Record, step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice) -> Batch:

@@ -85,7 +85,7 @@ def test_a_function_may_have_optional_arguments(returns, monkeypatch):
         monkeypatch.setattr("own_module.data", function)
         assert user_dataset.read(name).version == user_dataset.read(returns(GOOD)).version
     monkeypatch.setattr("own_module.data", lambda split, shard: GOOD)
-    with pytest.raises(UsageError, match="--source function"):
+    with pytest.raises(UsageError, match="2 required positional arguments: 'split' and 'shard'"):
         user_dataset.read(name)
 
 
@@ -138,14 +138,14 @@ def test_the_version_follows_the_contents(returns):
 def test_unsuitable_data_is_reported_in_one_line(returns, value, named):
     with pytest.raises(UsageError) as error:
         user_dataset.read(returns(value))
-    assert str(error.value).startswith("dataset own_module:data")
+    assert re.match("dataset own_module:data|--dataset 'own_module:data'", str(error.value))
     assert named in str(error.value) and str(error.value).isprintable()
 
 
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("own_module:date", "did you mean 'data'"),
+        ("own_module:date", "no attribute 'date'"),
         ("no_such.module:data", "'no_such'"),
         ("own_module:", "'own_module:'"),
         ("broken_module:data", r"ZeroDivisionError: .*/broken_module\.py:2"),

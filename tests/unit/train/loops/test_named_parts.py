@@ -70,7 +70,7 @@ def config(**more: Any) -> TrainConfig:
 
 
 def objective_of(source: sources.Source, **more: Any) -> objectives.Objective:
-    return objectives.of(config(**more), classifies=source.classifies, predicts_text=source.is_text)
+    return objectives.of(config(**more), classifies=source.classifies)
 
 
 @pytest.fixture
@@ -83,7 +83,6 @@ def test_its_data_keeps_the_names(source):
     assert {"image": (2, 2), "tokens": (2,)} == source.feature_shape
     assert ({"kind": 3, "size": 1}, {"kind": True, "size": False}) == (source.num_outputs, source.classifies)
     assert {"kind": ("a", "b", "c"), "size": ()} == source.classes
-    assert not source.is_text
 
 
 def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, make_run):
@@ -150,7 +149,7 @@ def test_malformed_losses_of_heads_are_refused(more):
 
 def test_heads_are_refused_where_the_labels_have_none():
     with pytest.raises(UsageError, match="^--loss"):
-        objectives.of(config(), classifies=True, predicts_text=False)
+        objectives.of(config(), classifies=True)
 
 
 def test_a_model_whose_outputs_are_not_the_labels_is_refused(own, source, tmp_path):

@@ -70,7 +70,7 @@ def test_a_users_loss_takes_any_outputs(outputs, monkeypatch):
     monkeypatch.setitem(sys.modules, "own_losses", module)
     config = TrainConfig(loss="own_losses:any", loop="custom")
     objectives.check_outputs(config, 5, ((), outputs))
-    objective = objectives.of(config, classifies=True, predicts_text=False, shapes=lambda: ((), outputs))
+    objective = objectives.of(config, classifies=True, shapes=lambda: ((), outputs))
     names = {(1,): "absolute_error", (64,): "accuracy"}
     assert objective.score_name == (names.get(outputs, "data_loss") if isinstance(outputs, tuple) else "data_loss")
     assert [2.0, 3.0] == objective.loss(tf.constant([2, 3]), None).numpy().tolist()

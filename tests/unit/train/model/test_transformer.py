@@ -40,7 +40,7 @@ def test_examples_must_be_sequences():
 
 
 def test_an_example_of_a_sequence_has_the_mean_loss_of_its_positions():
-    objective = objectives.build("sparse_categorical_crossentropy", classifies=True, predicts_text=True)
+    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
     labels_BT, logits_BTK = tf.constant([[0, 1], [1, 1]], tf.int64), tf.zeros([2, 2, 4])
     assert [math.log(4)] * 2 == pytest.approx(objective.loss(labels_BT, logits_BTK).numpy().tolist())
     assert [0.5, 0.0] == objective.score(labels_BT, logits_BTK).numpy().tolist()
