@@ -47,6 +47,16 @@ def evaluation_batch(source: Source) -> int:
     return min(EVALUATION_BATCH, source.test_examples)
 
 
+def new_evaluation(
+    strategy: tf.distribute.Strategy | None, model: keras.Model, objective: Objective, source: Source
+) -> Callable[[], dict[str, float]]:
+    """Return a function that evaluates a model on the whole test split; see `steps.evaluation`."""
+    batch = evaluation_batch(source)
+    feed = eval_feed(strategy, source, batch)
+    measure = steps.evaluation(strategy, model, objective, feed, num_examples=source.test_examples, batch=batch)
+    return regularized(measure, lambda: regularization(model))
+
+
 @dataclass(frozen=True)
 class TaskContext:
     """A task's part of a run.
@@ -135,13 +145,4 @@ class TaskContext:
         """Return a function that evaluates the model on the whole test split; all tasks call it."""
         # Under parameter servers the chief evaluates alone, as it can read every variable.
         shared = None if self.asynchronous else self.gang
-        batch = evaluation_batch(self.source)
-        measure = steps.evaluation(
-            shared,
-            self.model,
-            self.objective,
-            eval_feed(shared, self.source, batch),
-            num_examples=self.source.test_examples,
-            batch=batch,
-        )
-        return regularized(measure, lambda: regularization(self.model))
+        return new_evaluation(shared, self.model, self.objective, self.source)

@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 
 import tensorflow as tf
-from tensorflow import keras
 
 from cluster.system.json_files import read_json_lines
-from train.config import TrainConfig
 from train.context import TaskContext
 from train.saving import weights
 from train.saving.files import Saved, finished
@@ -28,10 +26,12 @@ def evaluate_checkpoints(context: TaskContext) -> None:
     heartbeat.update(state="evaluating")
     while True:
         last = stop.is_set()
-        saved = new.newest()
-        if saved and not restore(context.config, context.model, saved):
-            new.skip(saved, "TensorFlow cannot read it")
-        elif saved:
+        if saved := new.newest():
+            try:
+                weights.read(context.config, context.model, saved.prefix)
+            except (tf.errors.OpError, OSError):  # a newer checkpoint may have replaced it
+                new.skip(saved, "TensorFlow cannot read it")
+                continue
             results = evaluate()
             epoch = context.config.epoch(saved.step, context.source.train_examples)
             metrics.log(saved.step, epoch, saved.step, dict(results))
@@ -79,12 +79,3 @@ def _written(saved: Saved) -> tuple[int, int] | None:
         return saved.step, saved.record.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-def restore(config: TrainConfig, model: keras.Model, saved: Saved) -> bool:
-    """Restore a model's weights; return False if they cannot be read, as a newer checkpoint may have replaced them."""
-    try:
-        weights.read(config, model, saved.prefix)
-    except (tf.errors.OpError, OSError):
-        return False
-    return True

@@ -128,11 +128,7 @@ class Program:
         with scope_strategy.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
             model = division.build(new_model, source.feature_shape) if division else new_model()
         self._began = initial_weights.begin(model, self.run.init) if config.init_from else ""
-        shapes = (
-            None
-            if division
-            else lambda: (source.label_shape, models.output_shapes(models.call(model, source.feature_shape)))
-        )
+        shapes = None if division else lambda: models.example_shapes(model, source)
         objective = objectives.of(config, classifies=source.classifies, shapes=shapes)
         return TaskContext(
             run=self.run,

@@ -90,26 +90,13 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     source, config, model, step = _restore(run, data_dir, as_trained=True)
     import tensorflow as tf
 
-    from train.context import evaluation_batch, regularization, regularized
+    from train.context import new_evaluation
     from train.data import sources
-    from train.loops import steps
     from train.model import models, objectives
 
-    batch = evaluation_batch(source)
-    measure = steps.evaluation(
-        None,
-        model,
-        objectives.of(
-            config,
-            classifies=source.classifies,
-            shapes=lambda: (source.label_shape, models.output_shapes(models.call(model, source.feature_shape))),
-        ),
-        sources.eval_feed(None, source, batch),
-        num_examples=source.test_examples,
-        batch=batch,
-    )
+    objective = objectives.of(config, classifies=source.classifies, shapes=lambda: models.example_shapes(model, source))
     try:
-        results = regularized(measure, lambda: regularization(model))()
+        results = new_evaluation(None, model, objective, source)()
     except tf.errors.OpError as error:
         raise sources.explain(error) or error from None
     return {"run": run.name, "step": step, "examples": source.test_examples, **results}

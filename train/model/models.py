@@ -119,3 +119,8 @@ def output_shapes(outputs: Any) -> Named:
         return None if isinstance(output, list | tuple | Mapping) else tuple(output.shape[1:])
 
     return named.each(shape, outputs)
+
+
+def example_shapes(model: keras.Model, source: Any) -> tuple[Named, Named]:
+    """Return the shapes of one example's labels in a source, and of its outputs."""
+    return source.label_shape, output_shapes(call(model, source.feature_shape))

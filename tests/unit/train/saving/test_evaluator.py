@@ -19,7 +19,7 @@ from cluster.system.json_files import read_json_lines
 from tests.support.waiting import wait_for
 from train import evaluator
 from train.config import TrainConfig
-from train.saving import files
+from train.saving import files, weights
 from train.saving.files import Saved, write
 
 
@@ -142,14 +142,13 @@ def test_an_unreadable_checkpoint_is_skipped_and_read_once(run, evaluating, monk
 
 def test_a_checkpoint_that_vanishes_while_it_is_read_is_ignored(run, evaluating, monkeypatch, capsys):
     save(run, 10)
-    restore = evaluator.restore
+    read = weights.read
 
-    def pruned(config: TrainConfig, model: keras.Model, saved: Saved) -> bool:
-        if saved.step == 10:
-            saved.remove()
-        return restore(config, model, saved)
+    def pruned(config: TrainConfig, model: keras.Model, prefix: str) -> None:
+        Saved(run.checkpoints, 10).remove()
+        read(config, model, prefix)
 
-    monkeypatch.setattr(evaluator, "restore", pruned)
+    monkeypatch.setattr(weights, "read", pruned)
     one = evaluating()
     wait_for(lambda: not Saved(run.checkpoints, 10).record.exists(), "the checkpoint to vanish")
     save(run, 20)
