@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from cluster.system.json_files import read_json_lines
 from train.context import TaskContext
-from train.saving import weights
-from train.saving.files import Saved, finished
+from train.saving import saved_weights
+from train.saving.checkpoint_files import Saved, finished
 from train.telemetry.metrics import Metrics
 
 POLL_S = 0.5
@@ -28,7 +28,7 @@ def evaluate_checkpoints(context: TaskContext) -> None:
         last = stop.is_set()
         if saved := new.newest():
             try:
-                weights.read(context.config, context.model, saved.prefix)
+                saved_weights.read(context.config, context.model, saved.prefix)
             except (tf.errors.OpError, OSError):  # a newer checkpoint may have replaced it
                 new.skip(saved, "TensorFlow cannot read it")
                 continue

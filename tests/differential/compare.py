@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json_lines
-from train.saving import files
+from train.saving import checkpoint_files
 
 
 def main(file: str, run_dir: str, result: str, twin: str = "") -> None:
@@ -36,7 +36,7 @@ def with_keras(file: str, run: RunFolder) -> dict[str, Any]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     rows = list(read_json_lines(run.metrics("chief")))
     steps = {row["step"]: row for row in rows if "loss" in row}
-    newest = files.newest_good(run.checkpoints, print)
+    newest = checkpoint_files.newest_good(run.checkpoints, print)
     assert newest is not None
     found: dict[str, Any] = {"step": newest.step}
     if "losses" in keras:
@@ -103,7 +103,9 @@ def different(run: RunFolder, twin: RunFolder) -> list[str]:
     found = [f"{name} at {step}" for step, name in logs[0] if logs[0][step, name] != logs[1].get((step, name))]
     if run.load_cluster().stages != twin.load_cluster().stages:  # each reports a share of the loss
         found = []
-    one, other = (tf.train.load_checkpoint(files.newest_good(of.checkpoints, print).prefix) for of in (run, twin))
+    one, other = (
+        tf.train.load_checkpoint(checkpoint_files.newest_good(of.checkpoints, print).prefix) for of in (run, twin)
+    )
     for name in one.get_variable_to_shape_map():
         if name.startswith(("_CHECKPOINT", "callbacks")):
             continue

@@ -11,14 +11,14 @@ from tensorflow import keras
 from cluster.system.ports import free_ports
 from train import patches
 from train.config import TrainConfig
-from train.data import memory
+from train.data import array_batches
 from train.data.batches import Batch, BatchSlice
 from train.data.sources import Feed
 from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers
 from train.model.gradients import GradientPolicy
-from train.saving.weights import weights_sha256
+from train.saving.saved_weights import weights_sha256
 from train.startup import rehearsal
 
 
@@ -38,14 +38,14 @@ def main(result: Path, rehearses: bool) -> None:
         optimizer = optimizers.build(TrainConfig())
         optimizer.build(model.trainable_variables)
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
-    examples = memory.Examples(
+    examples = array_batches.Examples(
         tf.cast(tf.random.stateless_uniform([64, 28, 28, 1], [1, 2], 0, 255), tf.uint8),
         tf.range(64, dtype=tf.int64) % 10,
         None,
     )
 
     def batch(_given: object, step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        return memory.train_batch(examples, step, replica, BatchSlice(16, 7))
+        return array_batches.train_batch(examples, step, replica, BatchSlice(16, 7))
 
     train_step = TrainStep(model, GradientPolicy(optimizer), objective, 16, 1)
     losses = steps.SynchronousSteps(strategy, train_step, Feed(lambda: (), batch), 2)(0, 2).losses

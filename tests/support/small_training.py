@@ -21,7 +21,7 @@ from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import gradients, objectives, optimizers
 from train.patches import batch_normalization
-from train.saving.weights import weights_sha256
+from train.saving.saved_weights import weights_sha256
 
 SEED, GLOBAL_BATCH = 7, 12
 NUM_TRAIN, NUM_TEST = 40, 1003  # neither a multiple of the global batch

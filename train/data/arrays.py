@@ -3,9 +3,9 @@
     <data_dir>/arrays/<name>-<version>/
         arrays.json  train_features.bin  train_labels.bin  [train_weights.bin]  test_features.bin  test_labels.bin ...
 
-In C order, little endian, without a header. A task reads them inside its graph (`train.data.memory.load`), as remote
-parameter-server workers must. It takes 0.1 s, where decoding TFDS's 60,000 PNGs takes 5 s at every start of every task.
-Finding them needs only the standard library.
+In C order, little endian, without a header. A task reads them inside its graph (`train.data.array_batches.load`), as
+remote parameter-server workers must. It takes 0.1 s, where decoding TFDS's 60,000 PNGs takes 5 s at every start of
+every task. Finding them needs only the standard library.
 
 A dataset is one of TFDS, by its name, or the user's, named `package.module:function`. The version of the latter is a
 hash of its contents, and `<data_dir>/arrays/<name>.json` names the newest.

@@ -22,7 +22,7 @@ from cluster.system.errors import ClusterError, RunFailed
 from cluster.system.json_files import create_json, read_json
 from train import named
 from train.config import TrainConfig
-from train.data import arrays, blocks, memory, shards, stream
+from train.data import array_batches, arrays, blocks, shards, stream
 from train.data.batches import Batch, BatchSlice, Replicas, random_number, without_sharding
 from train.data.function import calling, epochs, random_access
 from train.data.function.calling import Record
@@ -124,10 +124,10 @@ class ArraySource(Source):
         )
 
     def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
-        return memory.train_dataset(self.train, batch_slice)
+        return array_batches.train_dataset(self.train, batch_slice)
 
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-        return memory.eval_dataset(self.test, replica_batch, replicas)
+        return array_batches.eval_dataset(self.test, replica_batch, replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,9 +291,9 @@ def train_feed(
     shards = cut or VirtualShards(replicas, replicas)
     parts = shards.total * micro_batches
     if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
-        examples = memory.load(source.arrays.train)
+        examples = array_batches.load(source.arrays.train)
         batch_slice = BatchSlice(global_batch, seed, replicas=Replicas(parts))
-        return Feed(lambda: (), lambda _next, step, part: memory.train_batch(examples, step, part, batch_slice))
+        return Feed(lambda: (), lambda _next, step, part: array_batches.train_batch(examples, step, part, batch_slice))
     whole = cut is None and micro_batches == 1
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -359,8 +359,9 @@ def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_b
     """Return the test split's batches, which the step of `Feed.batch` counts. Every pass must take all of them."""
     replicas = strategy.num_replicas_in_sync if strategy else 1
     if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
-        examples, sizes = memory.load(source.arrays.test), {"replica_batch": replica_batch, "num_replicas": replicas}
-        return Feed(lambda: (), lambda _next, at, replica: memory.eval_batch(examples, at, replica, **sizes))
+        examples = array_batches.load(source.arrays.test)
+        sizes = {"replica_batch": replica_batch, "num_replicas": replicas}
+        return Feed(lambda: (), lambda _next, at, replica: array_batches.eval_batch(examples, at, replica, **sizes))
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
         return source.eval_dataset(replica_batch, Replicas.of(context)).repeat()

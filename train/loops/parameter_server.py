@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.contract.recovery.step_record import StepRecord
-from train.data import memory
+from train.data import array_batches
 from train.data.batches import Batch, BatchSlice
 from train.data.sources import Source
 from train.loops.steps import LoopResult, Request, no_request
@@ -94,7 +94,7 @@ class AsynchronousSteps:
     def _batch(self, iterator: Any, examples: Any, step: tf.Tensor) -> Batch:
         zero = tf.constant(0, tf.int64)
         if examples is not None:
-            return memory.train_batch(examples, step, zero, self._batch_slice)
+            return array_batches.train_batch(examples, step, zero, self._batch_slice)
         if self._source.train_batch:
             return self._source.train_batch(step, zero, self._batch_slice)
         return iterator.get_next()
@@ -127,7 +127,7 @@ def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[],
         # One element, the whole split, which the worker reads once and then passes by reference.
         assert source.arrays is not None
         split = source.arrays.train
-        return tf.data.Dataset.from_tensors(0).map(lambda _: memory.load(split)).cache().repeat()
+        return tf.data.Dataset.from_tensors(0).map(lambda _: array_batches.load(split)).cache().repeat()
 
     def batches() -> tf.data.Dataset:
         if source.train_batch:

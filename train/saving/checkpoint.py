@@ -1,6 +1,7 @@
 """Checkpoints of the model, the optimizer and the step, in the run folder that all tasks share.
 
-`train/saving/files.py` describes the files. A run resumes from the newest checkpoint that all tasks can read.
+`train/saving/checkpoint_files.py` describes the files. A run resumes from the newest checkpoint that all tasks can
+read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tensorflow import keras
 
 from cluster.system.errors import RunFailed
 from train.model import initial_weights
-from train.saving.files import Saved, agreed, clean, prune, set_aside, write
+from train.saving.checkpoint_files import Saved, agreed, clean, prune, set_aside, write
 from train.saving.trees import Copy, Joint, Mirror
 
 

@@ -25,7 +25,7 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  #
 
 from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json, write_json
-from train.saving.files import Writer
+from train.saving.checkpoint_files import Writer
 
 LIMIT_S = 600.0
 """Longest wait for the others. A task that fails to write ends, and the agents end the others."""

@@ -20,9 +20,9 @@ from train.loops.loop import Action, Progress
 from train.model import export, optimizers
 from train.model.gradients import GradientPolicy
 from train.pipeline.division import to_restore
-from train.saving import weights as saved_weights
+from train.saving import saved_weights
 from train.saving.checkpoint import Checkpoint
-from train.saving.files import Saved
+from train.saving.checkpoint_files import Saved
 from train.saving.timer import SaveTimer
 from train.telemetry.metrics import Metrics
 from train.telemetry.timing import StepTiming, Times

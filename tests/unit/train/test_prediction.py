@@ -10,7 +10,7 @@ from tensorflow import keras
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from train.model import export, input_types
-from train.saved import _in_words, predict
+from train.saved_model import _in_words, predict
 
 BEYOND_INT32 = 2**31 + 7
 

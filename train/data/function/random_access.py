@@ -1,4 +1,4 @@
-"""Batches from a random-access source: the examples of a step are a pure function of (seed, step), as in `memory`.
+"""Batches from a random-access source: the examples of a step are a pure function of (seed, step), as those of arrays.
 
 So a run resumes at any step immediately, and any number of tasks has the same global batches. The graph calls the
 source by an operation that names it, `PyFuncStateless`, so it can run in any process that has opened the source: a
@@ -22,7 +22,7 @@ from tensorflow.python.ops import script_ops  # the registry of functions that g
 from cluster.system.errors import ClusterError, RunFailed, UsageError
 from cluster.system.messages import described
 from train import named
-from train.data import memory
+from train.data import array_batches
 from train.data.batches import Batch, BatchSlice, Replicas, by_step, eval_batches
 from train.data.function import calling
 from train.data.function.calling import PARTS, Record, Shard, leaves
@@ -125,8 +125,8 @@ def read(record: Record, split: str, indices_B: tf.Tensor) -> Batch:
 
 
 def train_batch(record: Record, step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice) -> Batch:
-    """Return a replica's part of the global batch of `step`; see `memory.train_indices` for the arguments."""
-    return read(record, "train", memory.train_indices(step, replica, batch_slice, record.counts["train"]))
+    """Return a replica's part of the global batch of `step`; see `array_batches.train_indices` for the arguments."""
+    return read(record, "train", array_batches.train_indices(step, replica, batch_slice, record.counts["train"]))
 
 
 def train_dataset(record: Record, batch_slice: BatchSlice) -> tf.data.Dataset:
@@ -139,7 +139,7 @@ def train_dataset(record: Record, batch_slice: BatchSlice) -> tf.data.Dataset:
 
 
 def eval_dataset(record: Record, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-    """Return the test batches of replicas, like `memory.eval_dataset`."""
+    """Return the test batches of replicas, like `array_batches.eval_dataset`."""
     count = record.counts["test"]
 
     def batch(number: tf.Tensor, replica: tf.Tensor) -> Batch:

@@ -58,7 +58,7 @@ def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> s
     """Return the command, to be run in the root; the packages of the run are installed if they are not there.
 
     Args:
-        verb: a command of `python -m train.saved`.
+        verb: a command of `python -m train.saved_model`.
         run: whose checkpoint or export is read.
         words: more options of that command.
         trust: whether the run may be somebody else's.
@@ -80,5 +80,5 @@ def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> s
     if named := run.started.requirements:
         path.append(str(packages.prepare(Path(named), packages.host_python())))
     where = ["--run-dir", str(run.path), "--data-dir", str(folders.data_dir())]
-    command = shlex.join([sys.executable, "-m", "train.saved", verb, *where, *words])
+    command = shlex.join([sys.executable, "-m", "train.saved_model", verb, *where, *words])
     return startup.with_modules([*path, *inherited.python_path()], command)

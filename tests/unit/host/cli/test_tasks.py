@@ -87,7 +87,7 @@ def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(make_run
     tasks.ns["evaluate"](c, run=run.name, trust=True)
     (evaluates,) = map(shlex.split, commands(c))
     assert "PYTHONPATH=/my code:/installed:/theirs" == evaluates[0]
-    assert ["-m", "train.saved", "evaluate"] == evaluates[2:5]
+    assert ["-m", "train.saved_model", "evaluate"] == evaluates[2:5]
 
 
 @pytest.mark.parametrize("stops", [True, False])

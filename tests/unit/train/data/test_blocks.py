@@ -14,7 +14,7 @@ from cluster.system.json_files import read_json
 from tests.support.listed_examples import ListedExamples, shard
 from train import program
 from train.config import TrainConfig
-from train.data import arrays, blocks, memory, sources, store
+from train.data import array_batches, arrays, blocks, sources, store
 from train.data.batches import BatchSlice, Replicas
 from train.data.prepare import sharding
 from train.telemetry import environment
@@ -65,15 +65,15 @@ def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir, part, at, block
     last = (file.size_bytes - 1) // 100
     source = sources.find(ARRAYS, data_dir)  # the size is as it was
     with pytest.raises(RunFailed, match=rf"{file.path} is damaged in block {last if block is None else block} "):
-        memory.load(source.arrays.train)
+        array_batches.load(source.arrays.train)
     with pytest.raises(RunFailed, match="invoke data.prepare --name mnist --fresh"):
         train_through(source)
-    memory.load(source.arrays.test)
+    array_batches.load(source.arrays.test)
 
 
 def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir):
     split = arrays.find(data_dir, "mnist").train
-    load = tf.data.Dataset.from_tensors(0).map(lambda _: memory.load(split).features)
+    load = tf.data.Dataset.from_tensors(0).map(lambda _: array_batches.load(split).features)
     assert split.features.path.read_bytes() == next(iter(load)).numpy().tobytes()
     flip(split.features.path, 234)
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:

@@ -16,7 +16,7 @@ from tensorflow import keras
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import optimizers
-from train.saving import weights
+from train.saving import saved_weights
 from train.saving.checkpoint import Checkpoint
 from train.settings.optimization import Optimizer
 
@@ -105,7 +105,7 @@ def test_evaluation_uses_the_averages_if_requested(tmp_path: Path, evaluate: boo
         np.testing.assert_allclose(trained.weights[0], expected[0], rtol=1e-6)
     np.testing.assert_array_equal(last[0], trained.weights[0])
     restored = new_model()
-    weights.read(config, restored, str(tmp_path / "ckpt-2"))
+    saved_weights.read(config, restored, str(tmp_path / "ckpt-2"))
     np.testing.assert_allclose(restored.trainable_variables[0], expected[0], rtol=1e-6)
 
 

@@ -15,7 +15,7 @@ from train.config import TrainConfig
 from train.model import export, initial_weights
 from train.model.architectures import transformer_lm
 from train.pipeline.division import Division, to_restore
-from train.saving import weights
+from train.saving import saved_weights
 from train.saving.checkpoint import Checkpoint
 
 CONFIG = TrainConfig(global_batch=8, micro_batches=4)
@@ -123,7 +123,7 @@ def test_a_model_restored_without_first_values_is_the_whole_model(tmp_path, save
     prefix, values = saved
     model = to_restore(new_model)
     assert not any(variable.value.is_initialized() for variable in model.variables)
-    weights.read_trained(model, prefix)
+    saved_weights.read_trained(model, prefix)
     assert all(values[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
     export.export(model, tmp_path / "export", (6,), ())
     tokens_BT = np.arange(12, dtype=np.int32).reshape(2, 6) % 11

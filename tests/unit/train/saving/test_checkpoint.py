@@ -13,7 +13,7 @@ from cluster.system.errors import RunFailed
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import checkpoint
 from train.saving.checkpoint import Checkpoint
-from train.saving.files import finished
+from train.saving.checkpoint_files import finished
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 

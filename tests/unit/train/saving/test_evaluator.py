@@ -19,8 +19,8 @@ from cluster.system.json_files import read_json_lines
 from tests.support.waiting import wait_for
 from train import evaluator
 from train.config import TrainConfig
-from train.saving import files, weights
-from train.saving.files import Saved, write
+from train.saving import checkpoint_files, saved_weights
+from train.saving.checkpoint_files import Saved, write
 
 
 def model_of(value: float) -> keras.Model:
@@ -122,7 +122,7 @@ def test_an_unreadable_checkpoint_is_skipped_and_read_once(run, evaluating, monk
     save(run, 10, 20)
     damage(run.checkpoints / name)
     looks, whole = [0], []
-    look, read = files.finished, Saved.damage
+    look, read = checkpoint_files.finished, Saved.damage
 
     def counted(folder: Path) -> list[Saved]:
         looks[0] += 1
@@ -142,13 +142,13 @@ def test_an_unreadable_checkpoint_is_skipped_and_read_once(run, evaluating, monk
 
 def test_a_checkpoint_that_vanishes_while_it_is_read_is_ignored(run, evaluating, monkeypatch, capsys):
     save(run, 10)
-    read = weights.read
+    read = saved_weights.read
 
     def pruned(config: TrainConfig, model: keras.Model, prefix: str) -> None:
         Saved(run.checkpoints, 10).remove()
         read(config, model, prefix)
 
-    monkeypatch.setattr(weights, "read", pruned)
+    monkeypatch.setattr(saved_weights, "read", pruned)
     one = evaluating()
     wait_for(lambda: not Saved(run.checkpoints, 10).record.exists(), "the checkpoint to vanish")
     save(run, 20)

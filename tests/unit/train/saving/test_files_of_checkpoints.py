@@ -14,8 +14,8 @@ from cluster.system.errors import EXIT_FAILED, RunFailed
 from cluster.system.json_files import DISK_FULL
 from cluster.system.paths import ROOT
 from tests.support.waiting import wait_for
-from train.saving import files as checkpoint_files
-from train.saving.files import Saved, agreed, clean, finished, newest_good, prune, set_aside, write
+from train.saving import checkpoint_files
+from train.saving.checkpoint_files import Saved, agreed, clean, finished, newest_good, prune, set_aside, write
 
 SIZE = 100_000
 
@@ -127,7 +127,7 @@ KILLED = f"""
 import sys
 from pathlib import Path
 from tests.unit.train.saving.test_files_of_checkpoints import State
-from train.saving.files import Saved, clean, finished, prune, write
+from train.saving.checkpoint_files import Saved, clean, finished, prune, write
 folder, generation = Path(sys.argv[1]), int(sys.argv[2])
 clean(folder, generation)
 step = max((saved.step for saved in finished(folder)), default=0)

@@ -1,8 +1,8 @@
 """Uses the checkpoints and exports of a run in one process without a strategy.
 
-python -m train.saved evaluate --run-dir runs/RUN [--data-dir data]
-python -m train.saved export   --run-dir runs/RUN [--data-dir data]
-python -m train.saved predict  --run-dir runs/RUN --image FILE | --features FILE
+python -m train.saved_model evaluate --run-dir runs/RUN [--data-dir data]
+python -m train.saved_model export   --run-dir runs/RUN [--data-dir data]
+python -m train.saved_model predict  --run-dir runs/RUN --image FILE | --features FILE
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TO_STDERR = {1: 2}
 
 def main(arguments: list[str]) -> int:
     """Run the command line; return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train.saved", description="A run's newest checkpoint, used.")
+    parser = argparse.ArgumentParser(prog="python -m train.saved_model", description="A run's newest checkpoint, used.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("evaluate", "export", "predict"):
         command = commands.add_parser(name)
@@ -138,17 +138,17 @@ def _restore(
 def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model) -> int:
     import tensorflow as tf
 
-    from train.saving import files, weights
+    from train.saving import checkpoint_files, saved_weights
 
     def warn(message: str) -> None:
         print(message, file=sys.stderr)  # standard output may be JSON
 
     for _ in range(RESTORE_TRIES):
-        newest = files.newest_good(run.checkpoints, warn)
+        newest = checkpoint_files.newest_good(run.checkpoints, warn)
         if newest is None:
             break
         try:
-            weights.read(config, model, newest.prefix)
+            saved_weights.read(config, model, newest.prefix)
         except (tf.errors.NotFoundError, FileNotFoundError):
             time.sleep(0.1)  # a newer one has just replaced it
         else:
