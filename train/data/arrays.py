@@ -194,9 +194,7 @@ def is_user_dataset(name: str) -> bool:
 def newest(data_dir: Path, name: str) -> str:
     """Return the version of a dataset to use: the known one of TFDS, or the newest prepared one of the user's."""
     if is_user_dataset(name):
-        return store.read_pointer(
-            store.pointer_of(data_dir, "arrays", name), name, f"invoke data.prepare --name {name}"
-        )
+        return store.read_pointer(data_dir, "arrays", name, f"invoke data.prepare --name {name}")
     if name not in VERSIONS:
         raise UsageError(f"unknown dataset {name!r}{nearest(name, VERSIONS)}, or your own package.module:function")
     return VERSIONS[name]

@@ -116,7 +116,7 @@ def describe_ready(data_dir: Path, name: str, source: str) -> str:
 def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
     """Find the shards of a dataset, and compare every file's size with the index."""
     command = f"invoke data.shard --name {name}"
-    version = version or store.read_pointer(store.pointer_of(data_dir, "shards", name), name, command)
+    version = version or store.read_pointer(data_dir, "shards", name, command)
     folder = store.path_of(data_dir, "shards", name, version)
     missing, again = f"{name} {version} is not sharded in {data_dir}; run `{command}`", f"run `{command} --fresh`"
     with store.index_errors(folder / INDEX, missing, again):

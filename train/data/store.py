@@ -80,8 +80,9 @@ def index_errors(path: Path, missing: str, again: str) -> Iterator[None]:
         raise RunFailed(f"{path} cannot be read ({error!r}); {again}") from None
 
 
-def read_pointer(path: Path, name: str, command: str) -> str:
+def read_pointer(data_dir: Path, kind: str, name: str, command: str) -> str:
     """Return the newest version of a dataset from its pointer file, `{"version": ...}`."""
+    path = pointer_of(data_dir, kind, name)
     with index_errors(path, f"{name} is not prepared: there is no {path}; run `{command}`", f"run `{command}`"):
         return str(json.loads(path.read_text(encoding="utf-8"))["version"])
 

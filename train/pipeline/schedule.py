@@ -42,12 +42,10 @@ class Instruction:
     Attributes:
         action: the action.
         micro_batch: number of the micro-batch; for an update, the last one whose gradient it applies.
-        version: for a forward or backward, the number of updates of its weights.
     """
 
     action: Action
     micro_batch: int
-    version: int = 0
 
 
 def build(schedule: str, stages: int, micro_batches: int) -> list[list[Instruction]]:
@@ -69,25 +67,21 @@ def weight_versions(schedule: str, stage: int, stages: int, micro_batches: int) 
 
 def _stage(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Instruction]:
     program: list[Instruction] = []
-    versions: dict[int, int] = {}
-    updates = 0
     for action, micro_batch in _computations(schedule, stage, stages, micro_batches):
         if action is Action.FORWARD:
-            versions[micro_batch] = updates
             if stage > 0:
                 program.append(Instruction(Action.RECEIVE_VALUES, micro_batch))
-            program.append(Instruction(action, micro_batch, versions[micro_batch]))
+            program.append(Instruction(action, micro_batch))
             if stage < stages - 1:
                 program.append(Instruction(Action.SEND_VALUES, micro_batch))
             continue
         if stage < stages - 1:
             program.append(Instruction(Action.RECEIVE_GRADIENTS, micro_batch))
-        program.append(Instruction(action, micro_batch, versions[micro_batch]))
+        program.append(Instruction(action, micro_batch))
         if stage > 0:
             program.append(Instruction(Action.SEND_GRADIENTS, micro_batch))
         if schedule == "pipedream":
             program.append(Instruction(Action.UPDATE, micro_batch))
-            updates += 1
     if schedule != "pipedream":
         program.append(Instruction(Action.UPDATE, micro_batches - 1))
     return program

@@ -32,9 +32,7 @@ def read_trained(model: keras.Model, prefix: str) -> None:
 
 def use_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
     """Load the averages of the weights into a model, if the run evaluates by these; see `read`."""
-    if not config.optimizer.ema_evaluate:
-        return
-    if not (config.optimizer.ema or config.optimizer.own):
+    if not (config.optimizer.ema_evaluate and (config.optimizer.ema or config.optimizer.own)):
         return
     optimizer = optimizers.build_for(config, model)
     if means := optimizers.averages(optimizer):

@@ -55,7 +55,7 @@ def _used(source: Source) -> dict[str, str]:
 
 def describe() -> dict[str, Any]:
     """Describe the environment, without paths, user names or secrets."""
-    build = tf.sysconfig.get_build_info()
+    build, details = tf.sysconfig.get_build_info(), tf.config.experimental.get_device_details
     return {
         "python": platform.python_version(),
         "packages": {name: installed for name in PACKAGES if (installed := _version(name))},
@@ -64,7 +64,7 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
-        "gpus": [tf.config.experimental.get_device_details(gpu).get("device_name") for gpu in _gpus()],
+        "gpus": [details(gpu).get("device_name") for gpu in tf.config.list_physical_devices("GPU")],
         "threads": {
             "inter_op": tf.config.threading.get_inter_op_parallelism_threads(),
             "intra_op": tf.config.threading.get_intra_op_parallelism_threads(),
@@ -88,10 +88,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _gpus() -> list[Any]:
-    return list(tf.config.list_physical_devices("GPU"))
 
 
 def _cpu() -> dict[str, Any]:

@@ -96,7 +96,7 @@ def of_each(described: Mapping[str, Any], key: str) -> Any:
 def find(data_dir: Path, name: str, version: str = "") -> Record:
     """Find the record of a dataset function."""
     command = f"invoke data.examine --name {name}"
-    version = version or store.read_pointer(store.pointer_of(data_dir, "functions", name), name, command)
+    version = version or store.read_pointer(data_dir, "functions", name, command)
     path = _record_file(data_dir, name, version)
     with store.index_errors(path, f"{name} {version} was not examined in {data_dir}; run `{command}`", command):
         return Record(**json.loads(path.read_text(encoding="utf-8")))
