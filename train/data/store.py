@@ -6,7 +6,6 @@ Standard library only: finding and verifying prepared data needs neither NumPy n
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -133,14 +132,6 @@ def lock(data_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
             say(f"another process prepares data in {data_dir}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def check_space(data_dir: Path, needed_bytes: int) -> None:
-    """Check the free space on the disk of `data_dir`."""
-    free_bytes = shutil.disk_usage(data_dir).free
-    if free_bytes < needed_bytes:
-        free, needed = free_bytes / 1e6, needed_bytes / 1e6
-        raise OSError(errno.ENOSPC, f"{free:.0f} MB free, {needed:.0f} MB needed")
 
 
 @contextlib.contextmanager

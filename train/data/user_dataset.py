@@ -38,12 +38,6 @@ class UserDataset:
     version: str
     """The first 12 digits of the sha256 of all contents."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of all arrays."""
-        parts = (part for split in self.splits.values() for part in split)
-        return sum(array.nbytes for part in parts for array in named.leaves(part))
-
 
 def read(name: str) -> UserDataset:
     """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`."""

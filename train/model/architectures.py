@@ -88,8 +88,6 @@ def transformer_lm(
     """
     if len(feature_shape) != 1:
         raise UsageError(f"--model 'transformer_lm' takes examples of shape (T,), tokens; these have {feature_shape}")
-    if width % heads:
-        raise UsageError(f"--transformer.width {width}: expected a multiple of the {heads} heads")
     tokens = keras.Input(feature_shape, dtype="int32", name="tokens")
     values = TokenAndPosition(vocabulary, width, name="embedding")(tokens)
     for number in range(layers):

@@ -23,7 +23,7 @@ from train.model import layer_state, masks, optimizers
 from train.patches import placed_seeds
 from train.pipeline import model_blocks, schedule
 from train.pipeline.model_blocks import ModelBlock
-from train.pipeline.partition import Block, Plan, Stage, limit, partition
+from train.pipeline.partition import Block, Plan, Stage, partition
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,6 @@ def describe(
     return {
         "partition_by": config.pipeline.partition_by,
         "memory_bytes": memory_bytes,
-        "limited_by": limit(result.costs, result.plan, result.stages),
         "stages": [_describe(result, stage) for stage in result.stages],
         "record": {
             "measured_for": conditions,

@@ -7,7 +7,6 @@ which determines the speed of all, among the cuts whose stages fit their memory:
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -128,12 +127,6 @@ def _activations(blocks: Sequence[Block], plan: Plan, stage: int, first: int, la
     if plan.remat:
         return kept + held * (blocks[first - 1].output_bytes if first else 0)
     return held * kept
-
-
-def limit(blocks: Sequence[Block], plan: Plan, stages: Sequence[Stage]) -> str:
-    """Return the limit of the slowest stage's speed: the `time` of the blocks or the `memory` of the stages."""
-    free = partition(blocks, dataclasses.replace(plan, memory_bytes=None))
-    return "memory" if max(stage.seconds for stage in free) < max(stage.seconds for stage in stages) else "time"
 
 
 def _best(blocks: Sequence[Block], plan: Plan) -> list[int] | None:

@@ -46,10 +46,10 @@ def _stages(pipeline: dict[str, Any]) -> list[str]:
     count = pipeline["pipelines"]
     pipelines = "pipeline" if count == 1 else f"{count} pipelines"
     remat = ", activations computed again" if pipeline["remat"] else ""
-    limit = f"{pipeline['memory_bytes'] / 1e6:,.0f} MB a stage" if pipeline["memory_bytes"] else "any memory"
+    limit = f"{pipeline['memory_bytes'] / 1e6:,.0f} MB" if pipeline["memory_bytes"] else "any memory"
     head = (
         f"{pipelines} {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: stages of equal time "
-        f"would idle {pipeline['bubble']:.0%}; the cut is limited by {pipeline['limited_by']} ({limit})"
+        f"would idle {pipeline['bubble']:.0%}; a stage may take {limit}"
     )
     by = "FLOPS" if pipeline["partition_by"] == "flops" else "MS/MICRO-BATCH"
     names = ("STAGE", "PARAMETERS", "STATE MB", "MB/MICRO-BATCH", "HELD", "HELD MB", "TIME", by, "LAYERS")

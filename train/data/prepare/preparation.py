@@ -34,9 +34,6 @@ from train.data.prepare.download import SourceFile
 if TYPE_CHECKING:
     from train.data.prepare.packaged import Decoded
 
-NEEDED_BYTES = 400_000_000
-"""Required free disk space: Fashion-MNIST takes 90 MB, and 300 MB more while it is prepared."""
-
 Say = Callable[[str], None]
 Fetch = Callable[[str, Sequence[SourceFile], Path, Say], None]
 FETCHERS: Mapping[str, Fetch] = {
@@ -89,7 +86,6 @@ def prepare(
         with contextlib.suppress(PrerequisiteError):
             if not fresh:  # another process may have prepared them while this one waited
                 return arrays.find(data_dir, name, version)
-        store.check_space(data_dir, NEEDED_BYTES)
         return _prepare(name, version, data_dir, open_dataset or _dataset_class(name), fetchers)
 
 
@@ -110,7 +106,6 @@ def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> arrays.Arra
                 array_set = arrays.find(data_dir, name, dataset.version)
                 store.write_pointer(data_dir, "arrays", name, dataset.version)
                 return array_set
-        store.check_space(data_dir, dataset.size_bytes)
         source = f"calling {name}"
         return arrays.write(data_dir, name, dataset.version, dataset.splits, classes=dataset.classes, source=source)
 
