@@ -19,6 +19,7 @@ from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
 from train.data import arrays, shards
 from train.data.prepare.preparation import prepare, say
+from train.settings import references
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> str:
+    if arrays.is_user_dataset(arguments.name):
+        references.check("--name", arguments.name, ())
     return str(prepare(arguments.name, arguments.data_dir, arguments.fresh))
 
 
