@@ -29,7 +29,7 @@ from train.telemetry.report import Report
 
 WITHOUT_STATE = {
     keras.callbacks.Callback: ("model", "_model", "params", "_params", "validation_data"),
-    keras.callbacks.ReduceLROnPlateau: ("monitor_op",),
+    keras.callbacks.ReduceLROnPlateau: () if plain_values.COMPARISONS else ("monitor_op",),  # a closure in tf_keras
     keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
     keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
 }
