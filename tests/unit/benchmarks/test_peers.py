@@ -10,31 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import peers, throughput
-from benchmarks.contenders import Contender, Setting, fastest
+from benchmarks import throughput
+from benchmarks.contenders import Contender, Setting
 from benchmarks.runs import GLOBAL_BATCH, Bench
-from cluster.system.errors import (
-    RunFailed,
-)
-
-
-def test_only_a_peer_without_an_environment_must_get_one(tmp_path, monkeypatch):
-    made: list[str] = []
-    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setattr(peers, "_make", lambda peer: made.append(peer.module))
-    monkeypatch.setattr(Bench, "call", lambda *words: "2.13.0\n")
-    monkeypatch.setenv("TORCH_PYTHON", "/some/python")
-    monkeypatch.delenv("RAY_PYTHON", raising=False)
-    peers.prepare(lambda line: None)
-    assert ["ray"] == made
-    assert ["torchrun DDP 2.13.0"] == [each.title for each in peers.chosen(Bench(Path(), peers=True))]
-    assert [] == peers.chosen(Bench(Path()))
-    monkeypatch.setenv("TORCH_PYTHON", "")
-    monkeypatch.setenv("RAY_PYTHON", "")
-    peers.prepare(made.append)
-    assert ["ray"] == made
-    assert [] == peers.chosen(Bench(Path(), peers=True))
-
 
 # Settings
 
@@ -47,30 +25,6 @@ def contender(rates: dict[str, list[float]]) -> Contender:
         return [{"step": step, "time": step * seconds} for step in (25, 50, 75)]
 
     return Contender("other", lambda tasks: [Setting(name) for name in rates], run)
-
-
-def test_the_setting_of_the_fastest_run_must_be_measured():
-    rates = {"plain": [100.0], "tuned": [300.0, 90.0], "other": [200.0, 250.0]}
-    setting, tried = fastest(Bench(Path(), log=lambda line: None), contender(rates), tasks=2)
-    assert "tuned" == setting.name
-    assert {"plain": [100.0], "tuned": [300.0, 90.0], "other": [200.0, 250.0]} == {
-        name: [pytest.approx(each) for each in samples] for name, samples in tried.items()
-    }
-
-
-def test_a_program_that_fails_must_be_tried_again_once():
-    outcomes: list[Any] = [RunFailed("address in use"), [{"step": step, "time": step} for step in (25, 50, 75)]]
-
-    def run(*_words: Any) -> list[dict[str, Any]]:
-        if isinstance(outcome := outcomes.pop(0), RunFailed):
-            raise outcome
-        return list(outcome)
-
-    flaky, bench = Contender("flaky", lambda tasks: [], run), Bench(Path(), log=lambda line: None)
-    assert GLOBAL_BATCH == flaky.rate(bench, 2, 75, Setting("as is"))
-    outcomes += [RunFailed("address in use")] * 2
-    with pytest.raises(RunFailed):
-        flaky.rate(bench, 2, 75, Setting("as is"))
 
 
 def test_ours_must_stand_against_the_fastest_of_the_others(monkeypatch):

@@ -75,10 +75,6 @@ def test_what_is_no_line_is_left_out(path, line):
     assert [1, 2] == [found["step"] for found in Journal(path, known).read()]
 
 
-def test_an_absent_file_has_no_lines(path):
-    assert [] == list(read_json_lines(path)) == Journal(path, known).read()
-
-
 def test_each_look_reads_only_what_is_new(path, monkeypatch):
     lines, parsed = Journal(path, known), []
     real: Callable[..., Any] = json_files.parse_json

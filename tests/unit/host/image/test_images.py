@@ -171,14 +171,40 @@ def checked_out(monkeypatch, tmp_path) -> Path:
 
 
 def test_images_of_the_same_inputs_need_no_build_and_no_registry(monkeypatch):
+    built = answering(labels(BASE))
+
     def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
         assert words[0] == "image", "the registry was asked"
-        return answering(labels(BASE))(*words)
+        return built(*words)
 
     monkeypatch.setattr(engine, "ask", ask)
     assert images.are_current("cpu")
     assert [] == images.pending_commands("cpu")
     assert not images.are_current("gpu")
+    monkeypatch.setattr(checkout, "revision", lambda: "c0ffee")
+    assert not images.are_current("cpu")
+
+
+MADE = images.Base(images.DEBIAN_BASE, layers=LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("base", "requested", "there", "current"),
+    [
+        (BASE, images.PYTHON_BASE, {}, True),
+        (BASE, f"{images.PYTHON_BASE}@{DIGEST}", {}, True),
+        (BASE, f"{images.PYTHON_BASE}@sha256:{'c' * 64}", {}, False),
+        (BASE, "mine:1", {}, False),
+        (MADE, "", {images.DEBIAN_BASE: MADE_HERE}, True),
+        (MADE, "", {images.DEBIAN_BASE: [[], ["sha256:another"]]}, False),
+        (MADE, "", {}, False),
+    ],
+)
+def test_another_base_must_be_built(monkeypatch, base, requested, there, current):
+    monkeypatch.setattr(engine, "ask", answering(labels(base) | there))
+    if requested:
+        monkeypatch.setenv("BASE_IMAGE", requested)
+    assert current is images.are_current("cpu")
 
 
 CHANGES: list[tuple[Callable[[Path], object], bool]] = [
@@ -208,33 +234,6 @@ def test_what_an_image_is_made_of_must_decide_whether_it_is_built(checked_out, m
         assert builds is (before != images.inputs_sha256(BASE))
     assert not images.are_current("cpu")
     assert images.pending_commands("cpu")
-
-
-def test_another_commit_or_base_must_be_built(monkeypatch):
-    monkeypatch.setattr(engine, "ask", answering(labels(BASE)))
-    for name, current in [
-        (images.PYTHON_BASE, True),
-        (f"{images.PYTHON_BASE}@{DIGEST}", True),
-        (f"{images.PYTHON_BASE}@sha256:{'c' * 64}", False),
-        ("mine:1", False),
-    ]:
-        monkeypatch.setenv("BASE_IMAGE", name)
-        assert current is images.are_current("cpu"), name
-    monkeypatch.delenv("BASE_IMAGE")
-    monkeypatch.setattr(checkout, "revision", lambda: "c0ffee")
-    assert not images.are_current("cpu")
-
-
-def test_a_base_made_here_must_be_the_same_still(monkeypatch):
-    built = labels(images.Base(images.DEBIAN_BASE, layers=LAYERS))
-    monkeypatch.setattr(engine, "ask", answering(built | {images.DEBIAN_BASE: MADE_HERE}))
-    assert images.are_current("cpu")
-    monkeypatch.setattr(engine, "ask", answering(built | {images.DEBIAN_BASE: [[], ["sha256:another"]]}))
-    assert not images.are_current("cpu")
-    monkeypatch.setattr(engine, "ask", answering(built))
-    assert not images.are_current("cpu")
-    monkeypatch.setattr(engine, "ask", answering({}))
-    assert not images.are_current("cpu")
 
 
 # What a build is made from
