@@ -14,7 +14,7 @@ from cluster.system.errors import TimedOut, UsageError
 from cluster.system.json_files import read_json_lines, write_json
 from tests.support.beats import beat
 from tests.support.command_line import refusal
-from tests.support.gang import Gang, StartGang
+from tests.support.gang import SIGKILLED, Gang, StartGang
 from tests.support.waiting import wait_for
 
 WORKS_ON = "train(6 if GENERATION else 5), work()"
@@ -72,25 +72,42 @@ def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault
     assert (3, result.resumed_s) == (restart["steps_lost"], restart["resumed_s"])
 
 
-def test_a_worker_of_parameter_servers_that_is_killed_costs_no_steps(start_gang):
-    gang = start_gang("if NAME != 'chief': serve()\n" + STEPS_ON, workers=1, ps=1)
-    result = chaos.inject(gang.run, Fault("kill", "worker-0", at_step=5))
-    assert (0, None, 0) == (result.steps_lost, result.ended, gang.run.generation)
-    (restart,) = stopped(gang)["restarts"]
-    assert (result.detected_s, result.resumed_s) == (restart["detected_s"], restart["resumed_s"])
-    assert restart["resumed_s"] > 0
+SERVES = "if NAME != 'chief': serve()\n"
+EATS = """
+import resource
+train(5)
+if NAME == "worker-0" and not GENERATION:
+    until(lambda: resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY)
+    eaten = []
+    try:
+        while len(eaten) < 64: eaten.append(bytearray(2**24))
+    except MemoryError:
+        os._exit(70)
+"""
 
 
-def test_a_whole_task_that_is_killed_comes_back(start_gang):
-    gang = begin(start_gang)
+@pytest.mark.parametrize(
+    ("fault", "lines", "ps", "steps_lost", "cause"),
+    [
+        (Fault("kill", "worker-0", whole=True), WORKS_ON, 0, 3, "the whole task was killed"),
+        (Fault("corrupt", "worker-0"), WORKS_ON, 0, 3, SIGKILLED),  # there is no checkpoint yet
+        (Fault("oom", "worker-0"), EATS + WORKS_ON, 0, 3, "exit code 70"),
+        (Fault("kill", "worker-0"), SERVES + STEPS_ON, 1, 0, SIGKILLED),  # the others train on
+    ],
+)
+def test_a_task_that_dies_comes_back(start_gang, fault, lines, ps, steps_lost, cause):
+    gang = start_gang(lines, workers=1, ps=ps)
+    for task in ["chief"] if ps else ["chief", "worker-0"]:
+        gang.await_step(task, 5)
     agent = gang.pid("worker-0", "agent")
-    result = chaos.inject(gang.run, Fault("kill", "worker-0", whole=True))
-    assert (3, None) == (result.steps_lost, result.ended)
-    gang.await_step("worker-0", 6)
-    assert agent != gang.pid("worker-0", "agent")
-    assert [True] == [fault.detail["whole"] for fault in gang.events("fault")]
+    result = chaos.inject(gang.run, fault, timeout_s=300)
+    assert (steps_lost, None) == (result.steps_lost, result.ended)
+    if not ps:
+        gang.await_step("worker-0", 6)
+    assert fault.whole is (agent != gang.pid("worker-0", "agent"))
     (restart,) = stopped(gang)["restarts"]
-    assert ("the whole task was killed", result.detected_s) == (restart["cause"], restart["detected_s"])
+    assert ("worker-0", cause) == (restart["task"], restart["cause"])
+    assert (result.detected_s, result.resumed_s) == (restart["detected_s"], restart["resumed_s"])
 
 
 def test_a_task_that_is_stopped_stops_the_run_as_it_should(start_gang):
@@ -116,11 +133,6 @@ def test_the_biggest_file_of_the_newest_checkpoint_is_corrupted_by_one_byte(star
     assert sizes | {"ckpt-10.data": 79} == left
     assert ("corrupt", None) == (result.kind, result.ended)
     assert ["chief"] == [restart["task"] for restart in stopped(gang)["restarts"]]
-
-
-def test_a_corrupt_fault_before_the_first_checkpoint_only_kills(start_gang):
-    gang = begin(start_gang)
-    assert 3 == chaos.inject(gang.run, Fault("corrupt", "worker-0")).steps_lost
 
 
 def test_a_slow_task_lets_nothing_start_again(start_gang, monkeypatch):
@@ -164,24 +176,6 @@ if NAME != "chief": serve()
     assert result.detected_s is not None and result.resumed_s is not None
     assert max(result.detected_s, 1.0) < result.resumed_s
     assert "succeeded" != stopped(gang)["state"]
-
-
-def test_a_task_that_has_no_memory_left_starts_again(start_gang):
-    lines = """
-import resource
-train(5)
-if NAME == "worker-0" and not GENERATION:
-    until(lambda: resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY)
-    eaten = []
-    try:
-        while len(eaten) < 64: eaten.append(bytearray(2**24))
-    except MemoryError:
-        os._exit(70)
-"""
-    gang = begin(start_gang, lines + WORKS_ON)
-    result = chaos.inject(gang.run, Fault("oom", "worker-0"), timeout_s=300)
-    assert (3, None) == (result.steps_lost, result.ended)
-    assert [("worker-0", "exit code 70")] == [(r["task"], r["cause"]) for r in stopped(gang)["restarts"]]
 
 
 def test_a_run_that_ends_meanwhile_is_an_end_and_no_error(start_gang):
