@@ -120,14 +120,17 @@ def test_only_a_run_with_room_gets_faults(run, injected, steps_total, ended, exp
 
 @pytest.mark.parametrize("ended", ["failed", None])
 def test_a_run_that_ends_ends_the_storm(run, monkeypatch, ended):
-    left = [Result("kill", "chief", 110, 0.1, 2.0, 4, None), Result("kill", "chief", 120, 0.1, 2.0, 4, ended)]
+    results = [
+        Result("kill", "chief", step, 0.1, 2.0, 4, end) for step, end in ((110, None), (120, ended), (130, None))
+    ]
+    left = results if ended else results[:2]
 
     def inject(run: RunFolder, fault: Fault, timeout_s: float) -> Result:
         if not left:
             raise UsageError("the run ended before the next fault")
         return left.pop(0)
 
-    expected = list(left)
+    expected = results[:2]
     monkeypatch.setattr(chaos, "inject", inject)
     assert expected == deal(run)
 
