@@ -18,29 +18,16 @@ from cluster.system.processes import identity
 ABSENT_PID = 2**22 - 1
 
 HOSTILE: list[Any] = [
-    *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**80, -(2**80), 1.5, -1.5, 1e308, -1e308, 5e-324),
-    *(
-        float("nan"),
-        float("inf"),
-        -float("inf"),
-        "",
-        "x",
-        "\x1b[2J\x07",
-        "\ud800",
-        "\0",
-        "../../..",
-        "/",
-        "-1",
-        "chief",
-    ),
-    *("training", "docker", "9" * 5000, "x" * 100_000, [], [[]], [None], {}, {"": None}, {"x": {"x": []}}),
-]
+    None, True, False, 0, -1, 1, 2**31, 2**63, 2**80, -(2**80), 1.5, -1.5, 1e308, -1e308, 5e-324,
+    float("nan"), float("inf"), -float("inf"), "", "x", "\x1b[2J\x07", "\ud800", "\0", "../../..", "/", "-1", "chief",
+    "training", "docker", "9" * 5000, "x" * 100_000, [], [[]], [None], {}, {"": None}, {"x": {"x": []}},
+]  # fmt: skip
 """Values where a record has others."""
 
 TEXTS = [
-    *(b"", b" ", b"\n", b"x", b"[]", b"{}", b"null", b"3", b'"', b"{" * 10, b"[" * 100_000, b'{"a":' * 100_000),
-    *(b"\xff\xfe\x00", b"\x00" * 4096, "{}".encode("utf-16"), b"NaN", b"[" * 900 + b"]" * 900, b"1" * 5000),
-]
+    b"", b" ", b"\n", b"x", b"[]", b"{}", b"null", b"3", b'"', b"{" * 10, b"[" * 100_000, b'{"a":' * 100_000,
+    b"\xff\xfe\x00", b"\x00" * 4096, "{}".encode("utf-16"), b"NaN", b"[" * 900 + b"]" * 900, b"1" * 5000,
+]  # fmt: skip
 """Whole files where a run has others."""
 
 

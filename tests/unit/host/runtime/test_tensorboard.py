@@ -70,6 +70,7 @@ def start(runs_dir: Path, port: int | None = None, preferred: int | None = None)
 
 @pytest.fixture
 def free() -> int:
+    """A free port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
