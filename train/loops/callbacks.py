@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +28,11 @@ from train.saving.checkpoint import Encoded
 from train.settings import references
 from train.telemetry.report import Report
 
-WITHOUT_STATE = {
-    keras.callbacks.Callback: ("model", "_model", "params", "_params", "validation_data"),
-    keras.callbacks.ReduceLROnPlateau: () if plain_values.COMPARISONS else ("monitor_op",),  # a closure in tf_keras
+_WITHOUT_STATE = {
     keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
     keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
 }
-"""Attributes that Keras gives a callback or that belong to a process."""
+"""Attributes of Keras's callbacks that belong to a process."""
 
 
 def build(context: TaskContext) -> list[keras.callbacks.Callback]:
@@ -123,6 +122,8 @@ class CallbackProgress:
     """The changed attributes of each callback, encoded."""
     classes: list[str] = field(default_factory=list)
     """Names of the callbacks' classes."""
+    sizes: list[int] = field(default_factory=list)
+    """Size of each CSVLogger's file in bytes; -1 for another callback or a missing file."""
 
 
 class Callbacks(Action):
@@ -165,8 +166,10 @@ class Callbacks(Action):
         resumes = restored.epoch >= 0 and restored.classes == classes
         within = first < self._context.total_steps and not self.stops and restored.epoch == epoch
         self._model.stop_training = False
-        # Of callbacks that resume they have had their effect; these calls only open files and the like.
-        with self._same_variables() if resumes else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if resumes:  # they have had their effect; these calls only open files and the like
+                stack.enter_context(self._same_variables())
+                stack.enter_context(appending(self._callbacks, restored.sizes))
             self._list.on_train_begin()
             if within or restored.steps:
                 self._list.on_epoch_begin(restored.epoch)
@@ -272,6 +275,7 @@ class Callbacks(Action):
             {name: encoded for name, encoded in now.items() if made.get(name) != encoded}
             for now, made in zip(self._encoded(), self._made, strict=True)
         ]
+        progress.sizes = [size_of(callback) for callback in self._callbacks]
         self._state.encoded.assign(plain_values.encode(vars(progress)))
 
     def _encoded(self) -> list[dict[str, bytes]]:
@@ -320,12 +324,12 @@ def _value(variable: Any) -> np.ndarray:
 def attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the encoded attributes of a callback, and the types of those that cannot be encoded."""
     encoded, lost = {}, {}
-    skipped = {name for kind, names in WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
-    for name, value in vars(callback).items():
+    skipped = {name for kind, names in _WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
+    for name, value in plain_values.attributes_of(callback).items():
         if name in skipped:
             continue
         try:
-            encoded[name] = plain_values.encode(value)
+            encoded[name] = plain_values.encode(value, in_place=True)
         except (TypeError, RecursionError):
             lost[name] = type(value).__name__
     return encoded, lost
@@ -341,3 +345,25 @@ def restore(callbacks: Sequence[Any], progress: CallbackProgress) -> list[str]:
             except ValueError:
                 lost.append(f"{type(callback).__name__}.{name}")
     return lost
+
+
+def size_of(callback: Any) -> int:
+    """Return the size of a CSVLogger's file; -1 for another callback."""
+    path = Path(callback.filename) if isinstance(callback, keras.callbacks.CSVLogger) else None
+    return path.stat().st_size if path and path.is_file() else -1
+
+
+@contextlib.contextmanager
+def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
+    """Make each CSVLogger that is opened inside truncate its file to the saved size and append to it."""
+    loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=False) if size >= 0]
+    before = [callback.append for callback, _ in loggers]
+    for callback, size in loggers:
+        callback.append = True
+        if size_of(callback) > size:
+            os.truncate(callback.filename, size)
+    try:
+        yield
+    finally:
+        for (callback, _), append in zip(loggers, before, strict=True):
+            callback.append = append

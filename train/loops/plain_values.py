@@ -1,15 +1,22 @@
 """Python values as bytes and back, without pickle: decoding creates data and runs no code.
 
-Decoding creates numbers, text, containers and arrays. It updates variables and metrics in place, so the decoding
-process must have equal objects. Callbacks that the same function creates fulfil that.
+Decoding creates numbers, text, containers, arrays and random generators. It updates objects, functions with closures,
+variables and metrics in place, so the decoding process must have an equal object. Callbacks that the same function
+creates fulfil that.
 """
 
 from __future__ import annotations
 
+import collections
+import enum
 import functools
 import io
 import json
+import logging
 import pathlib
+import random
+import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -24,33 +31,44 @@ COMPARISONS = {name: getattr(keras.ops, name) for name in ("less", "greater")} i
 Keras 3 chooses one at the end of the first epoch and then reverses the sign of `min_delta`. Choosing again after a
 restart would reverse the sign again.
 """
-_STATELESS = (type, types.ModuleType, types.BuiltinFunctionType, functools.partial, np.ufunc)
-_CREATED: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    tuple: (list, tuple),
-    set: (lambda value: sorted(value, key=repr), set),
-    dict: (lambda value: [[key, part] for key, part in value.items()], dict),
-    bytes: (lambda value: np.frombuffer(value, np.uint8), lambda array: array.tobytes()),
-    type(pathlib.Path()): (str, pathlib.Path),
+KERAS_ATTRIBUTES = ("model", "_model", "params", "_params", "validation_data")
+"""Attributes that Keras gives every callback."""
+_FACTORIES = {
+    "None": None,
+    **{kind.__name__: kind for kind in (bool, collections.Counter, dict, float, int, list, set, str, tuple)},
 }
-"""Types whose values are created on decoding: value -> simpler value; simpler value -> value."""
-_NAMES = {kind.__name__: kind for kind in _CREATED}
+_STATELESS = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    functools.partial,
+    np.ufunc,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    logging.Logger,
+    tf.summary.SummaryWriter,
+    tf.data.Dataset,
+    keras.Model,
+    keras.layers.Layer,
+    keras.optimizers.Optimizer,
+)
+_FOREIGN = {"tensorflow", "keras", "tf_keras", *sys.stdlib_module_names}
+"""Packages whose objects are not encoded by their attributes."""
 
 
-def encode(value: Any) -> bytes:
+def encode(value: Any, *, in_place: bool = False) -> bytes:
     """Encode a value as bytes, which are the same for equal values.
+
+    Args:
+        in_place: whether `decode` will receive an equal object to update.
 
     Raises:
         TypeError: something in it cannot be encoded.
     """
     arrays: list[np.ndarray] = []
-    if variables := _variables(value):
-        plain: Any = {"variables": [_name(value), [_store(variable.numpy(), arrays) for variable in variables]]}
-    elif _is_stateless(value):
-        plain = {"same": [_name(value), None]}
-    else:
-        plain = _plain(value, arrays)
+    tree = json.dumps(_Encoder(arrays).plain(value, in_place)).encode()
     file = io.BytesIO()
-    for array in (np.frombuffer(json.dumps(plain).encode(), np.uint8), *arrays):
+    for array in (np.frombuffer(tree, np.uint8), *arrays):
         np.save(file, array, allow_pickle=False)
     return file.getvalue()
 
@@ -64,67 +82,193 @@ def decode(encoded: bytes, current: Any = None) -> Any:
     file, arrays = io.BytesIO(encoded), []
     while file.tell() < len(encoded):
         arrays.append(np.load(file, allow_pickle=False))
-    plain, arrays = json.loads(arrays[0].tobytes()), arrays[1:]
-    if not isinstance(plain, dict) or not plain.keys() & {"variables", "same"}:
-        return _whole(plain, arrays)
-    ((kind, (name, numbers)),) = plain.items()
-    if name != _name(current):
-        raise ValueError(f"{name} is {_name(current)} now")
-    if kind == "variables":
-        for variable, number in zip(_variables(current), numbers, strict=True):
-            variable.assign(arrays[number])
+    try:
+        return _Decoder(arrays[1:]).whole(json.loads(arrays[0].tobytes()), current)
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"cannot be restored: {error}") from None
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, without those that Keras gives a callback."""
+    return {name: part for name, part in vars(value).items() if name not in KERAS_ATTRIBUTES}
+
+
+def _pairs(mapping: Any) -> list[list[Any]]:
+    return [[key, part] for key, part in mapping.items()]
+
+
+def _factory(mapping: Any) -> str | None:
+    return next((name for name, factory in _FACTORIES.items() if factory is mapping.default_factory), None)
+
+
+def _default_dict(parts: Any, current: Any) -> Any:
+    factory, pairs = parts
+    return collections.defaultdict(_FACTORIES[factory] if factory else current.default_factory, pairs)
+
+
+def _python_random(state: Any, current: Any) -> Any:
+    generator = current if type(current) is random.Random else random.Random()  # noqa: S311
+    generator.setstate(state)
+    return generator
+
+
+def _random_state(state: Any, current: Any) -> Any:
+    generator = current if type(current) is np.random.RandomState else np.random.RandomState()
+    generator.set_state(state)
+    return generator
+
+
+def _generator(state: Any, current: Any) -> Any:
+    name = state["bit_generator"]
+    if type(current) is not np.random.Generator or type(current.bit_generator).__name__ != name:
+        current = np.random.Generator(getattr(np.random, name)())
+    current.bit_generator.state = state
     return current
 
 
-def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Return a form of the value for JSON, and add its arrays to a list."""
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if kind is list:
-        return [_plain(part, arrays) for part in value]
-    if kind in _CREATED:
-        return {kind.__name__: _plain(_CREATED[kind][0](value), arrays)}
-    if isinstance(value, np.ndarray | np.generic):
-        return {"array" if isinstance(value, np.ndarray) else "scalar": _store(value, arrays)}
-    if names := [name for name, comparison in COMPARISONS.items() if value is comparison]:
-        return {"comparison": names[0]}
-    raise TypeError(f"{kind.__name__} cannot be encoded")
+_CREATED: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    tuple: (list, lambda parts, _: tuple(parts)),
+    set: (lambda value: sorted(value, key=repr), lambda parts, _: set(parts)),
+    frozenset: (lambda value: sorted(value, key=repr), lambda parts, _: frozenset(parts)),
+    collections.deque: (lambda value: [value.maxlen, list(value)], lambda p, _: collections.deque(p[1], p[0])),
+    dict: (_pairs, lambda pairs, _: dict(pairs)),
+    collections.OrderedDict: (_pairs, lambda pairs, _: collections.OrderedDict(pairs)),
+    collections.Counter: (_pairs, lambda pairs, _: collections.Counter(dict(pairs))),
+    collections.defaultdict: (lambda value: [_factory(value), _pairs(value)], _default_dict),
+    types.SimpleNamespace: (vars, lambda parts, _: types.SimpleNamespace(**parts)),
+    bytes: (lambda value: np.frombuffer(value, np.uint8), lambda array, _: array.tobytes()),
+    type(pathlib.Path()): (str, lambda text, _: pathlib.Path(text)),
+    random.Random: (lambda value: value.getstate(), _python_random),
+    np.random.Generator: (lambda value: value.bit_generator.state, _generator),
+    np.random.RandomState: (lambda value: value.get_state(legacy=False), _random_state),
+    tf.__internal__.EagerTensor: (lambda value: value.numpy(), lambda array, _: tf.constant(array)),
+}
+"""Types whose values are created on decoding: value -> simpler value; (simpler value, current value) -> value."""
+_NAMES = {kind.__name__: kind for kind in _CREATED}
 
 
-def _whole(plain: Any, arrays: list[np.ndarray]) -> Any:
-    if isinstance(plain, list):
-        return [_whole(part, arrays) for part in plain]
-    if not isinstance(plain, dict):
-        return plain
-    ((kind, value),) = plain.items()
-    if kind in ("array", "scalar"):
-        return arrays[value] if kind == "array" else arrays[value][()]
-    return COMPARISONS[value] if kind == "comparison" else _CREATED[_NAMES[kind]][1](_whole(value, arrays))
+class _Encoder:
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        self._arrays = arrays
+        self._entered: set[int] = set()
+
+    def plain(self, value: Any, in_place: bool = False) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is list:
+            return [self.plain(part) for part in value]
+        if kind is np.ndarray or isinstance(value, np.generic):
+            return {"scalar" if isinstance(value, np.generic) else "array": self._array(value)}
+        if names := [name for name, comparison in COMPARISONS.items() if value is comparison]:
+            return {"comparison": names[0]}
+        if kind in _CREATED and (in_place or kind is not collections.defaultdict or _factory(value)):
+            return {kind.__name__: self.plain(_CREATED[kind][0](value))}
+        if not in_place or id(value) in self._entered:
+            raise TypeError(f"{kind.__name__} cannot be encoded")
+        self._entered.add(id(value))
+        try:
+            return self._in_place(value)
+        finally:
+            self._entered.discard(id(value))
+
+    def _in_place(self, value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return {"enum": [_name(value), value.name]}
+        if variables := _variables(value):
+            return {"variables": [_name(value), [self._array(variable.numpy()) for variable in variables]]}
+        if isinstance(value, _STATELESS):
+            return {"same": [_name(value), None]}
+        if isinstance(value, types.MethodType):
+            return {"method": [_name(value), self.plain(value.__self__, in_place=True)]}
+        if isinstance(value, types.FunctionType):
+            return {"function": [_name(value), self._cells(value)]}
+        if not _is_encoded_by_attributes(value):
+            raise TypeError(f"{type(value).__name__} cannot be encoded")
+        parts = {name: self.plain(part, in_place=True) for name, part in attributes_of(value).items()}
+        return {"object": [_name(value), parts]}
+
+    def _cells(self, function: types.FunctionType) -> dict[str, Any]:
+        """Return the values of a closure that can be encoded; most others are tools, not state."""
+        cells = {}
+        for name, cell in _closure(function).items():
+            try:
+                cells[name] = self.plain(cell.cell_contents, in_place=True)
+            except (TypeError, ValueError, RecursionError):  # an empty cell is a ValueError
+                continue
+        return cells
+
+    def _array(self, value: Any) -> int:
+        array = np.asarray(value)
+        if array.dtype.kind not in "biufcSUmM":
+            raise TypeError(f"an array of {array.dtype} cannot be encoded")
+        self._arrays.append(array)
+        return len(self._arrays) - 1
 
 
-def _store(value: Any, arrays: list[np.ndarray]) -> int:
-    array = np.asarray(value)
-    if array.dtype.kind not in "biufcSUmM":
-        raise TypeError(f"an array of {array.dtype} cannot be encoded")
-    arrays.append(array)
-    return len(arrays) - 1
+class _Decoder:
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def whole(self, plain: Any, current: Any = None) -> Any:
+        if isinstance(plain, list):
+            return [self.whole(part) for part in plain]
+        if not isinstance(plain, dict):
+            return plain
+        ((kind, value),) = plain.items()
+        if kind in ("array", "scalar"):
+            return self._arrays[value] if kind == "array" else self._arrays[value][()]
+        if kind == "comparison":
+            return COMPARISONS[value]
+        if kind in _NAMES:
+            return _CREATED[_NAMES[kind]][1](self.whole(value), current)
+        name, parts = value
+        if name != _name(current):
+            raise ValueError(f"{name} is {_name(current)} now")
+        return type(current)[parts] if kind == "enum" else self._update(kind, parts, current)
+
+    def _update(self, kind: str, parts: Any, current: Any) -> Any:
+        if kind == "variables":
+            for variable, number in zip(_variables(current), parts, strict=True):
+                variable.assign(self._arrays[number])
+        elif kind == "method":
+            self.whole(parts, current.__self__)
+        elif kind == "function":
+            cells = _closure(current)
+            for name, part in parts.items():
+                cells[name].cell_contents = self.whole(part, cells[name].cell_contents)
+        elif kind == "object":
+            attributes = vars(current)
+            attributes |= {name: self.whole(part, attributes.get(name)) for name, part in parts.items()}
+        return current
 
 
 def _name(value: Any) -> str:
-    """Return the name of a function, or of an object's type."""
-    return str((value if isinstance(value, types.FunctionType) else type(value)).__qualname__)
+    """Return the name of a function, of a method or of an object's type."""
+    function_or_type = value if isinstance(value, types.FunctionType) else getattr(value, "__func__", type(value))
+    return str(function_or_type.__qualname__)
+
+
+def _closure(function: types.FunctionType) -> dict[str, Any]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 def _variables(value: Any) -> list[Any]:
-    """Return the variables of an object that consists of them: a variable or a metric."""
+    """Return the variables of an object that consists of them: a variable, a metric or a random generator."""
     if isinstance(value, (tf.Variable, getattr(keras, "Variable", tf.Variable))):
         return [value]
-    return list(value.variables) if isinstance(value, keras.metrics.Metric) else []
+    if isinstance(value, keras.metrics.Metric):
+        return list(value.variables)
+    generators = (tf.random.Generator, *([keras.random.SeedGenerator] if hasattr(keras, "random") else []))
+    return [value.state] if isinstance(value, generators) else []
 
 
-def _is_stateless(value: Any) -> bool:
-    """Whether a value is a function without a closure, a class or the like."""
-    if any(value is comparison for comparison in COMPARISONS.values()):
-        return False
-    return isinstance(value, _STATELESS) or (isinstance(value, types.FunctionType) and value.__closure__ is None)
+def _is_encoded_by_attributes(value: Any) -> bool:
+    """Whether attributes fully describe an object: a callback inside another one, or a plain Python object."""
+    if isinstance(value, keras.callbacks.Callback):
+        return True
+    kind: Any = type(value)
+    plain = all(
+        getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__getstate__")
+    )
+    return plain and hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _FOREIGN

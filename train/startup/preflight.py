@@ -1,6 +1,7 @@
 """Builds a run's model on the machine that starts it, before the run starts.
 
-    python -m train.startup.preflight --config JSON --strategy NAME --data-dir DIR
+    python -m train.startup.preflight --config JSON --strategy NAME --data-dir DIR            checks model and loss
+    python -m train.startup.preflight --config JSON --strategy NAME --data-dir DIR --memory   counts the model's memory
 
 The checks are only for configurations with a user's parts, because they import TensorFlow. The result goes to the file
 that `cluster/contract/user_code.py` names.
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = 2
 """Size of the batch for checks of shapes."""
+WITHOUT_ACTIVATION = ("InputLayer", "Flatten", "Reshape", "Dropout")
+"""Layers whose outputs share the memory of their inputs, or take none without training."""
 
 
 def main(arguments: list[str]) -> int:
@@ -50,10 +53,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--memory-bytes", type=int, help="memory of each stage (default: no limit)")
     parser.add_argument("--record", type=Path, help="the stages of an earlier generation of the run")
     parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
+    parser.add_argument("--memory", action="store_true", help="only count the model's memory")
     options = parser.parse_args(arguments)
     config = TrainConfig.from_json(options.config)
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
     preload.set_variables(config, options.strategy)
+    if options.memory:
+        return user_code.reply(lambda: measure(config, options.strategy, options.data_dir))
     return user_code.reply(lambda: check(config, options))
 
 
@@ -347,6 +353,59 @@ def _label_spec(source: Source) -> Named:
     from train.data.batches import BatchSlice
 
     return source.train_dataset(BatchSlice(EXAMPLES, seed=0, num_steps=1)).element_spec.labels
+
+
+def measure(config: TrainConfig, strategy: str, data_dir: Path) -> dict[str, Any]:
+    """Return the model's sizes.
+
+    Returns:
+        `parameters`; `weights_bytes`; `gradients_bytes` of the trainable weights; `optimizer_bytes` of its state;
+        `activation_bytes` of one example: the outputs of all layers, which the backward needs, or None if they are
+        unknown.
+
+    Raises:
+        UsageError: the model or its data is wrong.
+    """
+    from train.data import sources
+    from train.model import models, optimizers
+    from train.strategy import policy
+
+    source = sources.find(config, data_dir)
+    with policy(precision_of(strategy, config.precision)):
+        model = models.of(config, source.feature_shape, source.num_outputs)
+        optimizer = optimizers.build(config)
+        optimizer.build(model.trainable_variables)
+    state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    return {
+        "parameters": sum(math.prod(weight.shape) for weight in model.weights),
+        "weights_bytes": _bytes(model.weights),
+        "gradients_bytes": _bytes(model.trainable_variables),
+        "optimizer_bytes": _bytes(state),
+        "activation_bytes": _activation_bytes(model),
+    }
+
+
+def _bytes(variables: Any) -> int:
+    import tensorflow as tf
+
+    return sum(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables)
+
+
+def _activation_bytes(model: Any) -> int | None:
+    """Return the bytes of all layers' outputs for one example."""
+    import tensorflow as tf
+
+    total = 0
+    for layer in model.layers:
+        if type(layer).__name__ in WITHOUT_ACTIVATION:
+            continue
+        try:
+            outputs = tf.nest.flatten(layer.output)
+            sizes = [math.prod(int(size) for size in output.shape[1:]) for output in outputs]
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            return None
+        total += sum(size * tf.as_dtype(layer.compute_dtype).size for size in sizes)
+    return total
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from cluster.host.cli.options import takes_request
 from cluster.host.control import ending, scaling
 from cluster.host.control import profile as tracing
 from cluster.host.control import watch as watching
-from cluster.host.launch import folders, planning, startup, teardown
+from cluster.host.launch import folders, footprint, planning, startup, teardown
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS
 from cluster.host.runtime import tensorboard as board
@@ -47,7 +47,8 @@ def up(c, request, dry=False):
 def plan(c, request, write="", json=False):
     """Show what `up` would start with the same options, and start nothing."""
     planned = planning.plan(request)
-    show(planned.to_json(), plan_lines, as_json=json)
+    value = planned.to_json() | {"memory": footprint.estimate_memory(planned)}
+    show(value, lambda value: plan_lines(value) + footprint.memory_lines(value["memory"]), as_json=json)
     if write:
         path = run_file.write(write, request, planned.config)
         print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)

@@ -1,5 +1,9 @@
 """The state of callbacks in a checkpoint."""
 
+import collections
+import enum
+import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,38 @@ def saved(callback: Any, made: dict[str, bytes]) -> CallbackProgress:
     return CallbackProgress(**decode(encode(vars(CallbackProgress(callbacks=[changed])))))
 
 
+def test_a_restored_plateau_continues_to_count():
+    def plateau() -> keras.callbacks.ReduceLROnPlateau:
+        callback = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=9, min_delta=0.5)
+        callback.set_model(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
+        callback.model.compile("adam", "mse")
+        return callback
+
+    first, undisturbed = plateau(), plateau()
+    made = attributes(first)[0]
+    for callback in (first, undisturbed):
+        for epoch, loss in enumerate((2.0, 1.9)):
+            callback.on_epoch_end(epoch, {"loss": loss})
+    resumed = plateau()
+    assert [] == restore([resumed], saved(first, made))
+    for callback in (resumed, undisturbed):
+        callback.on_epoch_end(2, {"loss": 1.8})  # within `min_delta` of the best
+    state = [(callback.best, callback.wait, callback.min_delta) for callback in (resumed, undisturbed)]
+    assert [(2.0, 2, -0.5)] * 2 == state
+
+
 @pytest.mark.parametrize(
     "value",
     [
         {3: "three", (1, "a"): None, np.int64(7): 7.5},
         {"b": 1, "a": 2},  # in this order
+        collections.OrderedDict(z=1, a=2),
+        collections.Counter({2: 5, "x": 1}),
+        collections.defaultdict(list, {4: [1, 2]}),
+        collections.defaultdict(None, {4: 1}),
+        collections.deque([(1, 2), 3], maxlen=2),
         {(1, 2), "x", None},
+        frozenset([1.5]),
         b"\x00\xff",
         Path("some/file"),
         [float("inf"), -(10**30), True, "é"],
@@ -33,6 +63,9 @@ def test_containers_keep_their_types_keys_and_order(value):
     whole = decode(encode(value))
     assert (type(value), value) == (type(whole), whole)
     assert not isinstance(value, dict) or list(value) == list(whole)
+    assert getattr(value, "maxlen", None) == getattr(whole, "maxlen", None)
+    if isinstance(value, collections.defaultdict):
+        assert value.default_factory is whole.default_factory
 
 
 @pytest.mark.parametrize("array", [np.float32([[1, np.nan]]), np.array("2026-01-01", "M8[D]"), np.array(["a", "bc"])])
@@ -41,45 +74,92 @@ def test_arrays_keep_their_type_and_bits(array):
     assert (array.dtype, array.shape, array.tobytes()) == (whole.dtype, whole.shape, whole.tobytes())
 
 
-class Counting(keras.callbacks.Callback):
-    """State in places of several kinds."""
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: random.Random(3), lambda generator: generator.gauss(0, 1)),
+        (lambda: np.random.default_rng(3), lambda generator: generator.normal()),
+        (lambda: np.random.Generator(np.random.MT19937(3)), lambda generator: generator.integers(99)),
+        (lambda: np.random.RandomState(3), lambda generator: generator.randn()),
+    ],
+)
+def test_random_generators_continue_their_sequence(make, draw):
+    generator, shared = make(), make()
+    draw(generator)
+    encoded = encode(generator)
+    assert shared is decode(encoded, shared)
+    drawn = [draw(each) for each in (generator, shared, decode(encoded))]
+    assert [drawn[0]] * 3 == drawn
+
+
+class Phase(enum.Enum):
+    WARM, HOT = "warm", "hot"
+
+
+class Window:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
+        self.lock = threading.Lock()
+
+    def rate(self, epoch: int, rate: float) -> float:
+        self.values[epoch] = rate
+        return rate / (1 + len(self.values))
+
+
+class Everything(keras.callbacks.Callback):
+    """State in places of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.groups: dict[Any, list[float]] = {}
+        total = [0.0]
+
+        def add(value: float) -> float:
+            total[0] += value
+            return total[0]
+
+        self.add, self.window, self.phase = add, Window(), Phase.WARM
+        self.groups: Any = collections.defaultdict(lambda: [0])
+        self.rates = self.window.rate
         self.mean, self.variable = keras.metrics.Mean(), tf.Variable(1.0)
-        self.rate = abs
+        self.inner = keras.callbacks.EarlyStopping()
         self._private = 0
-        self.other: Any = None
+        self.file: Any = None
 
     def change(self) -> tuple[Any, ...]:
         """Change all attributes and return them."""
         self._private += 1
-        self.groups[self._private, "sum"] = [self.rate(-2.0)]
+        self.phase = Phase.HOT
+        self.groups[self._private][0] += 2
+        self.inner.wait += 1
         self.mean.update_state(self._private)
         self.variable.assign_add(1.0)
-        return self._private, dict(self.groups), float(self.mean.result()), float(self.variable)
+        rates = self.rates(self._private, 1.0), self.window.rate(10 + self._private, 1.0)
+        counted = self._private, self.phase, self.inner.wait, dict(self.groups)
+        return self.add(1.5), rates, float(self.mean.result()), float(self.variable), counted
 
 
-def test_containers_variables_and_private_attributes_are_restored():
-    first, undisturbed, resumed = Counting(), Counting(), Counting()
+def test_objects_closures_variables_and_private_attributes_are_restored():
+    first, undisturbed, resumed = Everything(), Everything(), Everything()
     made = attributes(first)[0]
     assert first.change() == undisturbed.change()
     assert [] == restore([resumed], saved(first, made))
     assert undisturbed.change() == resumed.change()
 
 
-def test_attributes_that_cannot_be_saved_are_named():
-    callback, total = Counting(), [0.0]
+def test_attributes_that_cannot_be_saved_are_named(tmp_path):
+    callback = Everything()
     assert {} == attributes(callback)[1]
-    callback.other, callback.rate = [keras.callbacks.EarlyStopping()], lambda value: total[0] + value
-    assert {"other": "list", "rate": "function"} == attributes(callback)[1]
+    with (tmp_path / "log").open("w") as callback.file:
+        callback.groups = [Window()]  # which a new process would not have
+        assert {"file": "TextIOWrapper", "groups": "list"} == attributes(callback)[1]
 
 
 def test_an_attribute_of_another_type_is_not_restored():
-    first, other = Counting(), Counting()
+    first, other = Everything(), Everything()
     made = attributes(first)[0]
-    first.change()
-    other.mean = None
-    assert ["Counting.mean"] == restore([other], saved(first, made))
-    assert other.mean is None
+    first.window.values[1] = 1.0
+    other.window = None  # type: ignore[assignment]
+    assert ["Everything.window"] == restore([other], saved(first, made))
+    assert other.window is None

@@ -1,5 +1,6 @@
 """Keras callbacks in the custom loop: called as by `Model.fit`, and able to do what they can do there."""
 
+import collections
 import dataclasses
 import hashlib
 import itertools
@@ -267,20 +268,19 @@ class Killed(Exception):
 
 
 class Draws(keras.callbacks.Callback):
-    """Changes the rate by a sequence of numbers, and keeps what it was called with, in a dictionary and a file."""
+    """Changes the rate by random numbers, and keeps what it was called with, in a Counter and a file."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
-        self._drawn, self.calls, self.file = 3, dict[int, int](), file
+        self._random, self.calls, self.file = np.random.default_rng(3), collections.Counter(), file
         self.seen: list[tuple[int, dict[str, float]]] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.model.optimizer.learning_rate = 0.2
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.calls[batch] = self.calls.get(batch, 0) + 1
-        self._drawn = self._drawn * 48271 % (2**31 - 1)
-        self.model.optimizer.learning_rate = 0.1 * self._drawn / 2**31
+        self.calls[batch] += 1
+        self.model.optimizer.learning_rate = 0.1 * self._random.uniform()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.seen.append((epoch, dict(logs)))
@@ -307,13 +307,21 @@ class KillAt(keras.callbacks.Callback):
 
 def settled(run: Path, call: int = 0) -> list[keras.callbacks.Callback]:
     """Return callbacks whose every part of state decides over weights or files; and where to be killed."""
+    counts = {"epochs": 0}
+
+    def count(epoch: int, logs: Any) -> None:
+        counts["epochs"] += 1
+        (run / "epochs").write_text(str(counts["epochs"]))
+
     return [
         Draws(run / "draws"),
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
         keras.callbacks.ReduceLROnPlateau(monitor="val_loss", mode="max", factor=0.5, patience=1, min_lr=0.0),
+        keras.callbacks.CSVLogger(run / "log.csv"),
         keras.callbacks.ModelCheckpoint(
             str(run / "{epoch:02d}-{batch:02d}.weights.h5"), save_freq=4, save_weights_only=True
         ),
+        keras.callbacks.LambdaCallback(on_epoch_end=count),
         KillAt(call),
     ]
 
@@ -352,6 +360,20 @@ def test_a_training_that_a_callback_ended_is_not_resumed(train, loop):
     assert EPOCH_ENDS[2] == again.steps
     assert [] == [name for name, _ in again.recorder.names if name.startswith("batch")]
     assert EPOCH_ENDS[3] == train(30, keras.callbacks.EarlyStopping(**early), loop=loop).steps  # more was asked for
+
+
+def test_best_weights_that_are_taken_at_the_end_are_in_the_last_checkpoint(train):
+    early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1, restore_best_weights=True)
+    trained = train(25, early)
+    best = tf.train.load_checkpoint(str(trained.run.checkpoints / "ckpt-9"))
+    biases = dict(zip(trained.recorder.names, trained.recorder.biases, strict=True))
+    saved = [best.get_tensor(name)[0] for name, shape in best.get_variable_to_shape_map().items() if shape == [1]]
+    assert biases["epoch ends", 0] in saved
+    assert biases["epoch ends", 1] not in saved
+    first, worse, again = trained.evaluations
+    assert first == again != worse
+    metrics = read_json(trained.run.control / "result.json")["metrics"]
+    assert first["val_loss"] == metrics["eval_loss"]
 
 
 @pytest.mark.parametrize(("loop", "stop_at"), [("custom", 8), ("fit", 7)])

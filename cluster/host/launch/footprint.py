@@ -1,0 +1,117 @@
+"""Will it fit? What each task of a plan holds in memory, against what it may use.
+
+TensorFlow counts the model's parts in a separate process, see `train/startup/preflight.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from cluster.contract import user_code
+from cluster.contract.spec import ClusterSpec, Role, Task
+from cluster.host.launch import folders
+from cluster.host.launch.plan import Plan
+from cluster.host.runtime.resources import TASK_MEMORY_BYTES
+from cluster.host.view.columns import plain_lines
+from cluster.system import memory
+from cluster.system.errors import ClusterError
+from cluster.system.messages import size
+from cluster.system.paths import ROOT
+from cluster.system.terminal import print_wait
+
+
+def estimate_memory(plan: Plan) -> dict[str, Any] | None:
+    """Return the memory of each task against its limit, as `invoke plan --json` shows it.
+
+    Returns:
+        None for a script, and for a pipeline, whose stages `plan` shows.
+    """
+    if plan.payload.script or plan.cluster.kind.staged:
+        return None
+    if not plan.data:
+        return {
+            "unknown": f"{plan.config['dataset']} is not prepared; `invoke data.prepare` does that, and so does `up`"
+        }
+    try:
+        sizes = _count(plan)
+    except ClusterError as error:
+        return {"unknown": str(error)}
+    return sizes | assess(plan, sizes)
+
+
+def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the bytes of each replica and task, and whether all fit."""
+    per_replica = _replica(plan, sizes)
+    of_task = {task.name: _task(plan.cluster, task, sizes, sum(per_replica.values())) for task in plan.cluster.tasks}
+    limit = plan.memory.task_bytes
+    rooms: list[dict[str, Any]] = []
+    if limit:
+        rooms.append({"of": "a task", "needs": max(of_task.values()), "has": limit})
+    elif not plan.runtime.is_remote:
+        rooms.append({"of": "this machine", "needs": sum(of_task.values()), "has": memory.available_bytes()})
+    if plan.gpus.memory_bytes:
+        rooms.append({"of": "a GPU", "needs": sum(per_replica.values()), "has": plan.gpus.memory_bytes})
+    return {
+        "replica_bytes": per_replica,
+        "task_bytes": of_task,
+        "rooms": rooms,
+        "fits": all(room["needs"] <= room["has"] for room in rooms) if rooms else None,
+    }
+
+
+def _replica(plan: Plan, sizes: dict[str, Any]) -> dict[str, int]:
+    micro_batches = plan.config.get("micro_batches", 1)
+    shards = plan.config.get("bitwise_elastic") or plan.cluster.batch_divisor
+    examples = max(1, plan.config["global_batch"] // shards // micro_batches)
+    served = plan.cluster.kind.served
+    return {
+        "weights": sizes["weights_bytes"],
+        "gradients": sizes["gradients_bytes"] * (2 if micro_batches > 1 else 1),  # and their sum
+        "optimizer": 0 if served else sizes["optimizer_bytes"],
+        "activations": examples * (sizes["activation_bytes"] or 0),
+    }
+
+
+def _task(cluster: ClusterSpec, task: Task, sizes: dict[str, Any], replica_bytes: int) -> int:
+    if task.role == Role.PS:
+        held = (sizes["weights_bytes"] + sizes["optimizer_bytes"]) // len(cluster.of(Role.PS))
+    elif task.role == Role.WORKER or (task.role == Role.CHIEF and not cluster.kind.served):
+        held = cluster.devices * replica_bytes
+    else:
+        held = sizes["weights_bytes"]
+    return TASK_MEMORY_BYTES + int(held)
+
+
+def _count(plan: Plan) -> dict[str, Any]:
+    words = ["--config", json.dumps(plan.config), "--strategy", plan.cluster.strategy]
+    words += ["--data-dir", str(folders.data_dir())]
+    print_wait("counting what the model holds in memory")
+    sizes: dict[str, Any] = user_code.run(
+        [sys.executable, "-m", "train.startup.preflight", "--memory", *words],
+        f"--model {plan.config['model']!r}",
+        "PRESET_TIMEOUT_S",
+        cwd=ROOT,
+        environment=os.environ | {"PYTHONPATH": os.pathsep.join(plan.payload.local_path())},
+    )
+    return sizes
+
+
+@plain_lines
+def memory_lines(value: dict[str, Any] | None) -> list[str]:
+    """Return it as lines of text."""
+    if value is None:
+        return []
+    if "unknown" in value:
+        return [f"memory: not known ({value['unknown']})"]
+    parts = ", ".join(f"{name} {size(held)}" for name, held in value["replica_bytes"].items() if held)
+    about = "" if value["activation_bytes"] is not None else "; its activations are not known"
+    text = [f"memory of a replica: {value['parameters']:,} parameters; {parts}{about}"]
+    for room in value["rooms"]:
+        verdict = "fits" if room["needs"] <= room["has"] else "does NOT fit"
+        more = "" if room["needs"] <= room["has"] else "; use --micro-batches, a smaller batch or fewer tasks"
+        of_what = "all tasks together" if room["of"] == "this machine" else room["of"]
+        text.append(f"{verdict}: {of_what} about {size(room['needs'])} of {size(room['has'])}{more}")
+    return text

@@ -1,0 +1,104 @@
+"""Will it fit? The bytes of each task, against what it may use."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.contract import spec, user_code
+from cluster.host.gpu.placement import Placement
+from cluster.host.launch import footprint
+from cluster.host.runtime.resources import TASK_MEMORY_BYTES, Memory
+from cluster.system.errors import UsageError
+
+MIB = 2**20
+SIZES = {
+    "parameters": 1000,
+    "weights_bytes": 10 * MIB,
+    "gradients_bytes": 8 * MIB,
+    "optimizer_bytes": 16 * MIB,
+    "activation_bytes": 1 * MIB,
+}
+
+
+def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
+    config = {"model": "two_conv_cnn", "dataset": "mnist", "global_batch": 64} | {
+        name: options.pop(name) for name in ("micro_batches", "bitwise_elastic", "model") if name in options
+    }
+    return SimpleNamespace(
+        cluster=spec.build(**{"workers": 1} | options),
+        config=config,
+        memory=Memory(task_bytes=task_bytes),
+        gpus=Placement(memory_bytes=gpu_bytes),
+        runtime=SimpleNamespace(is_remote=False),
+        payload=SimpleNamespace(script=None, requirements=None, local_path=list),
+        data="60000 examples",
+    )
+
+
+def held(value: dict[str, Any]) -> dict[str, float]:
+    return {name: (size - TASK_MEMORY_BYTES) / MIB for name, size in value["task_bytes"].items()}
+
+
+def test_a_replica_holds_weights_gradients_state_and_its_micro_batch():
+    assert {"chief": 10 + 8 + 16 + 32, "worker-0": 66} == held(footprint.assess(plan(), SIZES))
+    assert {"chief": 10 + 16 + 16 + 8, "worker-0": 50} == held(footprint.assess(plan(micro_batches=4), SIZES))
+
+
+def test_each_device_of_a_task_holds_a_replica():
+    assert {"chief": 2 * (34 + 32)} == held(footprint.assess(plan(workers=0, devices=2), SIZES))
+
+
+def test_parameter_servers_share_the_weights_and_their_state():
+    value = held(footprint.assess(plan(workers=1, ps=2, evaluator=True), SIZES))
+    assert {"chief": 10, "worker-0": 10 + 8 + 64, "ps-0": 13, "ps-1": 13, "evaluator": 10} == value
+
+
+@pytest.mark.parametrize(("more", "fits"), [(66, True), (65, False)])
+def test_a_container_must_hold_its_task(more, fits):
+    value = footprint.assess(plan(task_bytes=TASK_MEMORY_BYTES + more * MIB), SIZES)
+    assert fits is value["fits"]
+    assert fits is ("fits: a task" in footprint.memory_lines(SIZES | value)[-1])
+
+
+@pytest.mark.parametrize(("gpu_bytes", "fits"), [(67 * MIB, True), (65 * MIB, False)])
+def test_a_gpu_must_hold_its_replica(monkeypatch, gpu_bytes, fits):
+    monkeypatch.setattr(footprint.memory, "available_bytes", lambda: 2**40)
+    assert fits is footprint.assess(plan(gpu_bytes=gpu_bytes), SIZES)["fits"]
+
+
+def test_processes_must_fit_into_the_free_memory_together(monkeypatch):
+    monkeypatch.setattr(footprint.memory, "available_bytes", lambda: 2 * TASK_MEMORY_BYTES)
+    assert footprint.assess(plan(), SIZES)["fits"] is False
+
+
+def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch):
+    def fail(*given: object, **more: object) -> None:
+        raise UsageError("no such model")
+
+    monkeypatch.setattr(user_code, "run", fail)
+    value = footprint.estimate_memory(plan())
+    assert {"unknown": "no such model"} == value
+    assert 1 == len(footprint.memory_lines(value))
+
+
+def test_a_model_is_not_counted_without_its_data():
+    unprepared = plan(model="mine:model")
+    unprepared.data = ""
+    value = footprint.estimate_memory(unprepared)
+    assert value and {"unknown"} == set(value)
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        {"payload": SimpleNamespace(script=Path("x.py"))},
+        {"cluster": spec.build(strategy="pipeline", workers=1)},
+    ],
+)
+def test_what_has_no_replicas_of_a_known_model_is_not_assessed(without):
+    given = plan()
+    vars(given).update(without)
+    assert footprint.estimate_memory(given) is None
+    assert [] == footprint.memory_lines(None)
