@@ -82,4 +82,4 @@ def test_invalid_metrics_are_refused(monkeypatch, made):
     module.made = lambda: made  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_metrics", module)
     with pytest.raises(UsageError, match="^--metrics 'own_metrics:made'"):
-        objectives.of(TrainConfig(metrics="own_metrics:made"), classifies=True, predicts_text=False)
+        objectives.of(TrainConfig(metrics="own_metrics:made"), classifies=True)
