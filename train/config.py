@@ -6,7 +6,8 @@ import dataclasses
 import math
 import operator
 import os
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -339,8 +340,17 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
-        """Return the configuration from the result of `to_json`."""
-        value = {**value, "optimizer": Optimizer(**value["optimizer"])}
-        parts = {"transformer": Transformer, "pipeline": Pipeline}
-        value |= {name: part(**value[name]) for name, part in parts.items()}
-        return cls(**value).check()
+        """Return the configuration from the result of `to_json`, also of a version that had further settings."""
+        parts = {"optimizer": Optimizer, "transformer": Transformer, "pipeline": Pipeline}
+        nested = {name: part(**_known(part, value[name], f"{name}.")) for name, part in parts.items()}
+        return cls(**(_known(cls, value) | nested)).check()
+
+
+def _known(part: type[Any], value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of settings that a part of the configuration has; warn of others."""
+    known = {item.name for item in fields(part)}
+    if unknown := [option(prefix + name) for name in value if name not in known]:
+        print(
+            f"warning: {', '.join(unknown)} of a run's config.json: unknown to this version, ignored", file=sys.stderr
+        )
+    return {name: setting for name, setting in value.items() if name in known}

@@ -62,6 +62,16 @@ def test_a_resumed_run_starts_from_its_own_configuration():
     assert dataclasses.replace(saved, epochs=6.0) == resumed
 
 
+def test_settings_that_only_another_version_has_are_ignored_with_a_warning(capsys):
+    saved = resolve("mnist", ["--seed", "7"])
+    value = saved.to_json() | {"log_to": "csv", "best": {"metric": "eval_loss"}}
+    assert saved == TrainConfig.from_json(value | {"optimizer": value["optimizer"] | {"power": 2.0}})
+    warned = capsys.readouterr().err.splitlines()
+    assert ["--optimizer.power", "--log-to, --best"] == [line.split(" of a run's")[0][9:] for line in warned]
+    assert saved == TrainConfig.from_json(saved.to_json())
+    assert "" == capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "typed", "nearest"),
     [

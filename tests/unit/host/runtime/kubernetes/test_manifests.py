@@ -20,6 +20,7 @@ from cluster.host.kubernetes import kubernetes_objects
 from cluster.host.kubernetes.kubernetes_objects import Manifest
 from cluster.host.kubernetes.rendering import NAME
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED
+from train.config import TrainConfig
 
 HERE = Path(__file__).parent
 CONFIG = {"dataset": "fashion_mnist", "source": "memory", "global_batch": 192}
@@ -172,5 +173,9 @@ def test_the_records_are_those_of_a_run_folder():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden_manifests_are_valid(kind):
-    for document in YAML(typ="safe").load_all(HERE / "golden" / f"{kind}.yaml"):
+    documents = list(YAML(typ="safe").load_all(HERE / "golden" / f"{kind}.yaml"))
+    for document in documents:
         assert [] == complaints(document)
+    files = {name: text for document in documents for name, text in document.get("data", {}).items()}
+    config = json.loads(files["config.json"])
+    assert config == TrainConfig.from_json(config).to_json()
