@@ -347,3 +347,17 @@ def check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) -
         )
     if replicas > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
         raise UsageError(f"{option}: BatchNormalization over {replicas} replicas needs --loop custom")
+
+
+def check_optimizers(model: keras.Model, replicas: int) -> None:
+    """Check that the optimizers of a model itself can be used by a `train_step` of several replicas.
+
+    Raises:
+        UsageError: one creates its variables in the step, which replicas cannot.
+    """
+    parts = {name: part for name, part in vars(model).items() if isinstance(part, keras.optimizers.Optimizer)}
+    if replicas > 1 and (unbuilt := [name for name, optimizer in parts.items() if not optimizer.built]):
+        raise UsageError(
+            f"--loop fit on {replicas} replicas: {type(model).__name__}.{unbuilt[0]} has no variables yet; call its "
+            "build(variables) where the model is made"
+        )

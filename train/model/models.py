@@ -41,6 +41,12 @@ def of(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.M
             f"--model {config.model!r} sets the policy mixed_float16, which needs --precision fp16 to scale the loss; "
             "add it, or use mixed_bfloat16"
         )
+    recurrent = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.RNN)]
+    if stateful := [layer.name for layer in recurrent if layer.stateful]:
+        raise UsageError(
+            f"--model {config.model!r}: the layer {stateful[0]!r} is stateful, and replicas, micro-batches and "
+            "evaluations have batches of different sizes; leave stateful=True out"
+        )
     if config.loop == "fit":
         _check_compile(config.model, model)
     freeze(model, config.freeze)

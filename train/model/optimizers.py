@@ -122,7 +122,9 @@ def averaged(config: TrainConfig, model: keras.Model, optimizer: keras.optimizer
     With a model in stages, a task replaces the weights of its stage.
     """
     means = averages(optimizer) if config.optimizer.ema_evaluate else []
-    pairs = list(zip(model.trainable_variables, means, strict=True)) if means else []
+    # Those that the optimizer was built for: callbacks may have frozen some since.
+    averaged_weights = getattr(optimizer, "_trainable_variables", model.trainable_variables)
+    pairs = list(zip(averaged_weights, means, strict=True)) if means else []
     pairs = [(variable, mean) for variable, mean in pairs if has_value(variable)]
     before = [variable.numpy() for variable, _ in pairs]
     for variable, mean in pairs:

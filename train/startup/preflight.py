@@ -93,14 +93,9 @@ def check(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         _check_state(model, source.feature_shape, parts, config)
         if config.loop == "fit" and config.micro_batches > 1:
             fit.check_micro_batches(model, options.replicas, config.micro_batches)
-    _check_ranges(config, model, source)
-    _check_logits(config, model, source.feature_shape, cut=bool(options.stages))
-    if getattr(model, "compiled", False):
-        print(
-            f"warning: --model {config.model!r} is compiled, which has no effect: name optimizer, loss and metrics by "
-            "--optimizer.name, --loss and --metrics",
-            file=sys.stderr,
-        )
+        if config.loop == "fit" and not config.needs_tf_keras(options.strategy):
+            fit.check_optimizers(model, options.replicas)
+    _check_model(config, model, source, cut=bool(options.stages))
     outputs = models.call(model, source.feature_shape)
     shapes = source.label_shape, models.output_shapes(outputs)
     objectives.check_outputs(config, source.num_outputs, shapes)
@@ -158,6 +153,18 @@ def _stages(
         memory_bytes=options.memory_bytes,
         record=record,
     )
+
+
+def _check_model(config: TrainConfig, model: keras.Model, source: Source, *, cut: bool) -> None:
+    """Check that a model takes the data, and gives what its loss takes; `cut`: its variables have no values."""
+    _check_ranges(config, model, source)
+    _check_logits(config, model, source.feature_shape, cut=cut)
+    if getattr(model, "compiled", False):
+        print(
+            f"warning: --model {config.model!r} is compiled, which has no effect: name optimizer, loss and metrics by "
+            "--optimizer.name, --loss and --metrics",
+            file=sys.stderr,
+        )
 
 
 def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> None:

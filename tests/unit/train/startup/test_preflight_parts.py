@@ -6,6 +6,7 @@ Here without a process: `test_preflight.py` runs the program. More of them: `tes
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -79,7 +80,9 @@ class Called(keras.Model):
 
 
 def chain(*parts: Any) -> Callable[..., keras.Model]:
-    return lambda shape, outputs: keras.Sequential([keras.Input(shape), *(part() for part in parts), layers.Dense(2)])
+    return lambda shape, _outputs, **batch: keras.Sequential(
+        [keras.Input(shape, **batch), *(part() for part in parts), layers.Dense(2)]
+    )
 
 
 def of_int32(shape: Any, outputs: Any) -> keras.Model:
@@ -110,6 +113,14 @@ def penalized(shape: Any, outputs: Any) -> keras.Model:
     return Penalized(inputs, layers.Dense(outputs)(inputs))
 
 
+def with_optimizer(shape: Any, outputs: Any, *, built: bool = False) -> keras.Model:
+    model = penalized(shape, outputs)
+    model.other = keras.optimizers.SGD()
+    if built:
+        model.other.build(model.trainable_variables)
+    return model
+
+
 def of_pairs(labels: Any, outputs: Any) -> Any:
     return tf.square(tf.cast(labels, tf.float32) - outputs[:, :1])
 
@@ -137,6 +148,11 @@ MODELS = {
     "of_probabilities": of_probabilities,
     "called": lambda _shape, _outputs: Called(),
     "penalized": penalized,
+    "stateful": lambda shape, outputs: chain(
+        lambda: layers.Reshape((1, 2)), lambda: layers.LSTM(2, stateful=True, name="memory")
+    )(shape, outputs, batch_size=2),
+    "with_optimizer": with_optimizer,
+    "with_built_optimizer": functools.partial(with_optimizer, built=True),
     "inside": chain(CountsInside),
     "summed": chain(lambda: Counts(tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.SUM))),
     "of_keras": chain(lambda: Counts(keras.Variable(0.0, trainable=False))),
@@ -214,6 +230,8 @@ def test_variables_of_keras_may_be_assigned_in_any_step(check: Callable[..., Non
         ("penalized", {}, "overrides compute_loss"),
         ("penalized", {"loop": "fit", "micro_batches": 2}, "overrides compute_loss"),
         ("in_half", {}, "--precision fp16"),
+        ("stateful", {}, "'memory' is stateful"),
+        ("with_optimizer", {"loop": "fit", "replicas": 2}, r"Penalized.other .* build\(variables\)"),
         ("of_probabilities", {}, "softmax"),
         ("called", {}, "softmax"),
         ("normalized", {"loss": "tried_parts:of_pairs"}, "all pairs of examples"),
@@ -229,6 +247,8 @@ def test_what_would_train_otherwise_than_in_keras_is_refused(
 
 def test_what_trains_as_in_keras_is_not_refused(check: Callable[..., None]) -> None:
     check("penalized", loop="fit")
+    check("with_optimizer", loop="fit")
+    check("with_built_optimizer", loop="fit", replicas=2)
     check("in_half", precision="fp16")
     check("of_probabilities", loss="tried_parts:entropy")
 
