@@ -114,6 +114,7 @@ def test_two_runs_are_in_two_networks_with_a_loopback_alone(private, start_gang)
     gangs = [start_gang(f"{INTERFACES}work()", name=name, workers=0, network="private") for name in ("one", "other")]
     for gang in gangs:
         wait_for(lambda gang=gang: gang.beat("chief").state == "training", "the training")
+        wait_for(lambda gang=gang: gang.run.log("chief").read_text().strip(), "its interfaces in the log")
         assert "['lo']" == gang.run.log("chief").read_text().strip()
     assert 2 == len({network_of(gang.pid("chief")) for gang in gangs})
 
