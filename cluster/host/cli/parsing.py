@@ -27,6 +27,8 @@ from cluster.system.terminal import error_text
 
 MUST_BE_NAMED = "must be named"
 """In the help of a positional argument that has no default."""
+OF_EVERY_TASK = ("--help", "-h", "--dry", "-R")
+"""Those of invoke's own options that may follow a task; others, such as --debug, are none that a task would heed."""
 _UNKNOWN = "No idea what"
 """How invoke's own message about a word begins that is neither an option nor a task."""
 _LIKENESS = 0.7
@@ -80,6 +82,8 @@ def _complete_leniently(machine: ParseMachine) -> None:
 def _handle_leniently(machine: ParseMachine, token: str) -> None:
     asks_for_help = token in ("--help", "-h")
     is_misspelt = token[:1] == "-" != token and not machine.waiting_for_flag_value and not _is_option(machine, token)
+    if is_misspelt and token in machine.initial.flags and token not in OF_EVERY_TASK:
+        raise Misuse(_unknown(machine, token), machine.context)
     if asks_for_help or is_misspelt:
         _leave_out(machine)  # the token is not a positional argument
     try:

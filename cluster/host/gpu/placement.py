@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,13 +58,13 @@ class Placement:
         """Return the ids for JSON: indices as numbers."""
         return [int(gpu) if gpu.isdigit() else gpu for gpu in self.of(task)]
 
-    def environment(self, task: str) -> dict[str, str]:
-        """Return the variables that give a task its GPUs, wherever it runs."""
+    def environment(self, task: str, given: Collection[str] = ()) -> dict[str, str]:
+        """Return the variables that give a task its GPUs, wherever it runs; what NCCL logs may be `given` already."""
         if not (ids := self.of(task)):
             return {}
         return {
             "GPUS_GIVEN": str(len(ids)),  # the training program checks that TensorFlow sees as many
-            "NCCL_DEBUG": "WARN",
+            **({} if "NCCL_DEBUG" in given else {"NCCL_DEBUG": "WARN"}),
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # also for scripts, and for workers that only serve
         }
 

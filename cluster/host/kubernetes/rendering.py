@@ -123,4 +123,4 @@ def _memory_bytes(request: Request) -> int:
 
 def _environment(request: Request, gpus: int) -> dict[str, str]:
     given = {name: os.environ[name] if value is None else value for name, value in inherited.parse(request.env).items()}
-    return given | ({"NCCL_DEBUG": "WARN"} if gpus else {})
+    return ({"NCCL_DEBUG": "WARN"} if gpus else {}) | given

@@ -16,8 +16,6 @@ from cluster.host.options.request import PRESET, Request
 from cluster.host.runtime import inherited
 from cluster.system.paths import ROOT
 
-"""Of all that is built in."""
-
 
 def resolve(
     request: Request,

@@ -68,7 +68,7 @@ def resume(previous: Previous, request: Request) -> Request:
     kept = ("max_restarts", "max_external_restarts", "memory", "network", "requirements", "env")
     recorded = {name: getattr(started, name) for name in kept}
     recorded |= {each.name: started.job.get(each.name) for each in fields(Job)}
-    recorded |= {"secret": started.secrets, "hang_timeout": started.hang_timeout_s}
+    recorded |= {"secret": started.secrets, "hang_timeout": started.hang_timeout_s or None}
     if request.resume:
         recorded |= {"min_workers": started.min_workers, "grow": started.grow}
     if started.runtime in registry.RUNTIMES and registry.RUNTIMES[started.runtime].is_remote:

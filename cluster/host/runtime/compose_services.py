@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,7 @@ def literal(value: Any) -> Any:
 
 def _service(spec: ClusterSpec, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
     gpus = containers.gpus
+    given = environment(spec, task, containers)
     service: dict[str, Any] = {
         "extends": {"file": str(FILES / "templates.yaml"), "service": task.role.value},
         "image": containers.image,
@@ -111,7 +112,7 @@ def _service(spec: ClusterSpec, task: Task, containers: Containers, command: lis
         "user": containers.user,
         "mem_limit": containers.memory_bytes,
         "memswap_limit": containers.memory_bytes,  # of both together: no swap
-        "environment": environment(spec, task, containers) | _gpu_environment(gpus, task.name),
+        "environment": given | _gpu_environment(gpus, task.name, given),
         "volumes": volumes(containers),
         "labels": labels(containers, task),
     }
@@ -153,13 +154,13 @@ def labels(containers: Containers, task: Task) -> dict[str, str]:
     return {RUN_LABEL: containers.run_dir.name, TASK_LABEL: task.name}
 
 
-def _gpu_environment(gpus: Placement, task: str) -> dict[str, str]:
+def _gpu_environment(gpus: Placement, task: str, given: Collection[str]) -> dict[str, str]:
     """Return the variables for a container's GPUs; where other tasks have some and it has none, that it has none."""
     if not gpus.ids:
         return {}
     if not gpus.of(task):  # an engine whose default runtime is NVIDIA's could hand over all of them
         return {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
-    return gpus.environment(task) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
+    return gpus.environment(task, given) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
 
 
 def _reserve(ids: Sequence[str]) -> dict[str, Any]:

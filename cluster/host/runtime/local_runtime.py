@@ -186,7 +186,7 @@ def processes_of(
     tasks = {}
     for task in spec.tasks:
         environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **given}
-        environment |= visible(gpus, task.name)
+        environment |= visible(gpus, task.name, more or {})
         if network == PRIVATE and gpus.of(task.name):
             environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may be one that is not in there
         if text := tf_config.dumps(spec, task):
@@ -200,9 +200,10 @@ def processes_of(
     return found | {"preload": TRAINER_IMPORTS} if shared and not command and not accelerated else found
 
 
-def visible(gpus: Placement, task: str) -> dict[str, str]:
+def visible(gpus: Placement, task: str, given: Collection[str] = ()) -> dict[str, str]:
     """Return the variables that make a process see its own GPUs and no others, whatever its caller sees."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.of(task)) or NO_DEVICE}
     if not gpus.of(task):
         return visible
-    return visible | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | gpus.environment(task)  # the order of nvidia-smi's indices
+    visible["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi's indices
+    return visible | gpus.environment(task, given)

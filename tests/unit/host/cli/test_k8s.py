@@ -44,6 +44,11 @@ def test_a_task_has_as_many_threads_as_its_pod_requests_cpus():
     assert 5 == json.loads(rendered[0]["data"]["config.json"])["threads"]
 
 
+def test_variables_of_env_win():
+    rendered = rendering.render(Request(gpus_per_task=2, env=("NCCL_DEBUG=INFO",)), Place())
+    assert str({"name": "NCCL_DEBUG", "value": "INFO"}) in str(rendered)
+
+
 @pytest.mark.parametrize(
     ("request_", "place", "option"),
     [

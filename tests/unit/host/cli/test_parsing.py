@@ -22,6 +22,8 @@ def ended(words: str) -> int | str | None:
         ("up 3", "invoke --help up"),
         ("up --wrokers 2", "--workers"),
         ("up --epochs 3", "invoke up -- --epochs"),
+        ("up --debug", "invoke up -- --epochs"),
+        ("down --echo", "invoke --help down"),
         ("status --wach", "--watch"),
         ("stop --tiemout 3", "invoke --help stop"),
         ("--lsit", "--list"),

@@ -107,6 +107,17 @@ def test_a_process_sees_its_gpus_and_no_other(resolved, nvidia_smi):
         )
 
 
+@pytest.mark.parametrize("given", ["NCCL_DEBUG=INFO", "NCCL_DEBUG"])
+def test_what_nccl_logs_is_the_caller_s_choice(resolved, nvidia_smi, docker, monkeypatch, given):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    docker(WORKING_ENGINE)
+    nvidia_smi("8-h100-nvswitch")
+    local = planning.plan(Request(workers=0, gpus="1", env=(given,), runtime="local")).compose
+    assert "WARN" not in local["tasks"]["chief"]["environment"].values()
+    service = planning.plan(Request(workers=0, gpus="1", env=(given,))).compose["services"]["chief"]
+    assert service["environment"]["NCCL_DEBUG"] == ("INFO" if "=" in given else None)
+
+
 @pytest.mark.parametrize("requested", [{}, {"gpus": "none"}])
 def test_unless_it_is_asked_for_no_process_sees_a_gpu(resolved, monkeypatch, requested):
     monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.host.launch import configuration, planning, startup
 from cluster.host.options.request import Request
-from cluster.system.json_files import read_json
+from cluster.system.json_files import read_json, write_json
 from tests.support.launching import CONFIG, WORKING_ENGINE, refusal
 
 LOCAL = {"runtime": "local", "tensorboard_port": "0"}
@@ -71,6 +71,9 @@ def test_a_script_s_run_goes_on_with_its_script_and_bounds(theirs, stopped_run):
 
     assert (600, 0, 7) == resumed()
     assert (30, 5, 9) == resumed(hang_timeout=30, max_restarts=5, max_external_restarts=9)
+    path = run.control / "started.json"
+    write_json(path, read_json(path) | {"hang_timeout_s": 0})  # of a run that an earlier version debugged
+    assert (60, 0, 7) == resumed()
 
 
 def test_a_script_in_containers_is_mounted(theirs, docker):
