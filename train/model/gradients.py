@@ -82,7 +82,8 @@ class GradientPolicy:
     def sum(self, gradients: Gradients) -> list[Any]:
         """Add up gradients over all replicas; None stays None."""
         known = [gradient for gradient in gradients if gradient is not None]
-        if self.clip_norm or self.loss_scale:  # slices can name a row twice, which changes their norm
+        mixed = len({gradient.dtype for gradient in known}) > 1  # which replicas cannot exchange together
+        if mixed or self.clip_norm or self.loss_scale:  # slices can name a row twice, which changes their norm
             known = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in known]
         sums = iter(exchange.add_up(known))
         return [None if gradient is None else next(sums) for gradient in gradients]
