@@ -31,7 +31,7 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
     """
     if plan.payload.script or plan.cluster.kind.staged:
         return None
-    if not plan.data:
+    if not plan.data and ":" not in plan.config["dataset"]:  # your own is never called ready, see `describe_ready`
         return {
             "unknown": f"{plan.config['dataset']} is not prepared; `invoke data.prepare` does that, and so does `up`"
         }

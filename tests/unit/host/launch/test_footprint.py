@@ -24,7 +24,7 @@ SIZES = {
 
 def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
     config = {"model": "two_conv_cnn", "dataset": "mnist", "global_batch": 64} | {
-        name: options.pop(name) for name in ("micro_batches", "bitwise_elastic", "model") if name in options
+        name: options.pop(name) for name in ("micro_batches", "bitwise_elastic", "model", "dataset") if name in options
     }
     return SimpleNamespace(
         cluster=spec.build(**{"workers": 1} | options),
@@ -88,6 +88,13 @@ def test_a_model_is_not_counted_without_its_data():
     unprepared.data = ""
     value = footprint.estimate_memory(unprepared)
     assert value and {"unknown"} == set(value)
+
+
+def test_a_model_is_counted_on_data_of_your_own(monkeypatch):
+    monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
+    own = plan(dataset="mine:data")
+    own.data = ""  # as always: its function may have changed
+    assert footprint.estimate_memory(own) == SIZES | footprint.assess(own, SIZES)
 
 
 @pytest.mark.parametrize(
