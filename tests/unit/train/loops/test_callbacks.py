@@ -378,21 +378,30 @@ def test_best_weights_that_are_taken_at_the_end_are_in_the_last_checkpoint(train
 
 @pytest.mark.parametrize(("loop", "stop_at"), [("custom", 8), ("fit", 7)])
 def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weights(train, own_parts, loop, stop_at):
-    """Step 8 is that of an evaluation, which the stop comes before; the best weights are not taken by a stop."""
-    early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=3, restore_best_weights=True)
+    """Step 8 is that of an evaluation, which the stop comes before; the best weights are not taken by a stop.
+
+    The resumed run makes up for the evaluation.
+    """
+    options = {"loop": loop, "evaluate_every": 4, "steps_per_loop": 1}
+    best = {"monitor": "val_loss", "mode": "max", "patience": 3, "restore_best_weights": True}
+    early = keras.callbacks.EarlyStopping(**best)
 
     def stop(batch: int, logs: Any) -> None:
         if int(early.model.optimizer.iterations) == stop_at - (loop == "custom"):
             own_parts.stop.set()
 
     stops = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
-    run = train(18, early, stops, loop=loop, evaluate_every=4, steps_per_loop=1).run
+    run = train(18, early, stops, **options).run
     stopped = read_json(run.control / "result.json")
     assert (stop_at, {}) == (stopped["steps"], stopped["metrics"])
     newest = tf.train.load_checkpoint(str(run.checkpoints / f"ckpt-{stop_at}"))
     names = [name for name, shape in newest.get_variable_to_shape_map().items() if shape in ([2, 1], [1])]
     pairs = itertools.permutations(map(newest.get_tensor, names), 2)
     assert stopped["weights_sha256"] in {hashlib.sha256(a.tobytes() + b.tobytes()).hexdigest() for a, b in pairs}
+    own_parts.stop.clear()
+    early = keras.callbacks.EarlyStopping(**best)
+    train(18, early, stops, **options)
+    assert {4, 8, 12, 16, 18} == {row["step"] for row in read_json_lines(run.metrics("chief")) if "eval_loss" in row}
 
 
 def test_other_callbacks_than_those_of_the_checkpoint_start_over(train, capsys):
