@@ -5,8 +5,10 @@ from collections.abc import Callable
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.util.tensor_util import make_ndarray
 
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Pace
 from train import presets
 from train.config import Optimizer, TrainConfig
 from train.settings import overrides
@@ -43,3 +45,10 @@ def test_numbers_are_grouped(make_run):
     assert {"train/loss", "train/accuracy", "perf/examples_per_s", "eval/loss", "eval/top_5"} == set(
         board.Tags()["tensors"]
     )
+
+
+def test_shares_of_a_step_that_are_known_are_shown(make_run):
+    board = written(make_run(), lambda metrics: metrics.shares(5, Pace(steps=3, input_share=0.25)))
+    (share,) = board.Tensors("perf/input_share")
+    assert (5, 0.25) == (share.step, float(make_ndarray(share.tensor_proto)))
+    assert {"perf/input_share"} == set(board.Tags()["tensors"])
