@@ -19,7 +19,7 @@ from train.loops import steps
 from train.model import optimizers
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective
-from train.pipeline.division import Division
+from train.pipeline.stage_variables import Division
 
 EVALUATION_BATCH = 500
 

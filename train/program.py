@@ -31,7 +31,7 @@ from train.loops.training import Setup
 from train.model import initial_weights, layer_state, models, objectives
 from train.model.export import is_legacy
 from train.patches import exact_order
-from train.pipeline.division import Division
+from train.pipeline.stage_variables import Division
 from train.startup import rehearsal
 from train.telemetry import environment
 

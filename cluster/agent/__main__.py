@@ -1,7 +1,7 @@
 """The first process of every task: runs the agent of the task that the environment names.
 
 python -m cluster.agent [-- COMMAND ...]               RUN_DIR, TASK and TF_CONFIG in the environment
-python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see cluster/agent/program.py
+python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see cluster/agent/task_process.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cluster.agent.agent import Agent
 from cluster.agent.board import Board
-from cluster.agent.program import Script
+from cluster.agent.task_process import Script
 from cluster.contract import settings, tf_config
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder

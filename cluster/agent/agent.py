@@ -20,18 +20,18 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from cluster.agent import decide, ports, rendezvous
+from cluster.agent import decide, rendezvous, task_ports
 from cluster.agent.attempt import POLL_S, SCRIPT_GRACE_S, Attempt
 from cluster.agent.board import Board
 from cluster.agent.decide import Action, EndRun, Facts, Phase, RestartAlone, RestartGang, Step
 from cluster.agent.elastic import Members
-from cluster.agent.policy import Recovery
-from cluster.agent.program import Program, Trainer, create, remove_temporary_folder
+from cluster.agent.restarting import Restarter
 from cluster.agent.standby import Standby
-from cluster.agent.watchdog import Finding
+from cluster.agent.task_process import TaskProcess, Trainer, create, remove_temporary_folder
+from cluster.agent.watchdog import Stall
 from cluster.contract import settings, tf_config
-from cluster.contract.recovery import attempts, ends, standby_cluster
-from cluster.contract.recovery.attempts import EXTERNAL, PLANNED
+from cluster.contract.recovery import attempt_limits, ends, standby_cluster
+from cluster.contract.recovery.attempt_limits import EXTERNAL, PLANNED
 from cluster.contract.recovery.ends import End
 from cluster.contract.results import summary
 from cluster.contract.run import joining, membership
@@ -65,7 +65,7 @@ class Agent:
         command: list[str],
         rendezvous_timeout_s: float,
         *,
-        kind: type[Program] = Trainer,
+        kind: type[TaskProcess] = Trainer,
         imports: str = "",
     ) -> None:
         """Prepare the agent.
@@ -149,7 +149,7 @@ class Agent:
         beat = self.run.heartbeat(self.task.name)
         if self.run.outcome or (beat and beat.generation == self.run.generation and beat.importing):
             return  # the run has ended, or the import has killed this agent before
-        restarts = attempts.restarts(self.run.folder, self.task.name)
+        restarts = attempt_limits.restarts(self.run.folder, self.task.name)
         heartbeat = HeartbeatWriter(self.run.folder, self.task, self.run.generation, restarts)
         heartbeat.update(importing=True)
         heartbeat.start()
@@ -173,7 +173,7 @@ class Agent:
     def _attempt(self, generation: int) -> None:
         """Run the program once in this generation, and act on its end."""
         self.spec = self.members.cluster(generation)  # which may leave out other tasks
-        restarts = attempts.restarts(self.run.folder, self.task.name)
+        restarts = attempt_limits.restarts(self.run.folder, self.task.name)
         heartbeat = HeartbeatWriter(self.run.folder, self.task, generation, restarts).start()
         if not self._pause(heartbeat, generation):
             heartbeat.stop()
@@ -185,7 +185,7 @@ class Agent:
         program = self.standby.take(in_cluster=formed)
         if formed and program is None:
             heartbeat.stop()
-            recovery = Recovery(self.run, self.spec, self.task)
+            recovery = Restarter(self.run, self.spec, self.task)
             recovery.restart_gang(generation, recovery.end(generation, EXTERNAL, "its standby process had ended"))
             return
         attempt = self._attempt_in(generation)
@@ -204,11 +204,11 @@ class Agent:
             at_fault = outcome and (outcome.state, outcome.task) == (OutcomeState.FAILED, self.task.name)
             self.exit_code = 0 if attempt.serves and outcome and not at_fault else code
 
-    def _program(self, environment: dict[str, str]) -> Program:
+    def _program(self, environment: dict[str, str]) -> TaskProcess:
         """Create the program. It does not join the cluster before `_let_start`."""
         return create(self._kind, self._command, environment, self.run.folder, self.task)
 
-    def _record_processes(self, program: Program) -> None:
+    def _record_processes(self, program: TaskProcess) -> None:
         """Record the processes of this task for the injection of faults."""
         if program.pid:
             with contextlib.suppress(OSError):  # a full disk
@@ -247,7 +247,7 @@ class Agent:
             attempt.finding = None if program.ended else attempt.watchdog.stopped(program.stopped_s)
             return program.ended or attempt.finding is not None
 
-        waiting: ports.Waiting = {
+        waiting: task_ports.Waiting = {
             "timeout_s": self.rendezvous_timeout_s,
             "abandon": lambda: self.run.is_over(generation) or self.run.stop_requested or has_failed(),
             "report": lambda obstacle: heartbeat.update(obstacle=obstacle),
@@ -259,7 +259,7 @@ class Agent:
             ):
                 # The other tasks passed it long ago and their TensorFlow servers hold their ports. This task's port may
                 # still be in use while the kernel frees the memory of its previous program.
-                ports.listen(self._listener, **waiting).close()
+                task_ports.listen(self._listener, **waiting).close()
                 return True
             rendezvous.wait(
                 self.spec,
@@ -274,7 +274,7 @@ class Agent:
                 patience=partial(self.members.patience_s, self.rendezvous_timeout_s),
                 **waiting,
             )
-        except ports.Abandoned:
+        except task_ports.Abandoned:
             self._watch(attempt)
             return False
         except ClusterError as error:
@@ -336,7 +336,7 @@ class Agent:
                 has_no_use = self.run.is_over(attempt.generation) or self.run.stop_requested or program.ended
                 return attempt.finding is not None or has_no_use
 
-            ports.await_servers(self.spec.calls_first(self.task), timeout_s=SERVERS_S, abandon=abandon)
+            task_ports.await_servers(self.spec.calls_first(self.task), timeout_s=SERVERS_S, abandon=abandon)
             if attempt.finding:
                 self._watch(attempt)
                 return False
@@ -406,7 +406,7 @@ class Agent:
                 self.run.end(state, task=task or self.task.name, **failure)
         return facts.phase is Phase.DONE  # until the folder shows what was recorded
 
-    def _report_finding(self, finding: Finding, attempt: Attempt, end: End | None) -> None:
+    def _report_finding(self, finding: Stall, attempt: Attempt, end: End | None) -> None:
         """Record a finding; after a hang, let every program print its stacks."""
         if not end:
             return

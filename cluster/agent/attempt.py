@@ -9,13 +9,13 @@ from dataclasses import replace
 from cluster.agent import decide
 from cluster.agent.board import Board
 from cluster.agent.decide import Facts, Phase
-from cluster.agent.policy import Recovery
-from cluster.agent.program import MemoryKills, Program, describe_end
+from cluster.agent.restarting import Restarter
 from cluster.agent.standby import Standby
-from cluster.agent.watchdog import FROZEN_S, SILENT_S, Finding, Watchdog
+from cluster.agent.task_process import MemoryKills, TaskProcess, describe_end
+from cluster.agent.watchdog import FROZEN_S, SILENT_S, Stall, Watchdog
 from cluster.contract import settings
 from cluster.contract.recovery import ends
-from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
+from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.recovery.ends import End
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import TaskState
@@ -48,14 +48,14 @@ class Attempt:
         self.scripted = scripted
         self.restarts_alone = spec.restarts_alone(task)
         self.serves = spec.serves(task)
-        self.recovery = Recovery(run, spec, task)
+        self.recovery = Restarter(run, spec, task)
         self.phase = Phase.STARTING
-        self.program: Program
+        self.program: TaskProcess
         self.heartbeat: HeartbeatWriter
         """The task's heartbeat until the program writes it."""
         self.began_at = 0.0
         """When the program was let through its gate."""
-        self.finding: Finding | None = None
+        self.finding: Stall | None = None
         """A finding before that."""
         self.grace_ends = 0.0
         """When the program has had as long as a script has to end, once asked to."""
@@ -131,7 +131,7 @@ class Attempt:
             return self._with_finding(facts, finding, stopped=stopped)
         return replace(facts, grace_is_over=0.0 < self.grace_ends < time.monotonic())
 
-    def _with_finding(self, facts: Facts, finding: Finding, *, stopped: bool = False) -> Facts:
+    def _with_finding(self, facts: Facts, finding: Stall, *, stopped: bool = False) -> Facts:
         """Add a finding, and the failure that it shows."""
         if finding.kind == "late":
             return replace(facts, finding=finding)
@@ -142,7 +142,7 @@ class Attempt:
             facts, finding=finding, end=self.recovery.end(self.generation, kind, cause, task=finding.task, at=at)
         )
 
-    def _end_of(self, program: Program, code: int) -> End:
+    def _end_of(self, program: TaskProcess, code: int) -> End:
         """Return the record of the program's end."""
         out_of_memory = self._memory_kills.include(program, code, self._standby.kills)
         member = self.task in self.spec.members
@@ -167,7 +167,7 @@ class Attempt:
             return facts
         name, silent_s = self.watchdog.longest_silent()
         if silent_s > SILENT_S:
-            return self._with_finding(facts, Finding(name, f"no heartbeat for {SILENT_S:.0f} s", "silent"))
+            return self._with_finding(facts, Stall(name, f"no heartbeat for {SILENT_S:.0f} s", "silent"))
         failed_s = time.monotonic() - self._failed_at
         if silent_s > decide.SILENT_HINT_S:
             self._last_silence_s = failed_s

@@ -5,7 +5,7 @@
     frozen, or no new step                    as if it had died; see cluster/agent/watchdog.py
     exit code 1 to 4 of a training program    the program knows that another attempt is useless: the run fails, unless
                                               it is the evaluator's, which starts again after growing pauses
-    any other failure without progress        after `--max-restarts` times the run fails; see cluster/agent/policy.py
+    any other failure without progress        after `--max-restarts` times the run fails; see restarting.py
 
 A script knows nothing of our exit codes. With 0 its work is done; the run succeeds once every script that trains has
 ended so. A signal killed it or it crashed: it starts again. Any other code is its own error, which another attempt
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-from cluster.agent.watchdog import SILENT_S, Finding
-from cluster.contract.recovery.attempts import LOST_CONTACT, PROGRAM_FAILURE
+from cluster.agent.watchdog import SILENT_S, Stall
+from cluster.contract.recovery.attempt_limits import LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.recovery.ends import End
 from cluster.contract.run.records import OutcomeState, TaskState
 from cluster.contract.spec import Role
@@ -75,7 +75,7 @@ class Facts:
     state: str = ""
     """The state in the task's newest heartbeat."""
 
-    finding: Finding | None = None
+    finding: Stall | None = None
     code: int | None = None
     """The exit code of the program, negative for a signal; None while it runs."""
     end: End | None = None
@@ -196,7 +196,7 @@ def _while_running(facts: Facts) -> Action:
     return Step.CONTINUE
 
 
-def _after_finding(facts: Facts, finding: Finding) -> Action:
+def _after_finding(facts: Facts, finding: Stall) -> Action:
     """Return the response to a task that is alive but does nothing, or that never joined the generation."""
     if finding.kind == "late":
         return _fail(EXIT_TIMEOUT, finding.cause, finding.task)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.agent import ports, rendezvous
+from cluster.agent import rendezvous, task_ports
 from cluster.agent.board import Board
-from cluster.agent.policy import Recovery
+from cluster.agent.restarting import Restarter
 from cluster.contract import tf_config
-from cluster.contract.recovery import attempts
-from cluster.contract.recovery.attempts import EXTERNAL
+from cluster.contract.recovery import attempt_limits
+from cluster.contract.recovery.attempt_limits import EXTERNAL
 from cluster.contract.recovery.ends import End
 from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import RunFolder
@@ -164,7 +164,9 @@ class Members:
             return {}
         return {"TF_CONFIG": tf_config.dumps(cluster, self._task) or ""}
 
-    def continue_without(self, recovery: Recovery, generation: int, missing: Collection[str], timeout_s: float) -> bool:
+    def continue_without(
+        self, recovery: Restarter, generation: int, missing: Collection[str], timeout_s: float
+    ) -> bool:
         """Begin a generation without the tasks that missed the rendezvous; return False if the run needs them."""
         if not self._decides:
             return False
@@ -188,7 +190,7 @@ class Members:
         met = {event.generation for event in self._run.folder.events() if event.event == "cluster complete"}
         return generation < TRIES - 1 or bool(met & set(range(generation - TRIES + 1, generation)))
 
-    def take_in_returned(self, recovery: Recovery, generation: int) -> None:
+    def take_in_returned(self, recovery: Restarter, generation: int) -> None:
         """Begin a generation with the tasks that have returned, at a checkpoint; to be called often."""
         now = time.monotonic()
         if not self._decides or now - self._looked < LOOK_S or not (self._elasticity and self._elasticity.grow):
@@ -216,7 +218,7 @@ class Members:
 
     def await_turn(self, generation: int, is_over: Callable[[], bool], listener: Task) -> None:
         """Wait, as a task that this generation leaves out, until that is over."""
-        restarts = attempts.restarts(self._run.folder, self._task.name)
+        restarts = attempt_limits.restarts(self._run.folder, self._task.name)
         heartbeat = HeartbeatWriter(self._run.folder, self._task, generation, restarts).start()
         heartbeat.update(state=TaskState.WAITING)
         if not self._waits:
@@ -229,9 +231,9 @@ class Members:
                 abandon=is_over,
                 report=lambda obstacle: heartbeat.update(obstacle=obstacle),
             )
-        except ports.Abandoned:
+        except task_ports.Abandoned:
             pass
-        except ports.PortTaken as error:
+        except task_ports.PortTaken as error:
             heartbeat.update(obstacle=str(error))
             while not is_over():
                 time.sleep(LOOK_S)

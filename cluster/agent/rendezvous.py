@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.agent.connection import Client, Peer, Refused, Server
-from cluster.agent.ports import CONNECT_TIMEOUT_S, POLL_S, Abandoned, listen
+from cluster.agent.task_ports import CONNECT_TIMEOUT_S, POLL_S, Abandoned, listen
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import last_line
 from cluster.contract.spec import ClusterSpec, Task

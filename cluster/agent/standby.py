@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.agent.program import Program
+from cluster.agent.task_process import TaskProcess
 from cluster.contract import settings
 from cluster.contract.recovery import standby_cluster
 from cluster.system import memory
@@ -40,7 +40,7 @@ OWN_RESERVE_BYTES = 2**29
 class Standby:
     """Keeps one task's standby process, once the task has trained for a while."""
 
-    def __init__(self, start: Callable[[dict[str, str]], Program], index: int, num_tasks: int) -> None:
+    def __init__(self, start: Callable[[dict[str, str]], TaskProcess], index: int, num_tasks: int) -> None:
         """Start nothing yet.
 
         Args:
@@ -53,7 +53,7 @@ class Standby:
         self._delay_s = delay_s if settings.is_set("STANDBY_DELAY_S") else delay_s + STAGGER_S * index
         self._enabled = settings.is_on("STANDBY")
         self._num_tasks = num_tasks
-        self._program: Program | None = None
+        self._program: TaskProcess | None = None
         self.cluster: int | None = None
         """The number of the cluster that it forms with other standby processes, so that it can train with these alone;
         None: it forms none."""
@@ -76,7 +76,7 @@ class Standby:
         """How many standby processes were killed since `take`."""
         return self._kills + int(self._program is not None and self._was_killed(self._program))
 
-    def _was_killed(self, program: Program) -> bool:
+    def _was_killed(self, program: TaskProcess) -> bool:
         return program.ended and program.wait() == -signal.SIGKILL
 
     def keep(self, *, training: bool, variables: dict[str, str] | None = None, like: int = 0) -> None:
@@ -117,7 +117,7 @@ class Standby:
         self._again_at = time.monotonic() + min(LONGEST_AGAIN_S, AGAIN_S * 2**self._removed)
         self._removed += 1
 
-    def take(self, *, in_cluster: bool = False) -> Program | None:
+    def take(self, *, in_cluster: bool = False) -> TaskProcess | None:
         """Hand over the standby process for the next attempt; None if there is none that lives and can be used.
 
         Args:

@@ -42,7 +42,7 @@ START_STATES = frozenset({TaskState.STARTING, TaskState.WAITING, TaskState.RESTA
 
 
 @dataclass(frozen=True)
-class Finding:
+class Stall:
     """A task that does nothing, and how that shows."""
 
     task: str
@@ -80,13 +80,13 @@ class Watchdog:
         self._names = [task.name for task in spec.tasks]
         self._hangs, self._hang_looked = False, self._began - EXAMINE_S
 
-    def stopped(self, stopped_s: float) -> Finding | None:
+    def stopped(self, stopped_s: float) -> Stall | None:
         """Return a finding if this task's program has been stopped by a signal for too long."""
         if stopped_s < FROZEN_S or not self._hang_timeout_s:
             return None
-        return Finding(self._task.name, f"no sign of life for {stopped_s:.0f} s", "frozen", stopped=True)
+        return Stall(self._task.name, f"no sign of life for {stopped_s:.0f} s", "frozen", stopped=True)
 
-    def examine(self, stopped_s: float = 0.0) -> Finding | None:
+    def examine(self, stopped_s: float = 0.0) -> Stall | None:
         """Return a finding, if there is one. Looks at most every `EXAMINE_S`.
 
         Args:
@@ -107,7 +107,7 @@ class Watchdog:
         ages = {name: now - self._since(name, beat.updated_at, now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
-    def late(self, timeout_s: float) -> Finding | None:
+    def late(self, timeout_s: float) -> Stall | None:
         """Return a finding if none of the tasks that train has joined this generation in so many seconds.
 
         It is for tasks that hold no rendezvous, in which missing tasks are noticed.
@@ -117,7 +117,7 @@ class Watchdog:
             return None
         missing = ", ".join(trains)
         error = f"no task joined generation {self._generation} in {timeout_s:g} s: missing {missing}"
-        return Finding(trains[0], error, "late")
+        return Stall(trains[0], error, "late")
 
     def longest_silent(self) -> tuple[str, float]:
         """Return which other task has written no heartbeat for longest, and for how many seconds; no name if none runs.
@@ -161,7 +161,7 @@ class Watchdog:
             self._hangs, self._hang_looked = self._hang.exists(), now
         return self._hangs
 
-    def report_hang(self, finding: Finding) -> None:
+    def report_hang(self, finding: Stall) -> None:
         """Report a hang to every agent, so that each makes its program print its stacks."""
         create_json(self._hang, {"task": finding.task, "cause": finding.cause, "time": time.time()})
 
@@ -222,7 +222,7 @@ class Watchdog:
                 self._renewed.add(key)
         return self._changed[key][1]
 
-    def _frozen(self, beats: dict[str, Heartbeat], ages: dict[str, float], now: float) -> Finding | None:
+    def _frozen(self, beats: dict[str, Heartbeat], ages: dict[str, float], now: float) -> Stall | None:
         for name, age in ages.items():
             mine = name == self._task.name
             quiet_s, patience_s = age, FROZEN_S if mine else SILENT_S
@@ -234,15 +234,15 @@ class Watchdog:
                 continue
             if not mine and self._spec.task(name).role.is_sidecar:
                 continue
-            return Finding(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
+            return Stall(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
         # Without a rendezvous a task may never join the generation.
         waited_s = now - self._began
         late = sorted(name for name in self._behind if standby_cluster.trains(self._spec.task(name)))
         if late and waited_s >= SILENT_S and standby_cluster.begins_generation(self._run.folder, self._generation):
-            return Finding(late[0], f"it did not join generation {self._generation} in {waited_s:.0f} s", "silent")
+            return Stall(late[0], f"it did not join generation {self._generation} in {waited_s:.0f} s", "silent")
         return None
 
-    def _hanging(self, beats: dict[str, Heartbeat], ages: dict[str, float], now: float) -> Finding | None:
+    def _hanging(self, beats: dict[str, Heartbeat], ages: dict[str, float], now: float) -> Stall | None:
         """Look for missing steps: the chief's agent does so for all tasks, the evaluator's for itself."""
         own = beats.get(self._task.name)
         if self._task.role not in (Role.CHIEF, Role.EVALUATOR) or own is None or not _is_running(own) or self._scripted:
@@ -257,12 +257,12 @@ class Watchdog:
             return None
         cause = f"no {missing} for {stuck_s:.0f} s at step {own.step}"
         if self._task.role == Role.EVALUATOR:
-            return Finding(self._task.name, cause, "hang")
+            return Stall(self._task.name, cause, "hang")
         training = {name: beat for name, beat in beats.items() if not self._spec.serves(self._spec.task(name))}
         training.pop("evaluator", None)
         name = (_behind(training) if own.state in START_STATES else None) or _differing(training, ages)
         differs = f"; {name} differs: {training[name].state} at step {training[name].step}" if name else ""
-        return Finding(name or self._task.name, cause + differs, "hang")
+        return Stall(name or self._task.name, cause + differs, "hang")
 
 
 def _is_running(beat: Heartbeat) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent, attempt, board, elastic, policy, ports, rendezvous, watchdog
+from cluster.agent import agent, attempt, board, elastic, rendezvous, restarting, task_ports, watchdog
 from cluster.agent import standby as standing_by
 from cluster.agent.agent import Agent
-from cluster.agent.ports import Abandoned
-from cluster.agent.program import Program, Script, Trainer
 from cluster.agent.rendezvous import Attendance, Gang, Incomplete
+from cluster.agent.task_ports import Abandoned
+from cluster.agent.task_process import Script, TaskProcess, Trainer
 from cluster.contract.recovery import ends, standby_cluster, step_record
 from cluster.contract.results import summary
 from cluster.contract.run import joining
@@ -63,7 +63,7 @@ def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Age
         scripted: whether it runs a script.
         standby_s: after how much training it starts a standby process; None: never.
     """
-    kind: type[Program] = Script if scripted else Trainer
+    kind: type[TaskProcess] = Script if scripted else Trainer
     made = Agent(SimBoard(task.world.folder, task), task.name, ["program"], RENDEZVOUS_S, kind=kind)
     made._program = lambda environment: SimProgram(task.world, task, environment)  # type: ignore[method-assign,assignment,return-value]
     made.standby._start = made._program
@@ -148,7 +148,7 @@ def write_summary(run: folder.SimFolder, outcome: Any) -> None:
 def install(patch: pytest.MonkeyPatch) -> None:
     """Replace what agents use of the system by the simulated world, until the patch is undone."""
     signals = types.SimpleNamespace(**vars(signal) | {"signal": lambda *_: None})
-    for module in (agent, attempt, board, elastic, watchdog, policy, standing_by):
+    for module in (agent, attempt, board, elastic, watchdog, restarting, standing_by):
         patch.setattr(module, "time", Clock)
     for module in (agent, elastic):
         patch.setattr(module, "HeartbeatWriter", folder.SimHeartbeat)
@@ -158,8 +158,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agent, "signal", signals)
     patch.setattr(agent, "write_json", lambda *_: Now.world.operation("write"))
     patch.setattr(agent, "identity", lambda pid: {})
-    patch.setattr(ports, "listen", listen)
-    patch.setattr(ports, "await_servers", lambda *_, **__: True)
+    patch.setattr(task_ports, "listen", listen)
+    patch.setattr(task_ports, "await_servers", lambda *_, **__: True)
     patch.setattr(joining, "token", lambda run: "run")
     patch.setattr(rendezvous, "wait", hold_rendezvous)
     patch.setattr(rendezvous, "await_turn", await_turn)

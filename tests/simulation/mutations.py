@@ -14,9 +14,9 @@ import pytest
 from cluster.agent import agent, decide, elastic, watchdog
 from cluster.agent.agent import Agent
 from cluster.agent.attempt import Attempt
-from cluster.agent.policy import Recovery
+from cluster.agent.restarting import Restarter
 from cluster.agent.watchdog import Watchdog
-from cluster.contract.recovery import attempts, ends, standby_cluster
+from cluster.contract.recovery import attempt_limits, ends, standby_cluster
 from cluster.contract.spec import ClusterSpec
 from tests.simulation import machine
 from tests.simulation.drawn import FOREVER_S, Drawn
@@ -124,15 +124,15 @@ def damaged_records_stay(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def kills_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A program that was killed counts as one that failed by itself, and no failure is forgiven."""
-    patch.setattr(ends, "kind_of", lambda code, *, out_of_memory: attempts.PROGRAM_FAILURE)
-    patch.setattr(attempts, "limits", lambda run: (0, attempts.MAX_EXTERNAL_RESTARTS))
+    patch.setattr(ends, "kind_of", lambda code, *, out_of_memory: attempt_limits.PROGRAM_FAILURE)
+    patch.setattr(attempt_limits, "limits", lambda run: (0, attempt_limits.MAX_EXTERNAL_RESTARTS))
     return schedules()
 
 
 def failures_do_not_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A program that fails by itself starts again without a limit."""
-    patch.setattr(attempts, "too_many", lambda tried, *limits: 0)
-    patch.setattr(attempts, "pause_s", lambda tried: 0.0)
+    patch.setattr(attempt_limits, "too_many", lambda tried, *limits: 0)
+    patch.setattr(attempt_limits, "pause_s", lambda tried: 0.0)
     return schedules()
 
 
@@ -175,13 +175,13 @@ def deaf_to_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def slow_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A worker's task is killed; the disk is slow between its report and the generation that it begins."""
-    restart = Recovery.restart_gang
+    restart = Restarter.restart_gang
 
-    def restart_late(self: Recovery, generation: int, own: ends.End) -> None:
+    def restart_late(self: Restarter, generation: int, own: ends.End) -> None:
         Now.world.sleep(2.0)
         restart(self, generation, own)
 
-    patch.setattr(Recovery, "restart_gang", restart_late)
+    patch.setattr(Restarter, "restart_gang", restart_late)
     killed = Drawn({"workers": 2}, scripted=True, steps=15, save_every=5, faults=[(8.0, "kill task", "worker-0", 20.0)])
     return schedules(drawn=killed)
 
@@ -230,15 +230,15 @@ def hasty(schedule: Schedule) -> None:
 
 def dead_ones_are_waited_for(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """An agent whose standby process has died leaves it to others to begin another generation."""
-    restart = Recovery.restart_gang
+    restart = Restarter.restart_gang
 
-    def restart_others(self: Recovery, generation: int, own: ends.End) -> None:
+    def restart_others(self: Restarter, generation: int, own: ends.End) -> None:
         if own.cause == "its standby process had ended":
             Now.world.sleep(0.5)
         else:
             restart(self, generation, own)
 
-    patch.setattr(Recovery, "restart_gang", restart_others)
+    patch.setattr(Restarter, "restart_gang", restart_others)
     patch.setattr(standby_cluster, "withdraw", lambda *_: None)  # as if it had died a moment ago
     return schedules(drawn=replace(FORMED, faults=[(12.0, "kill standby", "worker-0", 0.0), *FORMED.faults]))
 

@@ -23,7 +23,7 @@ from tests.simulation.world import Broken, SimTask, World
 
 
 class SimProgram:
-    """One attempt of a task's program; the agent sees it as `cluster.agent.program.Program`."""
+    """One attempt of a task's program; the agent sees it as `cluster.agent.task_process.TaskProcess`."""
 
     def __init__(self, world: World, owner: SimTask, environment: Mapping[str, str]) -> None:
         world.operation("start the program")

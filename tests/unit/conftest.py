@@ -17,7 +17,7 @@ import pytest
 from cluster.contract.run import heartbeat, provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter, LivenessMonitor
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.launch import configuration, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
@@ -106,8 +106,8 @@ def start_gang(make_run, start_run, tmp_path) -> StartGang:
 def hurried(monkeypatch):
     """Watchers for whom nearly a second passes between two looks."""
     ticks = itertools.count(0.0, 0.9)
-    monkeypatch.setattr(watch, "POLL_S", 0.001)
-    monkeypatch.setattr(watch, "LivenessMonitor", functools.partial(LivenessMonitor, clock=lambda: next(ticks)))
+    monkeypatch.setattr(foreground, "POLL_S", 0.001)
+    monkeypatch.setattr(foreground, "LivenessMonitor", functools.partial(LivenessMonitor, clock=lambda: next(ticks)))
     monkeypatch.setattr(heartbeat, "SECOND_LOOK_S", 0.05)
 
 

@@ -2,7 +2,7 @@
 
 Defect: with `use_ema` Keras averages all weights that the optimizer was built for, also those of other stages.
 Versions: Keras 3.15.1.
-Test: tests/unit/train/pipeline/test_division.py
+Test: tests/unit/train/pipeline/test_stage_variables.py
 Not applied: to optimizers that `average_changed_weights` was not called for: only stages of a pipeline need it.
 """
 

@@ -134,8 +134,8 @@ def _stages(
 
     from train import patches
     from train.pipeline.cut import describe
-    from train.pipeline.division import without_values
     from train.pipeline.model_blocks import with_shape
+    from train.pipeline.stage_variables import without_values
     from train.strategy import policy
 
     patches.apply()

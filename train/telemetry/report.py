@@ -19,7 +19,7 @@ from train.context import TaskContext
 from train.loops.loop import Action, Progress
 from train.model import export, optimizers
 from train.model.gradients import GradientPolicy
-from train.pipeline.division import to_restore
+from train.pipeline.stage_variables import to_restore
 from train.saving import saved_weights
 from train.saving.checkpoint import Checkpoint
 from train.saving.checkpoint_files import Saved

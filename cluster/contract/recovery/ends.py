@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
+from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.schema import Record, Seconds, Step

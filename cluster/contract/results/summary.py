@@ -6,7 +6,7 @@ import contextlib
 import time
 from dataclasses import replace
 
-from cluster.contract.recovery import restarts
+from cluster.contract.recovery import restart_costs
 from cluster.contract.results import card, goodput, stragglers
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
@@ -29,7 +29,7 @@ def write(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome | None = 
     result = run.result
     started = _started(run)
     wall_s = max(0.0, outcome.time - started)  # records of tasks may be from the future
-    began = restarts.training_began(spec, [event for event in run.events() if event.time > started])
+    began = restart_costs.training_began(spec, [event for event in run.events() if event.time > started])
     members = [task.name for task in present.tasks]
     paces = {name: pace for name in members if name in beats and (pace := beats[name].pace)}
     cause = Cause(**{key: getattr(outcome, key) for key in ("task", "exit_code", "step", "error", "time")})
@@ -44,9 +44,9 @@ def write(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome | None = 
         examples_per_s=result.examples_per_s,
         metrics=result.metrics,
         weights_sha256=result.weights_sha256,
-        restarts=tuple(restarts.costs(run, started)),
+        restarts=tuple(restart_costs.costs(run, started)),
         goodput=_goodput(run, started, wall_s),
-        goodput_split=goodput.split(started, outcome.time, run.ledgers(), restarts.failures(run, started)),
+        goodput_split=goodput.split(started, outcome.time, run.ledgers(), restart_costs.failures(run, started)),
         checkpoint_every_s=goodput.checkpoint_every_s(
             sorted(run.ledgers(), key=lambda ledger: ledger.generation, reverse=True)
         ),

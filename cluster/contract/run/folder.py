@@ -21,7 +21,6 @@ from typing import Any
 from cluster.contract.run import records
 from cluster.contract.run.records import (
     AfterStop,
-    Board,
     Event,
     Generation,
     Heartbeat,
@@ -32,6 +31,7 @@ from cluster.contract.run.records import (
     Started,
     StopRequest,
     Summary,
+    TensorBoardRecord,
 )
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
@@ -291,7 +291,7 @@ class RunFolder(Paths):
     @property
     def board_port(self) -> int | None:
         """The port of the TensorBoard that was started for it; 0 if none was wanted, None if nothing is recorded."""
-        board = records.read(self.board, Board.from_json, None)
+        board = records.read(self.board, TensorBoardRecord.from_json, None)
         return board.port if board else None
 
     def load_summary(self) -> Summary | None:

@@ -189,7 +189,7 @@ class StopRequest(Record):
 
 
 @dataclass(frozen=True)
-class Attempt(Record):
+class EndedAttempt(Record):
     """How one attempt ended."""
 
     kind: str = field(default="external", metadata=SPARSE)
@@ -202,7 +202,7 @@ class Attempt(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Detail(Attempt):
+class _Detail(EndedAttempt):
     cause: str | None = field(default=None, metadata=SPARSE)
     error: str | None = field(default=None, metadata=SPARSE)
     failed_at: Seconds = field(default=0.0, metadata=SPARSE)
@@ -236,7 +236,7 @@ row = dictionary(_Row)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation(Attempt):
+class Generation(EndedAttempt):
     """A start of the cluster and the attempt before it: `control/generations/<generation>.json`.
 
     Without a task, `up` or `scale` began it.
@@ -583,7 +583,7 @@ def _port(value: Any) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Board(Record):
+class TensorBoardRecord(Record):
     """The TensorBoard that was started for a run: `control/tensorboard.json`."""
 
     port: Annotated[int, _port]

@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.launch import manifest, planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.reports.comparison import flatten
@@ -81,9 +81,9 @@ def rerun(
     planned = startup.begin(planning.plan(request), sh, began=began)
     try:
         with Live() if shown else contextlib.nullcontext() as live:
-            ended = watch.follow(planned.run, live.show if live else lambda value: None)
+            ended = foreground.follow(planned.run, live.show if live else lambda value: None)
     except BaseException:
-        watch.kill(planned.run, sh)
+        foreground.kill(planned.run, sh)
         raise
     if left := teardown.finish(planned.run, sh):
         print(left, file=sys.stderr)

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
-from cluster.contract.recovery import restarts
+from cluster.contract.recovery import restart_costs
 from cluster.contract.results import reference
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Restart
 from cluster.contract.spec import Role
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.launch.teardown import in_progress
 from cluster.host.runtime import registry
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, TimedOut, UsageError, nearest
@@ -221,7 +221,7 @@ class _Before:
 
     def costs(self) -> list[Restart]:
         alone = [Role.WORKER, *(role for role in Role if role.is_sidecar)]
-        return restarts.costs(self._run, self.time, alone)
+        return restart_costs.costs(self._run, self.time, alone)
 
     def recovered(self, fault: Fault) -> bool:
         if self._run.summary.exists():
@@ -288,8 +288,8 @@ def storm(
         )
     results = inject_all(run, count, seed, kinds, print_lines, timeout_s, limit_s)
     print_lines(f"{counted(len(results), 'fault')} injected; waiting for the run's end")
-    ended = watch.show_until_end(run)
-    watch.print_end(run)
+    ended = foreground.show_until_end(run)
+    foreground.print_end(run)
     if ended.state != "succeeded":
         cause = ended.failure
         why = f": {cause.task or 'the run'}: {cause.error}" if cause else ""

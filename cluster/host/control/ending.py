@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster.contract import spec
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.launch import folders, teardown
 from cluster.host.runtime import tensorboard
 from cluster.host.runtime.base import Runtime, Shell
@@ -61,7 +61,7 @@ def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[
     """
     try:
         if teardown.in_progress(run):
-            watch.stop(run, by, timeout_s)
+            foreground.stop(run, by, timeout_s)
     except TimedOut:  # a run that cannot stop is ended all the same
         pass
     except Exception as error:

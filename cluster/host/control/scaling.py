@@ -17,7 +17,7 @@ from cluster.contract.run import claim, membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.launch import planning, startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.topology import build_cluster, inherit_topology
@@ -67,7 +67,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
         sizes = f"{_size(before)} to {_size(after)}"
     done = f"scaled from {sizes} at {reached}"
     with Live() as live:
-        trains = watch.until_training(run, live.show)
+        trains = foreground.until_training(run, live.show)
     if not trains:
         return _report_end(run, sh, f"was {done}, and ended before every task trained again")
     print_lines(f"{done}; every task trains again after {time.monotonic() - began:.1f} s")
@@ -119,10 +119,10 @@ def stop(run: RunFolder) -> bool:
     if not requested and run.after_stop != AfterStop.SCALE:  # else it is the request of a command that was killed
         raise UsageError(f"run {run.name!r} is being stopped already; `invoke status --watch` shows it")
     try:
-        if not wait_until(lambda: run.outcome, watch.STOP_TIMEOUT_S, watch.POLL_S):
+        if not wait_until(lambda: run.outcome, foreground.STOP_TIMEOUT_S, foreground.POLL_S):
             raise TimedOut(
-                f"run {run.name} did not stop in {watch.STOP_TIMEOUT_S:g} s, so it was not scaled; once its tasks have "
-                "saved it continues as it was, see `invoke status --watch`"
+                f"run {run.name} did not stop in {foreground.STOP_TIMEOUT_S:g} s, so it was not scaled; once its tasks "
+                "have saved it continues as it was, see `invoke status --watch`"
             )
     except BaseException:
         run.withdraw_stop()
@@ -188,13 +188,13 @@ def _end_here(run: RunFolder) -> None:
 
 def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
     """Report a run that ended while it was being scaled; return the exit code."""
-    ended = watch.show_until_end(run)
+    ended = foreground.show_until_end(run)
     left = teardown.finish(run, sh)
     print(f"{run.name} {how}")
-    watch.print_end(run)
+    foreground.print_end(run)
     if left:
         print(left, file=sys.stderr)
-    return watch.exit_code(ended)
+    return foreground.exit_code(ended)
 
 
 def _workers(cluster: ClusterSpec) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract import strategies
-from cluster.contract.recovery.attempts import MAX_EXTERNAL_RESTARTS, MAX_RESTARTS
+from cluster.contract.recovery.attempt_limits import MAX_EXTERNAL_RESTARTS, MAX_RESTARTS
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, parse_count
 from cluster.host.runtime import registry, tensorboard

@@ -28,12 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster.contract.recovery import attempts, ends, step_record
+from cluster.contract.recovery import attempt_limits, ends, step_record
 from cluster.contract.results import summary
 from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.records import Attempt
+from cluster.contract.run.records import EndedAttempt
 from cluster.host.runtime import inherited, namespaces
 from cluster.host.runtime.resources import HOST, PRIVATE
 from cluster.system import fork_server, processes
@@ -157,7 +157,7 @@ class Supervisor:
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
         self._stop_timers: dict[str, processes.StopTimer] = {}
-        self._failures: dict[str, list[Attempt]] = {name: [] for name in self.tasks}
+        self._failures: dict[str, list[EndedAttempt]] = {name: [] for name in self.tasks}
         self._due: dict[str, float] = {}
         """When an agent is started, or started again that failed by itself."""
 
@@ -218,13 +218,13 @@ class Supervisor:
         kind = ends.kind_of(code, out_of_memory=False)
         saved, step = max(self.run.saved_steps, default=-1), step_record.newest(self.run, self.run.generation)
         tried = self._failures[name]
-        tried.append(Attempt(kind, step, saved))
-        if count := attempts.too_many(tried, *attempts.limits(self.run)):
+        tried.append(EndedAttempt(kind, step, saved))
+        if count := attempt_limits.too_many(tried, *attempt_limits.limits(self.run)):
             why = f"{processes.describe_exit(code)} on {socket.gethostname()}; see {self.run.log(name)}"
             cause = f"its agent failed {counted(count, 'time')} without progress: {why}"
             self.run.end("failed", task=name, exit_code=EXIT_FAILED, error=cause)
         else:
-            self._due[name] = time.monotonic() + attempts.pause_s(tried)
+            self._due[name] = time.monotonic() + attempt_limits.pause_s(tried)
 
     def _start_those_due(self) -> None:
         """Start again the agents whose time has come; once the run is over they have nothing more to do."""

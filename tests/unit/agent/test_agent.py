@@ -14,7 +14,7 @@ from cluster.agent import agent
 from cluster.agent.board import Board
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Generation, Summary
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
 from cluster.system.processes import start_ticks
@@ -54,7 +54,7 @@ def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang, code):
     assert cause.items() <= summary["cause"].items()
     assert ("failed", []) == (summary["state"], summary["restarts"])
     assert code == summary["tasks"]["worker-0"]
-    assert (EXIT_FAILED if code == EXIT_USAGE else code) == watch.exit_code(
+    assert (EXIT_FAILED if code == EXIT_USAGE else code) == foreground.exit_code(
         Summary.from_json(summary)
     )  # `up` itself was used well
     assert {"chief": "stopped", "worker-0": "failed"} == {n: beat.state for n, beat in gang.run.heartbeats().items()}

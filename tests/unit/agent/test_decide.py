@@ -16,8 +16,8 @@ from cluster.agent.decide import (
     Step,
     decide,
 )
-from cluster.agent.watchdog import SILENT_S, Finding
-from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
+from cluster.agent.watchdog import SILENT_S, Stall
+from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.recovery.ends import End
 from cluster.contract.run.records import OutcomeState
 from cluster.contract.spec import Role
@@ -25,9 +25,9 @@ from cluster.contract.spec import Role
 KILLED = End("worker-0", EXTERNAL, "killed", None, 1.0)
 ERROR = End("worker-0", PROGRAM_FAILURE, "exit code 1", "ValueError: a bug", 1.0)
 LOST = End("worker-0", LOST_CONTACT, "lost contact", None, 1.0, may_follow=True)
-FROZEN = Finding("worker-0", "no heartbeat for 8 s", "frozen")
-SILENT = Finding("worker-1", "no heartbeat for 12 s", "silent")
-HANG = Finding("worker-1", "no new step", "hang")
+FROZEN = Stall("worker-0", "no heartbeat for 8 s", "frozen")
+SILENT = Stall("worker-1", "no heartbeat for 12 s", "silent")
+HANG = Stall("worker-1", "no new step", "hang")
 STOPPED = EndRun(OutcomeState.STOPPED)
 SUCCEEDED = EndRun(OutcomeState.SUCCEEDED)
 
@@ -62,7 +62,7 @@ def test_after_the_end_of_a_run_or_generation_nothing_is_decided(phase):
         ({"finding": FROZEN, "restarts_alone": True}, RestartAlone(ERROR)),
         ({"finding": SILENT, "restarts_alone": True}, RestartGang(ERROR)),
         ({"finding": SILENT, "stop_requested": True}, EndRun(OutcomeState.STOPPED, "worker-1")),
-        ({"finding": Finding("chief", "no task joined", "late")}, failed(4, "no task joined", "chief")),
+        ({"finding": Stall("chief", "no task joined", "late")}, failed(4, "no task joined", "chief")),
         ({"finding": FROZEN, "phase": Phase.STARTING}, RestartGang(ERROR)),
     ],
 )

@@ -10,10 +10,10 @@ from cluster.agent import agent, elastic, rendezvous
 from cluster.agent.board import Board
 from cluster.agent.decide import Phase
 from cluster.agent.elastic import AGAIN_S, GONE_S, LONGEST_S, STEADY_S, Members, Returns
-from cluster.agent.policy import Recovery
+from cluster.agent.restarting import Restarter
 from cluster.contract import spec
-from cluster.contract.recovery import attempts
-from cluster.contract.recovery.attempts import PLANNED
+from cluster.contract.recovery import attempt_limits
+from cluster.contract.recovery.attempt_limits import PLANNED
 from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
@@ -206,7 +206,7 @@ def without(make_run) -> RunFolder:
     run = make_run(workers=2)
     record(run, min_workers=1, grow=True)
     chief = run.load_cluster().task("chief")
-    members, recovery = Members(Board(run), run.load_cluster(), chief), Recovery(Board(run), run.load_cluster(), chief)
+    members, recovery = Members(Board(run), run.load_cluster(), chief), Restarter(Board(run), run.load_cluster(), chief)
     assert members.continue_without(recovery, 0, {"worker-1"}, timeout_s=60)
     assert (1, {"worker-1"}) == (run.generation, membership.left_out(run))
     return run
@@ -218,7 +218,7 @@ def test_only_the_chief_leaves_a_task_out(make_run):
     cluster = run.load_cluster()
     worker = cluster.task("worker-0")
     assert not Members(Board(run), cluster, worker).continue_without(
-        Recovery(Board(run), cluster, worker), 0, {"worker-1"}, 60
+        Restarter(Board(run), cluster, worker), 0, {"worker-1"}, 60
     )
     assert 0 == run.generation
 
@@ -242,19 +242,19 @@ def test_a_job_is_queued_again_for_a_lost_task_unless_its_cluster_is_never_compl
 def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without):
     cluster, chief = without.load_cluster(), without.load_cluster().task("chief")
     assert not Members(Board(without), cluster, chief).continue_without(
-        Recovery(Board(without), cluster, chief), 1, {"worker-0"}, 60
+        Restarter(Board(without), cluster, chief), 1, {"worker-0"}, 60
     )
     record(without, min_workers=0)
     members = Members(Board(without), cluster, chief)
-    assert members.continue_without(Recovery(Board(without), cluster, chief), 1, {"worker-0"}, 60)
+    assert members.continue_without(Restarter(Board(without), cluster, chief), 1, {"worker-0"}, 60)
     assert {"worker-0", "worker-1"} == membership.left_out(without)
     alone = members.cluster(2)
     assert ((), "") == (alone.members, members.variables(alone)["TF_CONFIG"])
 
 
 def test_a_loss_never_counts_as_a_failure_of_the_program(without):
-    assert [PLANNED] == [attempt.kind for attempt in attempts.of_gang(without, 1)]
-    assert 1 == attempts.restarts(without, "chief")
+    assert [PLANNED] == [attempt.kind for attempt in attempt_limits.of_gang(without, 1)]
+    assert 1 == attempt_limits.restarts(without, "chief")
 
 
 def test_the_agent_of_a_task_that_was_left_out_reports_no_death(without):
@@ -301,7 +301,7 @@ def look(run: RunFolder, saved: int) -> None:
     cluster = run.load_cluster()
     members, recovery = (
         Members(Board(run), cluster, cluster.task("chief")),
-        Recovery(Board(run), cluster, cluster.task("chief")),
+        Restarter(Board(run), cluster, cluster.task("chief")),
     )
     members.take_in_returned(recovery, run.generation)
 

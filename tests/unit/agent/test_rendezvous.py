@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import connection, ports, rendezvous
+from cluster.agent import connection, rendezvous, task_ports
 from cluster.contract import spec
 from cluster.contract.spec import ClusterSpec, Task
 from cluster.system.errors import EXIT_TIMEOUT, TimedOut
@@ -148,13 +148,13 @@ def test_tasks_of_different_generations_do_not_meet():
     left_over = arrive(cluster, "worker-0", "run/0", abandon=over.is_set)
     assert "is not worker-0 of this generation" in str(arrive(cluster, "chief", "run/1", timeout_s=0.5).end())
     over.set()
-    assert isinstance(left_over.end(), ports.Abandoned)
+    assert isinstance(left_over.end(), task_ports.Abandoned)
 
 
 def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself():
     cluster = spec.build(1, ports=free_ports(2))
     worker = cluster.task("worker-0")
-    listener = ports.listen(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)
+    listener = task_ports.listen(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)
     answering = rendezvous._Answering(listener, worker, "run/0", set())
     error = arrive(cluster, "chief", timeout_s=0.4).end()
     answering.end()
@@ -165,7 +165,7 @@ def test_a_port_that_stays_taken_is_an_error_in_the_end(three):
     reported: list[str] = []
     with listening(three, "worker-0"):
         error = arrive(three, "worker-0", timeout_s=0.4, report=reported.append).end()
-    assert isinstance(error, ports.PortTaken)
+    assert isinstance(error, task_ports.PortTaken)
     port = three.task("worker-0").port
     assert f"worker-0 cannot listen on {three.task('worker-0').address}: Address already in use" in str(error)
     assert f"ss -ltnp 'sport = :{port}'" in str(error)
@@ -191,7 +191,7 @@ def test_the_barrier_is_left_when_waiting_lost_its_purpose(three):
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
     over.set()
-    assert isinstance(chief.end(), ports.Abandoned)
+    assert isinstance(chief.end(), task_ports.Abandoned)
 
 
 def connect_to(task: Task) -> socket.socket:
@@ -236,13 +236,13 @@ def test_an_answer_of_another_task_does_not_count(three):
 
 def test_a_server_that_speaks_http2_is_there(three):
     with listening(three, "chief", b"\0\0\0\4"):
-        assert ports.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
+        assert task_ports.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
 
 
 def test_the_barrier_s_own_listener_is_no_server(three):
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
-    assert not ports.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
+    assert not task_ports.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
     assert chief.thread.is_alive()
     over.set()
     chief.end()
@@ -250,7 +250,9 @@ def test_the_barrier_s_own_listener_is_no_server(three):
 
 def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three):
     began = time.monotonic()
-    assert not ports.await_servers([three.task("chief")], timeout_s=600, abandon=lambda: time.monotonic() > began + 0.1)
+    assert not task_ports.await_servers(
+        [three.task("chief")], timeout_s=600, abandon=lambda: time.monotonic() > began + 0.1
+    )
     assert time.monotonic() < began + 300
 
 
@@ -268,7 +270,7 @@ def test_a_task_that_has_not_its_address_yet_tries_again(three, monkeypatch):
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
             bind(self, address)
 
-    monkeypatch.setattr(ports.socket, "socket", Flapping)
+    monkeypatch.setattr(task_ports.socket, "socket", Flapping)
     assert [None] * 3 == [
         arrival.end() for arrival in [arrive(three, name) for name in ("chief", "worker-0", "worker-1")]
     ]

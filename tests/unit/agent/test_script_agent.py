@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent, program
+from cluster.agent import agent, task_process
 from cluster.agent.board import Board
 from cluster.contract.run.records import Summary
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import processes_of
@@ -113,7 +113,7 @@ def test_a_script_s_own_failure_ends_the_run_at_once(start_scripts, end, code, m
     assert ("failed", [], 0) == (summary["state"], summary["restarts"], gang.run.generation)
     assert ("worker-0", 1, message) == tuple(summary["cause"][key] for key in ("task", "exit_code", "error"))
     assert code == summary["tasks"]["worker-0"]
-    assert 1 == watch.exit_code(Summary.from_json(summary))  # 2 to 4 would say that nothing was started
+    assert 1 == foreground.exit_code(Summary.from_json(summary))  # 2 to 4 would say that nothing was started
     (cause,) = [line for line in ended_lines(gang.run) if line.startswith("root cause: worker-0 at ")]
     assert cause.endswith(f": {message}")
     assert ["failed", "stopped"] == [gang.beat(task).state for task in ("worker-0", "chief")]
@@ -190,7 +190,7 @@ def test_a_killed_worker_under_ps_starts_again_alone(start_scripts):
 @pytest.mark.parametrize(("age_s", "shortly"), [(5.0, True), (500.0, False)])
 def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(make_run, skew_s, age_s, shortly):
     run = make_run(workers=1, ps=1)
-    chief = agent.Agent(Board(run), "chief", [], 1.0, kind=program.Script)
+    chief = agent.Agent(Board(run), "chief", [], 1.0, kind=task_process.Script)
     now = time.time() + skew_s
     restarted = {"task": "worker-0", "event": "restarted", "generation": 0, "time": now - age_s, "detail": {}}
     append_json(run.events_log, restarted)
@@ -252,11 +252,11 @@ def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(start_sc
 
 
 def test_this_checkout_is_taken_off_a_script_s_path():
-    path = os.pathsep.join(["/theirs", str(program.ROOT), "", "/more"])
-    hook = str(program.KERAS_HOOK)
+    path = os.pathsep.join(["/theirs", str(task_process.ROOT), "", "/more"])
+    hook = str(task_process.KERAS_HOOK)
     expected = {"PYTHONPATH": f"{hook}:/theirs:/more", "A": "b"}
-    assert expected == program.script_environment({"PYTHONPATH": path, "A": "b"})
-    assert {"PYTHONPATH": hook} == program.script_environment({"PYTHONPATH": str(program.ROOT)})
+    assert expected == task_process.script_environment({"PYTHONPATH": path, "A": "b"})
+    assert {"PYTHONPATH": hook} == task_process.script_environment({"PYTHONPATH": str(task_process.ROOT)})
 
 
 def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkeypatch):

@@ -83,12 +83,12 @@ def watch(run: RunFolder, task: str = "chief") -> watchdog.Watchdog:
     return watchdog.Watchdog(Board(run), spec, spec.task(task), run.generation)
 
 
-def after(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Finding | None:
+def after(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Stall | None:
     assert dog.examine() is None
     return elapse(dog, clock, seconds)
 
 
-def elapse(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Finding | None:
+def elapse(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Stall | None:
     """Let time pass as an agent does, which looks again and again; return the finding at the end."""
     end = clock.now + seconds
     while clock.now < end:
@@ -314,7 +314,7 @@ def test_evaluating_may_take_ten_times_as_long(make_run, clock):
     assert hang(watch(run), run, clock, 11 * HANG_TIMEOUT_S) is not None
 
 
-def hang(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float) -> watchdog.Finding | None:
+def hang(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float) -> watchdog.Stall | None:
     """Return the finding after a time with heartbeats but without a new step."""
     assert dog.examine() is None
     return elapse_alive(dog, run, clock, seconds, *(task.name for task in run.load_cluster().tasks))
@@ -322,7 +322,7 @@ def hang(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float) -
 
 def elapse_alive(
     dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float, *alive: str
-) -> watchdog.Finding | None:
+) -> watchdog.Stall | None:
     """Let time pass in which some tasks, without any named the chief, give signs of life; return the finding."""
     end = clock.now + seconds
     while clock.now < end:

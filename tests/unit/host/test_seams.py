@@ -16,7 +16,7 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.contract.strategies import Strategy
-from cluster.host.control import chaos, ending, watch
+from cluster.host.control import chaos, ending, foreground
 from cluster.host.launch import folders, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
@@ -133,7 +133,7 @@ def test_a_runtime_from_outside_runs_a_cluster(toy, script):
     request = Request(runtime="toy", script=str(script), workers=1, tensorboard_port="0")
     run = startup.begin(planning.plan(request), sh, began=time.time()).run
     try:
-        assert watch.until_training(run, lambda _: None)
+        assert foreground.until_training(run, lambda _: None)
         assert ["training", "training"] == [task["state"] for task in read_status(run)["tasks"]]
         assert "toy" == run.load_started().runtime
         fault = chaos.Fault("nudge", "worker-0")  # what is new, and what the runtime cannot do

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from cluster.agent.program import Script, Trainer
+from cluster.agent.task_process import Script, Trainer
 
 PRINTS = """
 print("WARNING: All log messages before absl::InitializeLog() is called are written to STDERR")

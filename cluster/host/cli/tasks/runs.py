@@ -11,8 +11,8 @@ from cluster.contract import spec
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, show, task
 from cluster.host.cli.options import takes_request
 from cluster.host.control import ending, scaling
+from cluster.host.control import foreground as watching
 from cluster.host.control import profile as tracing
-from cluster.host.control import watch as watching
 from cluster.host.launch import folders, footprint, planning, startup, teardown
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.agent.program import Trainer
+from cluster.agent.task_process import Trainer
 from cluster.contract.recovery import ends
-from cluster.contract.recovery.attempts import EXTERNAL, PROGRAM_FAILURE
+from cluster.contract.recovery.attempt_limits import EXTERNAL, PROGRAM_FAILURE
 from cluster.system import memory
 
 PROGRESS = "print('step 2/50 epoch 0.20 loss', flush=True)\n"

@@ -17,7 +17,7 @@ import tasks
 from cluster.contract.results import summary
 from cluster.contract.run import heartbeat, logs
 from cluster.contract.run.folder import RunFolder
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.runtime import registry, supervisor
 from cluster.host.runtime import resources as limits
 from cluster.system import files, json_files
@@ -60,9 +60,11 @@ def commands(monkeypatch, resolved):
     ticks = itertools.count(0.0, 60.0)
     monkeypatch.setattr(heartbeat, "LONGEST_LOOK_S", 60.0)
     monkeypatch.setattr(heartbeat, "SECOND_LOOK_S", 0.0)
-    monkeypatch.setattr(watch, "POLL_S", 0.0)
-    monkeypatch.setattr(watch, "LivenessMonitor", lambda run: heartbeat.LivenessMonitor(run, clock=lambda: next(ticks)))
-    monkeypatch.setattr(watch, "STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(foreground, "POLL_S", 0.0)
+    monkeypatch.setattr(
+        foreground, "LivenessMonitor", lambda run: heartbeat.LivenessMonitor(run, clock=lambda: next(ticks))
+    )
+    monkeypatch.setattr(foreground, "STOP_TIMEOUT_S", 1.0)
     monkeypatch.setattr(summary, "SETTLE_S", 0.0)
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)
     monkeypatch.setattr(json_files, "NEWEST_BYTES", 10**6)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent.program import Script
+from cluster.agent.task_process import Script
 from cluster.contract.run import logs
 from cluster.contract.run.logs import GAP, LINE_BYTES, Reader
 from tests.support.waiting import wait_for

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.checks import rerun
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.launch import planning, startup
 from cluster.system.errors import UsageError
 from cluster.system.json_files import append_json, read_json, write_json
@@ -96,7 +96,7 @@ def test_a_rerun_that_is_interrupted_has_stopped(made, make_run, monkeypatch):
     first, second = made("one"), make_run("two", workers=0)
     monkeypatch.setattr(planning, "plan", lambda requested: SimpleNamespace(run=second))
     monkeypatch.setattr(startup, "start", lambda *_, **__: None)
-    monkeypatch.setattr(watch, "follow", interrupt)
+    monkeypatch.setattr(foreground, "follow", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rerun.rerun(first, "", lambda command: pytest.fail("local processes need no command"))
     assert "stopped" == read_json(second.summary)["state"]

@@ -10,7 +10,7 @@ from invoke import MockContext, Result
 import tasks
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.image import engine
 from cluster.host.launch import folders, packages, startup, teardown
 from cluster.host.runtime import supervisor
@@ -100,7 +100,7 @@ def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys,
             raise TimedOut("it hangs")
 
     monkeypatch.setattr(teardown, "in_progress", lambda folder: True)
-    monkeypatch.setattr(watch, "stop", stop)
+    monkeypatch.setattr(foreground, "stop", stop)
     monkeypatch.setattr(supervisor, "kill", killed.append)
     assert (0, "") == refusal("down", run="run")
     assert [run] == killed

@@ -12,7 +12,7 @@ from cluster.contract import spec
 from cluster.contract.run import claim, heartbeat, provenance
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.records import AfterStop
-from cluster.host.control import scaling, watch
+from cluster.host.control import foreground, scaling
 from cluster.host.launch import planning, startup
 from cluster.host.reports import listing
 from cluster.host.runtime import resources as limits
@@ -181,15 +181,15 @@ def test_watchers_are_patient_with_a_run_that_is_being_scaled(orphaned):
             raise KeyboardInterrupt
 
     with claimed_elsewhere(run), pytest.raises(KeyboardInterrupt):
-        watch.follow(run, looked)
+        foreground.follow(run, looked)
     assert (True, False) == (run.continues_elsewhere, run.summary.exists())
 
 
 @pytest.mark.usefixtures("hurried")
 def test_watchers_end_a_run_whose_scaling_was_given_up(orphaned):
     run = orphaned()
-    ended = watch.follow(run, lambda value: None, timeout_s=300)
-    assert ("failed", 1) == (ended.state, watch.exit_code(ended))
+    ended = foreground.follow(run, lambda value: None, timeout_s=300)
+    assert ("failed", 1) == (ended.state, foreground.exit_code(ended))
     assert "`invoke scale` ended before" in ended.cause.error
     assert planning.plan(planning.Request(resume="run", runtime="local")).resumes
 
@@ -197,7 +197,7 @@ def test_watchers_end_a_run_whose_scaling_was_given_up(orphaned):
 @pytest.mark.usefixtures("hurried")
 def test_a_stop_after_a_scaler_s_death_ends_the_run(orphaned):
     run = orphaned()
-    assert "stopped" == watch.stop(run, "invoke stop", timeout_s=10).state
+    assert "stopped" == foreground.stop(run, "invoke stop", timeout_s=10).state
 
 
 def test_a_run_may_be_scaled_before_it_trains(training):
@@ -209,7 +209,7 @@ def test_a_run_may_be_scaled_before_it_trains(training):
         seen.append([beat["task"] for beat in value["tasks"]])
         write_json(run.cluster, smaller)
 
-    assert watch.until_training(run, shrink)
+    assert foreground.until_training(run, shrink)
     assert ["chief"] == seen[-1]
 
 

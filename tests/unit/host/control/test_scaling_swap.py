@@ -12,7 +12,7 @@ import pytest
 
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.host.control import scaling, watch
+from cluster.host.control import foreground, scaling
 from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
@@ -67,7 +67,7 @@ def scale(monkeypatch, tmp_path) -> Callable[..., int]:
 def test_a_run_goes_on_with_other_workers_while_somebody_waits(start_gang, scale, capsys, before, after):
     gang = start_gang(LASTING, workers=before, hang_timeout_s=90)
     started, ended = read_json(gang.run.control / "started.json"), []
-    waits = threading.Thread(target=lambda: ended.append(watch.follow(gang.run, lambda value: None, 60)))
+    waits = threading.Thread(target=lambda: ended.append(foreground.follow(gang.run, lambda value: None, 60)))
     waits.start()
     assert 0 == scale(gang, workers=str(after))
     assert f"from {before} to {after} workers at step 0 (3 steps " in capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_a_run_that_fails_first_has_failed(start_gang, scale):
 
 
 def test_a_run_that_does_not_stop_in_time_goes_on(start_gang, scale, monkeypatch):
-    monkeypatch.setattr(watch, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(foreground, "STOP_TIMEOUT_S", 0.2)
     lines = "train(3)\nif not GENERATION: work(saving_s=1)\ntrain(4), meet(), finish()"
     gang = start_gang(lines, workers=1)
     with pytest.raises(TimedOut):
@@ -166,7 +166,7 @@ def test_somebody_s_stop_comes_before_another_size(start_gang, scale):
     scales = threading.Thread(target=lambda: codes.append(scale(gang, workers="2")))
     scales.start()
     wait_for(lambda: gang.run.after_stop == "scale", "the request")
-    assert "stopped" == watch.stop(gang.run, "invoke stop").state
+    assert "stopped" == foreground.stop(gang.run, "invoke stop").state
     scales.join()
     assert ([130], {"chief": 0, "worker-0": 0}) == (codes, gang.summary()["tasks"])
 

@@ -207,6 +207,6 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
         return Summary.from_json(summary(ended, weights))
 
     monkeypatch.setattr(chaos, "inject_all", dealing)
-    monkeypatch.setattr(chaos.watch, "show_until_end", until_end)
+    monkeypatch.setattr(chaos.foreground, "show_until_end", until_end)
     assert code == chaos.storm(run, 2, 7, ["kill"], 12.0)
     assert [(run, 2, 7, ["kill"], 12.0)] == requested

@@ -12,7 +12,7 @@ from invoke import Config, Context
 from cluster.contract.run import claim, owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.cli import command_line
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.image import engine, images
 from cluster.host.launch import configuration, planning, startup
 from cluster.host.options.request import Request
@@ -133,7 +133,7 @@ def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(make_r
     def sh(command: str) -> None:
         raise RunFailed("the engine is gone")
 
-    assert EXIT_DONE == watch.attend(run, "docker", 0, False, sh)
+    assert EXIT_DONE == foreground.attend(run, "docker", 0, False, sh)
     shown = capsys.readouterr()
     assert "succeeded: " in shown.out
     assert "invoke down run" in shown.err
@@ -148,7 +148,7 @@ def test_a_tensorboard_that_does_not_start_ends_no_run(start_gang, capsys, monke
         raise PrerequisiteError("another program took the port")
 
     monkeypatch.setattr(tensorboard, "start", refuse)
-    assert EXIT_DONE == watch.attend(gang.run, "local", None, False, Commands())
+    assert EXIT_DONE == foreground.attend(gang.run, "local", None, False, Commands())
     shown = capsys.readouterr().out
     assert "succeeded: " in shown
     assert "`invoke tensorboard` starts it: another program took the port" in shown

@@ -8,7 +8,7 @@ import pytest
 from cluster.agent import standby
 from cluster.agent.agent import Agent
 from cluster.agent.board import Board
-from cluster.contract.recovery import attempts
+from cluster.contract.recovery import attempt_limits
 from cluster.host.image import engine
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
@@ -146,11 +146,11 @@ class Ended:
 @pytest.mark.parametrize(
     ("code", "kills", "standby_kills", "kind", "cause"),
     [
-        (-9, 3, 0, attempts.PROGRAM_FAILURE, "killed for memory"),
-        (-9, 4, 1, attempts.PROGRAM_FAILURE, "killed for memory"),
-        (-9, 3, 1, attempts.EXTERNAL, "exit code 137"),  # that was the standby process
-        (-9, 2, 0, attempts.EXTERNAL, "exit code 137"),
-        (-11, 3, 0, attempts.PROGRAM_FAILURE, "exit code 139"),
+        (-9, 3, 0, attempt_limits.PROGRAM_FAILURE, "killed for memory"),
+        (-9, 4, 1, attempt_limits.PROGRAM_FAILURE, "killed for memory"),
+        (-9, 3, 1, attempt_limits.EXTERNAL, "exit code 137"),  # that was the standby process
+        (-9, 2, 0, attempt_limits.EXTERNAL, "exit code 137"),
+        (-11, 3, 0, attempt_limits.PROGRAM_FAILURE, "exit code 139"),
     ],
 )
 def test_an_agent_reports_whether_memory_killed_its_program(

@@ -17,7 +17,7 @@ from tensorboard.backend.application import TensorBoardWSGI
 from tensorboard.plugins.base_plugin import TBContext
 from werkzeug.test import Client
 
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
 from cluster.host.runtime import tensorboard
@@ -107,7 +107,7 @@ def test_a_taken_port_that_was_named_is_refused_and_our_own_stays(runs_dir, star
 
 def test_a_run_gets_another_port_than_the_taken_one_that_was_named(make_run, started, usual, taken):
     run = make_run()
-    line = watch._start_tensorboard(run, taken, tensorboard.PROCESS, no_shell, lambda value: None)
+    line = foreground._start_tensorboard(run, taken, tensorboard.PROCESS, no_shell, lambda value: None)
     assert f"http://127.0.0.1:{usual}" in line
     assert str(taken) in line
     assert usual == run.board_port

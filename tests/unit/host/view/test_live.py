@@ -10,7 +10,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import LINE_BYTES, copy
 from cluster.contract.run.records import TraceAnswer
 from cluster.host.checks import rerun
-from cluster.host.control import profile, watch
+from cluster.host.control import foreground, profile
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.view import live
 from cluster.host.view.ended import ended_lines
@@ -144,7 +144,7 @@ def test_the_view_stays_while_tensorboard_starts(run, monkeypatch):
         return 6006
 
     monkeypatch.setattr(tensorboard, "start", start)
-    watch._start_tensorboard(run, None, "local", no_shell, lambda value: shown.append(value["step"]))
+    foreground._start_tensorboard(run, None, "local", no_shell, lambda value: shown.append(value["step"]))
     assert [7] == shown
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.contract.results import summary
 from cluster.contract.run.records import Summary
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.runtime import tensorboard
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.status import progress, read_status, status_table
@@ -142,7 +142,7 @@ def test_a_failure_reports_the_root_cause_last(run):
     ],
 )
 def test_the_exit_code_reports_how_the_run_ended(ended, code):
-    assert code == watch.exit_code(Summary.from_json(ended))
+    assert code == foreground.exit_code(Summary.from_json(ended))
 
 
 def test_a_run_that_claims_to_start_after_its_end_took_no_time(run):

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 
 from cluster.contract import settings
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Attempt, Event, Generation
+from cluster.contract.run.records import EndedAttempt, Event, Generation
 
 PROGRAM_FAILURE, EXTERNAL, LOST_CONTACT, PLANNED = "program failure", "external", "lost contact", "planned"
 
@@ -33,7 +33,7 @@ STEADY_S = 600.0
 LONGEST_PAUSE_S = 30.0
 
 
-def without_progress(attempts: Sequence[Attempt], kinds: Collection[str] = (PROGRAM_FAILURE,)) -> int:
+def without_progress(attempts: Sequence[EndedAttempt], kinds: Collection[str] = (PROGRAM_FAILURE,)) -> int:
     """Return how many attempts have failed in one of these ways since the newest progress."""
     count, best, best_then, saved_then = 0, -1, -1, -1
     for attempt in attempts:
@@ -48,7 +48,9 @@ def without_progress(attempts: Sequence[Attempt], kinds: Collection[str] = (PROG
     return count
 
 
-def too_many(attempts: Sequence[Attempt], max_restarts: int, max_external_restarts: int = MAX_EXTERNAL_RESTARTS) -> int:
+def too_many(
+    attempts: Sequence[EndedAttempt], max_restarts: int, max_external_restarts: int = MAX_EXTERNAL_RESTARTS
+) -> int:
     """Return the number of attempts without progress, including the last, if it exceeds the limit; otherwise 0."""
     limits = (
         ((PROGRAM_FAILURE,), max_restarts),
@@ -61,7 +63,7 @@ def too_many(attempts: Sequence[Attempt], max_restarts: int, max_external_restar
     return 0
 
 
-def pause_s(attempts: Sequence[Attempt]) -> float:
+def pause_s(attempts: Sequence[EndedAttempt]) -> float:
     """Return how long to wait after the last of these attempts; 0 unless it failed by itself or lost contact."""
     if attempts[-1].kind not in (PROGRAM_FAILURE, LOST_CONTACT):
         return 0.0
@@ -75,9 +77,9 @@ def of_gang(run: RunFolder, generation: int) -> list[Generation]:
     return [record for record in run.generations() if record.task and since < record.generation <= generation]
 
 
-def of_task(run: RunFolder, task: str) -> list[Attempt]:
+def of_task(run: RunFolder, task: str) -> list[EndedAttempt]:
     """Return the attempts of a task that restarts alone, since `up` or `scale`."""
-    return [Attempt.from_json(event.detail) for event in restarted_alone(run, task)]
+    return [EndedAttempt.from_json(event.detail) for event in restarted_alone(run, task)]
 
 
 def restarted_alone(run: RunFolder, task: str) -> list[Event]:

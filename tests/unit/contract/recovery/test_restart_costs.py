@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.contract.recovery import restarts
+from cluster.contract.recovery import restart_costs
 from cluster.contract.results import summary
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
@@ -138,12 +138,12 @@ def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run):
     run = make_run("demo", workers=1, evaluator=True)
     fault, killed = {"kind": "kill"}, {"cause": "killed"}
     began = tell(run, (0.0, "evaluator", "fault", fault), (3.0, "evaluator", "restarted", killed))
-    assert [] == restarts.costs(run, began - 1)
-    (cost,) = restarts.costs(run, began - 1, (Role.EVALUATOR,))
+    assert [] == restart_costs.costs(run, began - 1)
+    (cost,) = restart_costs.costs(run, began - 1, (Role.EVALUATOR,))
     assert ("evaluator", 3.0, None, 0) == tuple(
         getattr(cost, key) for key in ("task", "detected_s", "resumed_s", "steps_lost")
     )
-    assert [] == restarts.costs(run, began + 3.5, (Role.EVALUATOR,))
+    assert [] == restart_costs.costs(run, began + 3.5, (Role.EVALUATOR,))
 
 
 def test_without_a_checkpoint_every_step_is_done_again(run):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.agent.board import Board
-from cluster.agent.policy import Recovery
-from cluster.contract.recovery import attempts, ends, step_record
-from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, Attempt
+from cluster.agent.restarting import Restarter
+from cluster.contract.recovery import attempt_limits, ends, step_record
+from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, EndedAttempt
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
 from train.loops import loop
@@ -16,8 +16,8 @@ from train.loops.actions import EndTraining
 from train.loops.steps import LoopResult, Request, Signals, no_request
 
 
-def own(last_step: int, saved: int = -1) -> Attempt:
-    return Attempt(PROGRAM_FAILURE, last_step, saved)
+def own(last_step: int, saved: int = -1) -> EndedAttempt:
+    return EndedAttempt(PROGRAM_FAILURE, last_step, saved)
 
 
 @pytest.mark.parametrize(
@@ -29,22 +29,22 @@ def own(last_step: int, saved: int = -1) -> Attempt:
         ([own(20), own(26), own(26)], 2),  # a further step
         ([own(26), own(20, saved=10), own(22, saved=15)], 1),  # newer checkpoints, and other places
         ([own(26, saved=0), own(26, saved=10), own(26, saved=20)], 3),  # the very same place: no progress
-        ([own(26), Attempt(EXTERNAL, 5), Attempt(EXTERNAL, 7), own(26)], 2),  # kills count for nothing
-        ([own(26), Attempt(EXTERNAL, 40), own(30)], 1),  # the run had reached a later step
-        ([own(26), Attempt(LOST_CONTACT, 26), own(26)], 2),
-        ([Attempt(EXTERNAL, 26)] * 9, 0),
-        ([Attempt(PROGRAM_FAILURE, runtime_s=1.0)] * 3, 3),
-        ([Attempt(PROGRAM_FAILURE, runtime_s=attempts.STEADY_S + 1)] * 3, 1),  # a script that ran for long
+        ([own(26), EndedAttempt(EXTERNAL, 5), EndedAttempt(EXTERNAL, 7), own(26)], 2),  # kills count for nothing
+        ([own(26), EndedAttempt(EXTERNAL, 40), own(30)], 1),  # the run had reached a later step
+        ([own(26), EndedAttempt(LOST_CONTACT, 26), own(26)], 2),
+        ([EndedAttempt(EXTERNAL, 26)] * 9, 0),
+        ([EndedAttempt(PROGRAM_FAILURE, runtime_s=1.0)] * 3, 3),
+        ([EndedAttempt(PROGRAM_FAILURE, runtime_s=attempt_limits.STEADY_S + 1)] * 3, 1),  # a script that ran for long
     ],
 )
 def test_failures_are_counted_since_the_newest_progress(tried, count):
-    assert count == attempts.without_progress(tried)
+    assert count == attempt_limits.without_progress(tried)
 
 
-MOST = attempts.MAX_EXTERNAL_RESTARTS
-KILLED = [Attempt(EXTERNAL, 120, saved) for saved in range(100, 100 + MOST + 1)]
+MOST = attempt_limits.MAX_EXTERNAL_RESTARTS
+KILLED = [EndedAttempt(EXTERNAL, 120, saved) for saved in range(100, 100 + MOST + 1)]
 """As by a memory watcher that kills at the same step again and again, while checkpoints are saved before it."""
-LOST = [Attempt(LOST_CONTACT, 5)] * (attempts.MAX_LOST_CONTACTS + 1)
+LOST = [EndedAttempt(LOST_CONTACT, 5)] * (attempt_limits.MAX_LOST_CONTACTS + 1)
 
 
 @pytest.mark.parametrize(
@@ -58,24 +58,24 @@ LOST = [Attempt(LOST_CONTACT, 5)] * (attempts.MAX_LOST_CONTACTS + 1)
         ([own(26, 10), *(own(-1, saved) for saved in (27, 28, 29))], (3,), 4),
         (KILLED[:MOST], (3,), 0),
         (KILLED, (3,), MOST + 1),
-        ([Attempt(EXTERNAL, 5)] * 3, (3, 2), 3),
-        ([*[Attempt(EXTERNAL, 5)] * MOST, Attempt(EXTERNAL, 6)], (3,), 0),  # a later step
-        ([Attempt(attempts.PLANNED, 5)] * 50, (3,), 0),
+        ([EndedAttempt(EXTERNAL, 5)] * 3, (3, 2), 3),
+        ([*[EndedAttempt(EXTERNAL, 5)] * MOST, EndedAttempt(EXTERNAL, 6)], (3,), 0),  # a later step
+        ([EndedAttempt(attempt_limits.PLANNED, 5)] * 50, (3,), 0),
         (LOST[1:], (3,), 0),
         (LOST, (3,), len(LOST)),  # a network that never carries ends the run late
     ],
 )
 def test_too_many_attempts_without_progress_end_the_run(tried, limits, count):
-    assert count == attempts.too_many(tried, *limits)
+    assert count == attempt_limits.too_many(tried, *limits)
 
 
 def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch):
     monkeypatch.setenv("RESTART_PAUSE_S", "1")
-    failures = [attempts.pause_s([own(5)] * (n + 1)) for n in range(8)]
+    failures = [attempt_limits.pause_s([own(5)] * (n + 1)) for n in range(8)]
     assert [1, 2, 4, 8, 16, 30, 30, 30] == failures
-    assert 0 == attempts.pause_s([own(5), own(5), Attempt(EXTERNAL, 5)])
-    assert 30 == attempts.pause_s([own(5)] * 5000)
-    assert 1 == attempts.pause_s([own(5), own(5), own(6)])
+    assert 0 == attempt_limits.pause_s([own(5), own(5), EndedAttempt(EXTERNAL, 5)])
+    assert 30 == attempt_limits.pause_s([own(5)] * 5000)
+    assert 1 == attempt_limits.pause_s([own(5), own(5), own(6)])
 
 
 def test_failures_before_a_resume_do_not_count(make_run):
@@ -83,11 +83,11 @@ def test_failures_before_a_resume_do_not_count(make_run):
     for number in (1, 2):
         run.begin_generation(number, task="worker-0", cause="killed", kind=PROGRAM_FAILURE, last_step=5)
     run.event("worker-0", "restarted", kind=PROGRAM_FAILURE, last_step=5)
-    assert [5, 5] == [attempt.last_step for attempt in attempts.of_gang(run, 2)]
-    assert 3 == attempts.restarts(run, "worker-0")
+    assert [5, 5] == [attempt.last_step for attempt in attempt_limits.of_gang(run, 2)]
+    assert 3 == attempt_limits.restarts(run, "worker-0")
     run.begin_generation(3, resumed=True)
-    assert [] == attempts.of_gang(run, 3) == attempts.of_task(run, "worker-0")
-    assert 0 == attempts.restarts(run, "worker-0")
+    assert [] == attempt_limits.of_gang(run, 3) == attempt_limits.of_task(run, "worker-0")
+    assert 0 == attempt_limits.restarts(run, "worker-0")
 
 
 # Attempts of a run, without processes
@@ -135,7 +135,7 @@ class Story:
         first = max(run.saved_steps, default=0)
         record = step_record.StepRecord(run, "chief", generation)
         ends_at = first + self.kills.pop() if self.kills else self.total + 1
-        recovery = Recovery(Board(run), run.load_cluster(), run.load_cluster().task("chief"))
+        recovery = Restarter(Board(run), run.load_cluster(), run.load_cluster().task("chief"))
         try:
             loop.Loop(
                 first,
@@ -198,7 +198,7 @@ def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run, seed):
 def test_two_tasks_that_fail_together_count_once(make_run):
     run = make_run(workers=1)
     spec = run.load_cluster()
-    chief, worker = (Recovery(Board(run), spec, spec.task(name)) for name in ("chief", "worker-0"))
+    chief, worker = (Restarter(Board(run), spec, spec.task(name)) for name in ("chief", "worker-0"))
     for generation in range(3):
         for recovery in (chief, worker):
             recovery.restart_gang(generation, recovery.end(generation, PROGRAM_FAILURE, "it died"))
@@ -211,7 +211,7 @@ def test_two_tasks_that_fail_together_count_once(make_run):
 
 def test_a_failure_before_any_step_leaves_it_where_the_next_attempts_go_step_by_step(make_run):
     run = make_run(workers=0)
-    chief = Recovery(Board(run), run.load_cluster(), run.load_cluster().task("chief"))
+    chief = Restarter(Board(run), run.load_cluster(), run.load_cluster().task("chief"))
     chief.restart_gang(0, chief.end(0, PROGRAM_FAILURE, "a failure before the first step"))
     assert range(0) == step_record.single_steps(run, 1, 25)
     step_record.StepRecord(run, "chief", 1).done(26)
@@ -239,7 +239,7 @@ def test_the_culprit_is_the_task_that_failed_first(make_run):
 def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw(make_run):
     run = make_run(workers=2, ps=1)
     spec = run.load_cluster()
-    recovery = Recovery(Board(run), spec, spec.task("worker-0"))
+    recovery = Restarter(Board(run), spec, spec.task("worker-0"))
     worked = step_record.StepRecord(run, "worker-0", 0)
     for step in (10, 20, 30, 40, 50, 60):
         recovery.restart_alone(recovery.end(0, PROGRAM_FAILURE, "it died"))

@@ -33,7 +33,7 @@ KERAS_HOOK = ROOT / "train" / "patches" / "hook"
 """Holds the `sitecustomize` that patches Keras 3 in a script's process."""
 
 
-class Program(ABC):
+class TaskProcess(ABC):
     """One attempt of the task's program: its process and the last lines of its output."""
 
     scripted = False
@@ -148,7 +148,7 @@ class Program(ABC):
             self._pump.join(timeout_s)
 
 
-class Trainer(Program):
+class Trainer(TaskProcess):
     """The training program. It starts at once and waits at its gate, the pipe whose descriptor is `GATE_FD`."""
 
     noise = NOISE
@@ -190,7 +190,7 @@ class Trainer(Program):
             self._gate = None
 
 
-class Script(Program):
+class Script(TaskProcess):
     """A user's script. It has no gate, so it starts once its cluster is complete, in a separate working folder."""
 
     scripted = True
@@ -207,8 +207,8 @@ class Script(Program):
 
 
 def create(
-    kind: type[Program], command: list[str], environment: Mapping[str, str], run: RunFolder, task: Task
-) -> Program:
+    kind: type[TaskProcess], command: list[str], environment: Mapping[str, str], run: RunFolder, task: Task
+) -> TaskProcess:
     """Create a task's program, with a separate folder for temporary files that survives the task's restarts."""
     folder = temporary_folder(run, task)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -249,7 +249,7 @@ class MemoryKills:
         self._kills_before = memory.kills()
         self._began_s = time.monotonic()
 
-    def include(self, program: Program, code: int, standby_kills: int) -> bool:
+    def include(self, program: TaskProcess, code: int, standby_kills: int) -> bool:
         """Return whether the program, which ended with this code, was killed for memory, and not only its standby."""
         if code != -signal.SIGKILL:
             return False

@@ -10,7 +10,7 @@ import pytest
 from cluster.contract.run import heartbeat, owner
 from cluster.contract.run.folder import LOST_AFTER_S
 from cluster.contract.run.heartbeat import LONGEST_LOOK_S, LivenessMonitor, look_once, silent
-from cluster.host.control import watch
+from cluster.host.control import foreground
 from cluster.host.image import engine
 from cluster.system import processes
 from cluster.system.json_files import write_json
@@ -24,8 +24,8 @@ def test_a_run_in_which_nothing_lives_ends_as_failed(make_run, worker):
     run = make_run(workers=1)
     beat(run, "chief", step=5, age_s=LOST_AFTER_S + 5)
     beat(run, "worker-0", worker, step=5, age_s=LOST_AFTER_S + 5)
-    ended = watch.follow(run, lambda value: None, timeout_s=10)
-    assert ("failed", 5, 1) == (ended.state, ended.steps, watch.exit_code(ended))
+    ended = foreground.follow(run, lambda value: None, timeout_s=10)
+    assert ("failed", 5, 1) == (ended.state, ended.steps, foreground.exit_code(ended))
 
 
 @pytest.mark.usefixtures("hurried")
@@ -41,7 +41,7 @@ def test_a_run_with_one_live_task_goes_on_whatever_its_clock_says(make_run, age_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        watch.follow(run, live)
+        foreground.follow(run, live)
     assert run.outcome is None
 
 
@@ -53,7 +53,7 @@ def test_a_watcher_s_own_sleep_is_no_silence(make_run):
     for asleep_s in (100.0, 1e5):
         clock[0] += asleep_s
         assert "training" == monitor.look()["chief"].state
-        watch._notice_silence(run, monitor)
+        foreground._notice_silence(run, monitor)
     assert run.outcome is None
     assert LONGEST_LOOK_S * 2 == monitor.silence_s
 
@@ -74,21 +74,21 @@ def test_only_what_was_seen_to_be_silent_is_lost(make_run):
 def test_a_run_that_never_began_is_waited_for_longer(make_run):
     run, clock = make_run(), [0.0]
     monitor = LivenessMonitor(run, lambda: clock[0])
-    for _ in range(int(watch.START_TIMEOUT_S)):
+    for _ in range(int(foreground.START_TIMEOUT_S)):
         clock[0] += 1
         monitor.look()
-        watch._notice_silence(run, monitor)
+        foreground._notice_silence(run, monitor)
         assert run.outcome is None
     run.begin_generation(1, resumed=True)
     monitor.look()
     clock[0] += 1
     monitor.look()
-    watch._notice_silence(run, monitor)
+    foreground._notice_silence(run, monitor)
     assert run.outcome is None
-    for _ in range(int(watch.START_TIMEOUT_S) + 1):
+    for _ in range(int(foreground.START_TIMEOUT_S) + 1):
         clock[0] += 1
         monitor.look()
-    watch._notice_silence(run, monitor)
+    foreground._notice_silence(run, monitor)
     assert "failed" == run.outcome.state
 
 
@@ -97,13 +97,13 @@ def test_a_run_whose_job_is_gone_ends_soon_with_what_its_scheduler_says(make_run
     gone = SimpleNamespace(
         is_remote=True, alive=lambda run: clock[0] < LOST_AFTER_S, scheduler_status=lambda run: "job 7 ended"
     )
-    monkeypatch.setattr(watch.registry, "of", lambda run: gone)
+    monkeypatch.setattr(foreground.registry, "of", lambda run: gone)
     monitor = LivenessMonitor(run, lambda: clock[0])
     while run.outcome is None:
         clock[0] += 1
         assert clock[0] < 2 * LOST_AFTER_S
         monitor.look()
-        watch._notice_silence(run, monitor)
+        foreground._notice_silence(run, monitor)
     assert "job 7 ended" == run.outcome.error
 
 
@@ -116,13 +116,13 @@ def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run, supervised):
     beat(run, "chief", age_s=0, state="starting")
     monitor = LivenessMonitor(run, lambda: clock[0])
     monitor.look()
-    for patience_s, over in ((LOST_AFTER_S, not supervised), (watch.START_TIMEOUT_S, True)):
+    for patience_s, over in ((LOST_AFTER_S, not supervised), (foreground.START_TIMEOUT_S, True)):
         while monitor.silence_s <= patience_s:
-            watch._notice_silence(run, monitor)
+            foreground._notice_silence(run, monitor)
             assert run.outcome is None or not supervised
             clock[0] += 1
             monitor.look()
-        watch._notice_silence(run, monitor)
+        foreground._notice_silence(run, monitor)
         assert over == (run.outcome is not None)
 
 
@@ -154,7 +154,7 @@ def test_watching_asks_no_engine(make_run, monkeypatch):
             monkeypatch.undo()
             end(run, "succeeded")
 
-    assert "succeeded" == watch.follow(run, end_after_three, timeout_s=300).state
+    assert "succeeded" == foreground.follow(run, end_after_three, timeout_s=300).state
     assert [0, 0, 0] == looks
 
 
@@ -165,8 +165,8 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(make_run
     def begin(plan: object, sh: object, *, began: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch.startup, "begin", begin)
-    monkeypatch.setattr(watch.teardown, "in_progress", lambda run: goes_on)
+    monkeypatch.setattr(foreground.startup, "begin", begin)
+    monkeypatch.setattr(foreground.teardown, "in_progress", lambda run: goes_on)
     with pytest.raises(KeyboardInterrupt):
-        watch.up(SimpleNamespace(run=run), Commands(), began=0.0)
+        foreground.up(SimpleNamespace(run=run), Commands(), began=0.0)
     assert goes_on is (run.name in capsys.readouterr().err)

@@ -8,17 +8,17 @@ from collections.abc import Collection
 from typing import Any
 
 from cluster.agent.board import Board
-from cluster.contract.recovery import attempts, ends, standby_cluster, step_record
-from cluster.contract.recovery.attempts import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
+from cluster.contract.recovery import attempt_limits, ends, standby_cluster, step_record
+from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.recovery.ends import End
 from cluster.contract.run import membership
-from cluster.contract.run.records import Attempt
+from cluster.contract.run.records import EndedAttempt
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.errors import EXIT_FAILED
 from cluster.system.messages import counted
 
 
-class Recovery:
+class Restarter:
     """Decides for the agent of one task whether a failed program starts again, and records the decision."""
 
     def __init__(self, run: Board, spec: ClusterSpec, task: Task) -> None:
@@ -60,8 +60,8 @@ class Recovery:
             return  # another agent has acted on this failure
         run, end = self._run, ends.root_cause(self._run.folder, generation, own)
         saved = max(run.folder.saved_steps, default=-1)
-        tried = [*attempts.of_gang(run.folder, generation), _attempt(end, saved)]
-        if count := attempts.too_many(tried, *attempts.limits(run.folder)):
+        tried = [*attempt_limits.of_gang(run.folder, generation), _attempt(end, saved)]
+        if count := attempt_limits.too_many(tried, *attempt_limits.limits(run.folder)):
             self._fail(end, count)
             return
         step = max(run.newest_step, step_record.newest(run.folder, generation))
@@ -71,7 +71,7 @@ class Recovery:
             generation + 1,
             **self._failure(generation, end, step, saved),
             error=end.error,
-            pause_s=attempts.pause_s(tried),
+            pause_s=attempt_limits.pause_s(tried),
             left_out=membership.left_out(run.folder, generation),
             standby_ports=1 - standby_cluster.ports(run.folder, generation) if complete else None,
         )
@@ -83,7 +83,7 @@ class Recovery:
         run = self._run
         step = max(run.newest_step, step_record.newest(run.folder, generation), 0)
         record = self._failure(generation, end, step, max(run.folder.saved_steps, default=-1))
-        record["kind"] = attempts.PLANNED
+        record["kind"] = attempt_limits.PLANNED
         if run.begin_generation(generation + 1, **record, left_out=frozenset(left_out)):
             run.folder.event(end.task, event, step=step, cause=end.cause)
 
@@ -92,12 +92,12 @@ class Recovery:
 
         An evaluator never fails the run.
         """
-        tried = [*attempts.of_task(self._run.folder, self._task.name), _attempt(end)]
-        count = attempts.too_many(tried, *attempts.limits(self._run.folder))
+        tried = [*attempt_limits.of_task(self._run.folder, self._task.name), _attempt(end)]
+        count = attempt_limits.too_many(tried, *attempt_limits.limits(self._run.folder))
         if count and self._task.role != Role.EVALUATOR:
             self._fail(end, count)
             return 0.0
-        pause_s = attempts.pause_s(tried)
+        pause_s = attempt_limits.pause_s(tried)
         detail = {
             "cause": end.cause,
             "error": end.error,
@@ -143,5 +143,5 @@ class Recovery:
         self._run.end("failed", task=end.task, exit_code=EXIT_FAILED, step=step, error=error)
 
 
-def _attempt(end: End, saved: int = -1) -> Attempt:
-    return Attempt(end.kind, end.last_step, saved, round(end.runtime_s, 3))
+def _attempt(end: End, saved: int = -1) -> EndedAttempt:
+    return EndedAttempt(end.kind, end.last_step, saved, round(end.runtime_s, 3))
