@@ -24,7 +24,8 @@ CASES = (
     "182",  # a mask reaches the output: with replicas,
     "374",  # with virtual shards,
     "668",  # with Keras's fit, weights and BatchNormalization
-    "680",  # and with micro-batches in fit
+    "680",  # with micro-batches in fit
+    "1069:killed_at=()",  # and on a remote worker, which hung
     "624",  # fit in float16
     "36:precision='fp32'",  # weights shared by stages, clipped and averaged
     "379",  # PipeDream in two stages

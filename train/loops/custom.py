@@ -15,6 +15,7 @@ from train.loops.pipeline import Pipeline
 from train.loops.steps import SynchronousSteps
 from train.loops.train_step import TrainStep
 from train.loops.training import Setup, Training
+from train.model import masks
 from train.patches import batch_normalization
 
 
@@ -84,7 +85,15 @@ def _synchronous(setup: Setup, first: int) -> SynchronousSteps:
 def _asynchronous(setup: Setup) -> AsynchronousSteps:
     """Return the steps under parameter servers, where each worker does separate ones."""
     context, config = setup.context, setup.context.config
-    train_step = TrainStep(context.model, setup.policy, context.objective, config.global_batch, 1, config.micro_batches)
+    train_step = TrainStep(
+        context.model,
+        setup.policy,
+        context.objective,
+        config.global_batch,
+        num_replicas=1,
+        micro_batches=config.micro_batches,
+        unrolled=masks.may_begin_in(context.model),  # a remote worker hangs in a loop that counts before another one
+    )
     return AsynchronousSteps(
         context.strategy,
         train_step,

@@ -171,7 +171,7 @@ class TrainStep:
     @functools.cached_property
     def masked(self) -> bool:
         """Whether a mask may reach an output: positions are then counted before a part of a batch is averaged."""
-        return any(masks.begins_at(layer) for layer in self.model._flatten_layers())
+        return masks.may_begin_in(self.model)
 
     def count(self, batch: Batch) -> tf.Tensor:
         """Return the number of unmasked positions of each output in a part of a batch, without changing state."""

@@ -36,6 +36,11 @@ def begins_at(layer: keras.layers.Layer) -> bool:
     return custom or function or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
 
 
+def may_begin_in(model: keras.Model) -> bool:
+    """Whether one of the layers of a model may create a mask."""
+    return any(begins_at(layer) for layer in model._flatten_layers())
+
+
 def keep(output: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
     """Copy the mask of `source` to an output, and return the output."""
     mask = of(source)
