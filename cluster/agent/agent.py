@@ -31,7 +31,7 @@ from cluster.agent.task_process import TaskProcess, Trainer, create, remove_temp
 from cluster.agent.watchdog import Stall
 from cluster.contract import settings, tf_config
 from cluster.contract.recovery import attempt_limits, ends, standby_cluster
-from cluster.contract.recovery.attempt_limits import EXTERNAL, PLANNED
+from cluster.contract.recovery.attempt_limits import EXTERNAL
 from cluster.contract.recovery.ends import End
 from cluster.contract.results import summary
 from cluster.contract.run import joining, membership
@@ -112,8 +112,8 @@ class Agent:
         return 0
 
     def _act_on_terminate(self, then: str) -> None:
-        """Request that the run stops, unless it continues without this task, or with another container in its place."""
-        if not self.members.has(self.run.generation) or self.run.folder.replaced.exists():
+        """Request that the run stops, unless it continues without this task."""
+        if not self.members.has(self.run.generation):
             raise SystemExit(EXIT_PEER_LOST)
         self.run.request_stop(self.task.name, then=then)
 
@@ -129,12 +129,9 @@ class Agent:
         if self.exit_code is None:
             finished = beat.state in (TaskState.DONE, TaskState.STOPPED)
             self.exit_code = 0 if finished else as_exit_code(-signal.SIGKILL)
-        kind, cause = EXTERNAL, "the whole task was killed"
-        if self.run.folder.replaced.exists():
-            kind, cause = PLANNED, "its code was changed"
         self._last_generation = beat.generation
         attempt = self._attempt_in(beat.generation)
-        attempt.end = attempt.recovery.end(beat.generation, kind, cause, at=beat.updated_at)
+        attempt.end = attempt.recovery.end(beat.generation, EXTERNAL, "the whole task was killed", at=beat.updated_at)
         attempt.begin(Phase.DIED)
         self._watch(attempt)
 
@@ -289,8 +286,7 @@ class Agent:
 
         All addresses of a container that is on two networks: its name may resolve to either address.
         """
-        on_two_networks = self._kind.scripted or "DEBUGPY_LISTEN" in os.environ
-        if on_two_networks and self.task.host != "127.0.0.1":
+        if self._kind.scripted and self.task.host != "127.0.0.1":
             return replace(self.task, host="0.0.0.0")  # noqa: S104
         return self.task
 

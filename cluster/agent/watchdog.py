@@ -58,9 +58,7 @@ class Watchdog:
 
     def __init__(self, run: Board, spec: ClusterSpec, task: Task, generation: int) -> None:
         """Begin to watch a complete cluster."""
-        timeout_s = run.folder.started.hang_timeout_s
-        self._hang_timeout_s = HANG_TIMEOUT_S if timeout_s is None else timeout_s
-        """0 in a run whose task is debugged: every thread stands still at a breakpoint."""
+        self._hang_timeout_s = run.folder.started.hang_timeout_s or HANG_TIMEOUT_S
         self._run = run
         self._spec = spec
         self._task = task
@@ -82,7 +80,7 @@ class Watchdog:
 
     def stopped(self, stopped_s: float) -> Stall | None:
         """Return a finding if this task's program has been stopped by a signal for too long."""
-        if stopped_s < FROZEN_S or not self._hang_timeout_s:
+        if stopped_s < FROZEN_S:
             return None
         return Stall(self._task.name, f"no sign of life for {stopped_s:.0f} s", "frozen", stopped=True)
 
@@ -93,8 +91,6 @@ class Watchdog:
             stopped_s: for how long this task's program has been stopped by a signal.
         """
         now = time.monotonic()
-        if not self._hang_timeout_s:
-            return None
         if finding := self.stopped(stopped_s):
             return finding
         if now - self._examined < EXAMINE_S and self._changed:

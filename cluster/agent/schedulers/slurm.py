@@ -5,7 +5,6 @@
     task COMMAND ...      run a task of `srun`, whose agent this command starts
     stop                  the job's time is running out: every task saves and ends
     result                exit with 75 if the job is to be queued again, otherwise with how the run ended
-    check                 print the findings about this node as JSON, for `invoke doctor --runtime slurm`
 
 Where the tasks run is known only when the job has its nodes, and again elsewhere after each requeue. So every task
 records the address of its node and a port that is free there, and the chief's makes the cluster of all of them.
@@ -17,7 +16,6 @@ it; such a job is never queued again.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -29,10 +27,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cluster.agent import elastic
-from cluster.agent.schedulers import lifecycle, probe
+from cluster.agent.schedulers import lifecycle
 from cluster.agent.schedulers.lifecycle import exit_code, go_on
 from cluster.contract import settings, tf_config
 from cluster.contract.run import membership, records
@@ -81,9 +79,6 @@ def main(arguments: list[str]) -> int:
             return 0
         if arguments == ["result"]:
             return result(run)
-        if arguments == ["check"]:
-            print(json.dumps(check(run)), flush=True)
-            return 0
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -153,20 +148,6 @@ def gpus(role: Role, each: str) -> dict[str, str]:
     if not each or role not in (Role.CHIEF, Role.WORKER):
         return {"CUDA_VISIBLE_DEVICES": "-1"}
     return {"GPUS_GIVEN": each, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-
-
-def check(run: RunFolder) -> dict[str, Any]:
-    """Return the findings about this node, also if another node lacks the run's folder.
-
-    Raises:
-        PrerequisiteError: this node lacks it.
-    """
-    node = os.environ["SLURMD_NODENAME"]
-    _require_folder(run, node)
-    try:
-        return probe.examine(run, *_join(run), node)
-    except TimedOut as error:
-        return probe.alone(node) | {"unreached": str(error)}
 
 
 def places(run: RunFolder) -> Path:

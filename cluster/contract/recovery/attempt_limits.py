@@ -5,7 +5,7 @@ An attempt is one generation of the gang, or one start of a task that restarts a
     PROGRAM_FAILURE   the program failed by itself: an exception, an exit code, a crash, memory, a hang
     EXTERNAL          it was killed or its machine was lost
     LOST_CONTACT      the tasks lost contact and none reports a reason, most likely because of the network
-    PLANNED           its code was changed, or tasks left or joined the run; this never counts
+    PLANNED           tasks left or joined the run; this never counts
 
 Progress is a later step than all previous attempts reached, or a newer checkpoint. A newer checkpoint is not enough if
 the attempt failed at the same step as the previous one: a program that always fails at step 27 has saved at step 10,

@@ -44,9 +44,8 @@ def possible(run: RunFolder, spec: ClusterSpec) -> bool:
     they call none of it, except to build the model.
     """
     config = records.read(run.config, records.config, {})
-    known = (config.get("loop"), config.get("source")) == ("custom", "memory")
-    own = config.get("callbacks") or (config.get("best") or {}).get("metric")
-    return known and not own and spec.kind.synchronous and not spec.kind.staged and not spec.kind.hardware
+    known = (config.get("loop"), config.get("source"), config.get("callbacks") or "") == ("custom", "memory", "")
+    return known and spec.kind.synchronous and not spec.kind.staged and not spec.kind.hardware
 
 
 def trains(task: Task) -> bool:

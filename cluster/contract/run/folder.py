@@ -102,17 +102,10 @@ class Paths:
     """The generation in which a stop request was withdrawn."""
     board = _Within("control", "tensorboard.json")
     """The port of the TensorBoard that was started for it."""
-    replaced = _Within("control", "replaced.json")
-    """There while `invoke image.watch` replaces containers whose code has changed: no agent then takes its own end for
-    a request to stop the run."""
     trace_request = _Within("control", "trace.json")
     """The request for a trace of a task's next steps. The task removes it once it has answered."""
     trace_answer = _Within("control", "traced.json")
     """The answer to the newest request for a trace."""
-
-    def probe(self, task: str) -> Path:
-        """Return where a task records what its host has, for `invoke doctor`."""
-        return self.control / "check" / f"{task}.json"
 
     @property
     def name(self) -> str:
@@ -155,10 +148,6 @@ class Paths:
     def tensorboard(self, task: str) -> Path:
         """The task's TensorBoard event files."""
         return self.path / "tensorboard" / task
-
-    def timeline(self, task: str) -> Path:
-        """The activity of the task's pipeline stages over time, for some steps."""
-        return self.path / "timeline" / f"{task}.json"
 
     def traces(self, task: str) -> list[Path]:
         """Return the folders of the task's profiler traces, oldest first."""
@@ -470,7 +459,6 @@ class RunFolder(Paths):
             self.gang,
             self.summary,
             self.card,
-            self.replaced,
             *(self.control / f"{name}.json" for name in ("outcome", "result")),
         ):
             remove(path)

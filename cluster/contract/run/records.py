@@ -519,7 +519,6 @@ class Started(Record):
     time: Seconds | None = field(default=None, metadata=SPARSE)
     runtime: str = field(default="", metadata=SPARSE)
     hang_timeout_s: Seconds | None = field(default=None, metadata=SPARSE)
-    """0: none, because a task is debugged."""
     max_restarts: Count | None = field(default=None, metadata=SPARSE)
     max_external_restarts: Count | None = field(default=None, metadata=SPARSE)
     min_workers: Count | None = field(default=None, metadata=SPARSE)

@@ -230,8 +230,7 @@ def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
     patience_s = START_TIMEOUT_S if starting and not runtime.is_remote else LOST_AFTER_S  # a scheduler says if it lives
     if claim.scaling(run):
         patience_s = SCALE_PATIENCE_S
-    trusts = runtime.is_remote or run.started.hang_timeout_s == 0  # no task is heard while one is debugged
-    if monitor.silence_s <= patience_s or (trusts and runtime.alive(run)):
+    if monitor.silence_s <= patience_s or (runtime.is_remote and runtime.alive(run)):
         return
     cause = runtime.scheduler_status(run) or "no task writes heartbeats: the engine or the supervisor stopped"
     if run.continues_elsewhere and run.after_stop == AfterStop.SCALE:
