@@ -272,14 +272,6 @@ def test_sigterm_to_a_task_that_was_left_out_ends_its_agent_alone(without):
     assert without.stop_requested
 
 
-def test_sigterm_to_a_task_whose_code_was_changed_ends_its_agent_alone(make_run):
-    run = make_run(workers=1)
-    write_json(run.replaced, {})
-    with pytest.raises(SystemExit):
-        agent.Agent(Board(run), "chief", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
-    assert not run.stop_requested
-
-
 @pytest.fixture
 def returned(without) -> Iterator[RunFolder]:
     """The same, and worker-1's agent is back."""

@@ -92,15 +92,6 @@ def test_an_elastic_run_does_without_a_worker_that_does_not_start(run):
         slurm.assemble(run)
 
 
-def test_a_node_answers_also_where_another_does_not_see_the_folder(run, monkeypatch):
-    monkeypatch.setattr(slurm.processes, "run", lambda *_: (0, "NodeAddr=127.0.0.1", ""))
-    for name, value in {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n1", "DATA_DIR": str(run.path)}.items():
-        monkeypatch.setenv(name, value)
-    found = slurm.check(run)
-    assert ("n1", True) == (found["node"], found["data"])
-    assert "worker-0" in found["unreached"]
-
-
 @pytest.mark.parametrize(
     ("outcome", "then", "code"),
     [
