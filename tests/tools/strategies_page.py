@@ -9,7 +9,7 @@ import sys
 
 from benchmarks import documents
 from cluster.host.checks import verify
-from cluster.host.checks.verify import BAND, CASES, OK, PARITY, Row
+from cluster.host.checks.verify import BAND, OK, PARITY, Row
 from cluster.system.paths import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "strategies.md"
@@ -19,8 +19,8 @@ BEGIN = documents.begin("python -m tests.tools.strategies_page")
 def table(rows: list[Row]) -> list[str]:
     """Return the rows as a Markdown table that is the same on every machine where they end the same."""
     lines = ["| options of `up` | strategy | `--loop` | Keras | status | parity |", "|---|---|---|---|---|---|"]
-    for case, row in zip(CASES, rows, strict=True):
-        parity = "reference" if case == CASES[0] else f"within {PARITY:.0e}".replace("e-0", "e-")
+    for case, row in zip(verify.CASES, rows, strict=True):
+        parity = "reference" if case == verify.CASES[0] else f"within {PARITY:.0e}".replace("e-0", "e-")
         if not case.kind.synchronous:
             parity = f"asynchronous: within {BAND:.0%}"
         keras, parity = row["keras"] or "-", parity if row["status"] == OK else "-"

@@ -13,7 +13,8 @@ Features for a model with several inputs are a dictionary of arrays, and so are 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,10 @@ class UserDataset:
 
 def read(name: str) -> UserDataset:
     """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`."""
-    returned = references.call("--dataset", name, references.load("--dataset", name))
+    function = references.load("--dataset", name)
+    if _needs_arguments(function):
+        raise UsageError(f"dataset {name} takes arguments; add -- --source function if they are (split, shard)")
+    returned = references.call("--dataset", name, function)
     try:
         return _checked(name, returned)
     except ClusterError:
@@ -50,6 +54,17 @@ def read(name: str) -> UserDataset:
         raise UsageError(
             f"dataset {name} returns a value that cannot be converted to arrays: {described(error)}"
         ) from None
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    """Whether a function cannot be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # a built-in function without a signature
+        return False
+    return False
 
 
 def _checked(name: str, returned: Any) -> UserDataset:

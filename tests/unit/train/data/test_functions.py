@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from cluster.system.errors import RunFailed, UsageError
 from train.config import TrainConfig
-from train.data import sources, user_dataset
+from train.data import sources
 from train.data.batches import BatchSlice, Replicas
 from train.data.function import calling, random_access
 from train.data.function.calling import Shard
@@ -271,11 +271,6 @@ def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
     function(lambda split, shard: Numbers(TRAIN - 1))
     with pytest.raises(UsageError):
         sources.find(config, tmp_path / "data")
-
-
-def test_a_function_of_split_and_shard_is_refused_as_a_dataset_of_arrays(function):
-    with pytest.raises(UsageError, match="--source function"):
-        user_dataset.read(function(numbers))
 
 
 def test_the_configuration_names_a_function_and_its_classes():
