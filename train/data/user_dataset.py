@@ -13,8 +13,7 @@ Features for a model with several inputs are a dictionary of arrays, and so are 
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +42,7 @@ class UserDataset:
 def read(name: str) -> UserDataset:
     """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`."""
     function = references.load("--dataset", name)
-    if _needs_arguments(function):
+    if callable(function) and not references.takes(function):
         raise UsageError(f"dataset {name} takes arguments; add -- --source function if they are (split, shard)")
     returned = references.call("--dataset", name, function)
     try:
@@ -54,17 +53,6 @@ def read(name: str) -> UserDataset:
         raise UsageError(
             f"dataset {name} returns a value that cannot be converted to arrays: {described(error)}"
         ) from None
-
-
-def _needs_arguments(function: Callable[..., Any]) -> bool:
-    """Whether a function cannot be called without arguments."""
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return True
-    except ValueError:  # a built-in function without a signature
-        return False
-    return False
 
 
 def _checked(name: str, returned: Any) -> UserDataset:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import sys
 import sysconfig
 from collections.abc import Callable, Collection
@@ -46,6 +47,17 @@ def load(option: str, reference: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise UsageError(f"{option} {reference!r}: {described(error)}") from error
+
+
+def takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a function can be called with these arguments, as far as its signature is known."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function without a signature
+        pass
+    return True
 
 
 def call(option: str, reference: str, function: Callable[..., Any], *arguments: Any) -> Any:

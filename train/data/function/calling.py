@@ -13,7 +13,6 @@ arrays, of the types of `train.data.arrays.DTYPES`. Every task compares the func
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -141,15 +140,11 @@ def load(name: str) -> Callable[[str, Shard], Any]:
     function = references.load("--dataset", name)
     if not callable(function):
         raise UsageError(f"--dataset {name!r} is a {type(function).__name__}; expected a function of (split, shard)")
-    try:
-        inspect.signature(function).bind("train", None)
-    except TypeError:
+    if not references.takes(function, "train", None):
         raise UsageError(
             f"--dataset {name!r} does not take (split, shard), which --source function passes; change it, or omit "
             "--source"
-        ) from None
-    except ValueError:  # the signature is unknown
-        pass
+        )
     return function
 
 

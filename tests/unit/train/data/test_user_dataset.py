@@ -89,6 +89,13 @@ def test_a_function_may_have_optional_arguments(returns, monkeypatch):
         user_dataset.read(name)
 
 
+def test_a_value_is_not_taken_for_a_function_with_arguments(returns, monkeypatch):
+    name = returns(GOOD)
+    monkeypatch.setattr("own_module.data", GOOD)
+    with pytest.raises(UsageError, match="not callable"):
+        user_dataset.read(name)
+
+
 def test_the_version_follows_the_contents(returns):
     variants = [
         GOOD,
