@@ -85,11 +85,6 @@ class Case:
     killed_at: tuple[int, ...] = ()
 
     @property
-    def without_sharding(self) -> int:
-        """By how much plain Keras counts sums in the model's own losses too often: replicas divide them."""
-        return 1 if self.shards else self.replicas
-
-    @property
     def own_share(self) -> int:
         """How many times replicas divide sums in the model's own losses, which plain Keras does not."""
         return 1 if self.shards else self.replicas
@@ -144,6 +139,8 @@ def draw(seed: int) -> Case:
     if maybe(0.2) and kind not in ("tokens", "tags"):
         case["callbacks"] = pick(("schedule", "plateau", "stopping", "epochs"))
         case |= {"steps": 6, "ragged": False, "schedule": "constant", "warmup": 0}
+    if case.get("callbacks") in ("plateau", "stopping"):  # they watch `val_loss`, ours without the losses of `call`
+        case["layers"] = tuple(name for name in case["layers"] if name not in ("mean_loss", "sum_loss", "activity"))
     if case["loop"] == "fit" and kind != "named" and maybe(0.15):
         case["own_step"] = "train_step"
     if maybe(0.4):
