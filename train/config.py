@@ -14,7 +14,6 @@ from typing import Any
 from cluster.contract import compatibility, strategies
 from cluster.system.errors import UsageError
 from train.data.arrays import VERSIONS, WINDOW
-from train.pipeline.partition import PARTITIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
 from train.settings import heads, references
@@ -72,12 +71,8 @@ class Pipeline:
     """Whether a stage keeps only its inputs and computes the rest again for the backward."""
 
     cut: str = ""
-    """The first layer of each stage but the first, separated by commas; empty: the cut whose slowest stage is fastest,
-    see `partition_by`."""
-
-    partition_by: str = "flops"
-    """Criterion of the cut: `flops`, the floating-point operations, or `measured`, the time of each block on the
-    machine that starts the run."""
+    """The first layer of each stage but the first, separated by commas; empty: the stages of which the largest has the
+    fewest floating-point operations."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +223,6 @@ class TrainConfig:
         self._check_bitwise_elastic()
         self._check_transformer()
         check_choice("pipeline.schedule", self.pipeline.schedule, SCHEDULES)
-        check_choice("pipeline.partition_by", self.pipeline.partition_by, PARTITIONS)
         return self
 
     def _check_function(self) -> None:

@@ -76,12 +76,10 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
     """
     pipeline = config.get("pipeline", {})
     if not cluster.kind.staged:
-        changed = pipeline.get("schedule", "gpipe") != "gpipe" or pipeline.get("partition_by", "flops") != "flops"
+        changed = pipeline.get("schedule", "gpipe") != "gpipe" or pipeline.get("remat") or pipeline.get("cut")
         new = previous is None or previous.get("pipeline") != pipeline
-        if new and (changed or pipeline.get("remat") or pipeline.get("cut")):
-            raise UsageError(
-                "--schedule, --remat, --partition-by and --cut are for --strategy pipeline: add that, or leave them out"
-            )
+        if new and changed:
+            raise UsageError("--schedule, --remat and --cut are for --strategy pipeline: add that, or leave them out")
         return
     for option, default in {"loop": "custom", "source": "memory"}.items():
         if (value := config.get(option, default)) != default:

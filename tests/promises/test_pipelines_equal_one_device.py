@@ -31,7 +31,7 @@ def one_device(clusters) -> dict[str, Any]:
 
 
 def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_weights(clusters, one_device):
-    options = ("--stages=3", "--schedule=1f1b", "--partition-by=measured")
+    options = ("--stages=3", "--schedule=1f1b")
     process = clusters.popen(*words("killed-stage", *PIPELINE, *options, steps=STEPS - 5))
     run = clusters.run("killed-stage")
 
@@ -44,7 +44,6 @@ def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_
     output, _ = process.communicate(timeout=200)
     assert 0 == process.returncode, output
     assert ["worker-0"] == [restart["task"] for restart in summary(run)["restarts"]]
-    assert all(seconds > 0 for seconds in read_json(run.stages)["seconds"])
     words_after = ("up", f"--resume={run.name}", "--strategy=one", "--runtime=local", "--tensorboard-port=0")
     clusters.invoke(*words_after, "--", f"--max-steps={STEPS}")
     found = summary(run)

@@ -26,7 +26,7 @@ from train.model.gradients import GradientPolicy
 from train.model.objectives import global_mean
 from train.patches import nan_gradients, optimizer_rate, summed_gradients
 from train.pipeline import edges, schedule
-from train.pipeline.stage import Stage
+from train.pipeline.stage import StageGraph
 from train.telemetry.timing import Times
 
 
@@ -49,7 +49,7 @@ class Pipeline:
         self._examples = array_batches.load(arrays.train)
         self._programs = schedule.build(config.pipeline.schedule, division.stages, config.micro_batches)
         self._edges: edges.Edges = edges.LocalEdges() if division.whole else edges.TaskEdges(division.pipeline)
-        self._stages = {number: self._stage(number) for number in division.own}
+        self._stages = {number: self._new_stage(number) for number in division.own}
         self._loop = self._trace_loop()
         self._total = steps.total(context.gang)
 
@@ -100,7 +100,7 @@ class Pipeline:
         return regularized(measure, self._penalty)
 
     def _penalty(self) -> float:
-        stages = sum(self._division.parts[number].penalty() for number in self._stages)
+        stages = sum(self._division.models[number].penalty() for number in self._stages)
         return float(self._total(tf.constant(stages, tf.float32))) / self._division.pipelines
 
     @property
@@ -110,7 +110,7 @@ class Pipeline:
     def _forward(self, features: Callable[[], tf.Tensor], batch: int, direction: int) -> tf.Tensor:
         """Return the outputs of this task's stage for a batch, after sending them to the next stage."""
         ((number, stage),) = self._stages.items()
-        model = self._division.models[number]
+        model = self._division.models[number].model
         spec = tf.TensorSpec([batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
         values = features() if number == 0 else self._edges.receive(spec, direction, number, 0)
         outputs = stage.predict(values)
@@ -119,14 +119,14 @@ class Pipeline:
         with tf.control_dependencies(self._edges.send(outputs, direction, number, 0)):
             return tf.zeros([])
 
-    def _stage(self, number: int) -> Stage:
+    def _new_stage(self, number: int) -> StageGraph:
         config, division = self._context.config, self._division
 
         def update(sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
             return self._update(number, sums, at)
 
-        return Stage(
-            division.parts[number],
+        return StageGraph(
+            division.models[number],
             number,
             division.stages,
             self._micro_batch,
@@ -182,9 +182,9 @@ class Pipeline:
             self._steps_before = tf.identity(self._policy.optimizer.iterations.value)
             self._rate = tf.convert_to_tensor(self._policy.optimizer.learning_rate)
         order = [item for item in schedule.interleave(self._programs) if item[0] in self._stages]
-        updates = [item for item in order if item[1].action is schedule.Action.UPDATE]
+        updates = [item for item in order if item[1].opcode is schedule.Opcode.UPDATE]
         for number, instruction in order:
-            if self._asynchronous or instruction.action is not schedule.Action.UPDATE:
+            if self._asynchronous or instruction.opcode is not schedule.Opcode.UPDATE:
                 self._stages[number].execute(instruction)
         if not self._asynchronous:
             self._agree()
@@ -226,7 +226,7 @@ class Pipeline:
         division = self._division
         for index, (variable, users) in enumerate(division.shared):
             places = [
-                (number, next(at for at, other in enumerate(division.parts[number].trained) if other is variable))
+                (number, next(at for at, other in enumerate(division.models[number].trained) if other is variable))
                 for number in users
                 if number in self._stages
             ]
@@ -248,7 +248,7 @@ class Pipeline:
         """
         policy, variables = self._policy, self._division.updated(number)
         summed = sums if self._asynchronous else self._summed[number]
-        trained = self._division.parts[number].trained
+        trained = self._division.models[number].trained
         by_variable = {id(variable): gradient for variable, gradient in zip(trained, summed, strict=True)}
         gradients = [by_variable[id(variable)] for variable in variables]
         # Stages of one process share the optimizer, which counts the updates of all of them.
@@ -265,11 +265,11 @@ class Pipeline:
 
     def _global_norm(self) -> tf.Tensor:
         """Return the norm of all stages' gradients, with the bits of `tf.linalg.global_norm` on one device."""
-        parts = self._division.parts
+        models = self._division.models
         halves = {
             id(variable): tf.nn.l2_loss(gradient)
             for number, gradients in self._summed.items()
-            for variable, gradient in zip(parts[number].trained, gradients, strict=True)
+            for variable, gradient in zip(models[number].trained, gradients, strict=True)
         }
         if not self._division.whole:
             trained = [(owner, self._division.led(owner)) for owner in range(self._division.stages)]

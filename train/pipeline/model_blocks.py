@@ -8,11 +8,7 @@ would change bits. Stages can share a layer's weights, but not its state, such a
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import re
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +17,7 @@ import keras
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
-from train.pipeline.partition import Block
-
-RUNS = 5
-"""Runs of a block whose median is its measured time, after one that compiles."""
+from train.pipeline.partition import BlockCost
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class ModelBlock:
         return list({id(weight): weight for weight in weights}.values())
 
 
-def split(model: keras.Model) -> list[ModelBlock]:
+def split_model(model: keras.Model) -> list[ModelBlock]:
     """Return the blocks of a Sequential or functional model with one input and one output."""
     if isinstance(model, keras.Sequential):
         model = model._functional
@@ -84,7 +77,7 @@ def split(model: keras.Model) -> list[ModelBlock]:
     ]
 
 
-def with_shape(model: keras.Model, feature_shape: Any) -> keras.Model:
+def rebuild_with_shape(model: keras.Model, feature_shape: Any) -> keras.Model:
     """Rebuild a model that declares only a part of its input shape for this shape, with the same layers."""
     functional = model._functional if isinstance(model, keras.Sequential) else model
     inputs: list[Any] = getattr(functional, "inputs", None) or []
@@ -96,7 +89,7 @@ def with_shape(model: keras.Model, feature_shape: Any) -> keras.Model:
     return keras.Model(inputs, outputs, name=model.name)
 
 
-def stage_model(blocks: Sequence[ModelBlock], number: int) -> keras.Model:
+def build_stage_model(blocks: Sequence[ModelBlock], number: int) -> keras.Model:
     """Build the model of a stage's blocks, with the layers and variables of the whole model."""
     model = keras.Model(blocks[0].inputs, blocks[-1].outputs, name=f"stage_{number}")
     if number:
@@ -104,7 +97,7 @@ def stage_model(blocks: Sequence[ModelBlock], number: int) -> keras.Model:
     return model
 
 
-def estimate(blocks: Sequence[ModelBlock], micro_batch: int, slots: int) -> list[Block]:
+def estimate_costs(blocks: Sequence[ModelBlock], micro_batch: int, slots: int) -> list[BlockCost]:
     """Estimate the costs of blocks from their FLOPs and the sizes of their tensors.
 
     Args:
@@ -114,7 +107,7 @@ def estimate(blocks: Sequence[ModelBlock], micro_batch: int, slots: int) -> list
     return [_estimate(block, micro_batch, slots) for block in blocks]
 
 
-def crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | None:
+def find_crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | None:
     """Return a layer before which several tensors cross, and the layers that output them.
 
     Args:
@@ -135,7 +128,7 @@ def crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | Non
     return None
 
 
-def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
+def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> BlockCost:
     parameters = sum(math.prod(weight.shape) for weight in block.weights)
     trainable = sum(math.prod(weight.shape) for weight in block.weights if weight.trainable)
     kept = flops = 0
@@ -145,7 +138,7 @@ def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> Block:
         scores = _scores(node.operation, places)
         kept += 4 * micro_batch * (outputs * (1 + _kept_inside(node.operation)) + 2 * scores)
         flops += micro_batch * (_flops(node.operation, outputs, places) + 4 * scores * _head_width(node.operation))
-    return Block(
+    return BlockCost(
         block.names,
         float(3 * flops),  # the backward takes two products for each of the forward
         4 * parameters,
@@ -221,68 +214,6 @@ def _crossing(nodes: Sequence[Any], at: int, model: keras.Model) -> list[Any]:
     return list({id(tensor): tensor for tensor in needed if id(tensor) in made}.values())
 
 
-# Measured times
-
-
-def block_seconds(blocks: Sequence[ModelBlock], micro_batch: int) -> list[float]:
-    """Return the seconds of each block for `micro_batch` examples."""
-    known: dict[str, float] = {}
-    for block in blocks:
-        if (kind := _kind(block)) not in known:
-            known[kind] = _seconds(block, micro_batch)
-    return [known[_kind(block)] for block in blocks]
-
-
-def _seconds(block: ModelBlock, micro_batch: int) -> float:
-    model = keras.Model(block.inputs, block.outputs)
-    valueless = [variable for variable in model.variables if variable._value is None]
-    for variable in valueless:
-        variable._deferred_initialize()
-    variables = [variable.value for variable in model.trainable_variables]
-    values = _values([micro_batch, *block.inputs.shape[1:]], block.inputs.dtype)
-
-    @tf.function(autograph=False)
-    def compute(values: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            tape.watch([values] if values.dtype.is_floating else [])
-            outputs = model(values, training=True)
-        sources = [values, *variables] if values.dtype.is_floating else variables
-        return [outputs, *(gradient for gradient in tape.gradient(outputs, sources) if gradient is not None)]
-
-    compute(values)
-    samples = []
-    for _ in range(RUNS):
-        began = time.perf_counter()
-        compute(values)
-        samples.append(time.perf_counter() - began)
-    for variable in valueless:  # so that the next block fits into memory
-        release(variable.value)
-    return statistics.median(samples)
-
-
-def release(variable: tf.Variable) -> None:
+def release_memory(variable: tf.Variable) -> None:
     """Free the memory of a variable, which must not be used afterwards."""
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
-
-
-def _values(shape: Sequence[int], dtype: str) -> tf.Tensor:
-    if not tf.as_dtype(dtype).is_floating:
-        return tf.zeros(shape, dtype)
-    return tf.cast(tf.random.stateless_normal(shape, seed=(0, 0)), dtype)
-
-
-def _kind(block: ModelBlock) -> str:
-    """Return a key that is equal for blocks that take the same time: layers without their names, and the shape."""
-    try:
-        layers = [json.dumps(layer.get_config(), sort_keys=True, default=str) for layer in block.layers]
-    except NotImplementedError:  # a user's layer without a configuration
-        return " ".join(block.names)
-    described = [type(layer).__name__ + text for layer, text in zip(block.layers, layers, strict=True)]
-    return re.sub(r'"name": "[^"]*"', "", " ".join(described)) + str(block.inputs.shape)
-
-
-def conditions(config: Any) -> dict[str, str]:
-    """Return the settings on which the times of a model's blocks depend."""
-    names = ("model", "freeze", "transformer", "global_batch", "micro_batches", "precision", "threads", "onednn")
-    values = {name: getattr(config, name) for name in names}
-    return {name: str(value) for name, value in values.items()}

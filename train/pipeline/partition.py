@@ -1,8 +1,8 @@
-"""Cuts a model into stages, by a pure function of the costs of its blocks.
+"""Partitions of a model: which of its blocks each stage has, by a pure function of the blocks' costs.
 
-A block is a part of the model between two places where it may be cut. The cut minimizes the time of the slowest stage,
-which determines the speed of all, among the cuts whose stages fit their memory: the dynamic programme of PipeDream
-(Harlap et al. 2018, arXiv:1806.03377, section 3.2), for stages of one device each.
+A block is a part of the model between two places where it may be cut. The best partition minimizes the time of the
+slowest stage, which determines the speed of all, among those whose stages fit their memory: the dynamic programme of
+PipeDream (Harlap et al. 2018, arXiv:1806.03377, section 3.2), for stages of one device each.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from cluster.system.errors import UsageError, nearest
 from train.pipeline import schedule as schedules
 
-PARTITIONS = ("flops", "measured")
-"""Criteria of a cut: estimated operations, or measured time on this machine."""
-
 
 @dataclass(frozen=True)
-class Block:
-    """A part of a model that is never cut.
+class BlockCost:
+    """Costs of a block.
 
     Attributes:
         layers: names of the layers, in order.
-        seconds: time of the forward and backward of one micro-batch, or a proportional number, such as FLOPs.
+        flops: operations of the forward and backward of one micro-batch.
         parameter_bytes: size of the weights.
         state_bytes: size of gradients and of the optimizer's variables.
         activation_bytes: memory that one micro-batch's forward keeps for its backward.
@@ -33,7 +30,7 @@ class Block:
     """
 
     layers: tuple[str, ...]
-    seconds: float
+    flops: float
     parameter_bytes: int = 0
     state_bytes: int = 0
     activation_bytes: int = 0
@@ -41,8 +38,8 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How the stages run, as far as it affects their memory.
+class Constraints:
+    """The number of stages, and how they run, as far as it affects their memory.
 
     Attributes:
         stages: number of stages.
@@ -60,91 +57,92 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A stage of the cut: the blocks from `first` to before `last`."""
+class StageCost:
+    """The blocks from `first` to before `last` as a stage, and its costs."""
 
     number: int
     first: int
     last: int
-    seconds: float
-    memory_bytes: int
+    blocks: tuple[BlockCost, ...]
+    in_flight: int
+    """Micro-batches whose activations it holds."""
     activation_bytes: int
-    layers: tuple[str, ...]
+    memory_bytes: int
+    """Most memory that it holds, without TensorFlow's own."""
+
+    @property
+    def flops(self) -> float:
+        """Operations of one micro-batch."""
+        return sum(block.flops for block in self.blocks)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers."""
+        return tuple(layer for block in self.blocks for layer in block.layers)
 
 
-def partition(blocks: Sequence[Block], plan: Plan, cut: Sequence[str] = ()) -> list[Stage]:
-    """Return the stages: the best ones, or those of a given cut.
+def partition(blocks: Sequence[BlockCost], constraints: Constraints, cut: Sequence[str] = ()) -> list[StageCost]:
+    """Return the stages of the best partition, or of that of given cuts.
 
     Args:
         blocks: the model's blocks, in order.
-        cut: the first layer of each stage but the first; empty: the cut whose slowest stage is fastest, and among
-            equal ones the cut with the smallest earlier stages.
+        cut: the first layer of each stage but the first; empty: the partition whose slowest stage is fastest, and among
+            equal ones that with the smallest earlier stages.
     """
-    if plan.stages > len(blocks):
+    count, memory_bytes = constraints.stages, constraints.memory_bytes
+    if count > len(blocks):
         raise UsageError(
-            f"--stages {plan.stages}: this model has {len(blocks)} blocks that it can be cut between; use --stages "
+            f"--stages {count}: this model has {len(blocks)} blocks that it can be cut between; use --stages "
             f"{len(blocks)} or fewer"
         )
-    borders = _borders_of(blocks, plan, cut) if cut else _best(blocks, plan)
+    borders = _find_borders(blocks, count, cut) if cut else _find_best_borders(blocks, constraints)
     if borders is None:
         raise UsageError(
-            f"--stages {plan.stages}: no cut of this model fits {_mb(plan.memory_bytes or 0)} per stage: use more "
+            f"--stages {count}: no cut of this model fits {_mb(memory_bytes or 0)} per stage: use more "
             "--stages, more --micro-batches or --remat"
         )
-    stages = [
-        Stage(
-            number,
-            first,
-            last,
-            sum(block.seconds for block in blocks[first:last]),
-            memory_of(blocks, plan, number, first, last),
-            _activations(blocks, plan, number, first, last),
-            tuple(layer for block in blocks[first:last] for layer in block.layers),
-        )
-        for number, (first, last) in enumerate(itertools.pairwise(borders))
-    ]
-    if plan.memory_bytes is not None:
-        for stage in stages:
-            if stage.memory_bytes > plan.memory_bytes:
-                raise UsageError(
-                    f"stage {stage.number} ({stage.layers[0]} to {stage.layers[-1]}) needs about "
-                    f"{_mb(stage.memory_bytes)} and has {_mb(plan.memory_bytes)}: use more --stages, more "
-                    "--micro-batches or --remat"
-                )
+    pairs = enumerate(itertools.pairwise(borders))
+    stages = [compute_stage(blocks, constraints, number, first, last) for number, (first, last) in pairs]
+    for stage in stages:
+        if memory_bytes is not None and stage.memory_bytes > memory_bytes:
+            raise UsageError(
+                f"stage {stage.number} ({stage.layers[0]} to {stage.layers[-1]}) needs about "
+                f"{_mb(stage.memory_bytes)} and has {_mb(memory_bytes)}: use more --stages, more "
+                "--micro-batches or --remat"
+            )
     return stages
 
 
-def memory_of(blocks: Sequence[Block], plan: Plan, stage: int, first: int, last: int) -> int:
-    """Return the maximum bytes that a stage of these blocks holds, without TensorFlow's own memory."""
-    versions = schedules.weight_versions(plan.schedule, stage, plan.stages, plan.micro_batches)
-    weights = sum(versions * block.parameter_bytes + block.state_bytes for block in blocks[first:last])
-    return weights + _activations(blocks, plan, stage, first, last)
+def compute_stage(
+    blocks: Sequence[BlockCost], constraints: Constraints, number: int, first: int, last: int
+) -> StageCost:
+    """Return the costs of stage `number` if it has the blocks from `first` to before `last`."""
+    settings = constraints.schedule, number, constraints.stages, constraints.micro_batches
+    in_flight, parts = schedules.in_flight(*settings), tuple(blocks[first:last])
+    activation_bytes = sum(block.activation_bytes for block in parts)
+    if constraints.remat:
+        activation_bytes += in_flight * (blocks[first - 1].output_bytes if first else 0)
+    else:
+        activation_bytes *= in_flight
+    versions = schedules.weight_versions(*settings)
+    weights = sum(versions * block.parameter_bytes + block.state_bytes for block in parts)
+    return StageCost(number, first, last, parts, in_flight, activation_bytes, weights + activation_bytes)
 
 
-def _activations(blocks: Sequence[Block], plan: Plan, stage: int, first: int, last: int) -> int:
-    held = schedules.in_flight(plan.schedule, stage, plan.stages, plan.micro_batches)
-    kept = sum(block.activation_bytes for block in blocks[first:last])
-    if plan.remat:
-        return kept + held * (blocks[first - 1].output_bytes if first else 0)
-    return held * kept
-
-
-def _best(blocks: Sequence[Block], plan: Plan) -> list[int] | None:
-    """Return the borders of the best cut, from 0 to the number of blocks; None if no cut fits the memory."""
-    count = len(blocks)
-    until = [0.0]
-    for block in blocks:
-        until.append(until[-1] + block.seconds)
+def _find_best_borders(blocks: Sequence[BlockCost], constraints: Constraints) -> list[int] | None:
+    """Return the borders of the best partition, from 0 to the number of blocks; None if none fits the memory."""
+    count, limit = len(blocks), constraints.memory_bytes
+    until = list(itertools.accumulate((block.flops for block in blocks), initial=0.0))
 
     def fits(stage: int, first: int, last: int) -> bool:
-        return plan.memory_bytes is None or memory_of(blocks, plan, stage, first, last) <= plan.memory_bytes
+        return limit is None or compute_stage(blocks, constraints, stage, first, last).memory_bytes <= limit
 
-    # slowest[last]: time of the slowest stage in the best cut of the first `last` blocks into the stages so far.
+    # slowest[last]: time of the slowest stage in the best partition of the first `last` blocks into the stages so far.
     slowest = [0.0] + [math.inf] * count
     chosen: list[list[int]] = []
-    for stage in range(plan.stages):
+    for stage in range(constraints.stages):
         following, origin = [math.inf] * (count + 1), [0] * (count + 1)
-        for last in range(stage + 1, count - (plan.stages - 1 - stage) + 1):
+        for last in range(stage + 1, count - (constraints.stages - 1 - stage) + 1):
             for first in range(stage, last):
                 time = max(slowest[first], until[last] - until[first])
                 if time < following[last] and fits(stage, first, last):
@@ -159,7 +157,7 @@ def _best(blocks: Sequence[Block], plan: Plan) -> list[int] | None:
     return borders[::-1]
 
 
-def _borders_of(blocks: Sequence[Block], plan: Plan, cut: Sequence[str]) -> list[int]:
+def _find_borders(blocks: Sequence[BlockCost], stages: int, cut: Sequence[str]) -> list[int]:
     begins = {block.layers[0]: number for number, block in enumerate(blocks)}
     inside = {layer: block.layers[0] for block in reversed(blocks) for layer in block.layers}
     borders = [0]
@@ -173,8 +171,8 @@ def _borders_of(blocks: Sequence[Block], plan: Plan, cut: Sequence[str]) -> list
         borders.append(begins[name])
     if borders != sorted(set(borders)):
         raise UsageError(f"--cut {','.join(cut)}: expected layers in the order of the model, each once")
-    if len(borders) != plan.stages:
-        raise UsageError(f"--cut {','.join(cut)} makes {len(borders)} stages, and --stages is {plan.stages}")
+    if len(borders) != stages:
+        raise UsageError(f"--cut {','.join(cut)} makes {len(borders)} stages, and --stages is {stages}")
     return [*borders, len(blocks)]
 
 

@@ -23,7 +23,7 @@ from cluster.system.errors import UsageError, nearest
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
 
 
-class Action(Enum):
+class Opcode(Enum):
     """The action of an instruction. Values move forwards, gradients backwards."""
 
     RECEIVE_VALUES = "receive values"
@@ -40,11 +40,11 @@ class Instruction:
     """One action of one stage.
 
     Attributes:
-        action: the action.
+        opcode: the action.
         micro_batch: number of the micro-batch; for an update, the last one whose gradient it applies.
     """
 
-    action: Action
+    opcode: Opcode
     micro_batch: int
 
 
@@ -67,49 +67,49 @@ def weight_versions(schedule: str, stage: int, stages: int, micro_batches: int) 
 
 def _stage(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Instruction]:
     program: list[Instruction] = []
-    for action, micro_batch in _computations(schedule, stage, stages, micro_batches):
-        if action is Action.FORWARD:
+    for opcode, micro_batch in _computations(schedule, stage, stages, micro_batches):
+        if opcode is Opcode.FORWARD:
             if stage > 0:
-                program.append(Instruction(Action.RECEIVE_VALUES, micro_batch))
-            program.append(Instruction(action, micro_batch))
+                program.append(Instruction(Opcode.RECEIVE_VALUES, micro_batch))
+            program.append(Instruction(opcode, micro_batch))
             if stage < stages - 1:
-                program.append(Instruction(Action.SEND_VALUES, micro_batch))
+                program.append(Instruction(Opcode.SEND_VALUES, micro_batch))
             continue
         if stage < stages - 1:
-            program.append(Instruction(Action.RECEIVE_GRADIENTS, micro_batch))
-        program.append(Instruction(action, micro_batch))
+            program.append(Instruction(Opcode.RECEIVE_GRADIENTS, micro_batch))
+        program.append(Instruction(opcode, micro_batch))
         if stage > 0:
-            program.append(Instruction(Action.SEND_GRADIENTS, micro_batch))
+            program.append(Instruction(Opcode.SEND_GRADIENTS, micro_batch))
         if schedule == "pipedream":
-            program.append(Instruction(Action.UPDATE, micro_batch))
+            program.append(Instruction(Opcode.UPDATE, micro_batch))
     if schedule != "pipedream":
-        program.append(Instruction(Action.UPDATE, micro_batches - 1))
+        program.append(Instruction(Opcode.UPDATE, micro_batches - 1))
     return program
 
 
-def _computations(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[Action, int]]:
+def _computations(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[Opcode, int]]:
     ahead = in_flight(schedule, stage, stages, micro_batches)
-    order = [(Action.FORWARD, micro_batch) for micro_batch in range(ahead)]
+    order = [(Opcode.FORWARD, micro_batch) for micro_batch in range(ahead)]
     for micro_batch in range(micro_batches):
-        order.append((Action.BACKWARD, micro_batch))
+        order.append((Opcode.BACKWARD, micro_batch))
         if micro_batch + ahead < micro_batches:
-            order.append((Action.FORWARD, micro_batch + ahead))
+            order.append((Opcode.FORWARD, micro_batch + ahead))
     return order
 
 
 def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Instruction]]:
     """Merge the instructions of all stages into one order in which no instruction must wait."""
     place = [0] * len(programs)
-    sent: set[tuple[Action, int, int]] = set()
+    sent: set[tuple[Opcode, int, int]] = set()
     order: list[tuple[int, Instruction]] = []
     while any(at < len(program) for at, program in zip(place, programs, strict=True)):
         before = len(order)
         for stage, program in enumerate(programs):
             while place[stage] < len(program):
                 instruction = program[place[stage]]
-                if instruction.action in _SENT_AS and _source(stage, instruction) not in sent:
+                if instruction.opcode in _SENT_AS and _source(stage, instruction) not in sent:
                     break
-                sent.add((instruction.action, stage, instruction.micro_batch))
+                sent.add((instruction.opcode, stage, instruction.micro_batch))
                 order.append((stage, instruction))
                 place[stage] += 1
         if len(order) == before:
@@ -118,12 +118,12 @@ def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Ins
 
 
 _SENT_AS = {
-    Action.RECEIVE_VALUES: (Action.SEND_VALUES, -1),
-    Action.RECEIVE_GRADIENTS: (Action.SEND_GRADIENTS, +1),
+    Opcode.RECEIVE_VALUES: (Opcode.SEND_VALUES, -1),
+    Opcode.RECEIVE_GRADIENTS: (Opcode.SEND_GRADIENTS, +1),
 }
 """The send for which each receive waits: the neighbour's action, and the offset of its stage."""
 
 
-def _source(stage: int, receive: Instruction) -> tuple[Action, int, int]:
-    action, offset = _SENT_AS[receive.action]
-    return action, stage + offset, receive.micro_batch
+def _source(stage: int, receive: Instruction) -> tuple[Opcode, int, int]:
+    opcode, offset = _SENT_AS[receive.opcode]
+    return opcode, stage + offset, receive.micro_batch

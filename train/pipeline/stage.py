@@ -22,9 +22,9 @@ import tensorflow as tf
 from train.loops.train_step import added_up, never_inlined
 from train.model.layer_state import LayerState
 from train.patches import placed_seeds
-from train.pipeline.cut import Part
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
-from train.pipeline.schedule import Action, Instruction
+from train.pipeline.schedule import Instruction, Opcode
+from train.pipeline.stage_models import StageModel
 
 Features = Callable[[tf.Tensor], tf.Tensor]
 """micro-batch, int64 scalar -> inputs of the model, `[B, ...]`."""
@@ -34,12 +34,12 @@ Update = Callable[[Sequence[tf.Tensor], int], tf.Tensor]
 """Applies the gradients of the stage's variables after a micro-batch; returns 0, or NaN if training must end."""
 
 
-class Stage:
+class StageGraph:
     """One stage's part of one step, while its graph is traced."""
 
     def __init__(
         self,
-        part: Part,
+        stage_model: StageModel,
         number: int,
         stages: int,
         micro_batch: int,
@@ -68,24 +68,24 @@ class Stage:
             accumulates: whether gradients are added up from zeros, as on one device; otherwise each has an update.
             device: device of the stage; None lets TensorFlow choose.
         """
-        model = part.model
+        model = stage_model.model
         self._number, self._stages = number, stages
         self._edges, self._features, self._update = edges, features, update
         self._scale = scale
         self._remat, self._accumulates, self._device = remat, accumulates, device
         self._first, self._last = number == 0, number == stages - 1
-        self._variables = [variable.value for variable in part.trained]
+        self._variables = [variable.value for variable in stage_model.trained]
         self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
         self._outputs = tf.TensorSpec([micro_batch, *model.outputs[0].shape[1:]], model.outputs[0].dtype)
 
         self._state = LayerState(model, shares)
 
         def forward(values: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None, list[Any]]:
-            place = placed_seeds.random_place(step, tf.constant(replica, tf.int64), at, part.drawn)
+            place = placed_seeds.random_place(step, tf.constant(replica, tf.int64), at, stage_model.drawn)
             with place, self._state.part() as state:
                 outputs = model(values, training=True)
                 outputs = loss(outputs, step, at) if self._last else outputs
-                terms = part.losses()
+                terms = stage_model.losses()
             layer_losses = added_up(terms) / shares if terms else None
             return outputs, layer_losses, state()
 
@@ -122,22 +122,22 @@ class Stage:
         """Add the operations of an instruction to the graph."""
         at = instruction.micro_batch
         with tf.device(self._device):
-            match instruction.action:
-                case Action.RECEIVE_VALUES:
+            match instruction.opcode:
+                case Opcode.RECEIVE_VALUES:
                     with tf.control_dependencies([self._chain[-2]]):
                         self._values[at] = self._edges.receive(self._inputs, VALUES, self._number, at)
-                case Action.RECEIVE_GRADIENTS:
+                case Opcode.RECEIVE_GRADIENTS:
                     with tf.control_dependencies([self._chain[-2]]):
                         self._gradients[at] = self._edges.receive(self._outputs, GRADIENTS, self._number, at)
-                case Action.FORWARD:
+                case Opcode.FORWARD:
                     self._do_forward(at)
-                case Action.BACKWARD:
+                case Opcode.BACKWARD:
                     self._do_backward(at)
-                case Action.SEND_VALUES:
+                case Opcode.SEND_VALUES:
                     self._send(self._values.pop(at), VALUES, at)
-                case Action.SEND_GRADIENTS:
+                case Opcode.SEND_GRADIENTS:
                     self._send(self._gradients.pop(at), GRADIENTS, at)
-                case Action.UPDATE:
+                case Opcode.UPDATE:
                     self._do_update(at)
 
     def _do_forward(self, at: int) -> None:

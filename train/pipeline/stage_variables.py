@@ -19,8 +19,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Task
 from train.config import TrainConfig
 from train.patches import optimizer_averages
-from train.pipeline.cut import Part, cut, shared
-from train.pipeline.model_blocks import release, with_shape
+from train.pipeline.model_blocks import rebuild_with_shape, release_memory
+from train.pipeline.stage_models import StageModel, find_shared, load_models
 from train.saving.trees import Joint
 
 
@@ -40,8 +40,8 @@ class Division:
             range(self.stages) if self.tasks == 1 else range(self.task % self.stages, self.task % self.stages + 1)
         )
         """The stages that this task has."""
-        self.parts: list[Part] = []
-        """The part of each stage, with the layers and variables of the whole model."""
+        self.models: list[StageModel] = []
+        """The model of each stage, with layers and variables of the whole model."""
         self._users: dict[int, list[int]] = {}
         self._held: dict[int, tf.Variable] = {}
         self._written: set[int] = set()
@@ -52,34 +52,29 @@ class Division:
         """Whether this task has all stages."""
         return len(self.own) == self.stages
 
-    @property
-    def models(self) -> list[keras.Model]:
-        """The model of each stage."""
-        return [part.model for part in self.parts]
-
     def build(self, new_model: Callable[[], keras.Model], feature_shape: Any = None) -> keras.Model:
         """Build the model, with values only for the variables of this task's stages."""
         model, created = without_values(new_model)
-        shaped = with_shape(model, feature_shape)
-        self.parts = cut(shaped, self._config, self.stages, self._run, self.pipelines)
-        for number, part in enumerate(self.parts):
-            for variable in part.used:
+        shaped = rebuild_with_shape(model, feature_shape)
+        self.models = load_models(shaped, self._config, self.stages, self._run, self.pipelines)
+        for number, stage in enumerate(self.models):
+            for variable in stage.used:
                 self._users.setdefault(id(variable), []).append(number)
         self._give_values(created)
         return model
 
     def led(self, stage: int) -> list[keras.Variable]:
         """Return the trained variables whose first user is a stage."""
-        return [variable for variable in self.parts[stage].trained if self._users[id(variable)][0] == stage]
+        return [variable for variable in self.models[stage].trained if self._users[id(variable)][0] == stage]
 
     def updated(self, stage: int) -> list[keras.Variable]:
         """Return the variables that a stage updates; within one task the first user updates for all."""
-        return self.led(stage) if self.whole else self.parts[stage].trained
+        return self.led(stage) if self.whole else self.models[stage].trained
 
     @property
     def shared(self) -> list[tuple[keras.Variable, list[int]]]:
         """The trained variables that several stages use, and the numbers of those stages."""
-        return [(variable, numbers) for variable, numbers in shared(self.parts) if variable.trainable]
+        return [(variable, numbers) for variable, numbers in find_shared(self.models) if variable.trainable]
 
     def build_optimizer(self, optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
         """Build an optimizer of the whole model, with values only for the variables of this task's weights."""
@@ -109,7 +104,7 @@ class Division:
     def release(self) -> None:
         """Free the memory of this task's variables, which must not be used afterwards."""
         for variable in self._held.values():
-            release(variable)
+            release_memory(variable)
 
     def _give_values(self, variables: Iterable[keras.Variable]) -> None:
         for variable in variables:

@@ -502,10 +502,8 @@ class TraceAnswer(Record):
 class Stages(Record):
     """Where a pipeline's model is cut: `stages.json`."""
 
-    measured_for: dict[str, str] = field(default_factory=dict)
     cut: tuple[str, ...] = ()
-    seconds: tuple[Seconds, ...] = ()
-    """The measured times of the model's blocks."""
+    """The first layer of each stage but the first."""
 
 
 TRAINER_IMPORTS = "train.startup.preload"

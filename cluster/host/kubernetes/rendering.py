@@ -57,7 +57,6 @@ NOT_RENDERED = (
     *("resume", "trust", "fresh", "detach", "init_from", "tensorboard_port"),
     *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
     *("data_workers", "secret"),
-    "partition_by",  # times measured here say nothing about other machines
 )
 """Options that say what happens on the machine of `up`, or need code that the image does not hold."""
 WARNING = (

@@ -52,7 +52,6 @@ def check(
     data_dir: Path,
     *,
     memory_bytes: int = 0,
-    record: Path | None = None,
 ) -> dict[str, Any]:
     """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
 
@@ -65,10 +64,9 @@ def check(
         path: where modules of the user's own are found.
         data_dir: where prepared data lies.
         memory_bytes: what each stage may hold; 0: any amount.
-        record: the stages of the run that is resumed or repeated, whose measured times are kept.
 
     Returns:
-        What `train.pipeline.cut.describe` says of the stages; empty where there are none.
+        What `train.pipeline.stage_models.describe_partition` says of the stages; empty where there are none.
 
     Raises:
         UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
@@ -83,7 +81,6 @@ def check(
     words += ["--stages", str(cluster.stages if cluster.kind.staged else 0)]
     words += ["--pipelines", str(cluster.pipelines)]
     words += ["--memory-bytes", str(memory_bytes)] if memory_bytes else []
-    words += ["--record", str(record)] if record and record.exists() else []
     stages: dict[str, Any] = user_code.run(
         [sys.executable, "-m", "train.startup.preflight", *words],
         f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}",

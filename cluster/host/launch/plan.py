@@ -148,7 +148,6 @@ class Plan(Workload):
             self.payload.local_path(),
             folders.data_dir(),
             memory_bytes=self.stage_memory_bytes,
-            record=self.previous.stages if self.previous else None,
         )
 
     @property

@@ -24,7 +24,6 @@ from cluster.system.paths import ROOT
 PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
 LOOPS = ("custom", "fit")
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
-PARTITIONS = ("flops", "measured")
 WORKERS = 2
 MAX_PER_JOB = 4096
 TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
@@ -184,12 +183,6 @@ class TrainingOptions:
     )
     remat: bool = switch(
         "with --strategy pipeline: compute activations again for the backward instead of keeping them",
-        needs=Needs.TRAINER,
-    )
-    partition_by: str = text(
-        "with --strategy pipeline: what the cut evens out, flops, or measured, the times of its blocks on this machine",
-        PARTITIONS[0],
-        choices=PARTITIONS,
         needs=Needs.TRAINER,
     )
     cut: str = text(
@@ -354,7 +347,7 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
             word for each in given if each.is_override for word in (f"--{each.key}", str(getattr(self, each.name)))
         ]
         for each in given:
-            if each.name in ("schedule", "partition_by", "cut"):
+            if each.name in ("schedule", "cut"):
                 words += [f"--pipeline.{each.key}", getattr(self, each.name)]
         words += ["--pipeline.remat"] if self.remat else []
         return [*words, *self.train, *self.overrides]

@@ -51,8 +51,7 @@ def _stages(pipeline: dict[str, Any]) -> list[str]:
         f"{pipelines} {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: stages of equal time "
         f"would idle {pipeline['bubble']:.0%}; a stage may take {limit}"
     )
-    by = "FLOPS" if pipeline["partition_by"] == "flops" else "MS/MICRO-BATCH"
-    names = ("STAGE", "PARAMETERS", "STATE MB", "MB/MICRO-BATCH", "HELD", "HELD MB", "TIME", by, "LAYERS")
+    names = ("STAGE", "PARAMETERS", "STATE MB", "MB/MICRO-BATCH", "HELD", "HELD MB", "TIME", "FLOPS", "LAYERS")
     rows = [
         (
             stage["stage"],
@@ -62,12 +61,12 @@ def _stages(pipeline: dict[str, Any]) -> list[str]:
             stage["in_flight"],
             f"{stage['activation_bytes'] / 1e6:,.1f}",
             f"{stage['share']:.0%}",
-            f"{stage['cost']:.3g}" if by == "FLOPS" else f"{stage['cost'] * 1000:,.1f}",
+            f"{stage['cost']:.3g}",
             f"{stage['first']} to {stage['last']}",
         )
         for stage in pipeline["stages"]
     ]
-    spare = ("MB/MICRO-BATCH", "STATE MB", by, "HELD", "PARAMETERS")
+    spare = ("MB/MICRO-BATCH", "STATE MB", "FLOPS", "HELD", "PARAMETERS")
     return [head, *chosen_columns(names, rows, right=names[:-1], spare=spare)]
 
 

@@ -96,9 +96,9 @@ def test_options_of_up_that_are_overrides_are_passed_on():
     requested = Request(loop="fit", precision="bf16", checkpoint_every="2.5s", overrides=("--epochs", "1"))
     expected = ["--loop", "fit", "--precision", "bf16", "--checkpoint-every", "2.5s", "--epochs", "1"]
     assert expected == requested.training()
-    staged = Request(micro_batches=8, schedule="1f1b", remat=True, cut="dense,logits", partition_by="measured")
+    staged = Request(micro_batches=8, schedule="1f1b", remat=True, cut="dense,logits")
     expected = ["--micro-batches 8", "--pipeline.schedule 1f1b", "--pipeline.cut dense,logits", "--pipeline.remat"]
-    for words in [*expected, "--pipeline.partition-by measured"]:
+    for words in expected:
         assert words in " ".join(staged.training())
 
 

@@ -1,6 +1,5 @@
 """A model with several inputs and outputs: tried before anything starts, trained, evaluated and exported by name."""
 
-import argparse
 import json
 import sys
 from types import ModuleType
@@ -19,7 +18,7 @@ from train.data.prepare import preparation
 from train.loops import steps
 from train.model import export, models, objectives
 from train.settings.optimization import Optimizer
-from train.startup import preflight
+from train.startup import model_checks
 
 N, BATCH = 48, 12
 LOSS = "kind=sparse_categorical_crossentropy,size=mean_squared_error"
@@ -86,8 +85,7 @@ def test_its_data_keeps_the_names(source):
 
 
 def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, make_run):
-    options = argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1)
-    preflight.check(config(metrics="own_named:metrics"), options)
+    model_checks.check_parts(config(metrics="own_named:metrics"), strategy="one", data_dir=tmp_path)
     objective = objective_of(source, metrics="own_named:metrics")
     built = models.of(config(), source.feature_shape, source.num_outputs)
     feed = sources.eval_feed(None, source, 10)
@@ -160,7 +158,7 @@ def test_a_model_whose_outputs_are_not_the_labels_is_refused(own, source, tmp_pa
     vars(own)["model"] = other
     assert source.num_outputs
     with pytest.raises(UsageError, match="kind, price"):
-        preflight.check(config(), argparse.Namespace(data_dir=tmp_path, stages=0, strategy="one", replicas=1))
+        model_checks.check_parts(config(), strategy="one", data_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

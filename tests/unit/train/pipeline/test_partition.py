@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.system.errors import UsageError
-from train.pipeline.partition import Block, Plan, memory_of, partition
+from train.pipeline.partition import BlockCost, Constraints, compute_stage, partition
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
 
 
 def blocks(costs, parameter_bytes=0, activation_bytes=0):
     return [
-        Block((f"layer_{at}", f"act_{at}"), float(cost), parameter_bytes, 0, activation_bytes, 1)
+        BlockCost((f"layer_{at}", f"act_{at}"), float(cost), parameter_bytes, 0, activation_bytes, 1)
         for at, cost in enumerate(costs)
     ]
 
@@ -29,14 +29,14 @@ def all_borders(count, stages):
 def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts(costs, stages):
     if stages > len(costs):
         return
-    found = partition(blocks(costs), Plan(stages))
+    found = partition(blocks(costs), Constraints(stages))
     assert [layer for stage in found for layer in stage.layers] == [
         layer for block in blocks(costs) for layer in block.layers
     ]
     best = min(
         max(sum(costs[a:b]) for a, b in itertools.pairwise(borders)) for borders in all_borders(len(costs), stages)
     )
-    assert max(stage.seconds for stage in found) == best
+    assert max(stage.flops for stage in found) == best
 
 
 @settings(deadline=None)
@@ -50,33 +50,39 @@ def test_the_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts(costs, stages):
 def test_the_best_cut_that_fits_the_memory_is_found_or_refused(sizes, stages, schedule, remat, limit):
     if stages > len(sizes):
         return
-    model = [Block((f"layer_{at}",), float(c), p, p, a, 1) for at, (c, p, a) in enumerate(sizes)]
-    plan = Plan(stages, schedule, 4, remat, limit)
+    model = [BlockCost((f"layer_{at}",), float(c), p, p, a, 1) for at, (c, p, a) in enumerate(sizes)]
+    plan = Constraints(stages, schedule, 4, remat, limit)
     fitting = []
     for borders in all_borders(len(model), stages):
         ranges = list(itertools.pairwise(borders))
-        if all(memory_of(model, plan, number, *each) <= limit for number, each in enumerate(ranges)):
-            fitting.append(max(sum(block.seconds for block in model[a:b]) for a, b in ranges))
+        if all(compute_stage(model, plan, number, *each).memory_bytes <= limit for number, each in enumerate(ranges)):
+            fitting.append(max(sum(block.flops for block in model[a:b]) for a, b in ranges))
     if not fitting:
         with pytest.raises(UsageError):
             partition(model, plan)
         return
     found = partition(model, plan)
-    assert max(stage.seconds for stage in found) == min(fitting)
+    assert max(stage.flops for stage in found) == min(fitting)
     assert all(stage.memory_bytes <= limit for stage in found)
 
 
-def test_memory_counts_what_the_schedule_holds():
+@pytest.mark.parametrize(
+    ("constraints", "stage", "expected"),
+    [
+        (Constraints(4, "gpipe", 8), 0, 100 + 8 * 10),
+        (Constraints(4, "1f1b", 8), 0, 100 + 4 * 10),
+        (Constraints(4, "1f1b", 8), 3, 100 + 10),
+        (Constraints(4, "pipedream", 8), 0, 4 * 100 + 4 * 10),
+        (Constraints(4, "gpipe", 8, remat=True), 1, 100 + 10 + 8 * 1),
+    ],
+)
+def test_memory_counts_what_the_schedule_holds(constraints, stage, expected):
     model = blocks([1, 1, 1, 1], parameter_bytes=100, activation_bytes=10)
-    assert memory_of(model, Plan(4, "gpipe", 8), 0, 0, 1) == 100 + 8 * 10
-    assert memory_of(model, Plan(4, "1f1b", 8), 0, 0, 1) == 100 + 4 * 10
-    assert memory_of(model, Plan(4, "1f1b", 8), 3, 3, 4) == 100 + 10
-    assert memory_of(model, Plan(4, "pipedream", 8), 0, 0, 1) == 4 * 100 + 4 * 10
-    assert memory_of(model, Plan(4, "gpipe", 8, remat=True), 1, 1, 2) == 100 + 10 + 8 * 1
+    assert expected == compute_stage(model, constraints, stage, stage, stage + 1).memory_bytes
 
 
 def test_a_given_cut_overrides_the_best_one():
-    found = partition(blocks([1, 1, 1, 9]), Plan(2), ["layer_1"])
+    found = partition(blocks([1, 1, 1, 9]), Constraints(2), ["layer_1"])
     assert [(0, 1), (1, 4)] == [(stage.first, stage.last) for stage in found]
 
 
@@ -87,21 +93,23 @@ def test_a_given_cut_overrides_the_best_one():
 )
 def test_a_cut_that_is_none_is_refused(cut):
     with pytest.raises(UsageError):
-        partition(blocks([1, 1, 1, 1]), Plan(3), cut)
+        partition(blocks([1, 1, 1, 1]), Constraints(3), cut)
 
 
 def test_more_stages_than_blocks_are_refused():
     with pytest.raises(UsageError, match="2 or fewer"):
-        partition(blocks([1, 1]), Plan(3))
+        partition(blocks([1, 1]), Constraints(3))
 
 
 def test_a_given_cut_that_exceeds_the_memory_is_refused():
     with pytest.raises(UsageError, match="stage 1"):
-        partition(blocks([1, 1, 1, 1], parameter_bytes=10), Plan(2, memory_bytes=20), ["layer_1"])
+        partition(blocks([1, 1, 1, 1], parameter_bytes=10), Constraints(2, memory_bytes=20), ["layer_1"])
 
 
 def test_a_cut_needs_enough_memory_for_each_stage():
-    model = [Block((f"layer_{at}",), 1.0, size) for at, size in enumerate([5_000_000, 1_000_000, 1_000_000, 5_000_000])]
+    model = [
+        BlockCost((f"layer_{at}",), 1.0, size) for at, size in enumerate([5_000_000, 1_000_000, 1_000_000, 5_000_000])
+    ]
     with pytest.raises(UsageError, match="fits 5 MB per stage"):
-        partition(model, Plan(2, memory_bytes=5_000_000))
-    partition(model, Plan(2, memory_bytes=6_000_000))
+        partition(model, Constraints(2, memory_bytes=5_000_000))
+    partition(model, Constraints(2, memory_bytes=6_000_000))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.pipeline import schedule
-from train.pipeline.schedule import Action
+from train.pipeline.schedule import Opcode
 
 SIZES = st.tuples(st.sampled_from(schedule.SCHEDULES), st.integers(1, 9), st.integers(1, 20))
 
@@ -13,21 +13,21 @@ SIZES = st.tuples(st.sampled_from(schedule.SCHEDULES), st.integers(1, 9), st.int
 def computed(programs, forward_s, backward_s, transfer_s=0.0):
     """Return the end of every forward and backward, in seconds, if receives only wait for their data."""
     clock, arrival, ends = [0.0] * len(programs), {}, []
-    sends = {Action.RECEIVE_VALUES: (Action.SEND_VALUES, -1), Action.RECEIVE_GRADIENTS: (Action.SEND_GRADIENTS, 1)}
+    sends = {Opcode.RECEIVE_VALUES: (Opcode.SEND_VALUES, -1), Opcode.RECEIVE_GRADIENTS: (Opcode.SEND_GRADIENTS, 1)}
     for stage, each in schedule.interleave(programs):
-        if each.action in sends:
-            action, offset = sends[each.action]
+        if each.opcode in sends:
+            action, offset = sends[each.opcode]
             clock[stage] = max(clock[stage], arrival[action, stage + offset, each.micro_batch])
-        elif each.action in (Action.SEND_VALUES, Action.SEND_GRADIENTS):
-            arrival[each.action, stage, each.micro_batch] = clock[stage] + transfer_s
-        elif each.action is not Action.UPDATE:
-            clock[stage] += forward_s if each.action is Action.FORWARD else backward_s
+        elif each.opcode in (Opcode.SEND_VALUES, Opcode.SEND_GRADIENTS):
+            arrival[each.opcode, stage, each.micro_batch] = clock[stage] + transfer_s
+        elif each.opcode is not Opcode.UPDATE:
+            clock[stage] += forward_s if each.opcode is Opcode.FORWARD else backward_s
             ends.append(clock[stage])
     return ends
 
 
 def of(program, *actions):
-    return [each for each in program if each.action in actions]
+    return [each for each in program if each.opcode in actions]
 
 
 @settings(deadline=None)  # others use this machine, too
@@ -35,12 +35,12 @@ def of(program, *actions):
 def test_each_stage_computes_every_micro_batch_once_and_forward_before_backward(size):
     name, stages, micro_batches = size
     for program in schedule.build(name, stages, micro_batches):
-        forwards = [each.micro_batch for each in of(program, Action.FORWARD)]
-        backwards = [each.micro_batch for each in of(program, Action.BACKWARD)]
+        forwards = [each.micro_batch for each in of(program, Opcode.FORWARD)]
+        backwards = [each.micro_batch for each in of(program, Opcode.BACKWARD)]
         assert forwards == backwards == list(range(micro_batches))
-        order = [(each.action, each.micro_batch) for each in program]
+        order = [(each.opcode, each.micro_batch) for each in program]
         for micro_batch in range(micro_batches):
-            assert order.index((Action.FORWARD, micro_batch)) < order.index((Action.BACKWARD, micro_batch))
+            assert order.index((Opcode.FORWARD, micro_batch)) < order.index((Opcode.BACKWARD, micro_batch))
 
 
 @settings(deadline=None)
@@ -49,8 +49,8 @@ def test_a_stage_holds_no_more_than_its_bound_and_reaches_it(size):
     name, stages, micro_batches = size
     for stage, program in enumerate(schedule.build(name, stages, micro_batches)):
         held, most = 0, 0
-        for each in of(program, Action.FORWARD, Action.BACKWARD):
-            held += 1 if each.action is Action.FORWARD else -1
+        for each in of(program, Opcode.FORWARD, Opcode.BACKWARD):
+            held += 1 if each.opcode is Opcode.FORWARD else -1
             most = max(most, held)
         assert schedule.in_flight(name, stage, stages, micro_batches) == most
         if name != "gpipe":
@@ -62,9 +62,9 @@ def test_a_stage_holds_no_more_than_its_bound_and_reaches_it(size):
 def test_updates_come_once_a_step_or_once_a_micro_batch(size):
     name, stages, micro_batches = size
     for program in schedule.build(name, stages, micro_batches):
-        updates = [each.micro_batch for each in of(program, Action.UPDATE)]
+        updates = [each.micro_batch for each in of(program, Opcode.UPDATE)]
         assert updates == (list(range(micro_batches)) if name == "pipedream" else [micro_batches - 1])
-        assert program[-1].action is Action.UPDATE
+        assert program[-1].opcode is Opcode.UPDATE
 
 
 @settings(deadline=None)
@@ -73,13 +73,13 @@ def test_pipedream_gradients_are_stale_by_exactly_the_stages_that_follow(stages,
     for stage, program in enumerate(schedule.build("pipedream", stages, micro_batches)):
         updates, versions = 0, {}
         for each in program:
-            if each.action is Action.UPDATE:
+            if each.opcode is Opcode.UPDATE:
                 stale = updates - versions[each.micro_batch]
                 assert min(stages - 1 - stage, each.micro_batch) == stale
                 if each.micro_batch >= stages - 1 - stage:
                     assert stale == stages - 1 - stage
                 updates += 1
-            elif each.action is Action.FORWARD:
+            elif each.opcode is Opcode.FORWARD:
                 versions[each.micro_batch] = updates
 
 
@@ -89,11 +89,11 @@ def test_pipedream_stashes_no_more_versions_than_its_bound(stages, micro_batches
     for stage, program in enumerate(schedule.build("pipedream", stages, micro_batches)):
         updates, held, most = 0, {}, 0
         for each in program:
-            if each.action is Action.FORWARD:
+            if each.opcode is Opcode.FORWARD:
                 held[each.micro_batch] = updates
-            elif each.action is Action.BACKWARD:
+            elif each.opcode is Opcode.BACKWARD:
                 del held[each.micro_batch]
-            updates += each.action is Action.UPDATE
+            updates += each.opcode is Opcode.UPDATE
             most = max(most, len(set(held.values())))
         assert most <= schedule.weight_versions("pipedream", stage, stages, micro_batches)
 
@@ -107,8 +107,8 @@ def test_no_schedule_deadlocks_and_what_is_sent_is_received(size, transfer_s):
     assert len(ends) == 2 * stages * micro_batches
     for stage in range(stages - 1):
         for one, other, action, received in (
-            (stage, stage + 1, Action.SEND_VALUES, Action.RECEIVE_VALUES),
-            (stage + 1, stage, Action.SEND_GRADIENTS, Action.RECEIVE_GRADIENTS),
+            (stage, stage + 1, Opcode.SEND_VALUES, Opcode.RECEIVE_VALUES),
+            (stage + 1, stage, Opcode.SEND_GRADIENTS, Opcode.RECEIVE_GRADIENTS),
         ):
             sent = [each.micro_batch for each in of(programs[one], action)]
             assert sent == [each.micro_batch for each in of(programs[other], received)]
@@ -124,6 +124,6 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(name, stages, micro_b
 
 def test_stages_that_wait_for_each_other_are_noticed():
     programs = schedule.build("gpipe", 2, 2)
-    programs[0] = [each for each in programs[0] if each.action is not Action.SEND_VALUES]
+    programs[0] = [each for each in programs[0] if each.opcode is not Opcode.SEND_VALUES]
     with pytest.raises(RuntimeError):
         schedule.interleave(programs)

@@ -79,7 +79,7 @@ def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path,
     holders = [Holder(tmp_path, task, stages) for task in range(stages)]
     assert held(holders) == whole.values
     for holder in holders:
-        own = holder.division.models[holder.division.task].trainable_variables
+        own = holder.division.models[holder.division.task].model.trainable_variables
         weights = [each for each in holder.model.trainable_variables if each.value.is_initialized()]
         assert [each.path for each in own] == [each.path for each in weights]
         slots = [each for each in holder.optimizer._momentums if each.value.is_initialized()]
@@ -148,15 +148,15 @@ def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path):
         second.model, tmp_path / "weights.npz"
     )
     for holder in (first, second):
-        own = holder.division.models[holder.division.task].trainable_variables
+        own = holder.division.models[holder.division.task].model.trainable_variables
         assert all((each.numpy() == 0.5).all() for each in own)
 
 
 @pytest.mark.slow
 def test_a_stage_that_is_not_finite_keeps_all_from_saving(tmp_path):
     holders = [Holder(tmp_path, task, 2) for task in range(2)]
-    holders[1].division.models[1].trainable_variables[0].assign_add(
-        np.full(holders[1].division.models[1].trainable_variables[0].shape, np.nan)
+    holders[1].division.models[1].model.trainable_variables[0].assign_add(
+        np.full(holders[1].division.models[1].model.trainable_variables[0].shape, np.nan)
     )
     for holder in holders:
         holder.checkpoint.save(3)
@@ -178,6 +178,6 @@ def test_a_regularizer_of_a_variable_of_several_stages_counts_once() -> None:
     division.device = lambda stage: None  # type: ignore[method-assign]  # this process has one device
     whole = division.build(shared)
     assert {0, 1} == {stage for variable, stages in division.shared if variable.regularizer for stage in stages}
-    first, second = (part.penalty() for part in division.parts)
+    first, second = (stage.penalty() for stage in division.models)
     assert float(whole.losses[0]) == first > 0
     assert second == 0

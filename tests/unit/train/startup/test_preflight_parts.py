@@ -5,7 +5,6 @@ Here without a process: `test_preflight.py` runs the program. More of them: `tes
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import types
@@ -21,7 +20,7 @@ from tensorflow import keras
 from cluster.system.errors import UsageError
 from train.config import Optimizer, TrainConfig
 from train.data.prepare import preparation
-from train.startup import preflight
+from train.startup import model_checks
 
 layers = keras.layers
 
@@ -179,8 +178,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         module.data = lambda: {"train": split, "test": split}
         preparation.prepare("tried_parts:data", tmp_path)
         config = TrainConfig(dataset="tried_parts:data", model=f"tried_parts:{model}", **more)
-        options = {"stages": 0, "pipelines": 1, "memory_bytes": None, "record": None, "strategy": "mirrored"}
-        preflight.check(config, argparse.Namespace(replicas=replicas, data_dir=tmp_path, **options))
+        model_checks.check_parts(config, strategy="mirrored", data_dir=tmp_path, replicas=replicas)
 
     return of
 

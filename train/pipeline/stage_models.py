@@ -1,4 +1,4 @@
-"""Cuts a model into stages by its configuration, the same in every task, and finds what a call of each stage uses.
+"""The model of each stage, the same in every task, and what a call of each uses.
 
 Keras knows which layer created a variable, but not which layers read it: an output layer can multiply by the weights of
 the embedding. So each stage is traced once, with zeros for variables.
@@ -6,7 +6,6 @@ the embedding. So each stage is traced once, with zeros for variables.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +20,14 @@ from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import layer_state, masks, optimizers
 from train.patches import placed_seeds
-from train.pipeline import model_blocks, schedule
+from train.pipeline import model_blocks
 from train.pipeline.model_blocks import ModelBlock
-from train.pipeline.partition import Block, Plan, Stage, partition
+from train.pipeline.partition import Constraints, StageCost, partition
 
 
 @dataclass(frozen=True)
-class Part:
-    """A stage of a model.
+class StageModel:
+    """The model of a stage.
 
     Attributes:
         model: the model of the stage, with layers and variables of the whole model.
@@ -67,139 +66,93 @@ class Part:
         return [weight for weight in self.model.trainable_weights if weight.regularizer is not None]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A model in stages."""
-
-    blocks: list[ModelBlock]
-    costs: list[Block]
-    plan: Plan
-    stages: list[Stage]
-    parts: list[Part]
-
-
-def find(
+def partition_model(
     model: keras.Model,
     config: TrainConfig,
     stages: int,
     *,
     memory_bytes: int | None = None,
-    seconds: Sequence[float] = (),
     layers: Sequence[str] | None = None,
     pipelines: int = 1,
-) -> Cut:
-    """Return the best cut of a model, or the one that its configuration names.
+) -> tuple[list[StageCost], list[StageModel]]:
+    """Return the stages of the best partition of a model, or of the one that its configuration names.
 
     Args:
         memory_bytes: memory of each stage; None for no limit.
-        seconds: time of each block; empty to estimate it by FLOPs.
         layers: the first layer of each stage but the first; None for those of the configuration.
         pipelines: number of pipelines that share each global batch.
     """
-    blocks, pipeline = model_blocks.split(model), config.pipeline
+    blocks, pipeline = model_blocks.split_model(model), config.pipeline
     if masks.of(model.outputs[0]) is not None:
         raise UsageError(
             f"--stages {stages}: a mask reaches the output of {model.layers[-1].name!r}, and no stage knows the "
             "unmasked positions of the whole batch; leave the mask out, or use another strategy"
         )
-    names = [name.strip() for name in pipeline.cut.split(",") if name.strip()] if layers is None else layers
-    _check_blocks(model, blocks, stages, names)
-    plan = Plan(stages, pipeline.schedule, config.micro_batches, pipeline.remat, memory_bytes)
-    copies = _slots(config) + (config.micro_batches > 1)  # a gradient, and the sum of the previous ones
+    cut = [name.strip() for name in pipeline.cut.split(",") if name.strip()] if layers is None else layers
+    _check_blocks(model, blocks, stages, cut)
+    constraints = Constraints(stages, pipeline.schedule, config.micro_batches, pipeline.remat, memory_bytes)
+    copies = _count_slots(config) + (config.micro_batches > 1)  # a gradient, and the sum of the previous ones
     micro_batch = config.global_batch // (pipelines * config.micro_batches)
-    costs = model_blocks.estimate(blocks, micro_batch, copies)
-    if len(seconds) == len(costs):
-        costs = [dataclasses.replace(cost, seconds=measured) for cost, measured in zip(costs, seconds, strict=True)]
-    chosen = partition(costs, plan, names)
-    built = build_parts(model, [blocks[stage.first : stage.last] for stage in chosen], micro_batch)
-    check_parts(built, remat=pipeline.remat, asynchronous=pipeline.schedule == "pipedream", pipelines=pipelines)
-    return Cut(blocks, costs, plan, chosen, built)
+    costs = partition(model_blocks.estimate_costs(blocks, micro_batch, copies), constraints, cut)
+    models = build_models(model, [blocks[stage.first : stage.last] for stage in costs], micro_batch)
+    check_models(models, remat=pipeline.remat, asynchronous=pipeline.schedule == "pipedream", pipelines=pipelines)
+    return costs, models
 
 
-def cut(
+def load_models(
     model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None, pipelines: int = 1
-) -> list[Part]:
-    """Return the model's stages as planned, according to the record of the run; see `find`."""
-    planned = records.read(run.stages, Stages.from_json, None) if run else None
-    if planned is None and config.pipeline.partition_by == "measured":
-        raise UsageError("--partition-by measured: no times of the blocks are recorded; start the run with `invoke up`")
-    planned = planned or Stages()
+) -> list[StageModel]:
+    """Return the model's stages as planned, according to the record of the run; see `partition_model`."""
+    planned = records.read(run.stages, Stages.from_json, Stages()) if run else Stages()
     # A resumed run may have another number of stages.
     layers = planned.cut if len(planned.cut) == stages - 1 else None
-    return find(model, config, stages, layers=layers, seconds=planned.seconds, pipelines=pipelines).parts
+    return partition_model(model, config, stages, layers=layers, pipelines=pipelines)[1]
 
 
-def describe(
-    model: keras.Model,
-    config: TrainConfig,
-    stages: int,
-    *,
-    pipelines: int = 1,
-    memory_bytes: int | None = None,
-    record: Any = None,
+def describe_partition(
+    model: keras.Model, config: TrainConfig, stages: int, *, pipelines: int = 1, memory_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Describe the stages for a plan, with the record by which the tasks cut the model.
-
-    Args:
-        pipelines: number of pipelines that share each global batch.
-        memory_bytes: memory of each stage; None for no limit.
-        record: the record of an earlier generation, whose measured times remain valid; None if there is none.
-    """
-    measured = config.pipeline.partition_by == "measured"
-    conditions = model_blocks.conditions(config) | {"pipelines": str(pipelines)}
-    seconds: list[float] = []
-    if measured:
-        find(model, config, stages, pipelines=pipelines)  # fails before measuring if the model cannot be cut
-        still_valid = record and record.measured_for == conditions
-        micro_batch = config.global_batch // (pipelines * config.micro_batches)
-        blocks = model_blocks.split(model)
-        seconds = list(record.seconds) if still_valid else model_blocks.block_seconds(blocks, micro_batch)
-    result = find(model, config, stages, memory_bytes=memory_bytes, seconds=seconds, pipelines=pipelines)
+    """Describe the stages for a plan, with the record by which the tasks partition the model; see `partition_model`."""
+    costs, _ = partition_model(model, config, stages, memory_bytes=memory_bytes, pipelines=pipelines)
+    total = sum(stage.flops for stage in costs) or 1.0
     return {
-        "partition_by": config.pipeline.partition_by,
         "memory_bytes": memory_bytes,
-        "stages": [_describe(result, stage) for stage in result.stages],
-        "record": {
-            "measured_for": conditions,
-            "cut": [stage.layers[0] for stage in result.stages[1:]],
-            "seconds": seconds,
-        },
+        "stages": [_describe_stage(stage) | {"share": stage.flops / total} for stage in costs],
+        "record": {"cut": [stage.layers[0] for stage in costs[1:]]},
     }
 
 
-def _describe(result: Cut, stage: Stage) -> dict[str, Any]:
-    """Describe a stage for a plan. `cost` is that of a micro-batch in seconds or FLOPs, `share` its share of all."""
-    plan, costs = result.plan, result.costs[stage.first : stage.last]
-    weights = sum(cost.parameter_bytes for cost in costs)
+def _describe_stage(stage: StageCost) -> dict[str, Any]:
+    """Describe a stage for a plan; `cost` is the operations of a micro-batch."""
+    weights = sum(block.parameter_bytes for block in stage.blocks)
     return {
         "stage": stage.number,
         "first": stage.layers[0],
         "last": stage.layers[-1],
         "layers": list(stage.layers),
         "parameters": weights // 4,
-        "state_bytes": weights + sum(cost.state_bytes for cost in costs),
-        "in_flight": schedule.in_flight(plan.schedule, stage.number, plan.stages, plan.micro_batches),
-        "micro_batch_bytes": sum(cost.activation_bytes for cost in costs),
+        "state_bytes": weights + sum(block.state_bytes for block in stage.blocks),
+        "in_flight": stage.in_flight,
+        "micro_batch_bytes": sum(block.activation_bytes for block in stage.blocks),
         "activation_bytes": stage.activation_bytes,
         "memory_bytes": stage.memory_bytes,
-        "share": stage.seconds / (sum(other.seconds for other in result.stages) or 1.0),
-        "cost": stage.seconds,
+        "cost": stage.flops,
     }
 
 
 def _check_blocks(model: keras.Model, blocks: Sequence[ModelBlock], stages: int, names: Sequence[str]) -> None:
     borders = {block.names[0] for block in blocks}
     inside = [name for name in names if name not in borders]
-    places = [model_blocks.crossing(model, name) for name in inside]
+    places = [model_blocks.find_crossing(model, name) for name in inside]
     if stages > len(blocks) == 1:
-        places.append(model_blocks.crossing(model))
+        places.append(model_blocks.find_crossing(model))
     for layer, makers in filter(None, places):
         crossed = f"the outputs of {' and '.join(repr(name) for name in makers)} cross the cut before {layer!r}"
         option = f"--cut {layer!r}" if layer in inside else f"--stages {stages}"
         raise UsageError(f"{option}: several tensors cross there: {crossed}, and only one may")
 
 
-def _slots(config: TrainConfig) -> int:
+def _count_slots(config: TrainConfig) -> int:
     """Return the number of variables that the optimizer keeps for each weight."""
     weight = keras.Variable(tf.zeros([2, 3]))
     optimizer = optimizers.build(config)
@@ -207,14 +160,11 @@ def _slots(config: TrainConfig) -> int:
     return sum(tuple(variable.shape) == (2, 3) for variable in optimizer.variables)
 
 
-# What a stage uses
-
-
-def build_parts(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micro_batch: int) -> list[Part]:
-    """Build the parts of a model from the blocks of its stages, for `micro_batch` examples."""
+def build_models(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micro_batch: int) -> list[StageModel]:
+    """Build the models of stages from the blocks of its stages, for `micro_batch` examples."""
     parts, drawn, seen = [], dict[int, int](), set[int]()
     for number, blocks in enumerate(stages):
-        model = model_blocks.stage_model(blocks, number)
+        model = model_blocks.build_stage_model(blocks, number)
         before, (read, changed, graph) = dict(drawn), _observe(model, micro_batch, drawn)
         for name in layer_state.assigned(layer_state.tensorflow_variables(model), graph):
             raise UsageError(
@@ -225,12 +175,12 @@ def build_parts(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micr
         used, assigned = (
             [variable for variable in whole.variables if id(variable) in ids] for ids in (read | stage_ids, changed)
         )
-        parts.append(Part(model, used, assigned, before, frozenset(stage_ids - seen)))
+        parts.append(StageModel(model, used, assigned, before, frozenset(stage_ids - seen)))
         seen |= stage_ids
     return parts
 
 
-def check_parts(parts: Sequence[Part], *, remat: bool, asynchronous: bool, pipelines: int) -> None:
+def check_models(parts: Sequence[StageModel], *, remat: bool, asynchronous: bool, pipelines: int) -> None:
     """Check that training in stages gives the results of one device."""
     changed = [variable for part in parts for variable in part.changed]
     if changed and remat:
@@ -243,8 +193,8 @@ def check_parts(parts: Sequence[Part], *, remat: bool, asynchronous: bool, pipel
             f"--workers for {pipelines} pipelines: a forward changes {changed[0].path!r}, which would differ between "
             "them; use one pipeline"
         )
-    for variable, numbers in shared(parts):
-        layers = " and ".join(repr(_user(parts[number].model, variable)) for number in numbers)
+    for variable, numbers in find_shared(parts):
+        layers = " and ".join(repr(_name_user(parts[number].model, variable)) for number in numbers)
         if any(variable is other for other in changed):
             raise UsageError(
                 f"--strategy pipeline: a forward changes {variable.path!r}, which {layers} use in different stages; "
@@ -257,7 +207,7 @@ def check_parts(parts: Sequence[Part], *, remat: bool, asynchronous: bool, pipel
             )
 
 
-def shared(parts: Sequence[Part]) -> list[tuple[keras.Variable, list[int]]]:
+def find_shared(parts: Sequence[StageModel]) -> list[tuple[keras.Variable, list[int]]]:
     """Return the variables that several stages use, and the numbers of those stages."""
     users: dict[int, list[int]] = {}
     for number, part in enumerate(parts):
@@ -267,7 +217,7 @@ def shared(parts: Sequence[Part]) -> list[tuple[keras.Variable, list[int]]]:
     return [(used[key], numbers) for key, numbers in users.items() if len(numbers) > 1]
 
 
-class Reads(keras.StatelessScope):
+class ObservingScope(keras.StatelessScope):
     """Records which variables are read and assigned, and reads variables without a value as zeros."""
 
     def __init__(self) -> None:
@@ -284,7 +234,7 @@ class Reads(keras.StatelessScope):
 def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tuple[set[int], set[int], Any]:
     """Call a model in a graph, count its draws, and return the ids of variables it reads and assigns, and the graph."""
     graph = tf.__internal__.FuncGraph("observed")
-    with graph.as_default(), Reads() as scope:
+    with graph.as_default(), ObservingScope() as scope:
         zero = tf.zeros([], tf.int64)
         with placed_seeds.random_place(zero, zero, zero, drawn) as place:
             model(tf.zeros([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype), training=True)
@@ -292,7 +242,7 @@ def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tup
     return scope.read, set(scope.state_mapping), graph
 
 
-def _user(model: keras.Model, variable: keras.Variable) -> str:
+def _name_user(model: keras.Model, variable: keras.Variable) -> str:
     """Return the name of the first layer of a stage that uses a variable."""
     for layer in model.layers:
         if any(variable is other for other in layer.variables):

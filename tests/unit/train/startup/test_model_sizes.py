@@ -7,7 +7,7 @@ import pytest
 
 from train.config import Optimizer, TrainConfig
 from train.data import sources
-from train.startup import preflight
+from train.startup import model_sizes
 
 PARAMETERS = 121_930
 
@@ -21,7 +21,7 @@ def images(monkeypatch):
 
 @pytest.mark.parametrize(("optimizer", "slots"), [("adam", 2), ("sgd", 1)])
 def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(optimizer, slots):
-    value = preflight.measure(TrainConfig(optimizer=Optimizer(name=optimizer)), "one", Path("data"))
+    value = model_sizes.measure_model(TrainConfig(optimizer=Optimizer(name=optimizer)), "one", Path("data"))
     assert (PARAMETERS, 4 * PARAMETERS, 4 * PARAMETERS) == tuple(
         value[name] for name in ("parameters", "weights_bytes", "gradients_bytes")
     )
@@ -29,6 +29,6 @@ def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(optimizer, slots):
 
 
 def test_activations_are_the_outputs_of_the_layers():
-    value = preflight.measure(TrainConfig(), "one", Path("data"))
+    value = model_sizes.measure_model(TrainConfig(), "one", Path("data"))
     outputs = 28 * 28 + 26 * 26 * 32 + 13 * 13 * 32 + 11 * 11 * 64 + 5 * 5 * 64 + 64 + 10
     assert 4 * outputs == value["activation_bytes"]

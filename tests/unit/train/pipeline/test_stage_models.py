@@ -1,16 +1,15 @@
-"""What a plan says of the stages of a model, how its blocks are measured, and which models are refused."""
+"""What a plan says of the stages of a model, and which models are refused."""
 
 import pytest
 from tensorflow import keras
 
-from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
 from train import patches
 from train.config import Pipeline, TrainConfig, Transformer
 from train.model.architectures import transformer_lm
-from train.pipeline import cut, model_blocks
+from train.pipeline import model_blocks, stage_models
 
 SIZE = {"layers": 2, "width": 8, "heads": 2}
 CONFIG = TrainConfig(model="transformer_lm", global_batch=8, micro_batches=4, transformer=Transformer(**SIZE))
@@ -60,7 +59,9 @@ def masked():
 
 
 def test_a_plan_says_what_each_stage_holds():
-    gpipe, f1b = (cut.describe(new_model(), config(schedule=name), 2)["stages"] for name in ("gpipe", "1f1b"))
+    gpipe, f1b = (
+        stage_models.describe_partition(new_model(), config(schedule=name), 2)["stages"] for name in ("gpipe", "1f1b")
+    )
     model = new_model()
     assert model.count_params() == sum(stage["parameters"] for stage in gpipe)
     layers = [layer.name for layer in model.layers if layer.name != "tokens"]
@@ -75,64 +76,30 @@ def test_a_plan_says_what_each_stage_holds():
 
 def test_attention_counts_its_scores():
     def attention(tokens):
-        estimated = model_blocks.estimate(model_blocks.split(transformer_lm((tokens,), 11, **SIZE)), 2, 2)
+        estimated = model_blocks.estimate_costs(model_blocks.split_model(transformer_lm((tokens,), 11, **SIZE)), 2, 2)
         return next(block for block in estimated if "layer_0_attention" in block.layers)
 
     short, long = attention(64), attention(128)
-    assert long.seconds > 2 * short.seconds
+    assert long.flops > 2 * short.flops
     assert long.activation_bytes > 2 * short.activation_bytes
     assert long.parameter_bytes == short.parameter_bytes
 
 
 def test_memory_changes_the_cut_or_refuses_it():
-    free = cut.describe(new_model(), config(), 3)
+    free = stage_models.describe_partition(new_model(), config(), 3)
     assert free["memory_bytes"] is None
     needed = max(stage["memory_bytes"] for stage in free["stages"])
     with pytest.raises(UsageError, match="--stages 3"):
-        cut.describe(new_model(), config(), 3, memory_bytes=needed // 4)
+        stage_models.describe_partition(new_model(), config(), 3, memory_bytes=needed // 4)
 
 
-def layers_of(part):
-    return [layer.name for layer in part.model.layers if not isinstance(layer, keras.layers.InputLayer)]
-
-
-def test_measured_times_choose_the_cut_and_are_kept(monkeypatch, tmp_path):
-    model, measured = new_model(), config(partition_by="measured")
-    count = len(model_blocks.split(model))
-    monkeypatch.setattr(model_blocks, "block_seconds", lambda *_: [9.0] + [1.0] * (count - 1))
-    described = cut.describe(model, measured, 2)
-    assert ["embedding"] == described["stages"][0]["layers"]
-    assert [9.0, count - 1] == [stage["cost"] for stage in described["stages"]]
-
+def test_the_tasks_take_the_recorded_cut_if_the_number_of_stages_is_the_same(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.create()
-    write_json(run.stages, described["record"])
-    kept = records.read(run.stages, records.Stages.from_json)
-    monkeypatch.setattr(model_blocks, "block_seconds", lambda *_: pytest.fail("measured again"))
-    assert described == cut.describe(model, measured, 2, record=kept)
-    assert ["embedding"] == layers_of(cut.cut(model, measured, 2, run)[0])
-    scaled = cut.cut(model, measured, 3, run)
-    assert (3, ["embedding"]) == (len(scaled), layers_of(scaled[0]))
-    with pytest.raises(pytest.fail.Exception):  # other micro-batches take other times
-        cut.describe(model, TrainConfig(**{**vars(measured), "micro_batches": 2}), 2, record=kept)
-
-
-def test_a_measured_cut_without_its_record_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="--partition-by measured"):
-        cut.cut(new_model(), config(partition_by="measured"), 2, RunFolder(tmp_path))
-
-
-@pytest.mark.slow
-def test_every_block_takes_time_and_equal_ones_are_measured_once(monkeypatch):
-    chain = model_blocks.split(new_model())
-    measured = []
-    actual = model_blocks._seconds
-    monkeypatch.setattr(model_blocks, "_seconds", lambda block, size: measured.append(block) or actual(block, size))
-    seconds = model_blocks.block_seconds(chain, 2)
-    assert len(chain) == len(seconds)
-    assert all(each > 0 for each in seconds)
-    assert len(measured) < len(chain)
-    assert seconds[1] == seconds[3]
+    write_json(run.stages, {"cut": ["layer_0_attention_norm"]})
+    recorded, scaled = (stage_models.load_models(new_model(), config(), stages, run) for stages in (2, 3))
+    assert ["tokens", "embedding"] == [layer.name for layer in recorded[0].model.layers]
+    assert 3 == len(scaled)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +117,16 @@ def test_every_block_takes_time_and_equal_ones_are_measured_once(monkeypatch):
 )
 def test_a_model_that_cannot_be_cut_is_refused(model, options, stages, named):
     with pytest.raises(UsageError) as refused:
-        cut.find(model(), config(**options), stages)
+        stage_models.partition_model(model(), config(**options), stages)
     assert named in str(refused.value)
     assert str(refused.value).isprintable()
 
 
 def test_what_no_forward_changes_can_be_computed_again_and_in_several_pipelines():
-    cut.find(normalized(frozen=True), config(remat=True), 2)
-    cut.find(normalized(frozen=True), config(), 2, pipelines=2)
+    stage_models.partition_model(normalized(frozen=True), config(remat=True), 2)
+    stage_models.partition_model(normalized(frozen=True), config(), 2, pipelines=2)
     with pytest.raises(UsageError):
-        cut.find(normalized(), config(), 2, pipelines=2)
+        stage_models.partition_model(normalized(), config(), 2, pipelines=2)
 
 
 def test_a_model_that_leaves_a_size_open_is_cut_for_the_size_of_its_data():
@@ -167,22 +134,22 @@ def test_a_model_that_leaves_a_size_open_is_cut_for_the_size_of_its_data():
     hidden = dense("hidden", 8)(keras.layers.Embedding(11, 8)(inputs))
     model = keras.Model(inputs, dense("last", 11)(hidden))
     with pytest.raises(UsageError):
-        cut.find(model, config(), 2)
-    found = cut.find(model_blocks.with_shape(model, (6,)), config(), 2)
-    assert [(None, 6, 8), (None, 6, 11)] == [part.model.outputs[0].shape for part in found.parts]
+        stage_models.partition_model(model, config(), 2)
+    _, stages = stage_models.partition_model(model_blocks.rebuild_with_shape(model, (6,)), config(), 2)
+    assert [(None, 6, 8), (None, 6, 11)] == [stage.model.outputs[0].shape for stage in stages]
 
 
 def test_stage_models_have_the_variables_of_the_model_in_order():
     model = new_model()
-    chain = model_blocks.split(model)
+    chain = model_blocks.split_model(model)
     assert len(chain) == 7
-    stages = [model_blocks.stage_model(part, at) for at, part in enumerate((chain[:2], chain[2:5], chain[5:]))]
+    stages = [model_blocks.build_stage_model(part, at) for at, part in enumerate((chain[:2], chain[2:5], chain[5:]))]
     own = [id(variable) for stage in stages for variable in stage.trainable_variables]
     assert own == [id(variable) for variable in model.trainable_variables]
 
 
 def test_a_residual_block_is_never_cut():
-    names = [block.names for block in model_blocks.split(new_model())]
+    names = [block.names for block in model_blocks.split_model(new_model())]
     assert ("layer_0_attention_norm", "layer_0_attention", "layer_0_attention_add") in names
 
 
@@ -198,4 +165,4 @@ def test_only_a_layer_without_state_can_be_called_in_several_blocks(kind, expect
     inputs = keras.Input((4,))
     middle = keras.layers.Dense(4, name="middle")(keras.layers.Dense(4, name="first")(shared(inputs)))
     outputs = keras.layers.Dense(2, name="last")(shared(middle))
-    assert expected == [block.names for block in model_blocks.split(keras.Model(inputs, outputs))]
+    assert expected == [block.names for block in model_blocks.split_model(keras.Model(inputs, outputs))]
