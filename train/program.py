@@ -24,7 +24,6 @@ from train import evaluator, patches, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
 from train.data import sources
-from train.data.function import data_service
 from train.loops import custom, fit
 from train.loops.loop import Steps
 from train.loops.training import Setup
@@ -78,10 +77,8 @@ class Program:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a server has nothing to save
             self.heartbeat.update(state="training")
             self.heartbeat.start()
-            if self.task.role in (Role.WORKER, Role.DATA_WORKER) and self.config.source == "function":
+            if self.task.role == Role.WORKER and self.config.source == "function":
                 self._source()  # opens the source for graphs of other tasks
-            if self.task.role.is_data_service:
-                self._prepare_data()
             strategy.serve(self.task, self.config.threads)
         self.heartbeat.start()
         context = rehearsed.setup.context if rehearsed else self._task_context()
@@ -147,27 +144,7 @@ class Program:
         )
 
     def _source(self) -> sources.Source:
-        trains = self.task.role in (Role.CHIEF, Role.WORKER) and not self.spec.serves(self.task)
-        return sources.find(
-            self.config,
-            Path(os.environ.get("DATA_DIR", "data")),
-            self.run,
-            data_service.of(self.spec, self.heartbeat.current.generation) if trains else None,
-        )
-
-    def _prepare_data(self) -> None:
-        """Serve batches to the other tasks until this process ends."""
-        generation, (dispatcher,) = self.heartbeat.current.generation, self.spec.of(Role.DATA_DISPATCHER)
-
-        def newest_step() -> int:
-            beat = self.run.heartbeat("chief")
-            return beat.step if beat and beat.generation == generation else 0
-
-        if self.task == dispatcher:
-            server = data_service.dispatcher(self.task.port, self.run.control / "data-service" / str(generation))
-        else:
-            server = data_service.worker(self.task.index, self.task.address, dispatcher.address, newest_step)
-        server.join()
+        return sources.find(self.config, Path(os.environ.get("DATA_DIR", "data")), self.run)
 
     def _strategy(self) -> tf.distribute.Strategy:
         if self.task.role == Role.EVALUATOR:

@@ -250,10 +250,7 @@ class Agent:
             "report": lambda obstacle: heartbeat.update(obstacle=obstacle),
         }
         try:
-            # A data service is not a member of the cluster, but it listens as well.
-            if self.task.role.is_data_service or (
-                attempt.restarts_alone and self.task.name in self._passed_rendezvous(generation)
-            ):
+            if attempt.restarts_alone and self.task.name in self._passed_rendezvous(generation):
                 # The other tasks passed it long ago and their TensorFlow servers hold their ports. This task's port may
                 # still be in use while the kernel frees the memory of its previous program.
                 task_ports.listen(self._listener, **waiting).close()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.contract import strategies
-from cluster.contract.spec import ClusterSpec, Role
+from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import UsageError
 
 SCALINGS = ("none", "linear", "sqrt")
@@ -113,20 +113,6 @@ def _check_undivided(config: dict[str, Any]) -> None:
         raise UsageError(
             f"--optimizer.name {name} with --strategy pipeline, whose stages update apart: use an optimizer of Keras, "
             "such as adam"
-        )
-
-
-def check_data_workers(cluster: ClusterSpec, config: Mapping[str, Any]) -> None:
-    """Check that data workers have something to prepare.
-
-    Raises:
-        UsageError: the source of the data is prepared already.
-    """
-    workers, source = len(cluster.of(Role.DATA_WORKER)), config.get("source", "memory")
-    if workers and source != "function":
-        raise UsageError(
-            f"--data-workers {workers} with --source {source}, which is prepared already: name a dataset function, "
-            "-- --source function, or leave --data-workers out"
         )
 
 

@@ -31,23 +31,16 @@ class Role(StrEnum):
     WORKER = "worker"
     PS = "ps"
     EVALUATOR = "evaluator"
-    DATA_DISPATCHER = "data-dispatcher"
-    DATA_WORKER = "data-worker"
 
     @property
     def is_sidecar(self) -> bool:
         """Whether its tasks are outside the TensorFlow cluster: a strategy would wait for them indefinitely."""
-        return self == Role.EVALUATOR or self.is_data_service
-
-    @property
-    def is_data_service(self) -> bool:
-        """Whether its tasks prepare input for those that train, see docs/guides/data.md."""
-        return self in (Role.DATA_DISPATCHER, Role.DATA_WORKER)
+        return self == Role.EVALUATOR
 
     @property
     def is_singleton(self) -> bool:
         """Whether there is at most one such task, whose name has no index."""
-        return self in (Role.CHIEF, Role.EVALUATOR, Role.DATA_DISPATCHER)
+        return self in (Role.CHIEF, Role.EVALUATOR)
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class ClusterSpec:
 
     Attributes:
         strategy: a key of `strategies.STRATEGIES`.
-        tasks: chief first, then workers, parameter servers, evaluator, data dispatcher, data workers.
+        tasks: chief first, then workers, parameter servers, evaluator.
         devices: replicas in each training task.
         separate_chief: whether TF_CONFIG has a task of type `chief`. Without, and without parameter servers, the chief
             is worker 0 there.
@@ -142,7 +135,7 @@ class ClusterSpec:
 
     def serves(self, task: Task) -> bool:
         """Whether the task only serves others (its program never ends by itself)."""
-        return task.role == Role.PS or task.role.is_data_service or (task.role == Role.WORKER and self.kind.served)
+        return task.role == Role.PS or (task.role == Role.WORKER and self.kind.served)
 
     def calls_first(self, task: Task) -> tuple[Task, ...]:
         """Return the tasks whose TensorFlow servers this task calls as soon as it forms the cluster."""
@@ -221,7 +214,6 @@ def build(
     ports: tuple[int, ...] | None = None,
     separate_chief: bool = True,
     pipelines: int = 1,
-    data_workers: object = 0,
 ) -> ClusterSpec:
     """Return the cluster for the options of a command line.
 
@@ -234,7 +226,6 @@ def build(
         ports: a free port on 127.0.0.1 for each task, for local processes; None for containers, which have a host
             name each and listen on `TASK_PORT`.
         separate_chief, pipelines: see `ClusterSpec`.
-        data_workers: tasks that prepare batches for those that train, with a dispatcher; 0: none.
 
     Raises:
         UsageError: a count is out of range, or the strategy does not fit the topology.
@@ -242,14 +233,11 @@ def build(
     num_workers = parse_count("workers", workers, 0, MAX_TASKS)
     num_ps = parse_count("ps", ps, 0, MAX_TASKS)
     num_devices = parse_count("devices", devices, 1, MAX_DEVICES)
-    num_data = parse_count("data-workers", data_workers, 0, MAX_TASKS)
     resolved = strategies.resolve(strategy, num_workers, num_ps, num_devices).name
     slots = [(Role.CHIEF, 0)]
     slots += [(Role.WORKER, index) for index in range(num_workers)]
     slots += [(Role.PS, index) for index in range(num_ps)]
     slots += [(Role.EVALUATOR, 0)] if evaluator else []
-    slots += [(Role.DATA_DISPATCHER, 0)] if num_data else []
-    slots += [(Role.DATA_WORKER, index) for index in range(num_data)]
     tasks = tuple(Task(role, index, task_name(role, index), TASK_PORT) for role, index in slots)
     cluster = ClusterSpec(resolved, tasks, num_devices, separate_chief, pipelines)
     return cluster.listening(ports) if ports else cluster

@@ -22,7 +22,7 @@ def render(spec: ClusterSpec, task: Task) -> dict[str, Any] | None:
     The evaluator reads the cluster but is never listed in it: a strategy would wait for it indefinitely. Where the
     chief is not listed as one it is worker 0, and worker-0 is worker 1: TensorFlow takes worker 0 for the chief then.
     """
-    if not spec.members or task.role.is_data_service:
+    if not spec.members:
         return None
     workers_alone = not spec.separate_chief and not spec.of(Role.PS)
     cluster: dict[str, list[str]] = {}

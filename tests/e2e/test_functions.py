@@ -10,8 +10,6 @@ from tests.e2e.scenario import Clusters, summary
 MADE = '''
 """Noise around a corner for each class."""
 
-import time
-
 import numpy as np
 import tensorflow as tf
 from tensorflow import keras
@@ -38,16 +36,6 @@ def indexed(split, shard):
     return Made(split)
 
 
-class Slow(Made):
-    def __getitem__(self, index):
-        time.sleep(0.001)  # so that a run lasts long enough to be disturbed
-        return super().__getitem__(index)
-
-
-def slow(split, shard):
-    return Slow(split)
-
-
 def streamed(split, shard):
     def example(index):
         noise = tf.random.stateless_normal([8], [index, int(split == "test")], alg="philox")
@@ -70,16 +58,6 @@ def preset():
         log_every=1, optimizer=Optimizer(learning_rate=1e-2, warmup_steps=0),
     )
 '''
-
-
-TOPOLOGIES = {
-    "one": "--workers=0",
-    "several": "--workers=1",
-    "mirrored": "--workers=0 --devices=2",
-    "servers": "--workers=1 --ps=1",
-}
-SLOW = ("--dataset", "made:slow", "--evaluate-every", "100000", "--max-steps", "600", "--epochs", "100")
-"""A training that lasts long enough to be disturbed."""
 
 
 @pytest.fixture(scope="module")
@@ -107,43 +85,17 @@ def test_two_tasks_read_shards_of_their_own(own):
     train(own, "streamed", "--workers=1", "--dataset", "made:streamed", "--micro-batches", "2")
 
 
-@pytest.fixture(scope="module")
-def alone(own) -> RunFolder:
-    """A run that reads by itself."""
-    return train(own, "alone", "--workers=0", *SLOW)
-
-
-def disturbed(own: Clusters, name: str, topology: str, kills: dict[str, int], runtime: str = "local") -> RunFolder:
-    """Train with data workers, and kill some tasks at their steps; return the run folder once it has ended."""
-    own.invoke(
-        "up", f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", "--preset=made:preset",
-        *topology.split(), "--detach", "--", *SLOW,
-    )  # fmt: skip
-    for task, step in kills.items():
-        own.invoke("chaos", "kill", task, f"--run={name}", f"--at-step={step}")
-    own.invoke("wait", name)
-    run = own.run(name)
-    assert "succeeded" == summary(run)["state"]
-    assert 0 == run.generation  # they come back alone
-    assert sorted(kills) == sorted(event.task for event in run.events() if event.event == "restarted")
-    return run
+@pytest.mark.long
+@pytest.mark.parametrize("dataset", ["made:streamed", "made:indexed"])
+def test_functions_feed_workers_of_parameter_servers(own, dataset):
+    train(own, f"served-{dataset.partition(':')[2]}", "--workers=1 --ps=1", "--dataset", dataset)
 
 
 @pytest.mark.long
-def test_killed_data_workers_and_dispatchers_come_back_alone_and_the_bits_stay(own, alone):
-    kills = {"data-worker-0": 100, "data-dispatcher": 250}
-    run = disturbed(own, "prepared", "--workers=0 --data-workers=2", kills)
-    assert summary(alone)["weights_sha256"] == summary(run)["weights_sha256"]
-    results = json.loads(own.invoke("evaluate", "prepared", "--json"))
+def test_a_run_on_a_random_access_source_is_evaluated_and_predicts(own):
+    run = train(own, "indexed", "--workers=1")
+    results = json.loads(own.invoke("evaluate", "indexed", "--json"))
     assert summary(run)["metrics"]["eval_accuracy"] == pytest.approx(results["eval_accuracy"], abs=1e-6)
     example = run.path / "example.json"
     example.write_text(json.dumps([3.0] + [0.0] * 7))
-    assert "class 0" in own.invoke("predict", "prepared", f"--features={example}").splitlines()[0]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dataset", ["made:streamed", "made:indexed"])
-@pytest.mark.parametrize("topology", ["several", "servers"])
-def test_data_workers_feed_several_tasks(own, topology, dataset):
-    name = f"fed-{topology}-{dataset.partition(':')[2]}"
-    train(own, name, f"{TOPOLOGIES[topology]} --data-workers=1", "--dataset", dataset)
+    assert "class 0" in own.invoke("predict", "indexed", f"--features={example}").splitlines()[0]

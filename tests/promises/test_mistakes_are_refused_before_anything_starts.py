@@ -52,9 +52,6 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message)
         (Request(resume="a/b"), ["'a/b'"]),
         (Request(resume="one", name="two", fresh=True), ["--name and --fresh", "--resume"]),
         (Request(trust=True), ["--trust", "--resume"]),
-        (Request(data_workers=-1), ["--data-workers"]),
-        (Request(data_workers=2, runtime="local"), ["--data-workers", "--source"]),
-        (Request(script="s.py", data_workers=2), ["--data-workers"]),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(resolved, monkeypatch, tmp_path, request_, named):

@@ -168,7 +168,7 @@ SCALE_PATIENCE_S = 180.0
 """Longest time from such a request to the next generation, while `invoke scale` is alive; the timeouts of its parts are
 shorter in total."""
 
-_TASK = re.compile(r"chief|evaluator|data-dispatcher|(worker|ps|data-worker)-(0|[1-9][0-9]{0,8})")
+_TASK = re.compile(r"chief|evaluator|(worker|ps)-(0|[1-9][0-9]{0,8})")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
 
 

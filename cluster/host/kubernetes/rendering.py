@@ -56,7 +56,7 @@ NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
     *("resume", "trust", "fresh", "detach", "init_from", "tensorboard_port"),
     *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
-    *("data_workers", "secret"),
+    "secret",
 )
 """Options that say what happens on the machine of `up`, or need code that the image does not hold."""
 WARNING = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.contract import compatibility, settings, spec
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.spec import ClusterSpec, Role
+from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu import devices, placement
 from cluster.host.gpu.placement import Placement
 from cluster.host.launch import configuration, packages, resuming, user_files
@@ -47,7 +47,6 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     run = _run_folder(typed, stops_first=stops_first)
 
     runtime, why_runtime = registry.choose(request.runtime or registry.AUTO, cluster.kind)
-    _check_data_workers(cluster, runtime)
     job = _job(typed, request, runtime, cluster)
     gpus = Placement() if runtime.is_remote else _place(typed, previous, run, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
@@ -89,16 +88,6 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     init = () if typed.resume else user_files.find_weights(config.get("init_from", ""), previous.run)
     compose = runtime.render(work) | gpus.record()
     return replace(planned, compose=compose, init=init, about_resuming=tuple(notes))
-
-
-def _check_data_workers(cluster: ClusterSpec, runtime: Runtime) -> None:
-    """Checked before anything is installed."""
-    workers = len(cluster.of(Role.DATA_WORKER))
-    if workers and runtime.is_remote:
-        raise UsageError(
-            f"--data-workers {workers} with --runtime {runtime.name}, which has none yet: use --runtime docker or "
-            "local, or leave it out"
-        )
 
 
 def _check_configuration(planned: Plan) -> list[str]:
@@ -199,7 +188,6 @@ def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mappin
         UsageError: they cannot.
     """
     compatibility.check_precision(cluster, config.get("precision", "fp32"))
-    compatibility.check_data_workers(cluster, config)
     compatibility.check_stages(cluster, config, previous)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
         compatibility.check_shards(cluster, shards)

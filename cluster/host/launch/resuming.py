@@ -139,10 +139,7 @@ def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: spec.Clust
     """Return a note where the datasets of a function would have other shards than before."""
     if config.get("source") != "function":
         return []
-    previous, requested = (
-        (config.get("bitwise_elastic") or each.replicas) * max(1, len(each.of(spec.Role.DATA_WORKER)))
-        for each in (run.load_cluster(), cluster)
-    )
+    previous, requested = (config.get("bitwise_elastic") or each.replicas for each in (run.load_cluster(), cluster))
     if previous == requested:
         return []
     return [

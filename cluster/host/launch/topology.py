@@ -39,7 +39,6 @@ def build_cluster(request: Request, devices: int | None = None) -> ClusterSpec:
         workers=default_workers if request.workers is None else request.workers,
         ps=request.ps or 0,
         evaluator=request.evaluator,
-        data_workers=request.data_workers or 0,
         strategy=request.strategy or strategies.AUTO,
         devices=devices or (1 if request.devices is None else request.devices),
         separate_chief=not request.script or request.separate_chief,
@@ -100,13 +99,11 @@ def inherit_topology(request: Request, previous: ClusterSpec) -> Request:
         strategy = strategies.AUTO if chosen else previous.strategy
         if previous.kind.staged and workers and previous_workers == workers:
             stages = previous.stages
-    data_workers = len(previous.of(Role.DATA_WORKER)) if request.data_workers is None else request.data_workers
     return replace(
         request,
         workers=workers,
         ps=ps,
         evaluator=evaluator,
-        data_workers=data_workers,
         strategy=strategy,
         devices=devices,
         stages=stages,

@@ -138,12 +138,6 @@ class TrainingOptions:
     )
     ps: int | None = number("parameter servers; 1 or more: ParameterServerStrategy", 0, bounds=(0, MAX_TASKS))
     evaluator: bool = switch("add a task that evaluates every new checkpoint", needs=Needs.TRAINER)
-    data_workers: int | None = number(
-        "tasks that prepare batches for those that train, by tf.data's service; with --source function",
-        0,
-        bounds=(0, MAX_TASKS),
-        needs=Needs.TRAINER,
-    )
     strategy: str = text(f"{_ONE_OF_STRATEGIES} or {list(strategies.STRATEGIES)[-1]}", "auto, from the topology")
     devices: int | None = number(
         "replicas in each training task, on logical CPUs; with --gpus as many as its GPUs", 1, bounds=(1, MAX_DEVICES)

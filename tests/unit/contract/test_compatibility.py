@@ -10,15 +10,6 @@ from cluster.contract import compatibility, spec, strategies
 from cluster.system.errors import UsageError
 
 
-@pytest.mark.parametrize("source", ["memory", "stream"])
-def test_data_workers_need_a_dataset_function(source):
-    cluster = spec.build(1, data_workers=2)
-    compatibility.check_data_workers(cluster, {"source": "function"})
-    with pytest.raises(UsageError):
-        compatibility.check_data_workers(cluster, {"source": source})
-    compatibility.check_data_workers(spec.build(1), {"source": source})
-
-
 @given(st.integers(1, 10**6), st.integers(1, 600))
 def test_the_offered_global_batches_divide(global_batch, divisor):
     if global_batch % divisor == 0:

@@ -73,10 +73,9 @@ def test_tasks_are_named_after_role_and_index():
     assert ["worker-0", "worker-1"] == [task.name for task in cluster.of(Role.WORKER)]
     with pytest.raises(UsageError, match="'worker-1'"):
         cluster.task("worker-2")
-    cluster = spec.build(1, data_workers=2)
+    cluster = spec.build(1, evaluator=True)
     assert ["chief", "worker-0"] == [task.name for task in cluster.members]
-    assert ["data-dispatcher", "data-worker-0", "data-worker-1"] == [task.name for task in cluster.tasks[2:]]
-    assert (2, ()) == (cluster.replicas, spec.build(0, data_workers=1).members)
+    assert (2, ()) == (cluster.replicas, spec.build(0, evaluator=True).members)
     local = spec.build(1, 1, ports=(7001, 7002, 7003))
     assert ["127.0.0.1:7001", "127.0.0.1:7002", "127.0.0.1:7003"] == [task.address for task in local.tasks]
 
@@ -87,7 +86,6 @@ def test_tasks_are_named_after_role_and_index():
         ({"workers": 1}, [], []),
         ({"workers": 1, "evaluator": True}, ["evaluator"], []),
         ({"workers": 1, "ps": 1, "evaluator": True}, ["worker-0", "evaluator"], ["worker-0", "ps-0"]),
-        ({"workers": 1, "data_workers": 1}, ["data-dispatcher", "data-worker-0"], ["data-dispatcher", "data-worker-0"]),
     ],
 )
 def test_who_restarts_alone_and_who_only_serves(topology, alone, serving):
@@ -96,9 +94,9 @@ def test_who_restarts_alone_and_who_only_serves(topology, alone, serving):
     assert serving == [task.name for task in cluster.tasks if cluster.serves(task)]
 
 
-@given(st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4), st.integers(0, 2))
-def test_a_cluster_survives_its_json(workers, ps, evaluator, devices, data_workers):
-    cluster = spec.build(workers, ps if workers else 0, evaluator, devices=devices, data_workers=data_workers)
+@given(st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4))
+def test_a_cluster_survives_its_json(workers, ps, evaluator, devices):
+    cluster = spec.build(workers, ps if workers else 0, evaluator, devices=devices)
     assert cluster == ClusterSpec.from_json(cluster.to_json())
 
 

@@ -42,12 +42,6 @@ def test_tasks_keep_their_names_where_others_are_left_out_and_tensorflow_counts_
     assert None is tf_config.render(alone, alone.task("chief"))
 
 
-def test_tasks_that_prepare_data_get_none_and_are_in_none():
-    cluster = spec.build(1, data_workers=1)
-    assert tf_config.render(spec.build(1), spec.build(1).task("chief")) == tf_config.render(cluster, cluster.tasks[0])
-    assert [None, None] == [tf_config.dumps(cluster, task) for task in cluster.tasks if task.role.is_data_service]
-
-
 @pytest.mark.parametrize(("task", "index"), [("chief", 0), ("worker-0", 1), ("worker-1", 2)])
 def test_without_a_separate_chief_it_is_worker_0(task, index):
     cluster = spec.build(2, separate_chief=False)

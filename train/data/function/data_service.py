@@ -27,7 +27,6 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import script_ops  # the registry of functions that graphs call has no public name
 
-from cluster.contract.spec import ClusterSpec, Role
 from train.data.batches import Batch, BatchSlice, without_sharding
 from train.data.function import epochs, random_access
 from train.data.function.calling import Record
@@ -136,14 +135,6 @@ def _without_repeats(part: tf.data.Dataset, worker: int, workers: int, first_ste
     start = tf.constant(_next(first_step, worker, workers), tf.int64)
     followed = part.scan(start, follow)
     return followed.filter(lambda new, _: new).map(lambda _, of_step: of_step)
-
-
-def of(spec: ClusterSpec, generation: int) -> Service | None:
-    """Return the data service of a cluster; None if it has none."""
-    if not spec.of(Role.DATA_DISPATCHER):
-        return None
-    address, workers = spec.of(Role.DATA_DISPATCHER)[0].address, len(spec.of(Role.DATA_WORKER))
-    return Service(address, workers, generation, shared=not spec.kind.synchronous)
 
 
 # The tasks that serve
