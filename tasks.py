@@ -1,21 +1,61 @@
 """The tasks: `invoke --list` shows them, `invoke --help TASK` one of them.
 
-Here are those that measure and test this project; the others are in `cluster/host/cli/tasks/`.
+Here are `up`, `plan` and those that measure and test this project; the others are in `cluster/host/cli/tasks/`.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
+import time
 
 from invoke import Collection, Exit
 
 from cluster.contract import spec
-from cluster.host.cli import options
-from cluster.host.cli.command_line import JSON_HELP, has_dry_run, in_checkout, shell, show, task
+from cluster.host.cli.command_line import (
+    COMMANDS,
+    JSON_HELP,
+    has_dry_run,
+    in_checkout,
+    shell,
+    show,
+    takes_request,
+    task,
+)
 from cluster.host.cli.tasks import checks, k8s, preparing, reports, runs, saved_models, tour
-from cluster.host.launch import startup
+from cluster.host.control import foreground
+from cluster.host.launch import footprint, planning, startup
+from cluster.host.options import run_file
+from cluster.host.view.plan_view import plan_lines
+from cluster.system import interrupts
 from cluster.system.errors import UsageError
+from cluster.system.messages import short_path
+
+
+@takes_request(dry="only print the commands (default: no)")
+@has_dry_run
+def up(c, request, dry=False):
+    """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
+    began = time.time()
+    dry = dry or c.config.run.dry
+    with interrupts.handled():
+        planned = planning.plan(request)
+        startup.print_plan(planned)
+        if dry:
+            print("\n".join(startup.list_commands(planned)))
+        else:
+            raise Exit(code=foreground.up(planned, shell(c), began=began))
+
+
+@takes_request(write="also write the options that were given to this run file (default: none)", json=JSON_HELP)
+def plan(c, request, write="", json=False):
+    """Show what `up` would start with the same options, and start nothing."""
+    planned = planning.plan(request)
+    value = planned.to_json() | {"memory": footprint.estimate_memory(planned)}
+    show(value, lambda value: plan_lines(value) + footprint.memory_lines(value["memory"]), as_json=json)
+    if write:
+        path = run_file.write_run_file(write, request, planned.config)
+        print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)
 
 
 @task(
@@ -75,8 +115,8 @@ def golden(c):
 
 
 ns = Collection(
-    runs.up,
-    runs.plan,
+    up,
+    plan,
     runs.status,
     runs.logs,
     runs.profile,
@@ -105,4 +145,4 @@ ns = Collection(
     data=Collection(preparing.prepare, preparing.shard, preparing.examine, preparing.verify),
     k8s=Collection(k8s.render),
 )
-options.COMMANDS.update(ns.task_names)
+COMMANDS.update(ns.task_names)

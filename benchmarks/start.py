@@ -51,9 +51,9 @@ def until_first_step(bench: Bench, name: str, workers: int, runtime: str = "loca
     began = time.time()
     run = bench.up(name, f"--workers={workers}", "--detach", steps=100_000, runtime=runtime, STANDBY="0")
     seconds = _first_step(run) - began
-    teardown.kill(run, lambda command: bench.call(["bash", "-c", command]))
+    teardown.kill_run(run, lambda command: bench.call(["bash", "-c", command]))
     if runtime == "docker":
-        teardown.remove(run, lambda command: bench.call(["bash", "-c", command]))
+        teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]))
     return seconds
 
 

@@ -15,6 +15,9 @@ from cluster.system.errors import UsageError, nearest
 TASK_PORT = 2222
 """Port on which a task's TensorFlow server listens in a container, where each task has a separate address."""
 
+DEFAULT_WORKERS = 2
+"""The `worker` tasks of a run that requests no number, unless its strategy has one process."""
+
 MAX_TASKS = 512
 """Largest cluster that is accepted: a larger number is more likely a typo."""
 
@@ -147,6 +150,22 @@ class ClusterSpec:
         """Whether the task may start again while the others continue; every other task restarts the gang with it."""
         return task.role.is_sidecar or (task.role == Role.WORKER and self.kind.served)
 
+    def with_devices(self, devices: int, strategy: str) -> ClusterSpec:
+        """Return the cluster with as many replicas in each training task.
+
+        The number decides between the strategies of one process.
+
+        Args:
+            devices: replicas in each training task.
+            strategy: the requested one, `auto` or a key of `strategies.STRATEGIES`.
+
+        Raises:
+            UsageError: there are too many, or the strategy does not fit.
+        """
+        parse_count("devices", devices, 1, MAX_DEVICES)
+        resolved = strategies.resolve(strategy, len(self.of(Role.WORKER)), len(self.of(Role.PS)), devices)
+        return replace(self, strategy=resolved.name, devices=devices)
+
     def without(self, names: Collection[str]) -> ClusterSpec:
         """Return the cluster without the tasks of these names; the others keep theirs."""
         return replace(self, tasks=tuple(task for task in self.tasks if task.name not in names))
@@ -206,7 +225,7 @@ def check_run_name(name: str) -> str:
 
 
 def build(
-    workers: object = 2,
+    workers: object = None,
     ps: object = 0,
     evaluator: bool = False,
     strategy: str = "auto",
@@ -218,7 +237,7 @@ def build(
     """Return the cluster for the options of a command line.
 
     Args:
-        workers: `worker` tasks in addition to the chief.
+        workers: `worker` tasks in addition to the chief; None: the default.
         ps: parameter servers.
         evaluator: whether a task evaluates every new checkpoint.
         strategy: `auto` or a key of `strategies.STRATEGIES`.
@@ -230,6 +249,9 @@ def build(
     Raises:
         UsageError: a count is out of range, or the strategy does not fit the topology.
     """
+    if workers is None:
+        requested = strategies.requested(strategy)
+        workers = 0 if requested and requested.one_process else DEFAULT_WORKERS
     num_workers = parse_count("workers", workers, 0, MAX_TASKS)
     num_ps = parse_count("ps", ps, 0, MAX_TASKS)
     num_devices = parse_count("devices", devices, 1, MAX_DEVICES)

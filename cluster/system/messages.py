@@ -36,6 +36,12 @@ def shortened(text: str, most: int) -> str:
     return f"{text[: most - tail - 5].rstrip()} ... {text[-tail:].lstrip()}"
 
 
+def last_output_line(text: str) -> str:
+    """Return the last line that a command printed, at most 200 characters of it."""
+    lines = text.strip().splitlines()
+    return lines[-1][:200] if lines else "no output"
+
+
 def plain(text: str) -> str:
     r"""Return a line with everything that could steer a terminal, or pass for another line, written as `\x1b`."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -53,9 +53,9 @@ def host(clusters, nvidia_smi, monkeypatch) -> Iterator[Context]:
     context = Context(Config(overrides={"run": {"in_stream": False}}))
     context._set(remainder="")
     yield context
-    for name in teardown.leftovers(clusters.runs_dir).found:
+    for name in teardown.find_leftovers(clusters.runs_dir).found:
         run = clusters.run(name)
-        teardown.kill(run, shell(context))
+        teardown.kill_run(run, shell(context))
         teardown.record_end(run)  # no agent is left to write it, and until then its GPUs are taken
     clusters.invoke("down")
 

@@ -114,13 +114,13 @@ def hurried(monkeypatch):
 @pytest.fixture
 def resolved(monkeypatch):
     """The configuration, without the process that checks it."""
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), ""))
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(CONFIG), (), ""))
 
 
 @pytest.fixture
 def recorded_configuration(monkeypatch):
     """The configuration of the run that continues, without the process that checks it."""
-    monkeypatch.setattr(configuration, "resolve", lambda request, base, *_: (read_json(base), (), ""))
+    monkeypatch.setattr(configuration, "resolve_config", lambda request, base, *_: (read_json(base), (), ""))
 
 
 @pytest.fixture

@@ -75,17 +75,17 @@ def rerun(
         The new run, and the verdict; None where it did not succeed.
     """
     _check(run)
-    runtime = runtime or str(manifest.read(run).get("runtime", "auto"))
+    runtime = runtime or str(manifest.read_manifest(run).get("runtime", "auto"))
     request = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
     began = time.time()
-    planned = startup.begin(planning.plan(request), sh, began=began)
+    planned = startup.start_planned(planning.plan(request), sh, began=began)
     try:
         with Live() if shown else contextlib.nullcontext() as live:
             ended = foreground.follow(planned.run, live.show if live else lambda value: None)
     except BaseException:
         foreground.kill(planned.run, sh)
         raise
-    if left := teardown.finish(planned.run, sh):
+    if left := teardown.remove_ended(planned.run, sh):
         print(left, file=sys.stderr)
     return planned.run, compare(run, planned.run) if ended.state == "succeeded" else None
 
@@ -137,7 +137,7 @@ def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
     for run in (first, second):
         for change in membership.changes(run):
             yield f"tasks: {run.name} continued {change}"
-    ones, others = (flatten(manifest.read(run)) for run in (first, second))
+    ones, others = (flatten(manifest.read_manifest(run)) for run in (first, second))
     same_code = all(ones.get(key, "") == others.get(key) for key in CODE_HASHES)
     expected = (*EXPECTED, "code") if same_code else EXPECTED
     for key in sorted(ones.keys() | others.keys()):

@@ -1,9 +1,10 @@
-"""What all tasks share: optional positional arguments, errors in one line, a shell, output."""
+"""What all tasks share: their options, optional positional arguments, errors in one line, a shell, output."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import termios
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from invoke.exceptions import CommandTimedOut, ThreadException, UnexpectedExit
 from cluster.host.cli import parsing
 from cluster.host.cli.runner import Runner
 from cluster.host.image import engine
-from cluster.host.launch import folders
-from cluster.host.options.request import OPTIONS
+from cluster.host.launch import configuration, folders
+from cluster.host.options import run_file
+from cluster.host.options.request import OPTIONS, Request, parse_options
 from cluster.system.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -47,6 +50,11 @@ KEPT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCAC
 """Python's own variables that our programs inherit; others change where they find modules, what they skip of them, or
 whether they end (PYTHONSAFEPATH, PYTHONOPTIMIZE, PYTHONHOME, PYTHONINSPECT)."""
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
+FILE_HELP = "read options from this run file, see docs/reference/options.md; those given here win (default: none)"
+UNTYPED: dict[tuple[type, ...], bool | None] = {(list,): None, (bool,): False}
+"""The values by which invoke knows the type of an option that takes no word, or several."""
+COMMANDS: set[str] = set()
+"""The names of all commands, which no new run may have; `tasks.py` sets them."""
 
 parsing.install()
 
@@ -63,6 +71,54 @@ def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], 
         return invoke.task(auto_shortflags=False, positional=positional, help=help_texts)(report_errors(body))
 
     return decorate
+
+
+def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., None]], Any]:
+    """Decorator that turns a function `(c, request, ...)` into a task with the options of `Request` and its other ones.
+
+    Args:
+        left_out: the options of `Request` that it does not take, by the names of their fields.
+        help_texts: the help of the options that are its own, by the names of their parameters.
+    """
+    taken = {name: each for name, each in OPTIONS.items() if name not in left_out}
+
+    def decorate(body: Callable[..., None]) -> Any:
+        context, _, *own = inspect.signature(body).parameters.values()
+
+        @functools.wraps(body)
+        def wrapped(c: Context, file: str = "", **given: Any) -> None:
+            ours = {parameter.name: given.pop(parameter.name, parameter.default) for parameter in own}
+            given = parse_options(given)
+            words = _words(c)
+            settings = run_file.read_run_file(file, taken) if file else None
+            request = settings.request(given, words) if settings else Request(**given, overrides=words)
+            if request.name in COMMANDS:
+                raise UsageError(f"--name {request.name} is also a command; choose another name")
+            if request.asks_for_help:
+                print(configuration.describe_training_options(request))
+            else:
+                body(c, request, **ours)
+
+        options = [
+            Parameter(each.name, Parameter.KEYWORD_ONLY, default=UNTYPED.get(each.types, "")) for each in taken.values()
+        ]
+        file = Parameter("file", Parameter.KEYWORD_ONLY, default="")
+        extras = [file, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)]
+        wrapped.__signature__ = inspect.Signature([context, *options, *extras])  # type: ignore[attr-defined]
+        return invoke.task(
+            auto_shortflags=False,
+            iterable=[each.name for each in taken.values() if each.types == (list,)],
+            help={name: each.full_help for name, each in taken.items()} | {"file": FILE_HELP} | help_texts,
+        )(report_errors(wrapped))
+
+    return decorate
+
+
+def _words(c: Context) -> tuple[str, ...]:
+    """Return the words after `--`."""
+    typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    # invoke joins the words and loses their quotes.
+    return tuple(typed if " ".join(typed) == c.remainder else shlex.split(c.remainder))
 
 
 def has_dry_run(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """How invoke reads a command line and shows help here.
 
 Positional arguments may be left out, a typo is refused as elsewhere, and help groups the options of `up`. invoke has no
-public interface for these: a task file cannot replace the program that loads it.
+setting for these and a task file cannot replace the program that loads it, so public methods of its are replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from invoke.parser import ParserContext
 from invoke.parser.context import to_flag
 from invoke.parser.parser import ParseMachine
 
-from cluster.host.options.request import OPTIONS, Group
+from cluster.host.options.option import Group
+from cluster.host.options.request import OPTIONS
 from cluster.system.errors import EXIT_UNREAD, EXIT_USAGE
 from cluster.system.messages import plain
 from cluster.system.terminal import error_text
@@ -41,9 +42,8 @@ class Misuse(ParseError, Exit):  # type: ignore[misc]  # invoke has no types
     """An invalid command line. Completion expects a `ParseError`, and an `Exit` has a code."""
 
     def __init__(self, message: str, context: ParserContext | None) -> None:
-        ParseError.__init__(self, message, context)
-        self.text = message
-        self.message, self._code = None, EXIT_USAGE  # invoke prints every `ParseError`
+        Exit.__init__(self, code=EXIT_USAGE)  # without a message: invoke prints every `ParseError`
+        self.text, self.context = message, context
 
     def __str__(self) -> str:
         return error_text(f"error: {plain(self.text)}")

@@ -30,9 +30,10 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
         self.process: subprocess.Popen[bytes] | None = None
         self._interrupts = 0
 
-    def _run_body(self, command: str, **options: Any) -> Result:
+    def run(self, command: str, **options: Any) -> Result:
+        """Run a command; `KeyboardInterrupt` if it was interrupted, whatever it ended with."""
         try:
-            return super()._run_body(command, **options)
+            result = super().run(command, **options)
         except KeyboardInterrupt:
             if self.process is not None and not self._interrupts:  # invoke passes on only what comes while it waits
                 self._signal(signal.SIGINT)
@@ -40,6 +41,13 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
                     processes.wait(self.process, INTERRUPTED_S)
                 self.kill()
             raise
+        except UnexpectedExit as error:
+            if self._interrupts:
+                raise KeyboardInterrupt from error
+            raise
+        if self._interrupts:
+            raise KeyboardInterrupt
+        return result
 
     def echo(self, command: str) -> None:
         """Show a command before it runs, so that it can be pasted."""
@@ -83,19 +91,9 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
         return self.process.wait()
 
     def _thread_join_timeout(self, target: Callable[..., Any]) -> int | None:
-        """Return how many seconds to wait for its output, which a process that left the group may keep open."""
+        """Return how many seconds to wait for its output, which a process that left the group may keep open.
+
+        invoke has no public setting for it.
+        """
         ended = self.timed_out or self._interrupts > 0
         return 1 if ended else super()._thread_join_timeout(target)
-
-    def _finish(self) -> Result:
-        try:
-            result = super()._finish()
-        except UnexpectedExit:
-            self._end_if_interrupted()
-            raise
-        self._end_if_interrupted()
-        return result
-
-    def _end_if_interrupted(self) -> None:
-        if self._interrupts:
-            raise KeyboardInterrupt

@@ -33,7 +33,7 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
         UsageError: unknown run.
     """
     failures = _Failures()
-    left = teardown.leftovers(runs_dir)
+    left = teardown.find_leftovers(runs_dir)
     for run in [_find_run(runs_dir, name, left)] if name else [RunFolder(runs_dir / each) for each in left.found]:
         with failures:
             if run.name in left.unreachable:
@@ -67,7 +67,7 @@ def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[
     except Exception as error:
         print(f"{run.name} cannot be stopped: {' '.join(str(error).split())}", file=sys.stderr)
     with claim.hold(run, "ended", wait_s=claim.WAIT_S):
-        teardown.remove(run, sh, also=also)
+        teardown.remove_run(run, sh, also=also)
         teardown.record_end(run)
 
 

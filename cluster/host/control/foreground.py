@@ -103,7 +103,7 @@ def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> Summary:
 def up(plan: Plan, sh: Shell, *, began: float) -> int:
     """Start a run at `began` and watch it; return the exit code. Errors are reported with the state of the run."""
     try:
-        plan = startup.begin(plan, sh, began=began)
+        plan = startup.start_planned(plan, sh, began=began)
         return attend(plan.run, plan.runtime.board, plan.tensorboard_port, plan.request.detach, sh)
     except KeyboardInterrupt:  # after the tasks were started and before `attend` looks after them
         _announce_background(plan.run)
@@ -131,7 +131,7 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
         raise
     if ended is None:
         return EXIT_DONE
-    left = teardown.finish(run, sh)
+    left = teardown.remove_ended(run, sh)
     print_end(run)
     if left:
         print(left, file=sys.stderr)
@@ -191,7 +191,7 @@ def kill(run: RunFolder, sh: Shell) -> Summary:
         run.end("stopped", task="user")  # before the claim: a scaling command releases it then
         try:
             with claim.hold(run, "ended", wait_s=claim.WAIT_S):
-                teardown.kill(run, sh)
+                teardown.kill_run(run, sh)
         finally:
             teardown.record_end(run)  # no agent is left to write it
     return records.read(run.summary, Summary.from_json)

@@ -20,9 +20,9 @@ from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.control import foreground
 from cluster.host.launch import planning, startup, teardown
 from cluster.host.launch.plan import Plan
-from cluster.host.launch.topology import build_cluster, inherit_topology
-from cluster.host.options.combinations import parse_options
-from cluster.host.options.request import Request
+from cluster.host.launch.planning import build_cluster
+from cluster.host.launch.resuming import inherit_topology
+from cluster.host.options.request import Request, parse_options
 from cluster.host.runtime.base import Shell
 from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, TimedOut, UsageError
@@ -135,9 +135,9 @@ def _swap(planned: Plan, sh: Shell) -> bool:
     run = planned.run
     try:
         summary.await_last_heartbeats(run, summary.SETTLE_S)
-        teardown.remove(run, sh)
+        teardown.remove_run(run, sh)
         if run.continues_elsewhere:
-            startup.go_on(planned, sh)
+            startup.continue_run(planned, sh)
             return True
     except BaseException:
         _end_here(run)
@@ -189,7 +189,7 @@ def _end_here(run: RunFolder) -> None:
 def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
     """Report a run that ended while it was being scaled; return the exit code."""
     ended = foreground.show_until_end(run)
-    left = teardown.finish(run, sh)
+    left = teardown.remove_ended(run, sh)
     print(f"{run.name} {how}")
     foreground.print_end(run)
     if left:

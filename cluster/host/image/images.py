@@ -16,6 +16,7 @@ from pathlib import Path
 from cluster.host.image import checkout, engine
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
 from cluster.system.files import files_sha256
+from cluster.system.messages import last_output_line
 from cluster.system.paths import ROOT
 
 ACCELERATORS = ("cpu", "gpu")
@@ -95,7 +96,7 @@ def default_base(requested: str = "") -> Base:
     )
     if code == 0:
         return Base(f"{name.partition('@')[0]}@{answer}", answer)
-    reason = _last_line(answer)
+    reason = last_output_line(answer)
     if requested:
         raise PrerequisiteError(
             f"base image {requested} is neither on this engine nor in a registry that answers ({reason}); "
@@ -215,7 +216,9 @@ def inspect(image: str) -> dict[str, str]:
     """
     code, text = engine.ask("image", "inspect", "--format={{json .}}", image)
     if code != 0:
-        raise PrerequisiteError(f"image {image} is not on this engine ({_last_line(text)}); run `invoke image.build`")
+        raise PrerequisiteError(
+            f"image {image} is not on this engine ({last_output_line(text)}); run `invoke image.build`"
+        )
     details = json.loads(text)
     labels = details["Config"]["Labels"] or {}
     return {
@@ -225,10 +228,6 @@ def inspect(image: str) -> dict[str, str]:
         "base": labels.get(f"{_OCI}base.name", ""),
         "base_digest": labels.get(f"{_OCI}base.digest", details["RootFS"]["Layers"][0]),
     }
-
-
-def _last_line(text: str) -> str:
-    return text.splitlines()[-1] if text else "no output"
 
 
 def pending_commands(accelerator: str) -> list[str]:

@@ -7,7 +7,7 @@ https://www.kubeflow.org/docs/components/training/.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -246,6 +246,11 @@ def tfjob(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+KINDS: dict[str, tuple[Callable[[ClusterSpec, str], ClusterSpec], Callable[[Manifest], dict[str, Any]]]] = {
+    "jobset": (jobset_hosts, jobset),
+    "tfjob": (tfjob_hosts, tfjob),
+}
+"""For each kind of job, the host names that its pods get, and the job."""
 DNS_PORT = 53
 DATA_MEMORY = "4Gi"
 

@@ -4,52 +4,55 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from cluster.contract import spec
+from cluster.contract import spec, strategies
 from cluster.contract.spec import ClusterSpec
 from cluster.host.image import images
 from cluster.host.kubernetes import kubernetes_objects
 from cluster.host.kubernetes.kubernetes_objects import Manifest
-from cluster.host.launch import configuration, folders, planning
-from cluster.host.launch.topology import build_cluster, check_elastic_batch, elastic_record
-from cluster.host.options.combinations import check_together
-from cluster.host.options.request import PRESET, Request
+from cluster.host.launch import configuration, planning
+from cluster.host.launch.planning import build_cluster, check_elastic_batch, elastic_record
+from cluster.host.options.request import PRESET, Request, check_together
 from cluster.host.runtime import inherited, resources
 from cluster.host.runtime.resources import TASK_MEMORY_BYTES
 from cluster.system.errors import UsageError, nearest
 
-KINDS = ("jobset", "tfjob")
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 """Pods are called after it, with up to 23 characters more, and no label of a host name has more than 63."""
 MEMORY, CPUS, CLAIM = "4GiB", "2", "tf-cluster"
 MAX_GPUS = 64
 
 
-@dataclass(frozen=True)
-class Place:
-    """What is requested of the Kubernetes cluster, as typed; empty is the default."""
-
-    kind: str = "jobset"
-    image: str = ""
-    claim: str = CLAIM
-    cpus: str = CPUS
-    data: bool = False
-    """Whether to render the job that prepares the data instead of the run."""
-
-
-def render(request: Request, place: Place) -> list[dict[str, Any]]:
+def render(
+    request: Request, kind: str = "jobset", image: str = "", claim: str = CLAIM, cpus: str = CPUS, *, data: bool = False
+) -> list[dict[str, Any]]:
     """Return the objects of a run, or the job that prepares its data. Changes nothing.
+
+    Args:
+        request: the request.
+        kind: `jobset` or `tfjob`.
+        image: of the tasks; empty: that of this project.
+        claim: the persistent volume claim with runs and data.
+        cpus: processors that each task requests.
+        data: whether to render the job that prepares the data.
 
     Raises:
         UsageError: something requested cannot be done.
     """
-    manifest = _manifest(request, place)
-    if place.data:
+    if kind not in kubernetes_objects.KINDS:
+        raise UsageError(f"--kind {kind!r} is not a kind of job{nearest(kind, kubernetes_objects.KINDS)}")
+    place_tasks, render_job = kubernetes_objects.KINDS[kind]
+    manifest = _manifest(request, image, claim, cpus)
+    manifest = replace(manifest, spec=place_tasks(manifest.spec, manifest.name))
+    if data:
         return [kubernetes_objects.data_job(manifest)]
-    job = kubernetes_objects.jobset(manifest) if place.kind == "jobset" else kubernetes_objects.tfjob(manifest)
-    return [kubernetes_objects.records(manifest), kubernetes_objects.network_policy(manifest), job]
+    return [
+        kubernetes_objects.records(manifest),
+        kubernetes_objects.network_policy(manifest),
+        render_job(manifest),
+    ]
 
 
 NOT_RENDERED = (
@@ -65,27 +68,24 @@ WARNING = (
 )
 
 
-def _manifest(request: Request, place: Place) -> Manifest:
+def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> Manifest:
     check_together(request, scripted=False)
-    if place.kind not in KINDS:
-        raise UsageError(f"--kind {place.kind!r} is not a kind of job{nearest(place.kind, KINDS)}")
     name = request.name or (request.preset or PRESET).rpartition(":")[2].replace("_", "-").lower()
     if not NAME.fullmatch(name):
         raise UsageError(
             f"--name {name!r}: Kubernetes takes small letters, digits and '-', at most 40, the first a letter; "
             "choose such a name"
         )
-    cpus = spec.parse_count("cpus", place.cpus, 1, 1024)
+    cpus = spec.parse_count("cpus", requested_cpus, 1, 1024)
     gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
     cluster = _cluster(request, gpus)
-    config, _, _ = configuration.resolve(request, None, None, folders.data_dir(), cores=cpus)
+    config, _, _ = configuration.resolve_config(request, cores=cpus)
     planning.check_sharing(config, cluster)
     elastic_run = elastic_record(request, request, cluster)
     check_elastic_batch(elastic_run, cluster, config)
-    hosts = kubernetes_objects.jobset_hosts if place.kind == "jobset" else kubernetes_objects.tfjob_hosts
     return Manifest(
         name=name,
-        spec=hosts(cluster, name),
+        spec=cluster,
         config=config,
         started={
             "hang_timeout_s": request.count("hang_timeout"),
@@ -93,8 +93,8 @@ def _manifest(request: Request, place: Place) -> Manifest:
             "max_external_restarts": request.count("max_external_restarts"),
             **elastic_run,
         },
-        image=place.image or images.train_image("gpu" if gpus else "cpu"),
-        claim=place.claim,
+        image=image or images.train_image("gpu" if gpus else "cpu"),
+        claim=claim,
         memory_bytes=_memory_bytes(request),
         cpus=cpus,
         gpus=gpus,
@@ -103,9 +103,10 @@ def _manifest(request: Request, place: Place) -> Manifest:
 
 
 def _cluster(request: Request, gpus: int) -> ClusterSpec:
-    cluster = build_cluster(request, gpus)
+    cluster = build_cluster(request)
     if gpus:
         planning.check_gpus(f"--gpus-per-task {gpus}", request, cluster, gpus)
+        cluster = cluster.with_devices(gpus, request.strategy or strategies.AUTO)
     if cluster.kind.hardware:
         raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for other hardware than GPUs")
     return cluster

@@ -12,16 +12,16 @@ from typing import Any
 
 from cluster.contract import user_code
 from cluster.contract.spec import ClusterSpec
+from cluster.host.launch.folders import data_dir
 from cluster.host.options.request import PRESET, Request
 from cluster.host.runtime import inherited
 from cluster.system.paths import ROOT
 
 
-def resolve(
+def resolve_config(
     request: Request,
-    base: Path | None,
-    packages: Path | None,
-    data_dir: Path,
+    base: Path | None = None,
+    packages: Path | None = None,
     code_dirs: Sequence[str] = (),
     cores: int = 0,
 ) -> tuple[dict[str, Any], tuple[Path, ...], str]:
@@ -33,25 +33,19 @@ def resolve(
         request: the request.
         base: the `config.json` of a run that is resumed, instead of the preset.
         packages: extra packages that those modules import.
-        data_dir: where prepared data lies.
         code_dirs: where a run that is resumed had the user's modules, in case they are found nowhere else.
         cores: that each task can use, where it runs on another machine; 0: those of this machine.
 
     Raises:
         UsageError: a preset, an option or a value is wrong.
     """
-    command = [f"--data-dir={data_dir}", f"--cores={cores}", *([f"--base={base}"] if base else [])]
+    command = [f"--data-dir={data_dir()}", f"--cores={cores}", *([f"--base={base}"] if base else [])]
     value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages, code_dirs)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
 
-def check(
-    config: dict[str, Any],
-    cluster: ClusterSpec,
-    path: Sequence[str],
-    data_dir: Path,
-    *,
-    memory_bytes: int = 0,
+def check_config(
+    config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str], *, memory_bytes: int = 0
 ) -> dict[str, Any]:
     """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
 
@@ -59,10 +53,9 @@ def check(
     import.
 
     Args:
-        config: what `resolve` returned.
+        config: the resolved one.
         cluster: that it is trained on.
         path: where modules of the user's own are found.
-        data_dir: where prepared data lies.
         memory_bytes: what each stage may hold; 0: any amount.
 
     Returns:
@@ -76,22 +69,38 @@ def check(
     own = any(":" in part and not part.startswith("train.") for name in named for part in re.split("[=,]", name))
     if not (own or cluster.kind.staged):
         return {}
-    words = ["--config", json.dumps(config), "--strategy", cluster.strategy, "--data-dir", str(data_dir)]
-    words += ["--replicas", str(cluster.replicas)]
-    words += ["--stages", str(cluster.stages if cluster.kind.staged else 0)]
-    words += ["--pipelines", str(cluster.pipelines)]
-    words += ["--memory-bytes", str(memory_bytes)] if memory_bytes else []
-    stages: dict[str, Any] = user_code.run(
-        [sys.executable, "-m", "train.startup.preflight", *words],
-        f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}",
+    words = [f"--replicas={cluster.replicas}", f"--stages={cluster.stages if cluster.kind.staged else 0}"]
+    words += [f"--pipelines={cluster.pipelines}", *([f"--memory-bytes={memory_bytes}"] if memory_bytes else [])]
+    options = (
+        f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}"
+    )
+    return _preflight(config, cluster, path, options, words)
+
+
+def count_memory(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str]) -> dict[str, Any]:
+    """Return the bytes of the parts of a configuration's model.
+
+    Raises:
+        UsageError: it cannot be built.
+    """
+    return _preflight(config, cluster, path, f"--model {config['model']!r}", ["--memory"])
+
+
+def _preflight(
+    config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str], options: str, words: Sequence[str]
+) -> dict[str, Any]:
+    command = [sys.executable, "-m", "train.startup.preflight", *words, "--config", json.dumps(config)]
+    answer: dict[str, Any] = user_code.run(
+        [*command, "--strategy", cluster.strategy, "--data-dir", str(data_dir())],
+        options,
         "PRESET_TIMEOUT_S",
         cwd=ROOT,
         environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
     )
-    return stages
+    return answer
 
 
-def options(request: Request) -> str:
+def describe_training_options(request: Request) -> str:
     """Return the help of the training options.
 
     Raises:

@@ -5,21 +5,16 @@ TensorFlow counts the model's parts in a separate process, see `train/startup/pr
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
 
-from cluster.contract import user_code
 from cluster.contract.spec import ClusterSpec, Role, Task
-from cluster.host.launch import folders
+from cluster.host.launch import configuration
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime.resources import TASK_MEMORY_BYTES
 from cluster.host.view.columns import plain_lines
 from cluster.system import memory
 from cluster.system.errors import ClusterError
 from cluster.system.messages import size
-from cluster.system.paths import ROOT
 from cluster.system.terminal import print_wait
 
 
@@ -36,7 +31,8 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
             "unknown": f"{plan.config['dataset']} is not prepared; `invoke data.prepare` does that, and so does `up`"
         }
     try:
-        sizes = _count(plan)
+        print_wait("counting what the model holds in memory")
+        sizes = configuration.count_memory(plan.config, plan.cluster, plan.payload.local_path())
     except ClusterError as error:
         return {"unknown": str(error)}
     return sizes | assess(plan, sizes)
@@ -83,20 +79,6 @@ def _task(cluster: ClusterSpec, task: Task, sizes: dict[str, Any], replica_bytes
     else:
         held = sizes["weights_bytes"]
     return TASK_MEMORY_BYTES + int(held)
-
-
-def _count(plan: Plan) -> dict[str, Any]:
-    words = ["--config", json.dumps(plan.config), "--strategy", plan.cluster.strategy]
-    words += ["--data-dir", str(folders.data_dir())]
-    print_wait("counting what the model holds in memory")
-    sizes: dict[str, Any] = user_code.run(
-        [sys.executable, "-m", "train.startup.preflight", "--memory", *words],
-        f"--model {plan.config['model']!r}",
-        "PRESET_TIMEOUT_S",
-        cwd=ROOT,
-        environment=os.environ | {"PYTHONPATH": os.pathsep.join(plan.payload.local_path())},
-    )
-    return sizes
 
 
 @plain_lines

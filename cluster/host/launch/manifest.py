@@ -27,7 +27,7 @@ CODE = ("cluster", "train")
 """The folders whose files run; others may hold anything."""
 
 
-def write(plan: Plan) -> None:
+def write_manifest(plan: Plan) -> None:
     """Write the manifest of a run that is about to start."""
     value = {
         "schema": SCHEMA,
@@ -47,7 +47,7 @@ def write(plan: Plan) -> None:
     write_json(plan.run.manifest, value)
 
 
-def read(run: RunFolder) -> dict[str, Any]:
+def read_manifest(run: RunFolder) -> dict[str, Any]:
     """Return a run's manifest.
 
     Raises:

@@ -41,7 +41,7 @@ def host_python() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def folder(requirements: Path, python: str) -> Path:
+def locate_packages(requirements: Path, python: str) -> Path:
     """Return where the packages of a requirements file are kept, for one version of Python.
 
     Raises:
@@ -60,14 +60,14 @@ def folder(requirements: Path, python: str) -> Path:
     return FOLDER / digest.hexdigest()[:16]
 
 
-def prepare(requirements: Path, python: str) -> Path:
+def install_packages(requirements: Path, python: str) -> Path:
     """Return the folder with the packages of a requirements file, filling it unless it is there.
 
     Raises:
         UsageError: the file cannot be read, or names what does not exist or does not go with our own packages.
         PrerequisiteError: no package index can be reached.
     """
-    target = folder(requirements, python)
+    target = locate_packages(requirements, python)
     if target.exists():
         return target
     print(f"getting the packages of {requirements} (once)", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.contract import compatibility, tf_config
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch import configuration, folders
+from cluster.host.launch import configuration
 from cluster.host.options.request import Request
 from cluster.host.runtime import tensorboard
 from cluster.host.runtime.base import Runtime, Workload
@@ -137,18 +137,13 @@ class Plan(Workload):
         }
 
     def try_configuration(self) -> dict[str, Any]:
-        """Check that model, data and loss fit together; return the stages, see `configuration.check`.
+        """Check that model, data and loss fit together; return the stages, see `configuration.check_config`.
 
         Raises:
             UsageError: they do not, or the model cannot be cut into the cluster's stages.
         """
-        return configuration.check(
-            self.config,
-            self.cluster,
-            self.payload.local_path(),
-            folders.data_dir(),
-            memory_bytes=self.stage_memory_bytes,
-        )
+        path = self.payload.local_path()
+        return configuration.check_config(self.config, self.cluster, path, memory_bytes=self.stage_memory_bytes)
 
     @property
     def stage_memory_bytes(self) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import os
+from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
-from cluster.contract import compatibility, settings, spec
+from cluster.contract import compatibility, settings, spec, strategies
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.spec import ClusterSpec
+from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.gpu import devices, placement
 from cluster.host.gpu.placement import Placement
 from cluster.host.launch import configuration, packages, resuming, user_files
@@ -16,15 +19,18 @@ from cluster.host.launch.folders import check_folder, data_dir, find_run, free_f
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.resuming import Previous, load_previous, resume
 from cluster.host.launch.teardown import in_progress
-from cluster.host.launch.topology import build_cluster, check_elastic_batch, check_hardware, elastic_record
 from cluster.host.launch.user_files import check_path, check_script
-from cluster.host.options.combinations import check_needs
-from cluster.host.options.request import OPTIONS, Needs, Request
+from cluster.host.options.option import Needs
+from cluster.host.options.request import OPTIONS, Request, check_needs
 from cluster.host.runtime import inherited, registry
-from cluster.host.runtime.base import Runtime, Workload
+from cluster.host.runtime.base import Runtime
 from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Job, Memory, Network, parse_memory
-from cluster.system.errors import UsageError
+from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.messages import counted
+
+DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
+"""The files of the hardware that some strategies need, where this machine has it."""
 
 
 def plan(typed: Request, *, stops_first: bool = False) -> Plan:
@@ -50,15 +56,21 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     job = _job(typed, request, runtime, cluster)
     gpus = Placement() if runtime.is_remote else _place(typed, previous, run, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
-        # each GPU is a device, which decides between the strategies of one process
-        cluster = build_cluster(request, devices_each)
+        cluster = cluster.with_devices(devices_each, request.strategy or strategies.AUTO)
 
     config, payload, data = _resolve(request, previous, runtime, int(job.cpus_per_task or 0))
     elastic = elastic_record(typed, request, cluster)
+    notes: list[str] = []
+    if not payload.script:
+        check_sharing(config, cluster, previous.run.load_config() if previous.run else None)
+        check_elastic_batch(elastic, cluster, config)
+        if typed.resume:
+            notes = resuming.check_resumed(run, typed.preset, config, cluster)
+    init = () if typed.resume else user_files.find_weights(config.get("init_from", ""), previous.run)
     memory = _memory(typed, request, runtime, len(cluster.tasks))
     if ports := runtime.ports(len(cluster.tasks)):
         cluster = cluster.listening(ports)
-    work = Workload(
+    planned = Plan(
         run=run,
         cluster=cluster,
         data_dir=data_dir(),
@@ -68,9 +80,6 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         network=_network(typed, request, runtime, cluster),
         job=job,
         elastic=elastic,
-    )
-    planned = Plan(
-        **vars(work),
         request=typed,
         runtime=runtime,
         why_runtime=why_runtime,
@@ -83,29 +92,10 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         max_external_restarts=request.count("max_external_restarts"),
         replaces=typed.fresh and run.path.exists(),
         previous=previous.run,
+        init=init,
+        about_resuming=tuple(notes),
     )
-    notes = [note for check in CHECKS for note in check(planned)]
-    init = () if typed.resume else user_files.find_weights(config.get("init_from", ""), previous.run)
-    compose = runtime.render(work) | gpus.record()
-    return replace(planned, compose=compose, init=init, about_resuming=tuple(notes))
-
-
-def _check_configuration(planned: Plan) -> list[str]:
-    if planned.payload.script:
-        return []
-    check_sharing(planned.config, planned.cluster, planned.previous.load_config() if planned.previous else None)
-    check_elastic_batch(planned.elastic, planned.cluster, planned.config)
-    return []
-
-
-def _check_resumed(planned: Plan) -> list[str]:
-    if planned.payload.script or not planned.resumes:
-        return []
-    return resuming.check(planned.run, planned.request.preset, planned.config, planned.cluster)
-
-
-CHECKS: tuple[Callable[[Plan], list[str]], ...] = (_check_configuration, _check_resumed)
-"""Each refuses a plan that does not fit together, or returns what the caller should know of a resumed run."""
+    return replace(planned, compose=runtime.render(planned) | gpus.record())
 
 
 def _memory(typed: Request, request: Request, runtime: Runtime, num_tasks: int) -> Memory:
@@ -228,10 +218,132 @@ def _resolve(request: Request, previous: Previous, runtime: Runtime, cores: int)
             payload, script=script, arguments=tuple(request.arguments), separate_chief=request.separate_chief
         )
     else:
-        here = packages.prepare(requirements, packages.host_python()) if requirements else None
+        here = packages.install_packages(requirements, packages.host_python()) if requirements else None
         base, known = previous.run.config if previous.run else None, previous.started.code_dirs
-        config, code_dirs, data = configuration.resolve(request, base, here, data_dir(), known, cores)
+        config, code_dirs, data = configuration.resolve_config(request, base, here, known, cores)
         payload = replace(payload, code_dirs=code_dirs)
     if requirements:
-        payload = replace(payload, packages=packages.prepare(requirements, runtime.python))
+        payload = replace(payload, packages=packages.install_packages(requirements, runtime.python))
     return config or payload.to_json(), payload, data
+
+
+def build_cluster(request: Request) -> ClusterSpec:
+    """Return the cluster of a request, which has the topology of the run that it resumes.
+
+    Raises:
+        UsageError: there is no such cluster.
+    """
+    strategy = strategies.requested(request.strategy or strategies.AUTO)
+    if request.stages is not None:
+        request, pipelines = _lay_out_stages(request, request.stages, strategy)
+    else:
+        pipelines = 1
+    return spec.build(
+        workers=request.workers,
+        ps=request.ps or 0,
+        evaluator=request.evaluator,
+        strategy=request.strategy or strategies.AUTO,
+        devices=1 if request.devices is None else request.devices,
+        separate_chief=not request.script or request.separate_chief,
+        pipelines=pipelines,
+    )
+
+
+def _lay_out_stages(request: Request, stages: int, strategy: strategies.Strategy | None) -> tuple[Request, int]:
+    """Return the request with workers and devices for its stages, and the number of pipelines.
+
+    Each stage is a device of the only task, or a task in each pipeline.
+    """
+    spec.parse_count("stages", stages, 1, spec.MAX_TASKS)
+    if strategy is None or not strategy.staged:
+        raise UsageError(f"--stages {stages} without --strategy pipeline: add that, or leave --stages out")
+    if request.workers == 0:
+        if request.devices not in (None, stages):
+            raise UsageError(
+                f"--stages {stages} with --workers 0 and --devices {request.devices}: use --devices {stages}"
+            )
+        return replace(request, devices=stages), 1
+    workers = stages - 1 if request.workers is None else request.workers
+    tasks = 1 + spec.parse_count("workers", workers, 0, spec.MAX_TASKS)
+    if tasks % stages:
+        below = max(stages, tasks // stages * stages)
+        raise UsageError(
+            f"--stages {stages} with --workers {workers}: the chief and the workers are {tasks} tasks, which pipelines "
+            f"of {stages} cannot share; use --workers {below - 1} or {below + stages - 1}, or --workers 0 for the "
+            "devices of one task"
+        )
+    return replace(request, workers=workers), tasks // stages
+
+
+def check_hardware(strategy: str) -> None:
+    """Check that the hardware of a strategy is here, or that a variable such as TPU_NAME says where it is.
+
+    Raises:
+        PrerequisiteError: neither.
+    """
+    requested = strategies.requested(strategy or strategies.AUTO)
+    if requested is None or not requested.hardware:
+        return
+    patterns, name = DEVICE_FILES[requested.hardware], requested.hardware.upper()
+    if not os.environ.get(f"{name}_NAME") and not any(any(Path("/").glob(each.lstrip("/"))) for each in patterns):
+        raise PrerequisiteError(
+            f"--strategy {strategy}: this machine has no {name} (no {' or '.join(patterns)}); run this where there is "
+            f"one, or set {name}_NAME to one that this machine can reach"
+        )
+
+
+def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> dict[str, Any]:
+    """Return the part of `started.json` about lost workers; empty for a run that needs every task.
+
+    Args:
+        typed: the request without what it inherits.
+        request: the request with what a resumed run was started with.
+        cluster: of the run.
+
+    Raises:
+        UsageError: such a cluster cannot lose a worker.
+    """
+    least, workers = request.min_workers, len(cluster.of(Role.WORKER))
+    if typed.min_workers is not None:
+        _check_min_workers(typed.min_workers, workers, cluster)
+    elif not cluster.kind.collective or cluster.kind.staged:
+        least = None
+    if least is None:
+        if typed.grow:
+            raise UsageError("--grow without --min-workers: say how many workers are enough, such as --min-workers 1")
+        return {}
+    return {"min_workers": min(least, workers), "grow": request.grow}
+
+
+def _check_min_workers(least: int, workers: int, cluster: ClusterSpec) -> None:
+    if not cluster.kind.collective or cluster.kind.staged:
+        raise UsageError(
+            f"--min-workers {least} with {cluster.strategy_class}: no task of it can be left out, or a lost one is "
+            "already done without; leave it out"
+        )
+    if least > workers:
+        raise UsageError(
+            f"--min-workers {least} with --workers {workers}: expected at most as many; use --min-workers {workers} or "
+            f"fewer, or --workers {least} or more"
+        )
+
+
+def check_elastic_batch(elastic: Mapping[str, Any], cluster: ClusterSpec, config: Mapping[str, Any]) -> None:
+    """Check that any number of replicas that a run may come to have can share its global batch.
+
+    Raises:
+        UsageError: one cannot; the message names it, and a batch that fits all.
+    """
+    if not elastic or config.get("bitwise_elastic"):  # virtual shards need not be shared evenly
+        return
+    batch, each = config["global_batch"], cluster.devices * config.get("micro_batches", 1)
+    numbers = range(elastic["min_workers"], len(cluster.of(Role.WORKER)) + 1)
+    every = math.lcm(*((1 + number) * each for number in numbers))
+    for number in reversed(numbers):
+        replicas = (1 + number) * cluster.devices
+        if batch % ((1 + number) * each):
+            raise UsageError(
+                f"--min-workers {elastic['min_workers']}: global batch {batch} is not divisible by the {replicas} "
+                f"replicas of a run on {counted(number, 'worker')}, times micro-batches; use -- --global-batch "
+                f"{-(-batch // every) * every}, or --bitwise-elastic {cluster.replicas} with a batch that it divides"
+            )

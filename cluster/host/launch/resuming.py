@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from cluster.contract import spec
+from cluster.contract import spec, strategies
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Started
+from cluster.contract.spec import DEFAULT_WORKERS, ClusterSpec, Role
 from cluster.host.launch.folders import find_run
-from cluster.host.launch.topology import inherit_topology
-from cluster.host.options.combinations import check_together
-from cluster.host.options.request import OPTIONS, Request
+from cluster.host.options.request import OPTIONS, Request, check_together
 from cluster.host.runtime import registry
 from cluster.host.runtime.resources import Job
 from cluster.system.errors import UsageError
@@ -37,7 +36,7 @@ class Previous:
     """The run to resume or to repeat, and what was requested of it; nothing for a new run."""
 
     run: RunFolder | None = None
-    cluster: spec.ClusterSpec | None = None
+    cluster: ClusterSpec | None = None
     started: Started = field(default_factory=Started)
     script: Mapping[str, Any] = field(default_factory=dict)
 
@@ -97,7 +96,45 @@ def _inherited(request: Request, recorded: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.ClusterSpec) -> list[str]:
+def inherit_topology(request: Request, previous: ClusterSpec) -> Request:
+    """Return a request with the topology of the run that it resumes, as far as it requests no other."""
+    requested = strategies.requested(request.strategy or strategies.AUTO)
+    evaluator = request.evaluator or bool(previous.of(Role.EVALUATOR))
+    if request.stages is not None:
+        return replace(request, evaluator=evaluator, strategy=requested.name if requested else previous.strategy)
+    alone = requested is not None and requested.one_process
+    previous_workers = len(previous.of(Role.WORKER))
+    if requested and not alone and not previous_workers:
+        previous_workers = DEFAULT_WORKERS
+    workers = request.workers
+    if workers is None:
+        workers = 0 if alone else previous_workers
+    ps = request.ps
+    if ps is None:
+        ps = 0 if not workers or (requested and not requested.served) else len(previous.of(Role.PS))
+    devices = request.devices
+    if devices is None:
+        devices = 1 if requested and requested.single_device else previous.devices
+    strategy, stages = request.strategy or strategies.AUTO, None
+    if not request.strategy and previous.kind.one_process == (workers == 0) and request.ps is None:
+        # What the topology chose once it chooses again: the number of devices alone decides OneDevice or Mirrored.
+        counts = (len(previous.of(Role.WORKER)), len(previous.of(Role.PS)), previous.devices)
+        chosen = strategies.resolve(strategies.AUTO, *counts) == previous.kind
+        strategy = strategies.AUTO if chosen else previous.strategy
+        if previous.kind.staged and workers and previous_workers == workers:
+            stages = previous.stages
+    return replace(
+        request,
+        workers=workers,
+        ps=ps,
+        evaluator=evaluator,
+        strategy=strategy,
+        devices=devices,
+        stages=stages,
+    )
+
+
+def check_resumed(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: ClusterSpec) -> list[str]:
     """Check that a run can be resumed with a configuration and a cluster; return notes for the user.
 
     Args:
@@ -135,7 +172,7 @@ def check(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: spec.
     return _check_length(run, before, config, done) + _about_shards(run, config, cluster)
 
 
-def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: spec.ClusterSpec) -> list[str]:
+def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: ClusterSpec) -> list[str]:
     """Return a note where the datasets of a function would have other shards than before."""
     if config.get("source") != "function":
         return []
@@ -148,9 +185,7 @@ def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: spec.Clust
     ]
 
 
-def _check_keras(
-    run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], cluster: spec.ClusterSpec
-) -> None:
+def _check_keras(run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], cluster: ClusterSpec) -> None:
     previous, requested = (
         of.get("loop") == "fit" and trained.kind.legacy_fit
         for of, trained in ((before, run.load_cluster()), (config, cluster))

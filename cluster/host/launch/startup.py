@@ -28,7 +28,7 @@ from cluster.system.messages import counted, short_path
 from cluster.system.terminal import print_lines
 
 
-def begin(plan: Plan, sh: Shell, *, began: float) -> Plan:
+def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
     """Start every task of a plan; return the plan that was started.
 
     Where no name was requested and another command has taken this one, that is another plan, under the next name.
@@ -47,7 +47,7 @@ def begin(plan: Plan, sh: Shell, *, began: float) -> Plan:
         else:
             return plan
         plan = planning.plan(plan.request)
-        announce(plan)
+        print_plan(plan)
 
 
 def start(plan: Plan, sh: Shell, *, began: float) -> None:
@@ -69,7 +69,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         stages = {} if plan.payload.script else plan.try_configuration()
         plan.runtime.prepare(plan, sh)
         if owner.read(plan.run):  # it has ended, but some of it may still be about to
-            teardown.remove(plan.run, sh)
+            teardown.remove_run(plan.run, sh)
         _write_folder(plan, began, stages.get("record"))
         _start_tasks(plan, sh, on_error=partial(_record_end, plan.run))
 
@@ -79,7 +79,7 @@ def _record_end(run: RunFolder, error: BaseException) -> None:
     teardown.record_end(run, state, " ".join(str(error).split()))
 
 
-def go_on(plan: Plan, sh: Shell) -> None:
+def continue_run(plan: Plan, sh: Shell) -> None:
     """Start every task of a plan whose run has stopped for it, has no task left, and is claimed.
 
     Its configuration stays, and so does the time of its start: it is the same run.
@@ -105,7 +105,7 @@ def _start_tasks(plan: Plan, sh: Shell, on_error: Callable[[BaseException], obje
         raise
 
 
-def announce(plan: Plan) -> None:
+def print_plan(plan: Plan) -> None:
     """Print what a plan is."""
     tasks = counted(len(plan.cluster.tasks), "task")
     data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it prints
@@ -113,7 +113,7 @@ def announce(plan: Plan) -> None:
     print_lines(first, *plan.notes, *data)
 
 
-def commands(plan: Plan) -> list[str]:
+def list_commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
     found = _data_commands(plan) + plan.runtime.commands(plan, plan.compose)
     if plan.tensorboard_port != 0:
@@ -261,7 +261,7 @@ def _start_generation(plan: Plan) -> StopRequest | None:
     """
     json_files.write_json(plan.run.cluster, plan.cluster.to_json())
     json_files.write_json(plan.run.compose, plan.compose)
-    manifest.write(plan)
+    manifest.write_manifest(plan)
     provenance.write(plan.run)
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
     if not plan.resumes:

@@ -28,13 +28,13 @@ def _alive(run: RunFolder) -> bool:
     return owner.read(run) is not None and registry.of(run).alive(run)
 
 
-def kill(run: RunFolder, sh: Shell) -> None:
+def kill_run(run: RunFolder, sh: Shell) -> None:
     """End every task of a run at once, without saving."""
     run.end("stopped", task="user")
-    remove(run, sh, grace_s=0)  # Compose's own `kill` fails where an agent has seen the outcome and ended first
+    remove_run(run, sh, grace_s=0)  # Compose's own `kill` fails where an agent has seen the outcome and ended first
 
 
-def remove(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[Runtime] = ()) -> None:
+def remove_run(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[Runtime] = ()) -> None:
     """End and remove every process, container and network of a run. Its folder stays.
 
     Only for the holder of the run's claim: otherwise another command may have resumed the run.
@@ -55,7 +55,7 @@ def remove(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[Runti
     owner.forget(run)
 
 
-def finish(run: RunFolder, sh: Shell) -> str:
+def remove_ended(run: RunFolder, sh: Shell) -> str:
     """Remove what is left of a run that has ended; return in words what could not be removed, empty if nothing.
 
     What became of the run is not to be lost over that. A run that another command has resumed is left alone.
@@ -70,9 +70,9 @@ def finish(run: RunFolder, sh: Shell) -> str:
 
 
 def try_remove(run: RunFolder, sh: Shell, *, grace_s: int = 10) -> str:
-    """Remove as `remove` does; return in words what could not be removed, empty if nothing."""
+    """Remove as `remove_run` does; return in words what could not be removed, empty if nothing."""
     try:
-        remove(run, sh, grace_s=grace_s)
+        remove_run(run, sh, grace_s=grace_s)
     except (Exception, KeyboardInterrupt) as error:
         return _left(run, error)
     return ""
@@ -117,7 +117,7 @@ class Leftovers:
             raise PrerequisiteError(f"{', '.join(names)}: in {self.unreachable[names[0]]}, then `invoke down` again")
 
 
-def leftovers(runs_dir: Path) -> Leftovers:
+def find_leftovers(runs_dir: Path) -> Leftovers:
     """Return the runs of a folder of which a process, a container or a network is left."""
     recorded = owner.recorded(runs_dir)
     names = {run.name for run in recorded} | {path.parent.name for path in runs_dir.glob("*/compose.json")}

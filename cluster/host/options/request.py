@@ -8,121 +8,24 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
 from cluster.contract import strategies
 from cluster.contract.recovery.attempt_limits import MAX_EXTERNAL_RESTARTS, MAX_RESTARTS
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
-from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, parse_count
+from cluster.contract.spec import DEFAULT_WORKERS, MAX_DEVICES, MAX_TASKS, parse_count
+from cluster.host.options.option import Group, Needs, Option, number, switch, text, texts
 from cluster.host.runtime import registry, tensorboard
+from cluster.system.errors import UsageError, nearest
 from cluster.system.paths import ROOT
 
 PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
 LOOPS = ("custom", "fit")
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
-WORKERS = 2
 MAX_PER_JOB = 4096
-TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
-"""TOML's names of the types that an option may have."""
-
-
-class Group(StrEnum):
-    """The headings under which the help and the documentation list the options, in this order."""
-
-    TRAINS = "What trains"
-    RUNS = "Where it runs"
-    KEPT = "How it is kept alive"
-    WATCHED = "How it is watched"
-    COMMAND = "This command alone"
-
-
-class Needs(Enum):
-    """What an option requires, and why."""
-
-    TRAINER = "only for the built-in trainer, not with a script"
-    SCRIPT = "only with --script, whose TF_CONFIG it changes"
-    NEW_RUN = "only for a new run, and --resume names one that exists"
-    EARLIER_RUN = "only with --resume, for a run that somebody else started"
-    CONTAINERS = "only for containers (--runtime docker or swarm)"
-    QUEUE = "only where a scheduler places the tasks (--runtime slurm or swarm)"
-
-
-@dataclass(frozen=True)
-class Option:
-    """The declaration of an option.
-
-    Attributes:
-        help: its description, without the default.
-        default: the default in words.
-        types: the types that a run file may give it; a field with several is a string.
-        choices: the only valid values; empty: any that pass the checks of the module that uses them.
-        bounds: the smallest and the largest number, of an option that is a number or has one as its default.
-        needs: what it can be combined with; None: anything.
-        is_override: whether it is a field of the training configuration, too.
-        is_path: whether it names a file, which a run file names relative to itself.
-        name: of the field of `Request`.
-        group: the heading that it is listed under.
-    """
-
-    help: str
-    default: str
-    types: tuple[type, ...]
-    choices: tuple[str, ...] = ()
-    bounds: tuple[int, int] = (0, 10**9)
-    needs: Needs | None = None
-    is_override: bool = False
-    is_path: bool = False
-    name: str = ""
-    group: Group = Group.COMMAND
-
-    @property
-    def key(self) -> str:
-        """The name on the command line and in a run file."""
-        return self.name.replace("_", "-")
-
-    @property
-    def type(self) -> str:
-        """The types of its values, in words."""
-        return " or ".join(TYPES[each] for each in self.types)
-
-    @property
-    def full_help(self) -> str:
-        """The help with the default."""
-        return f"{self.help} (default: {self.default})"
-
-    def is_given(self, value: Any) -> bool:
-        """Return whether a value of the field is not that of an option which was left out."""
-        return value is not None if self.types == (int,) else bool(value)
-
-
-def _declare(help: str, default: object, empty: Any, types: tuple[type, ...], **more: Any) -> Any:  # noqa: A002
-    return dataclasses.field(default=empty, metadata={"option": Option(help, str(default), types, **more)})
-
-
-def number(help: str, default: object, **more: Any) -> Any:  # noqa: A002  # as invoke calls it
-    """Declare an option that is a whole number; see `Option` for the arguments."""
-    return _declare(help, default, None, (int,), **more)
-
-
-def text(help: str, default: object, *, takes_number: bool = False, **more: Any) -> Any:  # noqa: A002
-    """Declare an option that is a word, or a word or a number."""
-    return _declare(help, default, "", (int, str) if takes_number else (str,), **more)
-
-
-def texts(help: str, default: object, **more: Any) -> Any:  # noqa: A002
-    """Declare an option that may be repeated."""
-    return _declare(help, default, (), (list,), **more)
-
-
-def switch(help: str, default: str = "no", **more: Any) -> Any:  # noqa: A002
-    """Declare an option without a value."""
-    return _declare(help, default, False, (bool,), **more)
-
-
 _ONE_OF_RUNTIMES = f"{', '.join([registry.AUTO, *list(registry.RUNTIMES)[:-1]])} or {list(registry.RUNTIMES)[-1]}"
 _ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
 
@@ -133,7 +36,7 @@ class TrainingOptions:
 
     workers: int | None = number(
         "worker tasks in addition to the chief; 0: the chief alone",
-        f"{WORKERS}; 0 for a strategy of one process",
+        f"{DEFAULT_WORKERS}; 0 for a strategy of one process",
         bounds=(0, MAX_TASKS),
     )
     ps: int | None = number("parameter servers; 1 or more: ParameterServerStrategy", 0, bounds=(0, MAX_TASKS))
@@ -147,18 +50,18 @@ class TrainingOptions:
         PRESET,
         needs=Needs.TRAINER,
     )
-    loop: str = text("custom, or fit for Keras's own", LOOPS[0], choices=LOOPS, needs=Needs.TRAINER, is_override=True)
+    loop: str = text("custom, or fit for Keras's own", LOOPS[0], choices=LOOPS, needs=Needs.TRAINER, override="loop")
     precision: str = text(
         "fp32, bf16 or fp16: what layers compute in; weights stay in float32",
         "fp32",
         needs=Needs.TRAINER,
-        is_override=True,
+        override="precision",
     )
     bitwise_elastic: int | None = number(
         "virtual shards V: any number of replicas up to V gives the same bits",
         "0, none",
         needs=Needs.TRAINER,
-        is_override=True,
+        override="bitwise-elastic",
     )
     stages: int | None = number(
         "with --strategy pipeline: stages, each a task; with --workers 0 each a device of the chief",
@@ -170,25 +73,31 @@ class TrainingOptions:
         "parts of each replica's batch whose gradients are added up before an update, for less memory",
         1,
         needs=Needs.TRAINER,
-        is_override=True,
+        override="micro-batches",
     )
     schedule: str = text(
-        "with --strategy pipeline: gpipe, 1f1b or pipedream", SCHEDULES[0], choices=SCHEDULES, needs=Needs.TRAINER
+        "with --strategy pipeline: gpipe, 1f1b or pipedream",
+        SCHEDULES[0],
+        choices=SCHEDULES,
+        needs=Needs.TRAINER,
+        override="pipeline.schedule",
     )
     remat: bool = switch(
         "with --strategy pipeline: compute activations again for the backward instead of keeping them",
         needs=Needs.TRAINER,
+        override="pipeline.remat",
     )
     cut: str = text(
         "with --strategy pipeline: the first layer of each stage but the first, such as dense,logits",
         "the best one",
         needs=Needs.TRAINER,
+        override="pipeline.cut",
     )
     init_from: str = text(
         "begin with the weights of this run's newest checkpoint, or of a .weights.h5, .keras, .h5, .npz or .index file",
         "random ones",
         needs=Needs.NEW_RUN,
-        is_override=True,
+        override="init-from",
     )
     script: str = text(
         "run this script, which reads TF_CONFIG, in every task; its arguments follow --",
@@ -264,7 +173,7 @@ class RecoveryOptions:
         "auto",
         takes_number=True,
         needs=Needs.TRAINER,
-        is_override=True,
+        override="checkpoint-every",
     )
     hang_timeout: int | None = number(
         "seconds without a new step after which every task starts again", f"{HANG_TIMEOUT_S:g}", bounds=(1, 86_400)
@@ -336,14 +245,10 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
 
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
-        given = [each for each in OPTIONS.values() if self.is_given(each.name)]
-        words = [
-            word for each in given if each.is_override for word in (f"--{each.key}", str(getattr(self, each.name)))
-        ]
-        for each in given:
-            if each.name in ("schedule", "cut"):
-                words += [f"--pipeline.{each.key}", getattr(self, each.name)]
-        words += ["--pipeline.remat"] if self.remat else []
+        words = []
+        for each in OPTIONS.values():
+            if each.override and self.is_given(each.name):
+                words += [f"--{each.override}", *([] if each.types == (bool,) else [str(getattr(self, each.name))])]
         return [*words, *self.train, *self.overrides]
 
     def count(self, name: str) -> int:
@@ -385,3 +290,51 @@ OPTIONS: dict[str, Option] = {
     for field in dataclasses.fields(options)
 }
 """Every option by the name of its field, in the order of the help."""
+
+
+def parse_options(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request for options as they were typed, without those that were left out.
+
+    Raises:
+        UsageError: a number is not one.
+    """
+    return {
+        name: parse_count(OPTIONS[name].key, value, *OPTIONS[name].bounds) if OPTIONS[name].types == (int,) else value
+        for name, value in words.items()
+        if value
+    }
+
+
+def check_together(request: Request, *, scripted: bool | None) -> None:
+    """Check the values of a request's options, and that they go together.
+
+    Args:
+        request: the request.
+        scripted: whether the tasks run a script; None: as in the earlier run that it names.
+
+    Raises:
+        UsageError: a value is not valid, or an option does not go with the others.
+    """
+    for each in OPTIONS.values():
+        value = getattr(request, each.name)
+        if each.choices and value and value not in each.choices:
+            raise UsageError(f"--{each.key} {value!r} is not a {each.name}{nearest(value, each.choices)}")
+        if each.types == (int,) and value is not None:
+            parse_count(each.key, value, *each.bounds)
+    met = {Needs.NEW_RUN: not request.resume, Needs.EARLIER_RUN: bool(request.resume or request.again)}
+    check_needs(request, met if scripted is None else met | {Needs.TRAINER: not scripted, Needs.SCRIPT: scripted})
+
+
+def check_needs(request: Request, met: Mapping[Needs, bool]) -> None:
+    """Check that no option was given whose needs are known not to be met.
+
+    Raises:
+        UsageError: one was; the message names all with the same needs.
+    """
+    given = {f"--{each.key}": each.needs for each in OPTIONS.values() if request.is_given(each.name)}
+    given |= {"[train]": Needs.TRAINER} if request.train else {}
+    given |= {"args": Needs.SCRIPT} if request.args else {}
+    for needs in (each for each, is_met in met.items() if not is_met):
+        if names := [name for name, its_needs in given.items() if its_needs == needs]:
+            it = "it" if len(names) == 1 else "them"
+            raise UsageError(f"{' and '.join(names)}: {needs.value}; leave {it} out")

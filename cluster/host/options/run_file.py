@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.host.options.request import OPTIONS, TYPES, Group, Option, Request
+from cluster.host.options.option import TYPES, Group, Option
+from cluster.host.options.request import OPTIONS, Request
 from cluster.system.errors import UsageError, nearest
 from cluster.system.messages import short_path
 
@@ -64,7 +65,7 @@ class RunFile:
         )
 
 
-def read(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile:
+def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile:
     """Return the contents of a run file, without the options that a task does not take.
 
     Raises:
@@ -96,7 +97,7 @@ def read(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile:
     return RunFile(path, options, tuple(_words(train, "", path)), tuple(args))
 
 
-def write(name: str, request: Request, config: Mapping[str, Any]) -> Path:
+def write_run_file(name: str, request: Request, config: Mapping[str, Any]) -> Path:
     """Write a run file that, read again, plans the same run; return its path.
 
     Args:
@@ -110,7 +111,7 @@ def write(name: str, request: Request, config: Mapping[str, Any]) -> Path:
     path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(render(request, config, path.parent))
+            file.write(render_run_file(request, config, path.parent))
     except FileExistsError:
         raise UsageError(f"--write {name!r} exists; remove it, or name another file") from None
     except (OSError, UnicodeError) as error:
@@ -119,7 +120,7 @@ def write(name: str, request: Request, config: Mapping[str, Any]) -> Path:
     return path
 
 
-def render(request: Request, config: Mapping[str, Any], folder: Path) -> str:
+def render_run_file(request: Request, config: Mapping[str, Any], folder: Path) -> str:
     """Return a request as TOML: the options that were given, under the headings of their groups.
 
     Args:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError
+from cluster.system.messages import last_output_line
 
 ANSWER_S = 30.0
 CHECK_S = 5.0
@@ -67,7 +68,7 @@ class Queue:
         words = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j"]
         code, printed, complained = self._ask([*words, *([f"--name={name}"] if name and not parts else [])])
         if code:
-            raise PrerequisiteError(f"Slurm does not answer: {last_line(complained)}")
+            raise PrerequisiteError(f"Slurm does not answer: {last_output_line(complained)}")
         rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
         found = {number: called for number, state, called in rows if state in IN_PROGRESS}
         if parts:
@@ -94,7 +95,7 @@ class Queue:
     def refusal(self, options: Sequence[str]) -> str:
         """Return why Slurm would never take a job with these options; empty where it would, perhaps later."""
         code, _, complained = processes.run(["sbatch", "--test-only", *options, "--wrap=true"], ANSWER_S)
-        why = last_line(complained).removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
+        why = last_output_line(complained).removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
         if not code or any(word in why for word in TEMPORARY):
             return ""
         if UNAVAILABLE in why and any(line.split()[-1] not in IN_USE for line in self.nodes()[1].splitlines()):
@@ -107,9 +108,3 @@ class Queue:
         answer = processes.run(command, timeout_s)
         self._failure = (time.monotonic(), answer) if answer[0] not in (0, *NOT_INSTALLED) else None
         return answer
-
-
-def last_line(text: str) -> str:
-    """Return the last line of an error, shortened."""
-    lines = text.strip().splitlines()
-    return lines[-1][:200] if lines else "no output"

@@ -24,10 +24,11 @@ from cluster.host.runtime import inherited, resources
 from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.resources import Network
-from cluster.host.schedulers.slurm_queue import CHECK_S, NOT_INSTALLED, JobState, Queue, last_line
+from cluster.host.schedulers.slurm_queue import CHECK_S, NOT_INSTALLED, JobState, Queue
 from cluster.system import processes
 from cluster.system.errors import ClusterError, TimedOut, UsageError
 from cluster.system.files import open_file
+from cluster.system.messages import last_output_line
 from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
 
@@ -158,7 +159,7 @@ class Slurm(ScheduledRuntime):
     def probe(self) -> Availability:
         code, printed, complained = self._queue.nodes()
         if code:
-            return Availability(False, f"Slurm does not answer ({last_line(complained)})", self.way_back)
+            return Availability(False, f"Slurm does not answer ({last_output_line(complained)})", self.way_back)
         return Availability(True, "queued by sbatch" if printed.strip() else "this cluster has no nodes now")
 
     def examine(self) -> list[Finding]:
@@ -167,7 +168,7 @@ class Slurm(ScheduledRuntime):
             return []
         if code:
             fix = "scontrol ping; until then use another --runtime"
-            return [Finding("slurm", "warning", last_line(complained), fix)]
+            return [Finding("slurm", "warning", last_output_line(complained), fix)]
         return [Finding("slurm", "ok", ", ".join(printed.split("\n")[:-1]) or "no nodes")]
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002

@@ -23,7 +23,6 @@ from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRunti
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.resources import Memory, Network, parse_memory
 from cluster.host.schedulers import swarm_stack
-from cluster.host.schedulers.swarm_stack import Stack
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut
 from cluster.system.waiting import wait_until
 
@@ -80,11 +79,10 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     job_options = frozenset({"constraint", "cpus_per_task", "gpus_per_task"})
 
     def probe(self) -> Availability:
-        ready, detail, fix = swarm_stack.probe_manager()
-        return Availability(ready, detail, fix)
+        return swarm_stack.probe_manager()
 
     def examine(self) -> list[Finding]:
-        if not swarm_stack.probe_manager()[0]:
+        if not swarm_stack.probe_manager().ready:
             return []
         found = swarm_stack.list_nodes()
         away = [f"{node.name} ({node.why})" for node in found if not node.usable]
@@ -112,10 +110,8 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         payload = work.payload
         secrets = payload.caller_variables  # whose values the Swarm keeps, not the stack
         given = {key: value for key, value in task_environment(payload, work.cluster).items() if key not in secrets}
-        encrypted = work.network.name == resources.ENCRYPTED
-        stack = Stack(self.containers(work, given), work.job, secrets, encrypted=encrypted)
-        command = self.seen(payload).command()
-        return {"x-runtime": self.name, **swarm_stack.render_stack(work.cluster, stack, command)}
+        stack = swarm_stack.render_stack(work, self.containers(work, given), self.seen(payload).command())
+        return {"x-runtime": self.name, **stack}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm places by what is free
         """Check that a host takes tasks at all; which one has what they reserve, only the Swarm can say."""
@@ -150,7 +146,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         try:
             return bool(swarm_stack.stack_tasks(name, "running", "ready"))
         except PrerequisiteError:  # the stack is unknown, or no Swarm answers
-            return not swarm_stack.probe_manager()[0]
+            return not swarm_stack.probe_manager().ready
 
     def scheduled(self) -> Collection[str]:
         return swarm_stack.list_stacks()

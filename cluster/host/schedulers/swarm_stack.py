@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.contract import settings
-from cluster.contract.spec import ClusterSpec, Role, Task
+from cluster.contract.spec import Role, Task
 from cluster.host.gpu.placement import NO_DEVICE
 from cluster.host.image import engine
-from cluster.host.runtime import compose_services
+from cluster.host.runtime import compose_services, resources
+from cluster.host.runtime.base import Availability, Workload
 from cluster.host.runtime.compose_services import RUN_LABEL, Containers
 from cluster.host.runtime.resources import Job
 from cluster.system.errors import PrerequisiteError
+from cluster.system.messages import last_output_line
 
 ENGINE_LABEL = "tf-cluster.engine"
 """The label of a node with the address of its engine, such as ssh://host, as `docker --host` takes it."""
@@ -51,21 +52,23 @@ class Node:
     why: str = ""
 
 
-def probe_manager() -> tuple[bool, str, str]:
-    """Return whether the engine manages a Swarm, what it is or why it does not, and what to do then."""
+def probe_manager() -> Availability:
+    """Return whether the engine manages a Swarm."""
     code, text = engine.ask("info", "--format", "{{json .Swarm}}")
     try:
         swarm = json.loads(text.splitlines()[-1]) if code == 0 and text else {}
     except ValueError:
         swarm = {}
     if code or not swarm:
-        detail = f"no Docker Engine answers ({text.splitlines()[-1] if text else 'no output'})"
-        return False, detail, engine.fix(detail)
+        detail = f"no Docker Engine answers ({last_output_line(text)})"
+        return Availability(False, detail, engine.fix(detail))
     if swarm.get("LocalNodeState") != "active":
-        return False, "this Docker Engine is in no Swarm", "`docker swarm init`, or set DOCKER_HOST to a manager's"
+        fix = "`docker swarm init`, or set DOCKER_HOST to a manager's"
+        return Availability(False, "this Docker Engine is in no Swarm", fix)
     if not swarm.get("ControlAvailable"):
-        return False, "this Docker Engine is a worker of its Swarm", "set DOCKER_HOST to a manager's engine"
-    return True, f"a Swarm of {swarm.get('Nodes', 1)}", ""
+        detail = "this Docker Engine is a worker of its Swarm"
+        return Availability(False, detail, "set DOCKER_HOST to a manager's engine")
+    return Availability(True, f"a Swarm of {swarm.get('Nodes', 1)}")
 
 
 def list_nodes() -> list[Node]:
@@ -151,23 +154,6 @@ WAIT_S = "300"
 SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
 
 
-@dataclass(frozen=True)
-class Stack:
-    """What a stack consists of.
-
-    Attributes:
-        containers: what they need from their hosts.
-        job: where tasks are placed, and what each of them gets.
-        secrets: names of variables whose values the Swarm keeps; see `secret`.
-        encrypted: whether traffic between hosts is encrypted.
-    """
-
-    containers: Containers
-    job: Job
-    secrets: Sequence[str] = ()
-    encrypted: bool = False
-
-
 def stack_name(run_dir: Any) -> str:
     """Return the name of a run's stack: that of its Compose project, short enough for the names of services."""
     project = compose_services.project(run_dir)
@@ -179,29 +165,29 @@ def secret_name(stack: str, variable: str) -> str:
     return f"{stack}-{variable}"
 
 
-def render_stack(spec: ClusterSpec, stack: Stack, command: list[str]) -> dict[str, Any]:
-    """Return the stack of a run, whose agents get `command`."""
-    containers = stack.containers
+def render_stack(work: Workload, containers: Containers, command: list[str]) -> dict[str, Any]:
+    """Return the stack of a run, whose agents get `command`; the Swarm keeps the values of the caller's variables."""
+    secrets = work.payload.caller_variables
     labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
     network: dict[str, Any] = {"driver": "overlay", "internal": not containers.way_out, **labelled}
-    if stack.encrypted:
+    if work.network.name == resources.ENCRYPTED:
         network["driver_opts"] = {"encrypted": "true"}
     rendered: dict[str, Any] = {
         "version": FORMAT,
-        "services": {task.name: _service(spec, task, stack, command) for task in spec.tasks},
+        "services": {task.name: _service(work, task, containers, command) for task in work.cluster.tasks},
         "networks": {"cluster": network},
     }
-    if stack.secrets:
+    if secrets:
         of_run = stack_name(containers.run_dir)
-        rendered["secrets"] = {each: {"external": True, "name": secret_name(of_run, each)} for each in stack.secrets}
+        rendered["secrets"] = {each: {"external": True, "name": secret_name(of_run, each)} for each in secrets}
     literal: dict[str, Any] = compose_services.literal(rendered)
     return literal
 
 
-def _service(spec: ClusterSpec, task: Task, stack: Stack, command: list[str]) -> dict[str, Any]:
-    containers, job = stack.containers, stack.job
+def _service(work: Workload, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
+    job = work.job
     gpus = int(job.gpus_per_task or 0) if task.role in (Role.CHIEF, Role.WORKER) else 0
-    environment = compose_services.environment(spec, task, containers)
+    environment = compose_services.environment(work.cluster, task, containers)
     if not settings.is_set("RENDEZVOUS_TIMEOUT_S"):
         environment["RENDEZVOUS_TIMEOUT_S"] = WAIT_S
     if gpus:
@@ -222,7 +208,7 @@ def _service(spec: ClusterSpec, task: Task, stack: Stack, command: list[str]) ->
         "environment": environment,
         "volumes": [*compose_services.volumes(containers), *_scratch(containers, with_gpus=gpus > 0)],
         "networks": ["cluster"],
-        "secrets": [{"source": each, "target": each} for each in stack.secrets],
+        "secrets": [{"source": each, "target": each} for each in work.payload.caller_variables],
         "stop_grace_period": "60s",  # longer than the agent gives its program to save
         "healthcheck": {  # a service has no address before its first success; a failure ends the container
             "test": ["CMD", "python", "-m", "cluster.agent.health"],

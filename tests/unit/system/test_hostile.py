@@ -149,7 +149,7 @@ def script(tmp_path) -> Path:
 def test_a_dry_run_s_commands_are_the_words_that_were_meant(script, monkeypatch, tmp_path, arguments, data):
     monkeypatch.setenv("DATA_DIR", str(tmp_path / data))
     requested = Request(script=str(script), overrides=arguments, runtime="local", workers=1, name="one")
-    for line in startup.commands(planning.plan(requested)):
+    for line in startup.list_commands(planning.plan(requested)):
         variables, words = words_of(line)
         assert [sys.executable, "-m", "cluster.agent", "--script", str(script), *arguments, "&"] == words
         assert (str(tmp_path / data), str(tmp_path / "runs" / "one")) == (variables["DATA_DIR"], variables["RUN_DIR"])
@@ -213,7 +213,7 @@ def test_a_preset_and_an_override_are_words_of_no_shell(preset, override):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Process)
-        configuration.resolve(Request(preset=preset, overrides=(override,)), None, None, Path("/data"))
+        configuration.resolve_config(Request(preset=preset, overrides=(override,)))
     (words,) = requested
     assert f"--preset={preset or 'fashion_mnist'}" in words
     assert ["--", override] == words[-2:]
@@ -339,7 +339,7 @@ def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
     planned, ran = planning.plan(commands_given), []
     startup.start(planned, ran.append, began=time.time())
     assert SECRET not in json.dumps(planned.to_json())
-    assert not [command for command in (*ran, *startup.commands(planned)) if SECRET in command]
+    assert not [command for command in (*ran, *startup.list_commands(planned)) if SECRET in command]
     written = [path for path in folders.runs_dir().rglob("*") if path.is_file() and not path.is_symlink()]
     assert {"compose.json", "manifest.json", "config.json", "cluster.json"} <= {path.name for path in written}
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]

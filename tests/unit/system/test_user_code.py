@@ -30,7 +30,7 @@ def resolve(tmp_path, monkeypatch) -> Resolve:
     def of(lines: str) -> dict[str, object]:
         (tmp_path / "own_preset.py").write_text(f"from train.config import TrainConfig\n{lines}\n")
         monkeypatch.chdir(tmp_path)
-        return configuration.resolve(Request(preset="own_preset:mine"), None, None, tmp_path / "data")[0]
+        return configuration.resolve_config(Request(preset="own_preset:mine"))[0]
 
     return of
 

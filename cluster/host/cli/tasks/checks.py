@@ -17,9 +17,8 @@ from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell
 from cluster.host.control import chaos as injection
 from cluster.host.control.chaos import KINDS, STORM
 from cluster.host.launch import folders, startup
-from cluster.host.launch.topology import build_cluster
-from cluster.host.options.combinations import parse_options
-from cluster.host.options.request import OPTIONS, Request
+from cluster.host.launch.planning import build_cluster
+from cluster.host.options.request import OPTIONS, Request, parse_options
 from cluster.host.view.columns import columns
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.system.terminal import fit, print_wait

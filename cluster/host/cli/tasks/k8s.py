@@ -6,7 +6,7 @@ import sys
 
 from invoke.util import yaml  # invoke brings PyYAML along, for its own files
 
-from cluster.host.cli.options import takes_request
+from cluster.host.cli.command_line import takes_request
 from cluster.host.kubernetes import rendering
 from cluster.system.terminal import error_text
 
@@ -21,7 +21,7 @@ from cluster.system.terminal import error_text
 )
 def render(c, request, kind="jobset", image="", claim=rendering.CLAIM, cpus=rendering.CPUS, data=False):
     """Print a run as manifests for Kubernetes; overrides follow --, such as: invoke k8s.render -- --epochs 1."""
-    documents = rendering.render(request, rendering.Place(kind, image, claim, cpus, data))
+    documents = rendering.render(request, kind, image, claim, cpus, data=data)
     print(error_text(rendering.WARNING), file=sys.stderr)
     print(to_yaml(documents), end="")
 

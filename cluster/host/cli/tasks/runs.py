@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-import time
-
 from invoke import Exit
 
 from cluster.contract import spec
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, show, task
-from cluster.host.cli.options import takes_request
+from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
 from cluster.host.control import ending, scaling
 from cluster.host.control import foreground as watching
 from cluster.host.control import profile as tracing
-from cluster.host.launch import folders, footprint, planning, startup, teardown
-from cluster.host.options import run_file
+from cluster.host.launch import folders, startup, teardown
 from cluster.host.options.request import OPTIONS
 from cluster.host.runtime import tensorboard as board
 from cluster.host.view.live import print_logs
-from cluster.host.view.plan_view import plan_lines
 from cluster.host.view.status import read_status, status_table
-from cluster.system import interrupts
 from cluster.system.errors import RunFailed, UsageError
-from cluster.system.messages import short_path
 from cluster.system.terminal import print_lines
 
 PORT_HELP = f"port of 127.0.0.1, or auto: that of the running one, or {board.PORT}, or a free one (default: auto)"
-
-
-@takes_request(dry="only print the commands (default: no)")
-@has_dry_run
-def up(c, request, dry=False):
-    """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
-    began = time.time()
-    dry = dry or c.config.run.dry
-    with interrupts.handled():
-        planned = planning.plan(request)
-        startup.announce(planned)
-        if dry:
-            print("\n".join(startup.commands(planned)))
-        else:
-            raise Exit(code=watching.up(planned, shell(c), began=began))
-
-
-@takes_request(write="also write the options that were given to this run file (default: none)", json=JSON_HELP)
-def plan(c, request, write="", json=False):
-    """Show what `up` would start with the same options, and start nothing."""
-    planned = planning.plan(request)
-    value = planned.to_json() | {"memory": footprint.estimate_memory(planned)}
-    show(value, lambda value: plan_lines(value) + footprint.memory_lines(value["memory"]), as_json=json)
-    if write:
-        path = run_file.write(write, request, planned.config)
-        print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)
 
 
 @task("run", run=RUN_HELP, watch="redraw until the run ends (default: no)", json=JSON_HELP)
@@ -124,7 +90,7 @@ def stop(c, run=None):
     if not folder.load_summary():
         print_lines(f"stopping {folder.name}")
     watching.stop(folder, "invoke stop")
-    left = teardown.finish(folder, shell(c))
+    left = teardown.remove_ended(folder, shell(c))
     watching.print_end(folder)
     if left:
         raise RunFailed(left)

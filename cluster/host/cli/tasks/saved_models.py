@@ -78,7 +78,7 @@ def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> s
         )
     path = [*run.started.code_dirs]
     if named := run.started.requirements:
-        path.append(str(packages.prepare(Path(named), packages.host_python())))
+        path.append(str(packages.install_packages(Path(named), packages.host_python())))
     where = ["--run-dir", str(run.path), "--data-dir", str(folders.data_dir())]
     command = shlex.join([sys.executable, "-m", "train.saved_model", verb, *where, *words])
     return startup.with_modules([*path, *inherited.python_path()], command)

@@ -29,7 +29,7 @@ HEAD = (
 
 
 @dataclass(frozen=True)
-class Step:
+class TourStep:
     """One command, with what happens and why."""
 
     title: str
@@ -44,13 +44,13 @@ class Step:
 
 
 STEPS = (
-    Step(
+    TourStep(
         "What a cluster is",
         "Distributed training means several processes, each with a role and an address. TensorFlow reads them from the "
         "variable TF_CONFIG. Nothing is started yet: this only draws the cluster that the next step makes.",
         ("explain", "--workers", "1"),
     ),
-    Step(
+    TourStep(
         "Start it",
         "A chief and a worker train a small network on Fashion-MNIST. Under MultiWorkerMirroredStrategy each computes"
         " the gradients of half of every batch, and all-reduce sums them, so that both hold the same weights. "
@@ -60,14 +60,14 @@ STEPS = (
             *("--checkpoint-every", "100", "--detach", "--", "--epochs", "5"),
         ),
     ),
-    Step(
+    TourStep(
         "Look at it",
         "Each task writes a heartbeat every second: its state, step, speed, and how much of a step it is busy. `invoke "
         "status --watch` keeps this on the screen, `invoke logs` shows what the programs print.",
         ("status", RUN),
         at_once=True,
     ),
-    Step(
+    TourStep(
         "Kill a worker",
         "A real SIGKILL, not before step 150. In a synchronous step every task waits for all others, so that one lost "
         "task stops all: the agents end both programs and start them again from the newest good checkpoint. The "
@@ -75,19 +75,19 @@ STEPS = (
         ("chaos", "kill", "worker-0", "--at-step", "150", "--run", RUN),
         at_once=True,
     ),
-    Step(
+    TourStep(
         "Wait for the end",
         "The run continues as if nothing had happened: the examples of a step are a function of the seed and the step "
         "alone, so that none is skipped or seen twice.",
         ("wait", RUN),
     ),
-    Step(
+    TourStep(
         "Run it again",
         "The manifest in the run's folder has everything that determines the result. This trains once more, "
         "undisturbed, and compares every logged loss and the final weights with those of the run that lost a worker.",
         ("rerun", RUN),
     ),
-    Step(
+    TourStep(
         "Keep it",
         "One HTML page with the curves, the restart and its cost, and where the time went. It needs no network. The "
         "card `README.md` next to it says how to run this again.",

@@ -15,7 +15,6 @@ from invoke import Exit, MockContext
 import tasks
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.host.cli.tasks import runs
 from cluster.host.launch import planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services
@@ -117,7 +116,7 @@ def ready(started, make_run, monkeypatch) -> Callable[[str], RunFolder]:
         run = started()
         monkeypatch.setattr(startup, "start", begin)
         monkeypatch.setattr(startup, "check_machine", begin)
-        monkeypatch.setattr(runs, "plan_lines", begin)
+        monkeypatch.setattr(tasks, "plan_lines", begin)
         if command == "rerun":
             write_json(run.summary, {"state": "succeeded"})
         if command == "scale":
@@ -160,11 +159,11 @@ def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(started, monke
     write_json(run.config, read_json(run.config) | {"preset": "theirs:preset"})  # before the last of them ended
     before = read_json(provenance._path(run.name))
     with pytest.raises(UsageError, match="config.json"):
-        startup.go_on(planned, Commands())
+        startup.continue_run(planned, Commands())
     assert (before, 0) == (read_json(provenance._path(run.name)), run.generation)
 
 
-@pytest.mark.parametrize("end", [teardown.kill, teardown.remove])
+@pytest.mark.parametrize("end", [teardown.kill_run, teardown.remove_run])
 def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(make_run, end):
     run, commands = make_run("one"), Commands()
     hook = {"command": ["id"], "user": "root", "privileged": True}  # which Compose obeys before it stops a container

@@ -171,7 +171,7 @@ def _() -> Provoked:
 @provokes("override '--optimizer.learning-rat'", EXIT_USAGE, "learning-rate")
 def _(tmp_path: Path) -> Provoked:
     request = Request(overrides=("--optimizer.learning-rat", "1"))
-    return refused(lambda: configuration.resolve(request, None, None, tmp_path))
+    return refused(lambda: configuration.resolve_config(request))
 
 
 @provokes("ZeroDivisionError", EXIT_USAGE, ".py:")
@@ -179,7 +179,7 @@ def _(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provoked:
     (tmp_path / "broken_preset.py").write_text("def preset():\n    return 1 / 0\n")
     monkeypatch.chdir(tmp_path)
     request = Request(preset="broken_preset:preset")
-    return refused(lambda: configuration.resolve(request, None, None, tmp_path))
+    return refused(lambda: configuration.resolve_config(request))
 
 
 @provokes("tasks need about", EXIT_PREREQUISITE, "use at most")
@@ -236,7 +236,7 @@ def _(make_run: Callable[..., RunFolder], program: Callable[[str, str], Path]) -
     run = make_run("mine")
     owner.begin(run, "docker")
     write_json(run.compose, {"runtime": "docker", "tasks": {}})
-    return refused(lambda: teardown.leftovers(run.path.parent).check(None))
+    return refused(lambda: teardown.find_leftovers(run.path.parent).check(None))
 
 
 @provokes("did not end in", EXIT_TIMEOUT, "docker info")

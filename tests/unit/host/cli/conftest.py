@@ -25,7 +25,7 @@ def engine_that_fails(docker, monkeypatch) -> Callable[[str], Path]:
         )
         monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/bin:/bin")
         config = {"dataset": "mnist", "global_batch": 192}
-        monkeypatch.setattr(configuration, "resolve", lambda *_: (config, (), ""))
+        monkeypatch.setattr(configuration, "resolve_config", lambda *_: (config, (), ""))
         monkeypatch.setattr(startup, "data_command", lambda verb, name, path: "true")
         return calls
 

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from cluster.host.kubernetes import rendering
-from cluster.host.kubernetes.rendering import Place
 from cluster.host.options.request import Request
 from cluster.system.errors import UsageError
 from cluster.system.paths import ROOT
@@ -31,7 +30,7 @@ def test_the_golden_manifests_are_what_is_rendered(kind):
 
 
 def test_data_is_prepared_by_a_job_of_its_own():
-    (job,) = rendering.render(Request(name="one"), Place(data=True))
+    (job,) = rendering.render(Request(name="one"), data=True)
     assert ("Job", "one-data") == (job["kind"], job["metadata"]["name"])
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert ["python", "-m", "train.data", "prepare"] == container["command"]
@@ -40,31 +39,31 @@ def test_data_is_prepared_by_a_job_of_its_own():
 
 def test_a_task_has_as_many_threads_as_its_pod_requests_cpus():
     """Whatever machine renders: the bits of a run depend on its threads."""
-    rendered = rendering.render(Request(), Place(cpus="5"))
+    rendered = rendering.render(Request(), cpus="5")
     assert 5 == json.loads(rendered[0]["data"]["config.json"])["threads"]
 
 
 def test_variables_of_env_win():
-    rendered = rendering.render(Request(gpus_per_task=2, env=("NCCL_DEBUG=INFO",)), Place())
+    rendered = rendering.render(Request(gpus_per_task=2, env=("NCCL_DEBUG=INFO",)))
     assert str({"name": "NCCL_DEBUG", "value": "INFO"}) in str(rendered)
 
 
 @pytest.mark.parametrize(
     ("request_", "place", "option"),
     [
-        (Request(name="A_run"), Place(), "--name"),
-        (Request(name="a" * 41), Place(), "--name"),
-        (Request(), Place(kind="pod"), "--kind"),
-        (Request(gpus_per_task=2, devices=3), Place(), "--devices"),
-        (Request(memory="1MiB"), Place(), "--memory"),
-        (Request(strategy="tpu"), Place(), "--strategy"),
-        (Request(workers=4), Place(), "--global-batch"),
-        (Request(), Place(cpus="0"), "--cpus"),
+        (Request(name="A_run"), {}, "--name"),
+        (Request(name="a" * 41), {}, "--name"),
+        (Request(), {"kind": "pod"}, "--kind"),
+        (Request(gpus_per_task=2, devices=3), {}, "--devices"),
+        (Request(memory="1MiB"), {}, "--memory"),
+        (Request(strategy="tpu"), {}, "--strategy"),
+        (Request(workers=4), {}, "--global-batch"),
+        (Request(), {"cpus": "0"}, "--cpus"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(request_, place, option):
     with pytest.raises(UsageError, match=option):
-        rendering.render(request_, place)
+        rendering.render(request_, **place)
 
 
 def test_help_lists_what_can_be_rendered_alone():

@@ -165,7 +165,7 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(make_run
     def begin(plan: object, sh: object, *, began: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(foreground.startup, "begin", begin)
+    monkeypatch.setattr(foreground.startup, "start_planned", begin)
     monkeypatch.setattr(foreground.teardown, "in_progress", lambda run: goes_on)
     with pytest.raises(KeyboardInterrupt):
         foreground.up(SimpleNamespace(run=run), Commands(), began=0.0)

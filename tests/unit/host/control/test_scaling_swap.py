@@ -172,13 +172,13 @@ def test_somebody_s_stop_comes_before_another_size(start_gang, scale):
 
 
 def test_a_stop_that_comes_between_the_clusters_is_not_lost(start_gang, scale, monkeypatch):
-    go_on = startup.go_on
+    go_on = startup.continue_run
 
     def stopped_by_then(planned: Plan, sh: Shell) -> None:
         planned.run.insist_on_stop("invoke stop")
         go_on(planned, sh)
 
-    monkeypatch.setattr(startup, "go_on", stopped_by_then)
+    monkeypatch.setattr(startup, "continue_run", stopped_by_then)
     gang = start_gang(LASTING, workers=1)
     assert 130 == scale(gang, "until(lambda: False)", workers="2")
     assert ("stopped", 3) == (gang.summary()["state"], len(gang.summary()["tasks"]))

@@ -193,7 +193,7 @@ def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
     assert not gang.run.summary.exists()  # as of a run that was resumed after a watcher saw it end
-    assert "" == teardown.finish(gang.run, Commands())
+    assert "" == teardown.remove_ended(gang.run, Commands())
     assert supervisor.running(gang.run)
 
 

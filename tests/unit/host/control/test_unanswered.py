@@ -166,7 +166,7 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(client, context
     deaf = "trap '' INT; " if interrupts == 2 else ""
     calls = client(f"{ANSWERS}\ncase \"$*\" in *' up '*) {deaf}/bin/sleep 600 & wait $!;; esac")
     config = {"dataset": "mnist", "global_batch": 192}
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (config, (), "there"))
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (config, (), "there"))
     monkeypatch.setattr(images, "pending_commands", lambda accelerator: [])
 
     def interrupt() -> None:
@@ -192,7 +192,9 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(client, context
 
 def test_of_two_that_start_containers_the_loser_ends_nothing(client, tmp_path, monkeypatch):
     client(ANSWERS)
-    monkeypatch.setattr(configuration, "resolve", lambda *_: ({"dataset": "mnist", "global_batch": 192}, (), "there"))
+    monkeypatch.setattr(
+        configuration, "resolve_config", lambda *_: ({"dataset": "mnist", "global_batch": 192}, (), "there")
+    )
     monkeypatch.setattr(images, "pending_commands", lambda accelerator: [])
     started, go = threading.Event(), threading.Event()
 

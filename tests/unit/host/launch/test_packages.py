@@ -52,7 +52,7 @@ def test_packages_are_installed_once_with_what_they_need_and_are_readable(tmp_pa
     )
     old = os.umask(0o077)
     try:
-        folder = packages.prepare(requested, PYTHON)
+        folder = packages.install_packages(requested, PYTHON)
     finally:
         os.umask(old)
     assert {path.stat().st_mode & 0o055 for path in (folder, *folder.rglob("*"))} <= {0o044, 0o055}
@@ -64,7 +64,7 @@ def test_packages_are_installed_once_with_what_they_need_and_are_readable(tmp_pa
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(folder)}, capture_output=True, text=True)
     assert "3" == done.stdout.strip(), done.stderr
     monkeypatch.setattr(packages, "_run", lambda *_: pytest.fail("installed again"))
-    assert folder == packages.prepare(requested, PYTHON)
+    assert folder == packages.install_packages(requested, PYTHON)
     assert [folder] == list(packages.FOLDER.iterdir())  # nothing half done is left
 
 
@@ -97,7 +97,7 @@ def source(folder: Path, *needs: str) -> Path:
 def test_a_source_distribution_is_refused_and_not_run(tmp_path):
     source(tmp_path)
     with pytest.raises(UsageError, match="--no-binary"):
-        packages.prepare(requirements(tmp_path, "their_source", f"--find-links {tmp_path}"), PYTHON)
+        packages.install_packages(requirements(tmp_path, "their_source", f"--find-links {tmp_path}"), PYTHON)
     assert not (tmp_path / "ran").exists()
 
 
@@ -106,7 +106,7 @@ def test_a_source_distribution_that_is_named_is_built_with_what_is_locked(tmp_pa
     archive = source(tmp_path, "a-build-dependency-that-nothing-may-fetch")
     line = str(archive) if named == "archive" else "their_source"
     option = f"--find-links {tmp_path}" + ("" if named == "archive" else f"\n{named}")
-    folder = packages.prepare(requirements(tmp_path, line, option), PYTHON)
+    folder = packages.install_packages(requirements(tmp_path, line, option), PYTHON)
     assert "X = 3\n" == (folder / "their_source.py").read_text()
 
 
@@ -115,7 +115,7 @@ def test_what_our_own_lock_has_is_left_out(tmp_path):
         if pin.name in ("numpy", "keras") and pin.applies():
             wheel(tmp_path, pin.name, pin.version)
     requested = requirements(tmp_path, "numpy", "keras", f"--find-links {tmp_path}")
-    folder = packages.prepare(requested, PYTHON)
+    folder = packages.install_packages(requested, PYTHON)
     assert [packages.RESOLVED] == [path.name for path in folder.iterdir()]
     assert "" == (folder / packages.RESOLVED).read_text()
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_installed_is_refused_in_one_line(tmp_path, line, named):
         (tmp_path / "theirs" / name).write_text(text)
     requested = requirements(tmp_path, line.format(folder=tmp_path)) if line else tmp_path / "absent.txt"
     with pytest.raises(UsageError, match=named) as refused:
-        packages.prepare(requested, PYTHON)
+        packages.install_packages(requested, PYTHON)
     assert 1 == len(str(refused.value).splitlines())
     assert not packages.FOLDER.exists() or [] == list(packages.FOLDER.iterdir())
 
@@ -156,15 +156,15 @@ def test_an_index_that_cannot_be_reached_is_a_missing_prerequisite(tmp_path, mon
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(PrerequisiteError, match="PIP_INDEX_URL"):
-        packages.prepare(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
+        packages.install_packages(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
 
 
 def test_the_folder_follows_from_all_that_counts(tmp_path):
     module = wheel(tmp_path, "their_package")
     requested = requirements(tmp_path, f"./{module.name}")
-    first = packages.folder(requested, "3.11")
-    assert first == packages.folder(requested, "3.11") != packages.folder(requested, "3.12")
+    first = packages.locate_packages(requested, "3.11")
+    assert first == packages.locate_packages(requested, "3.11") != packages.locate_packages(requested, "3.12")
     wheel(tmp_path, "their_package", text="X = 2\n")  # the same name, another content
-    second = packages.folder(requested, "3.11")
+    second = packages.locate_packages(requested, "3.11")
     requirements(tmp_path, f"./{module.name}", "# more")
-    assert 3 == len({first, second, packages.folder(requested, "3.11")})
+    assert 3 == len({first, second, packages.locate_packages(requested, "3.11")})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.host.image import engine
-from cluster.host.launch import configuration, planning, startup, topology
+from cluster.host.launch import configuration, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime import supervisor
@@ -47,7 +47,7 @@ def test_a_plan_as_json_shows_what_every_task_gets(resolved):
     ],
 )
 def test_the_global_batch_is_divided(monkeypatch, config, topology, expected):
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | config, (), ""))
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (CONFIG | config, (), ""))
     assert expected.items() <= planning.plan(Request(runtime="local", **topology)).to_json().items()
 
 
@@ -75,13 +75,13 @@ OPTIMIZER = {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 50, "scaling":
     ],
 )
 def test_a_plan_states_what_the_numerics_come_to(monkeypatch, config, expected):
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | config, (), ""))
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (CONFIG | config, (), ""))
     found = planning.plan(Request(workers=2, runtime="local")).to_json()["training"]
     assert expected.items() <= found.items()
 
 
 def test_a_precision_that_the_strategy_cannot_have_is_refused(monkeypatch):
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (CONFIG | {"precision": "fp16"}, (), ""))
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (CONFIG | {"precision": "fp16"}, (), ""))
     assert "--precision fp16" in str(refusal(Request(ps=1, runtime="local")))
 
 
@@ -107,7 +107,7 @@ def test_options_of_up_that_are_overrides_are_passed_on():
 
 def test_a_tpu_that_is_not_there_is_reported_before_anything_else(resolved, monkeypatch, tmp_path):
     monkeypatch.delenv("TPU_NAME", raising=False)
-    monkeypatch.setattr(topology, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})
+    monkeypatch.setattr(planning, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})
     error = refusal(Request(strategy="tpu", workers=2, ps=1))
     assert EXIT_PREREQUISITE == error.exit_code
     assert "TPU_NAME" in str(error)

@@ -153,9 +153,9 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_
     options = Request(name="one", workers=1, gpus="4,5,", tensorboard_port="0")
     planned = planning.plan(options)
     startup.start(planned, Commands(), began=time.time())
-    startup.commands(planned)
+    startup.list_commands(planned)
     assert (["gpu", "gpu"], [True]) == (built, checked)
-    assert ["tf-cluster/train:gpu"] == inspected == [manifest.read(planned.run)["image"]["image"]]
+    assert ["tf-cluster/train:gpu"] == inspected == [manifest.read_manifest(planned.run)["image"]["image"]]
     resumed = planning.plan(Request(resume="one"))
     assert planned.gpus == resumed.gpus
     assert "4,5," == resumed.gpus.requested

@@ -43,7 +43,7 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(theirs, stopped_run
     planned = planning.plan(Request(**requested, **LOCAL))
     assert planned.run.name.startswith("fit-")
     assert planned.network.warning in planned.notes
-    assert [] == [line for line in startup.commands(planned) if "train.data" in line]
+    assert [] == [line for line in startup.list_commands(planned) if "train.data" in line]
     run = stopped_run(**requested)
     expected = {"script": str(theirs), "arguments": ["-n", "a b"], "separate_chief": False}
     assert expected == run.script == read_json(run.config)
@@ -85,7 +85,7 @@ def test_a_script_in_containers_is_mounted(theirs, docker):
 
 
 def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, tmp_path):
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (tmp_path / "mine",), ""))
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(CONFIG), (tmp_path / "mine",), ""))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine").chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
@@ -95,7 +95,7 @@ def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, t
     path = f"{tmp_path}/mine"
     assert path == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
     prepare = [f"PYTHONPATH={path}", sys.executable, "-m", "train.data", "prepare"]
-    assert prepare == shlex.split(startup.commands(planned)[0])[:5]
+    assert prepare == shlex.split(startup.list_commands(planned)[0])[:5]
     docker(WORKING_ENGINE)
     task = planning.plan(Request(preset="mine.presets:small", workers=1)).compose["services"]["chief"]
     assert "/code/0" == task["environment"]["PYTHONPATH"]
@@ -121,7 +121,7 @@ def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path, monkeypatch, 
     (folder := tmp_path / "model").mkdir()
     (folder / "own_cnn.py").write_text("def build(shape, outputs):\n    raise NotImplementedError\n")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(configuration, "check", lambda *_, **__: {})
+    monkeypatch.setattr(configuration, "check_config", lambda *_, **__: {})
     stopped_run(name="one", overrides=("--model", "own_cnn:build", "--no-deterministic"), workers=0)
     monkeypatch.chdir(tmp_path)
     assert (folder,) == planning.plan(Request(resume="one", **LOCAL)).payload.code_dirs
@@ -138,7 +138,7 @@ def test_extra_packages_are_got_before_anything_is_started(
         (tmp_path / "kept" / "requirements.txt").write_text("resolved\n")
         return tmp_path / "kept"
 
-    monkeypatch.setattr(planning.packages, "prepare", prepare)
+    monkeypatch.setattr(planning.packages, "install_packages", prepare)
     (tmp_path / "r.txt").touch()
     for name, options in (("scripted", {"script": str(theirs)}), ("ours", {})):
         run = stopped_run(name=name, requirements=str(tmp_path / "r.txt"), workers=0, **options)

@@ -11,7 +11,7 @@ from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
 from cluster.host.launch import planning, startup, teardown
-from cluster.host.launch.resuming import check
+from cluster.host.launch.resuming import check_resumed
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
 from cluster.system.errors import EXIT_USAGE, UsageError
@@ -119,7 +119,7 @@ def trained(make_run) -> Callable[..., RunFolder]:
 def notes(run: RunFolder, preset: str = "", topology: dict[str, Any] | None = None, **config: Any) -> list[str]:
     changed = {**read_json(run.config), **config}
     cluster = spec.build(**topology) if topology else run.load_cluster()
-    return check(run, preset, changed, cluster)
+    return check_resumed(run, preset, changed, cluster)
 
 
 OPTIMIZER = TrainConfig().to_json()["optimizer"]

@@ -44,7 +44,7 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monke
 
 def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(monkeypatch, capsys):
     """`rerun --json` starts a run, too, and its output is read by a program."""
-    monkeypatch.setattr(configuration, "resolve", lambda *_: (dict(CONFIG), (), "all of it"))
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(CONFIG), (), "all of it"))
     monkeypatch.setattr(supervisor, "start", lambda run: None)
     commands = Commands()
     startup.start(
@@ -57,7 +57,7 @@ def test_a_container_start_builds_images_then_brings_up_every_task(resolved, bui
     calls, commands = docker(WORKING_ENGINE), Commands()
     planned = planning.plan(Request(name="one", workers=1, tensorboard_port="0"))
     startup.start(planned, commands, began=time.time())
-    assert commands == startup.commands(planned)
+    assert commands == startup.list_commands(planned)
     assert startup.data_command("prepare", "fashion_mnist") == commands[0]
     assert "docker build ." == commands[1]
     assert commands[2].endswith("up --detach --no-build --pull never chief worker-0")
@@ -88,8 +88,8 @@ def test_what_was_started_is_ended_by_its_own_engine(make_run, monkeypatch, how,
     run, commands, killed = make_run(), Commands(), []
     write_json(run.compose, how)
     monkeypatch.setattr(supervisor, "kill", killed.append)
-    teardown.kill(run, commands)
-    teardown.remove(run, commands)
+    teardown.kill_run(run, commands)
+    teardown.remove_run(run, commands)
     assert "stopped" == run.outcome.state
     assert expected == [
         command.partition(f" --project-name {compose_services.project(run.path)} ")[2] for command in commands
@@ -105,7 +105,7 @@ def test_leftovers_are_the_runs_of_this_folder_that_live(make_run, monkeypatch):
         owner.begin(run, runtime)
     monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run in (left, gone) else [])
     monkeypatch.setattr(engine, "ask", lambda *words: (1, "no engine"))
-    found = teardown.leftovers(folders.runs_dir())
+    found = teardown.find_leftovers(folders.runs_dir())
     assert ({"gone": ["local"], left.name: ["local"]}, ["contained"]) == (
         {name: [each.name for each in runtimes] for name, runtimes in found.found.items()},
         list(found.unreachable),

@@ -10,7 +10,8 @@ from cluster.host.gpu.placement import Placement
 from cluster.host.kubernetes import rendering
 from cluster.host.launch import configuration, planning
 from cluster.host.launch.plan import Plan
-from cluster.host.launch.topology import build_cluster, check_elastic_batch, inherit_topology
+from cluster.host.launch.planning import build_cluster, check_elastic_batch
+from cluster.host.launch.resuming import inherit_topology
 from cluster.host.options.request import Request
 from cluster.host.runtime.resources import Memory
 from cluster.system.errors import EXIT_USAGE, UsageError
@@ -191,7 +192,7 @@ def test_a_resumed_run_keeps_what_was_requested_of_it(resolved, make_run, topolo
 
 
 def test_manifests_carry_it(monkeypatch):
-    monkeypatch.setattr(configuration, "resolve", lambda *_, **__: (dict(CONFIG), (), ""))
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_, **__: (dict(CONFIG), (), ""))
     request = Request(min_workers=1, tensorboard_port="0")
-    started = rendering._manifest(request, rendering.Place()).started
+    started = rendering._manifest(request, "", "claim", "2").started
     assert (1, False) == (started["min_workers"], started["grow"])

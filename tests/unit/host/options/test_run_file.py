@@ -54,7 +54,7 @@ REQUESTS = st.fixed_dictionaries({}, optional={name: values(name) for name in OP
 def read(folder: Path, text: str) -> run_file.RunFile:
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
-    return run_file.read(str(path))
+    return run_file.read_run_file(str(path))
 
 
 def absolute(options: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def absolute(options: dict[str, Any]) -> dict[str, Any]:
 @given(options=REQUESTS)
 def test_the_options_that_are_written_are_read_again(tmp_path_factory, options):
     folder = tmp_path_factory.getbasetemp()
-    text = run_file.render(Request(**options), {}, folder)
+    text = run_file.render_run_file(Request(**options), {}, folder)
     tomllib.loads(text)
     assert absolute(options) == absolute(dict(read(folder, text).options))
 
@@ -93,7 +93,7 @@ def test_the_options_that_are_written_are_read_again(tmp_path_factory, options):
 def test_the_overrides_that_are_written_are_read_again(tmp_path_factory, overrides, optimizer):
     config = CONFIG | overrides | {"optimizer": CONFIG["optimizer"] | optimizer}
     typed = [f"--{name}" for name in overrides] + [f"--optimizer.{name}=any" for name in optimizer]
-    text = run_file.render(Request(overrides=typed), config, Path("/"))
+    text = run_file.render_run_file(Request(overrides=typed), config, Path("/"))
     expected = overrides | {f"optimizer.{name}": value for name, value in optimizer.items()}
     words = {f"--{name.replace('_', '-')}={value}" for name, value in expected.items() if name != "deterministic"}
     if "deterministic" in expected:
@@ -104,7 +104,7 @@ def test_the_overrides_that_are_written_are_read_again(tmp_path_factory, overrid
 def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp_path):
     request = Request(script=str(tmp_path / "fit.py"), overrides=("--lr", "0.1", 'a "b"'))
     config = {"script": "fit.py", "arguments": []}
-    written = read(tmp_path, run_file.render(request, config, tmp_path))
+    written = read(tmp_path, run_file.render_run_file(request, config, tmp_path))
     assert (str(tmp_path / "fit.py"), ("--lr", "0.1", 'a "b"')) == (written.options["script"], written.args)
     assert ("--lr", "0.1", 'a "b"') == written.request({}, []).arguments
     assert ("1",) == written.request({}, ["1"]).arguments
@@ -150,11 +150,11 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff")
     for name in ("absent.toml", "", "binary.toml"):
         with pytest.raises(UsageError, match="--file"):
-            run_file.read(str(tmp_path / name))
-    path = run_file.write(str(tmp_path / "run.toml"), Request(workers=3), {})
+            run_file.read_run_file(str(tmp_path / name))
+    path = run_file.write_run_file(str(tmp_path / "run.toml"), Request(workers=3), {})
     assert {"workers": 3} == tomllib.loads(path.read_text())
     with pytest.raises(UsageError, match="exists"):
-        run_file.write(str(path), Request(), {})
+        run_file.write_run_file(str(path), Request(), {})
 
 
 def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path):

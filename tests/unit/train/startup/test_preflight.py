@@ -39,7 +39,7 @@ def check(tmp_path, monkeypatch) -> Callable[[str], None]:
 
     def of(model: str) -> None:
         config = TrainConfig(dataset="own_tried:data", model=f"own_tried:{model}").to_json()
-        configuration.check(config, spec.build(workers=0), [str(tmp_path / "own")], tmp_path / "data")
+        configuration.check_config(config, spec.build(workers=0), [str(tmp_path / "own")])
 
     return of
 
@@ -63,4 +63,4 @@ def test_a_model_that_never_returns_is_ended(check, monkeypatch):
 def test_built_in_parts_are_not_tried(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "Popen", None)
     for config in (TrainConfig(), TrainConfig(dataset="train.presets.resnet50_synthetic:imagenet", model="resnet50")):
-        configuration.check(config.to_json(), spec.build(workers=0), [], tmp_path)
+        configuration.check_config(config.to_json(), spec.build(workers=0), [])

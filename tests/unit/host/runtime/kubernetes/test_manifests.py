@@ -29,8 +29,8 @@ TOPOLOGIES = [
     {"workers": 2, "ps": 1},
     {"workers": 64, "ps": 8, "evaluator": True},
 ]
-HOSTS = {"jobset": kubernetes_objects.jobset_hosts, "tfjob": kubernetes_objects.tfjob_hosts}
-KINDS = {"jobset": kubernetes_objects.jobset, "tfjob": kubernetes_objects.tfjob}
+HOSTS = {kind: hosts for kind, (hosts, _) in kubernetes_objects.KINDS.items()}
+KINDS = {kind: job for kind, (_, job) in kubernetes_objects.KINDS.items()}
 
 
 def manifest(
