@@ -11,7 +11,7 @@ import sys
 
 from tests.differential.draw import SCALE
 from train import __main__ as program
-from train.loops.loop import Progress
+from train.loops.loop import CallProgress
 from train.model import gradients
 from train.telemetry import report
 
@@ -20,7 +20,7 @@ def main() -> None:
     """Train."""
     killed_at, after = int(os.environ["KILLED_AT"]), report.Report.after
 
-    def reported(self: report.Report, progress: Progress) -> None:
+    def reported(self: report.Report, progress: CallProgress) -> None:
         after(self, progress)
         if killed_at and progress.step >= killed_at:
             os.kill(os.getpid(), signal.SIGKILL)

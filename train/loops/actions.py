@@ -17,9 +17,9 @@ from cluster.system.errors import RunFailed
 from cluster.system.json_files import write_json
 from train.context import TaskContext
 from train.loops.callbacks import Callbacks
-from train.loops.loop import Action, Periodic, Progress, Stop, every
+from train.loops.loop import Action, CallProgress, Periodic, Stop, every
 from train.model.gradients import GradientPolicy
-from train.saving.checkpoint import Checkpoint, diverged
+from train.saving.checkpoint import CheckpointManager, diverged
 from train.saving.timer import Past, SaveTimer, parse
 from train.telemetry.report import Report
 
@@ -30,7 +30,7 @@ class CheckFinite(Action):
     def __init__(self, policy: GradientPolicy) -> None:
         self._policy = policy
 
-    def after(self, progress: Progress) -> None:
+    def after(self, progress: CallProgress) -> None:
         """Check the losses, and the loss scale of float16."""
         losses = progress.result.losses
         bad = np.flatnonzero(~np.isfinite(losses))
@@ -55,7 +55,7 @@ class EndTraining(Action):
     def next(self, _step: int) -> int:
         return self._total
 
-    def after(self, progress: Progress) -> Stop | None:
+    def after(self, progress: CallProgress) -> Stop | None:
         if progress.step >= self._total:
             return Stop.END
         if progress.result.signals.stop:
@@ -85,7 +85,7 @@ class Trace(Action):
             self._call = tf.profiler.experimental.Trace("train", step_num=step, _r=1)
             self._call.__enter__()
 
-    def after(self, progress: Progress) -> None:
+    def after(self, progress: CallProgress) -> None:
         self.end(progress.step)
 
     def end(self, step: int) -> None:
@@ -141,7 +141,7 @@ class Evaluate(Periodic):
     def _measure(self) -> Callable[[], dict[str, float]]:
         return self._new_evaluation()  # reads the test split, for which the first step need not wait
 
-    def after(self, progress: Progress) -> None:
+    def after(self, progress: CallProgress) -> None:
         if self.due(progress):
             self.evaluate(progress.step)
 
@@ -159,7 +159,12 @@ class Save(Periodic):
     """Saves a checkpoint at some steps, or when its timer requests it."""
 
     def __init__(
-        self, context: TaskContext, report: Report, checkpoint: Checkpoint, first: int, callbacks: Callbacks | None
+        self,
+        context: TaskContext,
+        report: Report,
+        checkpoint: CheckpointManager,
+        first: int,
+        callbacks: Callbacks | None,
     ) -> None:
         """Save a training from step `first`, with the state of callbacks; only the chief's timer decides."""
         interval = context.config.checkpoint_every
@@ -169,7 +174,7 @@ class Save(Periodic):
         self._report, self._checkpoint, self._callbacks = report, checkpoint, callbacks
         self.saved_at: int | None = None
 
-    def after(self, progress: Progress) -> None:
+    def after(self, progress: CallProgress) -> None:
         self.timer.stepped(len(progress.result.losses), progress.seconds, compiled=progress.compiled)
         if progress.result.signals.save or self.due(progress):
             self.save(progress.step)

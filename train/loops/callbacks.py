@@ -23,7 +23,7 @@ from tensorflow import keras
 from cluster.system.errors import UsageError
 from train.context import TaskContext
 from train.loops import plain_values
-from train.loops.loop import Action, Periodic, Progress, Stop
+from train.loops.loop import Action, CallProgress, Periodic, Stop
 from train.saving.checkpoint import Encoded
 from train.settings import references
 from train.telemetry.report import Report
@@ -213,7 +213,7 @@ class Callbacks(Action):
         """Begin a batch after `step` steps."""
         self._list.on_train_batch_begin(step - self._context.epoch_begin(step))
 
-    def after(self, progress: Progress) -> None:
+    def after(self, progress: CallProgress) -> None:
         """End the batch of a call."""
         values = progress.result.values.items()
         sums = {name: float(array.sum(dtype=np.float64)) for name, array in values}
@@ -307,7 +307,7 @@ class CallEpochs(Periodic):
         super().__init__(context.epoch_end)
         self._callbacks, self._any_stops = callbacks, any_stops
 
-    def after(self, progress: Progress) -> Stop | None:
+    def after(self, progress: CallProgress) -> Stop | None:
         if not self.due(progress):
             return None
         self._callbacks.end_epoch(progress.step)

@@ -11,7 +11,7 @@ from train.elastic.shard_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops.loop import Loop, Steps, Stop
 from train.loops.parameter_server import AsynchronousSteps
-from train.loops.pipeline import Pipeline
+from train.loops.pipeline import PipelineSteps
 from train.loops.steps import SynchronousSteps
 from train.loops.train_step import TrainStep
 from train.loops.training import Setup, Training
@@ -43,7 +43,7 @@ def train(setup: Setup, rehearsed: Steps | None = None) -> None:
     """
     context, config = setup.context, setup.context.config
     first = setup.restore()
-    pipeline = Pipeline(context, setup.policy) if context.spec.kind.staged else None
+    pipeline = PipelineSteps(context, setup.policy) if context.spec.kind.staged else None
     if pipeline:
         steps: Steps = pipeline.run
     elif context.asynchronous:

@@ -29,7 +29,7 @@ class Stop(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Progress:
+class CallProgress:
     """The optimizer steps of the newest call."""
 
     first: int
@@ -58,7 +58,7 @@ class Action:
     def before(self, step: int) -> None:
         """Prepare a call after `step` steps."""
 
-    def after(self, progress: Progress) -> Stop | None:
+    def after(self, progress: CallProgress) -> Stop | None:
         """Act on a call. A reason to stop, the same in all tasks, ends the training before the following actions."""
 
 
@@ -72,7 +72,7 @@ class Periodic(Action):
     def next(self, step: int) -> int:
         return self._following(step)
 
-    def due(self, progress: Progress) -> bool:
+    def due(self, progress: CallProgress) -> bool:
         """Whether the call reached one of these steps."""
         return self.next(progress.first) <= progress.step
 
@@ -113,7 +113,7 @@ class Loop:
 
     def end_call(self, result: LoopResult, seconds: float) -> Stop | None:
         """Let the actions follow a call that took `seconds`; return the reason if training stops."""
-        progress = Progress(self.step, result, seconds, compiled=self.step == self._first)
+        progress = CallProgress(self.step, result, seconds, compiled=self.step == self._first)
         self.step = progress.step
         self._most = following_steps(self._most, self._steps_per_loop, brief=result.signals.brief)
         for action in self._actions:

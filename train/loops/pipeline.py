@@ -30,7 +30,7 @@ from train.pipeline.stage import StageGraph
 from train.telemetry.timing import Times
 
 
-class Pipeline:
+class PipelineSteps:
     """This task's part of a pipeline: one stage, or all stages if it trains alone."""
 
     def __init__(self, context: TaskContext, policy: GradientPolicy) -> None:

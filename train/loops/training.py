@@ -11,7 +11,7 @@ from train.loops import steps
 from train.loops.actions import CheckFinite, EndTraining, Evaluate, Save, Trace
 from train.loops.callbacks import Callbacks, CallEpochs
 from train.loops.loop import Action, Stop
-from train.saving.checkpoint import Checkpoint, Encoded
+from train.saving.checkpoint import CheckpointManager, Encoded
 from train.telemetry.report import Report
 
 
@@ -24,7 +24,7 @@ class Setup:
         self.callback_state = Encoded("callbacks") if config.callbacks else None
         with context.strategy.scope():
             done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
-        self.checkpoint = Checkpoint(
+        self.checkpoint = CheckpointManager(
             context.model,
             self.policy.optimizer,
             done,

@@ -22,7 +22,7 @@ from cluster.system.errors import UsageError
 
 
 @dataclass
-class Place:
+class RandomPlace:
     """The place in the training from which random numbers are drawn."""
 
     step: tf.Tensor
@@ -39,7 +39,7 @@ class Place:
 _DRAWS = 2**44
 """More than the numbers of all draws of all generators, whose own seeds have 32 bits."""
 
-_place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("place", default=None)
+_place: contextvars.ContextVar[RandomPlace | None] = contextvars.ContextVar("place", default=None)
 _keras_next_seed = keras.random.SeedGenerator.next
 
 
@@ -54,7 +54,7 @@ def apply() -> list[str]:
 @contextlib.contextmanager
 def random_place(
     step: tf.Tensor, replica: tf.Tensor, micro_batch: tf.Tensor | None = None, drawn: Mapping[int, int] | None = None
-) -> Iterator[Place]:
+) -> Iterator[RandomPlace]:
     """Set the place from which layers called inside draw their random numbers.
 
     Args:
@@ -63,7 +63,7 @@ def random_place(
         micro_batch: int64 scalar, the number of one of several; None: as number 0.
         drawn: how many seeds the stages before have drawn from each generator, by its `id`; None: none.
     """
-    inside = Place(step, replica, micro_batch, dict(drawn or {}))
+    inside = RandomPlace(step, replica, micro_batch, dict(drawn or {}))
     token = _place.set(inside)
     try:
         yield inside
@@ -76,12 +76,12 @@ def random_place(
         )
 
 
-def place() -> Place | None:
+def place() -> RandomPlace | None:
     """Return the current place; None outside `random_place`."""
     return _place.get()
 
 
-def draw_seed(place: Place, generator: object, generator_seed: tf.Tensor) -> tf.Tensor:
+def draw_seed(place: RandomPlace, generator: object, generator_seed: tf.Tensor) -> tf.Tensor:
     """Return a seed `[2] uint32` for the next draw of a generator in a place."""
     call = place.drawn.get(id(generator), 0)
     place.drawn[id(generator)] = call + 1

@@ -17,7 +17,7 @@ from tensorflow import keras
 from cluster.system.errors import RunFailed
 from train.model import initial_weights
 from train.saving.checkpoint_files import Saved, agreed, clean, prune, set_aside, write
-from train.saving.trees import Copy, Joint, Mirror
+from train.saving.trees import Joint, Mirror, Snapshot
 
 
 def diverged(problem: str) -> RunFailed:
@@ -38,7 +38,7 @@ class Encoded(tf.Module):
             self.encoded = tf.Variable(b"", trainable=False, dtype=tf.string)
 
 
-class Checkpoint:
+class CheckpointManager:
     """Saves and restores the training state.
 
     The step is a separate variable, because Keras's `optimizer.iterations` loses updates in asynchronous training.
@@ -89,7 +89,7 @@ class Checkpoint:
         self._joint = joint
         self.writing_s: float | None = None
         """Seconds that writing the last checkpoint took, concurrently with the training."""
-        self._copy: Copy | None = None
+        self._copy: Snapshot | None = None
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -115,7 +115,7 @@ class Checkpoint:
             clean(self._folder, self.generation)
         return int(self._step.numpy())
 
-    def prepare(self) -> Copy:
+    def prepare(self) -> Snapshot:
         """Return the copy of the variables that a save writes, which the first call creates.
 
         Call outside the strategy's scope: inside, as in the callbacks of `fit`, the variables would belong to the
@@ -126,7 +126,7 @@ class Checkpoint:
                 id(weight if isinstance(weight, tf.Variable) else weight.value): initial_weights.checkpoint_name(name)
                 for weight, name in initial_weights.names(self._model)
             }
-            self._copy = Copy(self._checkpoint, names)
+            self._copy = Snapshot(self._checkpoint, names)
         return self._copy
 
     def save(self, step: int) -> None:

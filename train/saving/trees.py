@@ -73,7 +73,7 @@ class Mirror:
         return module
 
 
-class Copy(Mirror):
+class Snapshot(Mirror):
     """A copy of a checkpoint's variables, as plain variables in this task's memory.
 
     TensorFlow's asynchronous checkpoints do the same, but fail with Keras 3's variables.
@@ -134,7 +134,7 @@ class Joint:
         """Whether this task writes; of equal tasks only one does."""
         return self.number < self.count
 
-    def save(self, copy: Copy, folder: Path, generation: int, problem: str) -> Writer | None:
+    def save(self, copy: Snapshot, folder: Path, generation: int, problem: str) -> Writer | None:
         """Write this task's files; on the first task return the writer that merges all.
 
         All tasks call it for the same checkpoints in the same order.
@@ -152,7 +152,7 @@ class Joint:
         write_json(parts / f"{self.number}.json", {"problem": problem})
         return None
 
-    def _write(self, copy: Copy, parts: Path) -> None:
+    def _write(self, copy: Snapshot, parts: Path) -> None:
         owned = [copied for original, copied in copy.pairs if self.owns(original)]
         if not self._keys:
             self._keys = keys(copy.checkpoint, str(parts / f"keys-{self.number}"))

@@ -16,12 +16,12 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HEARTBEAT_S
 from cluster.system.json_files import write_json
 from train.context import TaskContext
-from train.loops.loop import Action, Progress
+from train.loops.loop import Action, CallProgress
 from train.model import export, optimizers
 from train.model.gradients import GradientPolicy
 from train.pipeline.stage_variables import to_restore
 from train.saving import saved_weights
-from train.saving.checkpoint import Checkpoint
+from train.saving.checkpoint import CheckpointManager
 from train.saving.checkpoint_files import Saved
 from train.saving.timer import SaveTimer
 from train.telemetry.metrics import Metrics
@@ -41,7 +41,7 @@ class Report(Action):
         self._config = context.config
         self._heartbeat = context.heartbeat
         self._timing, self._timing_shown_at = StepTiming(), 0.0
-        self._ledger = Ledger(context.run, self._heartbeat.current.generation, first) if context.chief else None
+        self._ledger = LedgerWriter(context.run, self._heartbeat.current.generation, first) if context.chief else None
         self._done = StepRecord(context.run, context.task.name, self._heartbeat.current.generation)
         self._train_seconds = 0.0
         self._timed_steps = 0
@@ -60,7 +60,7 @@ class Report(Action):
         """Record the steps done immediately, because the next one may end this process."""
         self._done.done(step)
 
-    def after(self, progress: Progress) -> None:
+    def after(self, progress: CallProgress) -> None:
         """Report the steps of a call."""
         first, values, seconds = progress.first, progress.result.values, progress.seconds
         losses, step = progress.result.losses, progress.step
@@ -85,7 +85,7 @@ class Report(Action):
                 step_values = {name: float(values_S[at - first - 1]) for name, values_S in values.items()}
                 self.metrics.log(at, self._epoch(at), total, {**step_values, "examples_per_s": rate, **scale})
 
-    def save(self, step: int, checkpoint: Checkpoint, timer: SaveTimer) -> None:
+    def save(self, step: int, checkpoint: CheckpointManager, timer: SaveTimer) -> None:
         """Save a checkpoint, and report how long the training waited for it; the checkpoint reports its end."""
         with self._spending("save"):
             began = time.perf_counter()
@@ -182,7 +182,7 @@ class Report(Action):
         return self._config.epoch(step, self._context.source.train_examples)
 
 
-class Ledger:
+class LedgerWriter:
     """The chief's time in one generation, which the run folder keeps even if the chief is killed."""
 
     def __init__(self, run: RunFolder, generation: int, first: int) -> None:

@@ -20,7 +20,7 @@ from train.loops import parameter_server
 from train.loops.train_step import TrainStep
 from train.model import objectives, optimizers
 from train.model.gradients import GradientPolicy
-from train.saving.checkpoint import Checkpoint
+from train.saving.checkpoint import CheckpointManager
 
 EXAMPLES = 10
 SLICES = 4
@@ -160,7 +160,7 @@ def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
     """Return whether two halves of a training, with a checkpoint between, have the bits of a whole one."""
     settings = Optimizer(name="adamw", learning_rate=0.05, warmup_steps=2, schedule="cosine", decay_steps=8, ema=0.5)
 
-    def begun() -> tuple[Checkpoint, Any, list[Any]]:
+    def begun() -> tuple[CheckpointManager, Any, list[Any]]:
         keras.utils.set_random_seed(7)
         model = new_model()
         context = dataclasses.replace(task_context(model), config=TrainConfig(optimizer=settings), source=source)
@@ -176,7 +176,7 @@ def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
             seed=7,
             steps_per_loop=1,  # one after the other, so that the bits can be compared
         )
-        saves = Checkpoint(model, policy.optimizer, step, folder, keep=1, writes=True)
+        saves = CheckpointManager(model, policy.optimizer, step, folder, keep=1, writes=True)
         return saves, inner, [*model.variables, *policy.optimizer.variables]
 
     def bits(variables: list[Any]) -> list[bytes]:

@@ -37,7 +37,7 @@ from train.data import array_batches, sources
 from train.data.batches import Batch, BatchSlice, Replicas
 from train.loops import steps
 from train.loops.actions import CheckFinite
-from train.loops.loop import Progress
+from train.loops.loop import CallProgress
 from train.loops.train_step import TrainStep
 from train.model import gradients, optimizers
 from train.patches import variable_updates
@@ -232,7 +232,7 @@ def test_a_training_that_overflows_at_scale_1_ends(source):
     before = weights_of(done.train_step.model)
     result = done.run(0, STEPS)
     with pytest.raises(RunFailed, match="step 2 "):
-        CheckFinite(done.train_step.policy).after(Progress(0, result, 1.0, compiled=True))
+        CheckFinite(done.train_step.policy).after(CallProgress(0, result, 1.0, compiled=True))
     assert weights_of(done.train_step.model) == before
 
 

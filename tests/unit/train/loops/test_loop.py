@@ -7,7 +7,7 @@ import pytest
 
 from cluster.system.errors import RunFailed
 from train.loops.actions import CheckFinite, EndTraining
-from train.loops.loop import Action, Loop, Periodic, Progress, Stop, every
+from train.loops.loop import Action, CallProgress, Loop, Periodic, Stop, every
 from train.loops.steps import LoopResult, Request, Signals
 from train.model.gradients import GradientPolicy
 
@@ -34,7 +34,7 @@ class Record(Periodic):
         super().__init__(every(steps))
         self.action, self.done = action, []
 
-    def after(self, progress: Progress) -> Stop | None:
+    def after(self, progress: CallProgress) -> Stop | None:
         if not self.due(progress):
             return None
         self.done.append(progress.step)
@@ -47,7 +47,7 @@ class Report(Action):
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, bool]] = []
 
-    def after(self, progress: Progress) -> None:
+    def after(self, progress: CallProgress) -> None:
         self.calls.append((progress.first, progress.step, progress.compiled))
 
 

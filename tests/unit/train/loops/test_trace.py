@@ -9,7 +9,7 @@ import tensorflow as tf
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, write_json
 from train.loops.actions import Trace
-from train.loops.loop import Progress
+from train.loops.loop import CallProgress
 from train.loops.steps import LoopResult, Signals
 
 
@@ -39,7 +39,7 @@ def train(run: RunFolder, calls: list[Any], *counts: int) -> None:
     for count in counts:
         trace.before(step)
         calls.append((step, count))
-        trace.after(Progress(step, LoopResult({"loss": np.zeros(count)}, Signals()), 1.0, compiled=not step))
+        trace.after(CallProgress(step, LoopResult({"loss": np.zeros(count)}, Signals()), 1.0, compiled=not step))
         step += count
 
 

@@ -11,7 +11,7 @@ from tensorflow import keras
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import initial_weights, models, optimizers
-from train.saving.checkpoint import Checkpoint
+from train.saving.checkpoint import CheckpointManager
 
 
 def new_model(outputs: int = 2, *, seed: int = 0) -> keras.Model:
@@ -29,7 +29,7 @@ def save(kind: str, model: keras.Model, folder: Path) -> Path:
     folder.mkdir()
     if kind == ".index":
         optimizer = optimizers.build_for(TrainConfig(), model)
-        saves = Checkpoint(model, optimizer, tf.Variable(0, dtype=tf.int64), folder, keep=1, writes=True)
+        saves = CheckpointManager(model, optimizer, tf.Variable(0, dtype=tf.int64), folder, keep=1, writes=True)
         saves.save(3)
         saves.wait()
     elif kind == ".npz":

@@ -17,7 +17,7 @@ from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import optimizers
 from train.saving import saved_weights
-from train.saving.checkpoint import Checkpoint
+from train.saving.checkpoint import CheckpointManager
 from train.settings.optimization import Optimizer
 
 PEAK = 0.1
@@ -40,7 +40,7 @@ class Trained:
             self.model = new_model()
             self.optimizer = optimizers.build_for(config, self.model, total_steps=8)
             step = tf.Variable(0, dtype=tf.int64)
-        self.checkpoint = Checkpoint(self.model, self.optimizer, step, folder, keep=3, writes=True)
+        self.checkpoint = CheckpointManager(self.model, self.optimizer, step, folder, keep=3, writes=True)
 
     def steps(self, first: int, last: int) -> Trained:
         for step in range(first, last):

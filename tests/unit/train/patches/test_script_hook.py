@@ -14,7 +14,7 @@ from train.patches.hook import sitecustomize as hook
 
 HOOK = Path(hook.__file__).parent
 KERAS = """
-class Checkpoint:
+class CheckpointManager:
     def __init__(self, path):
         raise ValueError("The filepath provided must end in `.keras`. Received: filepath=model\\nmore")
 

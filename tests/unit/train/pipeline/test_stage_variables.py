@@ -16,7 +16,7 @@ from train.model import export, initial_weights
 from train.model.architectures import transformer_lm
 from train.pipeline.stage_variables import Division, to_restore
 from train.saving import saved_weights
-from train.saving.checkpoint import Checkpoint
+from train.saving.checkpoint import CheckpointManager
 
 CONFIG = TrainConfig(global_batch=8, micro_batches=4)
 
@@ -39,7 +39,7 @@ class Holder:
         self.optimizer = keras.optimizers.Adam(1e-3, name="adam")
         self.division.build_optimizer(self.optimizer, self.model)
         whole = self.division.whole
-        self.checkpoint = Checkpoint(
+        self.checkpoint = CheckpointManager(
             self.model,
             self.optimizer,
             tf.Variable(0, trainable=False, dtype=tf.int64),

@@ -12,7 +12,7 @@ from tensorflow import keras
 from cluster.system.errors import RunFailed
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import checkpoint
-from train.saving.checkpoint import Checkpoint
+from train.saving.checkpoint import CheckpointManager
 from train.saving.checkpoint_files import finished
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
@@ -28,8 +28,8 @@ def parts(seed: int = 0) -> Parts:
     return model, optimizer, tf.Variable(0, dtype=tf.int64)
 
 
-def saving(folder: Path, own: Parts, **options: Any) -> Checkpoint:
-    return Checkpoint(*own, folder, **{"keep": 3, "writes": True} | options)
+def saving(folder: Path, own: Parts, **options: Any) -> CheckpointManager:
+    return CheckpointManager(*own, folder, **{"keep": 3, "writes": True} | options)
 
 
 @pytest.fixture
