@@ -14,7 +14,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import ClusterSpec, Role, Task
 from train.config import TrainConfig
-from train.data.sources import Source, eval_feed
+from train.data.feeds import eval_feed
+from train.data.sources import Source
 from train.loops import steps
 from train.model import optimizers
 from train.model.gradients import GradientPolicy

@@ -78,7 +78,7 @@ class Program:
             self.heartbeat.update(state="training")
             self.heartbeat.start()
             if self.task.role == Role.WORKER and self.config.source == "function":
-                self._source()  # opens the source for graphs of other tasks
+                self._open_source()  # for graphs of other tasks
             strategy.serve(self.task, self.config.threads)
         self.heartbeat.start()
         context = rehearsed.setup.context if rehearsed else self._task_context()
@@ -114,7 +114,7 @@ class Program:
         if not is_legacy():
             patches.apply()
         exact_order.keep_order_of_sums(config.micro_batches, deterministic=config.deterministic)
-        source = self._source()
+        source = self._open_source()
 
         def new_model() -> keras.Model:
             return models.of(config, source.feature_shape, source.num_outputs)
@@ -143,8 +143,8 @@ class Program:
             division=division,
         )
 
-    def _source(self) -> sources.Source:
-        return sources.find(self.config, Path(os.environ.get("DATA_DIR", "data")), self.run)
+    def _open_source(self) -> sources.Source:
+        return sources.open_source(self.config, Path(os.environ.get("DATA_DIR", "data")), self.run)
 
     def _strategy(self) -> tf.distribute.Strategy:
         if self.task.role == Role.EVALUATOR:

@@ -129,7 +129,7 @@ def _restore(
         from train.data import sources
         from train.model import models
 
-    source = sources.find(config, data_dir, run)
+    source = sources.open_source(config, data_dir, run)
     with strategy.policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
         model = models.of(config, source.feature_shape, source.num_outputs)
     return source, config, model, _restore_newest(run, config, model)

@@ -11,7 +11,7 @@ from tensorflow import keras
 from cluster.system.ports import free_ports
 from train import patches
 from train.config import TrainConfig
-from train.data import array_batches
+from train.data import feeds
 from train.data.batches import Batch, BatchSlice
 from train.data.sources import Feed
 from train.loops import steps
@@ -38,14 +38,14 @@ def main(result: Path, rehearses: bool) -> None:
         optimizer = optimizers.build(TrainConfig())
         optimizer.build(model.trainable_variables)
     objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
-    examples = array_batches.Examples(
+    examples = feeds.ArrayExamples(
         tf.cast(tf.random.stateless_uniform([64, 28, 28, 1], [1, 2], 0, 255), tf.uint8),
         tf.range(64, dtype=tf.int64) % 10,
         None,
     )
 
     def batch(_given: object, step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        return array_batches.train_batch(examples, step, replica, BatchSlice(16, 7))
+        return feeds.train_batch(examples, step, replica, BatchSlice(16, 7))
 
     train_step = TrainStep(model, GradientPolicy(optimizer), objective, 16, 1)
     losses = steps.SynchronousSteps(strategy, train_step, Feed(lambda: (), batch), 2)(0, 2).losses

@@ -14,7 +14,7 @@ from tests.support import listed_examples
 from tests.support.listed_examples import ListedExamples
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
-from train.data import arrays, sources
+from train.data import arrays, feeds, sources
 from train.elastic.shard_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import steps
@@ -53,11 +53,11 @@ def prepare(data_dir: Path) -> dict[str, sources.Source]:
     for name, parts in {"own:plain": (features, labels), "own:weighted": (features, labels, weights)}.items():
         splits = {"train": tuple(x[:NUM_TRAIN] for x in parts), "test": tuple(x[NUM_TRAIN:] for x in parts)}
         arrays.write(data_dir, name, "1", splits)
-        found[name] = sources.find(TrainConfig(dataset=name), data_dir)
+        found[name] = sources.open_source(TrainConfig(dataset=name), data_dir)
 
     numbers = [(np.full(FEATURES, i, np.float32), i) for i in range(NUM_TRAIN)]
     listed_examples.shard(data_dir, "numbers", ListedExamples(numbers, numbers[:5]))
-    found["numbers"] = sources.find(TrainConfig(dataset="numbers", source="stream"), data_dir)
+    found["numbers"] = sources.open_source(TrainConfig(dataset="numbers", source="stream"), data_dir)
     return found
 
 
@@ -156,5 +156,5 @@ def training(
         if shards
         else TrainStep(*what, replicas, micro_batches)
     )
-    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards, micro_batches)
+    feed = feeds.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards, micro_batches)
     return Training(train_step, steps.SynchronousSteps(strategy, train_step, feed, STEPS))

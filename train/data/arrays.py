@@ -3,7 +3,7 @@
     <data_dir>/arrays/<name>-<version>/
         arrays.json  train_features.bin  train_labels.bin  [train_weights.bin]  test_features.bin  test_labels.bin ...
 
-In C order, little endian, without a header. A task reads them inside its graph (`train.data.array_batches.load`), as
+In C order, little endian, without a header. A task reads them inside its graph (`train.data.feeds.load_examples`), as
 remote parameter-server workers must. It takes 0.1 s, where decoding TFDS's 60,000 PNGs takes 5 s at every start of
 every task. Finding them needs only the standard library.
 

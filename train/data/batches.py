@@ -150,6 +150,29 @@ def by_step(
     return without_sharding(batches.prefetch(tf.data.AUTOTUNE))
 
 
+def cut_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
+    """Cut each batch into equal parts."""
+    if parts == 1:
+        return batches
+
+    def cut(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])
+
+    return batches.map(lambda batch: tf.nest.map_structure(cut, batch)).unbatch()
+
+
+def join_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
+    """Join each group of `parts` batches to one batch."""
+    if parts == 1:
+        return batches
+
+    def join(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tensor, [tensor.shape[0] * tensor.shape[1], *tensor.shape[2:]])
+
+    whole = batches.batch(parts, drop_remainder=True)
+    return without_sharding(whole.map(lambda batch: tf.nest.map_structure(join, batch)))
+
+
 def without_sharding(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Prevent TensorFlow from sharding a dataset that is already one task's share."""
     options = tf.data.Options()

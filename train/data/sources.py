@@ -1,7 +1,4 @@
-"""The data of a run in any form, and its way to the replicas.
-
-A source has the examples, and a feed gives each replica its batches. Arrays are gathered inside the step, from host
-memory of the replica's task; all other data comes from an iterator.
+"""The data of a run in any form: arrays in memory, shards as a stream, or a user's function.
 
 Shapes: B replica batch.
 """
@@ -9,8 +6,7 @@ Shapes: B replica batch.
 from __future__ import annotations
 
 import abc
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +18,11 @@ from cluster.system.errors import ClusterError, RunFailed
 from cluster.system.json_files import create_json, read_json
 from train import named
 from train.config import TrainConfig
-from train.data import array_batches, arrays, blocks, shards, stream
-from train.data.batches import Batch, BatchSlice, Replicas, random_number, without_sharding
+from train.data import arrays, blocks, feeds, shards, stream
+from train.data.batches import Batch, BatchSlice, Replicas, by_step, eval_batches, random_number
+from train.data.feeds import Examples
 from train.data.function import calling, epochs, random_access
-from train.data.function.calling import Record
-from train.data.function.data_service import Service
-from train.elastic.virtual_shards import VirtualShards
+from train.data.function.calling import FunctionRecord
 from train.named import Named
 
 
@@ -71,14 +66,12 @@ class Source(abc.ABC):
         """Names of the classes of the outputs; None for outputs that are values."""
         return named.each(lambda classifies, names: names if classifies else None, self.classifies, self.classes)
 
-    @property
-    def train_batch(self) -> Callable[[tf.Tensor, tf.Tensor, BatchSlice], Batch] | None:
-        """Function of (step, replica, slice) that reads one replica's batch of any step in a graph, if possible."""
-        return None
-
     @abc.abstractmethod
     def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
-        """Return the batches of a slice: one for each replica, step by step."""
+        """Return the batches of a slice: one for each replica, step by step.
+
+        Their shapes are static, as `tf.distribute.Strategy.distribute_datasets_from_function` requires.
+        """
 
     @abc.abstractmethod
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
@@ -92,18 +85,39 @@ class Source(abc.ABC):
         return self.train_dataset(BatchSlice(global_batch, seed, random_number(2**31)))
 
 
+class IndexedSource(Source):
+    """Examples any of which can be read by its number."""
+
+    @abc.abstractmethod
+    def examples(self, split: str) -> Examples:
+        """Return the examples of a split, eagerly or inside a graph."""
+
+    def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
+        examples = self.examples("train")
+
+        def batch(step: tf.Tensor, replica: tf.Tensor) -> Batch:
+            return feeds.train_batch(examples, step, replica, batch_slice)
+
+        return by_step(batch, batch_slice.num_batches, batch_slice.replicas, batch_slice.first_step)
+
+    def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
+        examples, sizes = self.examples("test"), {"replica_batch": replica_batch, "num_replicas": replicas.total}
+
+        def batch(number: tf.Tensor, replica: tf.Tensor) -> Batch:
+            return feeds.eval_batch(examples, number, replica, **sizes)
+
+        return by_step(batch, eval_batches(self.test_examples, **sizes) * replicas.count, replicas)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ArraySource(Source):
+class ArraySource(IndexedSource):
     """Examples that fit in memory."""
 
-    train: arrays.Split
-    test: arrays.Split
+    splits: Mapping[str, arrays.Split]
 
     @classmethod
-    def of(cls, array_set: arrays.ArraySet, context: int) -> ArraySource:
-        """Return the source of prepared arrays; `context` is the length of the examples of a text."""
-        if array_set.is_text:
-            array_set = array_set.cut(context)
+    def of(cls, array_set: arrays.ArraySet) -> ArraySource:
+        """Return the source of prepared arrays."""
         train, test = array_set.train, array_set.test
         return cls(
             version=array_set.version,
@@ -119,15 +133,11 @@ class ArraySource(Source):
             files={file.path: file.sha256 for file in array_set.files},
             made_from=array_set.source_files,
             again=f"run `invoke data.prepare --name {array_set.name} --fresh`",
-            train=train,
-            test=test,
+            splits={"train": train, "test": test},
         )
 
-    def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
-        return array_batches.train_dataset(self.train, batch_slice)
-
-    def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-        return array_batches.eval_dataset(self.test, replica_batch, replicas)
+    def examples(self, split: str) -> Examples:
+        return feeds.load_examples(self.splits[split])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,78 +176,69 @@ class ShardSource(Source):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RandomAccessSource(IndexedSource):
+    """Examples that a user's function returns by their numbers."""
+
+    record: FunctionRecord
+
+    def examples(self, split: str) -> Examples:
+        return random_access.SplitExamples(self.record, split)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FunctionSource(Source):
-    """Examples of a function of (split, shard), read by each task or prepared by data workers."""
+    """Examples of the datasets that a user's function returns for shards."""
 
-    record: Record
+    record: FunctionRecord
     data_dir: Path
-    service: Service | None
-
-    @classmethod
-    def of(cls, record: Record, data_dir: Path, seed: int, service: Service | None) -> FunctionSource:
-        """Return the source of an examined function, and open its random-access source if it returns one."""
-        if record.random_access:
-            for split in record.counts:
-                random_access.open_split(record, split, data_dir, seed)
-        classifies = named.each(lambda dtype: dtype == "int64", calling.of_each(record.example["labels"], "dtype"))
-        return cls(
-            version=record.version,
-            classes=named.each(lambda _: (), classifies),
-            num_outputs=record.num_outputs,
-            classifies=classifies,
-            feature_shape=calling.of_each(record.example["features"], "shape"),
-            label_shape=calling.of_each(record.example["labels"], "shape"),
-            train_examples=record.counts["train"],
-            test_examples=record.counts["test"],
-            weighted="weights" in record.example,
-            sharded=not record.random_access,
-            record=record,
-            data_dir=data_dir,
-            service=service,
-        )
-
-    @property
-    def train_batch(self) -> Callable[[tf.Tensor, tf.Tensor, BatchSlice], Batch] | None:
-        if self.service or not self.record.random_access:
-            return None
-        return functools.partial(random_access.train_batch, self.record)
 
     def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
-        if self.service:
-            return self.service.dataset(self.record, self.data_dir, batch_slice)
-        if self.record.random_access:
-            return random_access.train_dataset(self.record, batch_slice)
         return epochs.train_dataset(self.record, self.data_dir, batch_slice)
 
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-        if self.record.random_access:
-            return random_access.eval_dataset(self.record, replica_batch, replicas)
         return epochs.eval_dataset(self.record, self.data_dir, replica_batch, replicas)
 
     def shuffled_batches(self, global_batch: int, seed: int) -> tf.data.Dataset:
-        if self.service:
-            return self.train_dataset(BatchSlice(global_batch, seed))
-        if self.record.random_access:
-            return super().shuffled_batches(global_batch, seed)
         return epochs.shuffled_batches(self.record, self.data_dir, global_batch, seed)
 
 
-def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, service: Service | None = None) -> Source:
+def _open_function(record: FunctionRecord, data_dir: Path, seed: int) -> Source:
+    """Return the source of an examined function, and open its random-access source if it returns one."""
+    labels = record.example["labels"]
+    described: dict[str, Any] = {
+        "record": record,
+        "version": record.version,
+        "classes": named.each(lambda _: (), labels),
+        "num_outputs": record.num_outputs,
+        "classifies": named.each(lambda leaf: leaf.dtype == "int64", labels),
+        "feature_shape": named.each(lambda leaf: leaf.shape, record.example["features"]),
+        "label_shape": named.each(lambda leaf: leaf.shape, labels),
+        "train_examples": record.counts["train"],
+        "test_examples": record.counts["test"],
+        "weighted": "weights" in record.example,
+    }
+    if not record.random_access:
+        return FunctionSource(data_dir=data_dir, sharded=True, **described)
+    for split in record.counts:
+        random_access.open_split(record, split, data_dir, seed)
+    return RandomAccessSource(**described)
+
+
+def open_source(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> Source:
     """Return the source that a configuration names.
 
     Args:
         run: the run folder. It records the data of the first generation, which all later ones use even if newer data
             has been prepared with the same name.
-        service: the service of data workers, if there are any.
     """
 
     def open_version(version: str = "") -> Source:
         if config.source == "stream":
             return ShardSource.of(shards.find(data_dir, config.dataset, version))
         if config.source == "function":
-            record = calling.find(data_dir, config.dataset, version)
-            return FunctionSource.of(record, data_dir, config.seed, service)
-        return ArraySource.of(arrays.find(data_dir, config.dataset, version), config.transformer.context)
+            return _open_function(calling.find(data_dir, config.dataset, version), data_dir, config.seed)
+        array_set = arrays.find(data_dir, config.dataset, version)
+        return ArraySource.of(array_set.cut(config.transformer.context) if array_set.is_text else array_set)
 
     if run is None:
         return open_version()
@@ -254,123 +255,6 @@ def find(config: TrainConfig, data_dir: Path, run: RunFolder | None = None, serv
             f"--shards {recorded['num_shards']}`, or start a new run"
         )
     return source
-
-
-@dataclass(frozen=True)
-class Feed:
-    """The batches of the steps of one loop.
-
-    Attributes:
-        next: called once a step, in cross-replica context; its result is passed to each replica.
-        batch: called by each replica with that result, the step and the number of the replica or of one of its virtual
-            shards; returns its batch.
-        ahead: whether `next` may be called one step early, so that a batch can arrive during the step before.
-    """
-
-    next: Callable[[], Any]
-    batch: Callable[[Any, tf.Tensor, tf.Tensor], Batch]
-    ahead: bool = False
-
-
-def train_feed(
-    strategy: tf.distribute.Strategy,
-    source: Source,
-    first_step: int,
-    global_batch: int,
-    seed: int,
-    cut: VirtualShards | None = None,
-    micro_batches: int = 1,
-) -> Feed:
-    """Return the training batches of a synchronous strategy's replicas from step `first_step`.
-
-    Args:
-        cut: virtual shards of every global batch; None for one per replica.
-        micro_batches: number of micro-batches of each shard. `Feed.batch` takes the number of one of all, in order.
-    """
-    replicas = strategy.num_replicas_in_sync
-    shards = cut or VirtualShards(replicas, replicas)
-    parts = shards.total * micro_batches
-    if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
-        examples = array_batches.load(source.arrays.train)
-        batch_slice = BatchSlice(global_batch, seed, replicas=Replicas(parts))
-        return Feed(lambda: (), lambda _next, step, part: array_batches.train_batch(examples, step, part, batch_slice))
-    whole = cut is None and micro_batches == 1
-
-    def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        replicas = Replicas.of(context).numbers
-        first, last = (shards.first(replica) for replica in (replicas.start, replicas.stop))
-        parts = Replicas(shards.total, first, last - first)
-        batches = source.train_dataset(BatchSlice(global_batch, seed, first_step, replicas=parts))
-        return batches if whole else _stacked(_cut(batches, micro_batches), shards, micro_batches, replicas)
-
-    iterator = iter(strategy.distribute_datasets_from_function(dataset))
-    ahead = not isinstance(strategy, tf.distribute.TPUStrategy)  # not tested on TPUs
-    if whole:
-        return Feed(iterator.get_next, lambda batch, _step, _replica: batch, ahead)
-
-    def batch_of_part(batches: Batch, _step: tf.Tensor, part: tf.Tensor) -> Batch:
-        place = shards.place(part // micro_batches) * micro_batches + part % micro_batches
-        return tf.nest.map_structure(lambda tensor: tensor[place], batches)
-
-    return Feed(iterator.get_next, batch_of_part, ahead)
-
-
-def _cut(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
-    """Cut each batch into equal parts."""
-    if parts == 1:
-        return batches
-
-    def cut(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])
-
-    return batches.map(lambda batch: tf.nest.map_structure(cut, batch)).unbatch()
-
-
-def joined(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
-    """Join each group of `parts` batches to one batch."""
-    if parts == 1:
-        return batches
-
-    def join(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(tensor, [tensor.shape[0] * tensor.shape[1], *tensor.shape[2:]])
-
-    whole = batches.batch(parts, drop_remainder=True)
-    return without_sharding(whole.map(lambda batch: tf.nest.map_structure(join, batch)))
-
-
-def _stacked(batches: tf.data.Dataset, shards: VirtualShards, micro_batches: int, replicas: range) -> tf.data.Dataset:
-    """Stack the batches of all parts of each replica's shards, `[most, B, ...]`.
-
-    If another replica has one shard more, a replica's last part is repeated, because all must have the same shape.
-    """
-    firsts = {replica: shards.first(replica) * micro_batches for replica in range(replicas.start, replicas.stop + 1)}
-    most = shards.most * micro_batches
-    places = [[min(firsts[r] + at, firsts[r + 1] - 1) for at in range(most)] for r in replicas]
-    index_Lm = tf.constant(places) - firsts[replicas.start]
-
-    def by_replica(parts: Batch) -> Batch:
-        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, index_Lm), parts)
-
-    steps = batches.batch(firsts[replicas.stop] - firsts[replicas.start], drop_remainder=True)
-    return without_sharding(steps.map(by_replica).unbatch())
-
-
-def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_batch: int) -> Feed:
-    """Return the test split's batches, which the step of `Feed.batch` counts. Every pass must take all of them."""
-    replicas = strategy.num_replicas_in_sync if strategy else 1
-    if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
-        examples = array_batches.load(source.arrays.test)
-        sizes = {"replica_batch": replica_batch, "num_replicas": replicas}
-        return Feed(lambda: (), lambda _next, at, replica: array_batches.eval_batch(examples, at, replica, **sizes))
-
-    def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        return source.eval_dataset(replica_batch, Replicas.of(context)).repeat()
-
-    # One iterator for all passes, because a new one would need a new graph.
-    iterator = iter(
-        strategy.distribute_datasets_from_function(dataset) if strategy else dataset(tf.distribute.InputContext())
-    )
-    return Feed(iterator.get_next, lambda batch, _at, _replica: batch)
 
 
 def explain(error: Exception) -> ClusterError | None:

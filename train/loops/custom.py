@@ -6,7 +6,7 @@ from tensorflow import keras
 
 from cluster.contract.recovery import step_record
 from train.context import TaskContext
-from train.data.sources import train_feed
+from train.data.feeds import train_feed
 from train.elastic.shard_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops.loop import Loop, Steps, Stop

@@ -17,8 +17,7 @@ from tensorflow import keras
 
 from cluster.system.errors import UsageError
 from train.context import TaskContext
-from train.data.batches import Batch, BatchSlice, Replicas
-from train.data.sources import joined
+from train.data.batches import Batch, BatchSlice, Replicas, join_batches
 from train.loops.loop import Loop, Stop
 from train.loops.steps import LoopResult
 from train.loops.train_step import Computed, TrainStep, as_input, full_precision, part_of
@@ -259,7 +258,7 @@ def _data(context: TaskContext, first: int) -> Any:
         replicas = Replicas.of(pipeline)
         batches = source.train_dataset(BatchSlice(config.global_batch, config.seed, first, replicas=replicas))
         if not context.spec.kind.collective:
-            batches = joined(batches, replicas.count)
+            batches = join_batches(batches, replicas.count)
         return batches.map(pair_or_triple)
 
     if is_legacy():

@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.contract.recovery.step_record import StepRecord
-from train.data import array_batches
+from train.data import feeds
 from train.data.batches import Batch, BatchSlice
-from train.data.sources import Source
+from train.data.sources import IndexedSource, Source
 from train.loops.steps import LoopResult, Request, no_request
 from train.loops.train_step import Computed, TrainStep, part_of, repeat
 
@@ -92,12 +92,10 @@ class AsynchronousSteps:
         return repeat(count, step, tf.zeros(self._no_results.shape))
 
     def _batch(self, iterator: Any, examples: Any, step: tf.Tensor) -> Batch:
-        zero = tf.constant(0, tf.int64)
-        if examples is not None:
-            return array_batches.train_batch(examples, step, zero, self._batch_slice)
-        if self._source.train_batch:
-            return self._source.train_batch(step, zero, self._batch_slice)
-        return iterator.get_next()
+        if not isinstance(self._source, IndexedSource):
+            return iterator.get_next()
+        examples = examples or self._source.examples("train")
+        return feeds.train_batch(examples, step, tf.constant(0, tf.int64), self._batch_slice)
 
     def _trace_step(self, batch: Batch, step: tf.Tensor) -> tf.Tensor:
         train_step, run = self._train_step, self._strategy.run
@@ -127,10 +125,10 @@ def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[],
         # One element, the whole split, which the worker reads once and then passes by reference.
         assert source.arrays is not None
         split = source.arrays.train
-        return tf.data.Dataset.from_tensors(0).map(lambda _: array_batches.load(split)).cache().repeat()
+        return tf.data.Dataset.from_tensors(0).map(lambda _: feeds.load_examples(split)).cache().repeat()
 
     def batches() -> tf.data.Dataset:
-        if source.train_batch:
+        if isinstance(source, IndexedSource):
             return tf.data.Dataset.from_tensors(0)  # each step reads its batch
         return source.shuffled_batches(global_batch, seed)
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from train.context import TaskContext, evaluation_batch, regularized
-from train.data import array_batches
+from train.data import feeds
 from train.data.batches import Batch, BatchSlice, Replicas, eval_batches
 from train.loops import steps, train_step
 from train.loops.steps import LoopResult, Request, Signals, no_request
@@ -46,7 +46,7 @@ class PipelineSteps:
         self._asynchronous = config.pipeline.schedule == "pipedream"
         arrays = context.source.arrays
         assert arrays is not None  # the plan refuses others
-        self._examples = array_batches.load(arrays.train)
+        self._examples = feeds.load_examples(arrays.train)
         self._programs = schedule.build(config.pipeline.schedule, division.stages, config.micro_batches)
         self._edges: edges.Edges = edges.LocalEdges() if division.whole else edges.TaskEdges(division.pipeline)
         self._stages = {number: self._new_stage(number) for number in division.own}
@@ -71,7 +71,7 @@ class PipelineSteps:
             return context.new_evaluation()
         arrays = context.source.arrays
         assert arrays is not None
-        examples, batch = array_batches.load(arrays.test), evaluation_batch(context.source)
+        examples, batch = feeds.load_examples(arrays.test), evaluation_batch(context.source)
         share = {"replica_batch": batch, "num_replicas": pipelines}
         rounds = eval_batches(context.source.test_examples, **share)
         scored = context.objective.reported.values()
@@ -79,7 +79,7 @@ class PipelineSteps:
         def add(at: tf.Tensor, totals_N2M: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([totals_N2M]):
                 at = tf.identity(at)
-            examples_B = array_batches.eval_batch(examples, at, tf.constant(self._division.pipeline, tf.int64), **share)
+            examples_B = feeds.eval_batch(examples, at, tf.constant(self._division.pipeline, tf.int64), **share)
             outputs = self._forward(lambda: self._as_input(examples_B.features), batch, edges.EVALUATED)
             if not self._has_last:
                 with tf.control_dependencies([outputs]):
@@ -146,7 +146,7 @@ class PipelineSteps:
         config = self._context.config
         part = at + self._division.pipeline * config.micro_batches
         batch_slice = BatchSlice(self._micro_batch * self._parts, config.seed, replicas=Replicas(self._parts))
-        return array_batches.train_batch(self._examples, step, part, batch_slice)
+        return feeds.train_batch(self._examples, step, part, batch_slice)
 
     def _as_input(self, features: tf.Tensor) -> tf.Tensor:
         return train_step.as_input(self._context.model, features)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from train.data.batches import Batch, eval_batches
-from train.data.sources import Feed
+from train.data.feeds import Feed
 from train.loops.train_step import TrainStep, as_input, full_precision, repeat
 from train.model import masks
 from train.model.objectives import Objective, PerExample

@@ -52,7 +52,7 @@ def check_parts(
     Raises:
         UsageError: a part is wrong, or the model cannot be cut like that.
     """
-    source = sources.find(config, data_dir)
+    source = sources.open_source(config, data_dir)
 
     def new_model() -> keras.Model:
         return models.of(config, source.feature_shape, source.num_outputs)

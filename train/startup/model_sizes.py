@@ -29,7 +29,7 @@ def measure_model(config: TrainConfig, strategy: str, data_dir: Path) -> dict[st
     Raises:
         UsageError: the model or its data is wrong.
     """
-    source = sources.find(config, data_dir)
+    source = sources.open_source(config, data_dir)
     with policy(precision_of(strategy, config.precision)):
         model = models.of(config, source.feature_shape, source.num_outputs)
         optimizer = optimizers.build(config)

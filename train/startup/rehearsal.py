@@ -12,9 +12,9 @@ from tensorflow.python.eager import context  # forgetting its devices has no pub
 
 from train import patches
 from train.config import TrainConfig
-from train.data import array_batches
+from train.data import feeds
 from train.data.batches import Batch, BatchSlice
-from train.data.sources import Feed
+from train.data.feeds import Feed
 from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers
@@ -54,11 +54,11 @@ def rehearse() -> None:
 
 
 def _feed() -> Feed:
-    examples = array_batches.Examples(
+    examples = feeds.ArrayExamples(
         tf.zeros([EXAMPLES, *IMAGE], tf.uint8), tf.range(EXAMPLES, dtype=tf.int64) % CLASSES, weights=None
     )
 
     def batch(_next: object, step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        return array_batches.train_batch(examples, step, replica, BatchSlice(EXAMPLES, seed=0))
+        return feeds.train_batch(examples, step, replica, BatchSlice(EXAMPLES, seed=0))
 
     return Feed(lambda: (), batch)

@@ -116,7 +116,7 @@ def data(folder: Path) -> sources.Source:
     """Write and return some examples to train on."""
     parts = (np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32), np.arange(EXAMPLES) % 2)
     arrays.write(folder, "own:numbers", "1", {"train": parts, "test": parts})
-    return sources.find(TrainConfig(dataset="own:numbers"), folder)
+    return sources.open_source(TrainConfig(dataset="own:numbers"), folder)
 
 
 def trained(source: sources.Source, times: int, micro_batches: int = 1) -> dict[str, Any]:

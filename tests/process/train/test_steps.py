@@ -33,7 +33,7 @@ from tests.support.small_training import (
 )
 from train import patches, program
 from train.config import Optimizer, TrainConfig
-from train.data import array_batches, sources
+from train.data import feeds, sources
 from train.data.batches import Batch, BatchSlice, Replicas
 from train.loops import steps
 from train.loops.actions import CheckFinite
@@ -114,10 +114,10 @@ def largest_temporary(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> in
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(model.trainable_variables)
     train_step = TrainStep(model, optimizers.GradientPolicy(optimizer), OBJECTIVE, ROWS, 1, micro_batches=micro_batches)
-    examples = array_batches.Examples(tf.ones([ROWS, 8]), tf.zeros([ROWS], tf.int64), None)
+    examples = feeds.ArrayExamples(tf.ones([ROWS, 8]), tf.zeros([ROWS], tf.int64), None)
 
     def batch(_given: Any, step: tf.Tensor, part: tf.Tensor) -> Batch:
-        return array_batches.train_batch(examples, step, part, BatchSlice(ROWS, SEED, replicas=Replicas(micro_batches)))
+        return feeds.train_batch(examples, step, part, BatchSlice(ROWS, SEED, replicas=Replicas(micro_batches)))
 
     made: list[int] = []
     compute = TrainStep.compute
@@ -318,7 +318,7 @@ def test_signals_of_one_task_reach_every_task(source, where):
 def labels_of(where: str, source: sources.Source, first_step: int = 1) -> list[list[list[int]]]:
     """Return the labels that each replica is fed in the steps 1, 2 and 3."""
     strategy = strategy_called(where)
-    feed = sources.train_feed(strategy, source, first_step, GLOBAL_BATCH, SEED)
+    feed = feeds.train_feed(strategy, source, first_step, GLOBAL_BATCH, SEED)
 
     @tf.function
     def batch(step: tf.Tensor) -> Any:
@@ -347,11 +347,11 @@ def test_a_stream_is_fed_from_the_step_on_that_training_resumes_from(prepared):
 @pytest.mark.parametrize("where", ["one", "mirrored-3"])
 def test_evaluation_takes_each_of_1003_examples_of_an_iterator_once(source, where):
     """Also the second time, and without the weights that the split has."""
-    examples, model = array_batches.load(source.arrays.test), new_model(0)
+    examples, model = feeds.load_examples(source.arrays.test), new_model(0)
     expected = np.mean(np.argmax(model(examples.features), -1) == examples.labels.numpy())
     strategy, count = strategy_called(where), len(examples.labels)
     with strategy.scope():
         model = new_model(0)
-    feed = sources.eval_feed(strategy, dataclasses.replace(source, arrays=None), 100)
+    feed = feeds.eval_feed(strategy, dataclasses.replace(source, arrays=None), 100)
     evaluate = steps.evaluation(strategy, model, OBJECTIVE, feed, num_examples=count, batch=100)
     assert [pytest.approx(expected)] * 2 == [evaluate()["eval_accuracy"] for _ in range(2)]

@@ -17,7 +17,7 @@ from cluster.system.errors import PrerequisiteError
 from train import patches
 from train import strategy as strategies
 from train.config import TrainConfig
-from train.data import arrays, sources
+from train.data import arrays, feeds, sources
 from train.data.batches import Batch, BatchSlice
 from train.loops import steps
 from train.loops.train_step import Computed, TrainStep
@@ -61,7 +61,7 @@ def prepare(data_dir: Path) -> sources.Source:
     random = np.random.default_rng(0)
     examples = (random.integers(0, 256, (32, 12, 12, 1), dtype=np.uint8), random.integers(0, 10, 32))
     arrays.write(data_dir, "own:images", "1", {"train": examples, "test": examples})
-    return dataclasses.replace(sources.find(TrainConfig(dataset="own:images"), data_dir), arrays=None)
+    return dataclasses.replace(sources.open_source(TrainConfig(dataset="own:images"), data_dir), arrays=None)
 
 
 def new_step(strategy: tf.distribute.Strategy, kind: type[TrainStep] = TrainStep) -> TrainStep:
@@ -76,7 +76,7 @@ def new_step(strategy: tf.distribute.Strategy, kind: type[TrainStep] = TrainStep
 def shapes(source: sources.Source) -> dict[str, Any]:
     """Return the shapes of what the updates of two replicas work on, and of what evaluation does."""
     strategy = tf.distribute.MirroredStrategy([f"/CPU:{index}" for index in range(REPLICAS)])
-    feed = sources.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
+    feed = feeds.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
     losses = steps.SynchronousSteps(strategy, new_step(strategy, Watched), feed, 2)(0, 2).losses
     evaluation: list[list[int | None]] = []
 
@@ -88,7 +88,7 @@ def shapes(source: sources.Source) -> dict[str, Any]:
 
         return strategy.run(replica, args=(eval_feed.next(),))
 
-    eval_feed = sources.eval_feed(strategy, source, 5)
+    eval_feed = feeds.eval_feed(strategy, source, 5)
     evaluate()
     return {"given": given, "made": len(made), "dynamic": dynamic, "losses": losses.tolist(), "evaluation": evaluation}
 

@@ -27,6 +27,7 @@ from cluster.system.errors import ClusterError, UsageError
 from cluster.system.messages import described
 from train import named
 from train.data import arrays, store
+from train.named import Named
 from train.settings import references
 
 SPLITS = ("train", "test")
@@ -36,13 +37,21 @@ PARTS = tuple(arrays.DTYPES)
 
 
 @dataclass(frozen=True)
-class Record:
+class Leaf:
+    """One array of an example."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class FunctionRecord:
     """A dataset function.
 
     Attributes:
         name: `package.module:function`.
         form: the form of its result, `RANDOM_ACCESS` or `DATASET`.
-        example: `{"shape": [...], "dtype": ...}`, or a dictionary of these, for each of `PARTS` of an example.
+        example: a `Leaf` or a dictionary of them for each of `PARTS` of an example.
         num_outputs: number of classes or of values to predict; a dictionary if labels are one.
         counts: number of examples of each split.
         counted: whether the examples were counted, because the datasets do not know their length.
@@ -50,7 +59,7 @@ class Record:
 
     name: str
     form: str
-    example: Mapping[str, Any]
+    example: Mapping[str, Named]
     num_outputs: Any
     counts: Mapping[str, int]
     counted: bool = False
@@ -65,9 +74,14 @@ class Record:
         """Whether any example can be read by its number."""
         return self.form == RANDOM_ACCESS
 
+    @property
+    def leaves(self) -> list[Leaf]:
+        """All arrays of an example."""
+        return [leaf for part in self.example.values() for leaf in named.leaves(part)]
+
     def __str__(self) -> str:
-        features = leaves(self.example["features"])
-        shapes = ", ".join(f"{leaf['shape']} {leaf['dtype']}" for leaf in features)
+        features = named.leaves(self.example["features"])
+        shapes = ", ".join(f"{list(leaf.shape)} {leaf.dtype}" for leaf in features)
         counted = " (counted)" if self.counted else ""
         return (
             f"{self.name} {self.version}: {self.counts['train']} examples to train, {self.counts['test']} to test"
@@ -75,33 +89,26 @@ class Record:
         )
 
 
-def is_leaf(described: Mapping[str, Any]) -> bool:
-    """Whether a description is that of one array; a dictionary of arrays may have one with the name `shape`."""
-    return isinstance(described.get("shape"), list)
-
-
-def leaves(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the descriptions of the arrays of a part of an example."""
-    return [described] if is_leaf(described) else list(described.values())
-
-
-def of_each(described: Mapping[str, Any], key: str) -> Any:
-    """Return `shape`, as a tuple, or `dtype` of the array or of each array of a part of an example."""
-    if is_leaf(described):
-        return tuple(described[key]) if key == "shape" else described[key]
-    return {name: of_each(leaf, key) for name, leaf in described.items()}
-
-
-def find(data_dir: Path, name: str, version: str = "") -> Record:
+def find(data_dir: Path, name: str, version: str = "") -> FunctionRecord:
     """Find the record of a dataset function."""
     command = f"invoke data.examine --name {name}"
     version = version or store.read_pointer(data_dir, "functions", name, command)
     path = _record_file(data_dir, name, version)
     with store.index_errors(path, f"{name} {version} was not examined in {data_dir}; run `{command}`", command):
-        return Record(**json.loads(path.read_text(encoding="utf-8")))
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return FunctionRecord(
+            **fields | {"example": {name: _read_part(part) for name, part in fields["example"].items()}}
+        )
 
 
-def write(data_dir: Path, record: Record) -> None:
+def _read_part(part: Mapping[str, Any]) -> Named:
+    """Return the description of a part of an example; a dictionary of arrays may have one with the name `shape`."""
+    if isinstance(part.get("shape"), list):
+        return Leaf(tuple(part["shape"]), part["dtype"])
+    return {name: _read_part(leaf) for name, leaf in part.items()}
+
+
+def write(data_dir: Path, record: FunctionRecord) -> None:
     """Write a record as the newest of its function."""
     path = _record_file(data_dir, record.name, record.version)
     path.parent.mkdir(exist_ok=True)
@@ -155,11 +162,13 @@ def call(name: str, split: str, shard: Shard) -> Any:
         returned = references.call("--dataset", name, function, split, shard)
     if isinstance(returned, tf.data.Dataset):
         return returned
-    if hasattr(type(returned), "__len__") and hasattr(type(returned), "__getitem__"):
-        if isinstance(returned, Mapping | tuple | str | bytes | np.ndarray):
-            raise UsageError(_wrong(name, split, returned))
-        return returned
-    raise UsageError(_wrong(name, split, returned))
+    indexed = hasattr(type(returned), "__len__") and hasattr(type(returned), "__getitem__")
+    if not indexed or isinstance(returned, Mapping | tuple | str | bytes | np.ndarray):
+        raise UsageError(
+            f"--dataset {name!r} returns a {type(returned).__name__} for {split!r}; expected a tf.data.Dataset, or an "
+            "object with __len__ and __getitem__"
+        )
+    return returned
 
 
 def parts_of(subject: str, example: Any) -> tuple[Any, ...]:
@@ -170,29 +179,38 @@ def parts_of(subject: str, example: Any) -> tuple[Any, ...]:
     return tuple(example)
 
 
-def describe(subject: str, example: tuple[Any, ...]) -> dict[str, Any]:
-    """Describe an example for `Record.example`, from NumPy arrays or a dataset's element specification."""
+def describe(subject: str, example: tuple[Any, ...]) -> dict[str, Named]:
+    """Describe an example for `FunctionRecord.example`, from NumPy arrays or a dataset's element specification."""
 
-    def leaf(part: str, value: Any) -> dict[str, Any]:
+    def leaf(part: str, value: Any) -> Leaf:
         shape = value.shape
         if isinstance(shape, tf.TensorShape):
             if not shape.is_fully_defined():
                 raise UsageError(f"{subject}: {part} of the shape {shape}; expected known sizes: use tf.ensure_shape")
             shape = shape.as_list()
         dtype = value.dtype.as_numpy_dtype if isinstance(value, tf.TensorSpec) else value.dtype
-        return {"shape": list(shape), "dtype": arrays.stored_dtype(f"{subject}: {part}", part, np.dtype(dtype))}
+        return Leaf(tuple(shape), arrays.stored_dtype(f"{subject}: {part}", part, np.dtype(dtype)))
 
     described_parts = {}
     for part, values in zip(PARTS, example, strict=False):
-        for value in values.values() if isinstance(values, Mapping) else [values]:
+        for value in named.leaves(values):
             if not isinstance(value, tf.TensorSpec | np.ndarray):
                 raise UsageError(
                     f"{subject}: {part} are {type(values).__name__}; expected an array or a dictionary of arrays"
                 )
         described_parts[part] = named.each(lambda value, part=part: leaf(part, value), values)
-    if "weights" in described_parts and described_parts["weights"].get("shape") != []:
-        raise UsageError(f"{subject}: weights are {described_parts['weights']}; expected one number")
+    if "weights" in described_parts and getattr(described_parts["weights"], "shape", None) != ():
+        raise UsageError(f"{subject}: {show_example({'weights': described_parts['weights']})}; expected one number")
     return described_parts
+
+
+def show_example(example: Mapping[str, Named]) -> str:
+    """Return the description of an example for messages."""
+    return ", ".join(
+        f"{part}{name} {list(leaf.shape)} {leaf.dtype}"
+        for part, value in example.items()
+        for name, leaf in named.in_words(value).items()
+    )
 
 
 def as_arrays(subject: str, example: Any) -> tuple[Any, ...]:
@@ -203,10 +221,3 @@ def as_arrays(subject: str, example: Any) -> tuple[Any, ...]:
         raise
     except Exception as error:  # the example may be of any class
         raise UsageError(f"{subject} cannot be converted to arrays: {described(error)}") from None
-
-
-def _wrong(name: str, split: str, returned: Any) -> str:
-    return (
-        f"--dataset {name!r} returns a {type(returned).__name__} for {split!r}; expected a tf.data.Dataset, or an "
-        "object with __len__ and __getitem__"
-    )

@@ -11,11 +11,11 @@ Shapes: B replica batch, G global batch, R replicas, L replicas of a task.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from cluster.system.errors import ClusterError, RunFailed, UsageError
@@ -23,12 +23,12 @@ from train import named
 from train.data import batches
 from train.data.batches import Batch, BatchSlice, Replicas, random_number, without_sharding
 from train.data.function import calling
-from train.data.function.calling import PARTS, Record, Shard, leaves
+from train.data.function.calling import PARTS, FunctionRecord, Shard
 
 _WRONG_COUNT = re.compile(r"expected to contain (\d+) elements? but contained (only |at least )?(\d+)")
 
 
-def examples(record: Record, split: str, shard: Shard) -> tf.data.Dataset:
+def examples(record: FunctionRecord, split: str, shard: Shard) -> tf.data.Dataset:
     """Return the examples of a shard, as `Batch`es of one example without the first axis."""
     dataset = calling.call(record.name, split, shard)
     subject = f"--dataset {record.name!r}: {split} example"
@@ -37,7 +37,8 @@ def examples(record: Record, split: str, shard: Shard) -> tf.data.Dataset:
     description = calling.describe(subject, calling.parts_of(subject, dataset.element_spec))
     if description != record.example:
         raise UsageError(
-            f"{subject} is {description} in this task, {record.example} where it was examined; "
+            f"{subject} is {calling.show_example(description)} in this task, {calling.show_example(record.example)} "
+            "where it was examined; "
             "let all tasks see the same data"
         )
 
@@ -45,7 +46,7 @@ def examples(record: Record, split: str, shard: Shard) -> tf.data.Dataset:
     def stored(*parts: Any) -> Batch:
         parts = parts[0] if len(parts) == 1 else parts  # a named tuple
         cast = {
-            name: named.each(lambda value, leaf: tf.cast(value, leaf["dtype"]), part, record.example[name])
+            name: named.each(lambda value, leaf: tf.cast(value, leaf.dtype), part, record.example[name])
             for name, part in zip(PARTS, parts, strict=False)
         }
         return Batch(cast["features"], cast["labels"], cast.get("weights", tf.ones([])))
@@ -53,7 +54,7 @@ def examples(record: Record, split: str, shard: Shard) -> tf.data.Dataset:
     return dataset.map(stored, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
-def train_dataset(record: Record, data_dir: Path, batch_slice: BatchSlice) -> tf.data.Dataset:
+def train_dataset(record: FunctionRecord, data_dir: Path, batch_slice: BatchSlice) -> tf.data.Dataset:
     """Return one batch for each replica, step by step."""
     shards = [shard_batches(record, data_dir, batch_slice, replica) for replica in batch_slice.replicas.numbers]
     in_turn = shards[0]
@@ -64,30 +65,19 @@ def train_dataset(record: Record, data_dir: Path, batch_slice: BatchSlice) -> tf
     return without_sharding(in_turn.take(batch_slice.num_batches).prefetch(tf.data.AUTOTUNE))
 
 
-def shard_batches(
-    record: Record, data_dir: Path, batch_slice: BatchSlice, replica: int, worker: int = 0, workers: int = 1
-) -> tf.data.Dataset:
-    """Return the infinite batches `[B, ...]` of one replica's shard.
-
-    Args:
-        worker: number of the data worker, which prepares the steps s with s modulo `workers` = `worker` from a separate
-            shard.
-    """
+def shard_batches(record: FunctionRecord, data_dir: Path, batch_slice: BatchSlice, replica: int) -> tf.data.Dataset:
+    """Return the infinite batches `[B, ...]` of one replica's shard."""
     num_examples, global_batch = record.counts["train"], batch_slice.global_batch
     replica_batch, first_step = batch_slice.replica_batch, tf.cast(batch_slice.first_step, tf.int64)
-    index, count = replica * workers + worker, batch_slice.replicas.total * workers
 
     def begin(epoch: tf.Tensor) -> tf.Tensor:
         return -(-epoch * num_examples // global_batch)
 
-    def batches_before(step: tf.Tensor) -> tf.Tensor:
-        return (step - worker + workers - 1) // workers
-
     @tf.autograph.experimental.do_not_convert
     def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
-        shard = Shard(index, count, epoch_seed(batch_slice.seed, epoch), data_dir)
-        skipped = tf.maximum(batches_before(first_step) - batches_before(begin(epoch)), 0)
-        num_examples_read = replica_batch * (batches_before(begin(epoch + 1)) - batches_before(begin(epoch)))
+        shard = Shard(replica, batch_slice.replicas.total, epoch_seed(batch_slice.seed, epoch), data_dir)
+        skipped = tf.maximum(first_step - begin(epoch), 0)
+        num_examples_read = replica_batch * (begin(epoch + 1) - begin(epoch))
         whole = examples(record, "train", shard).repeat().take(num_examples_read)
         whole = whole.apply(tf.data.experimental.assert_cardinality(num_examples_read))
         return whole.skip(skipped * replica_batch).batch(replica_batch, drop_remainder=True)
@@ -102,7 +92,7 @@ def epoch_seed(seed: int, epoch: tf.Tensor) -> tf.Tensor:
     return tf.random.stateless_uniform([], key, minval=1, maxval=2**31 - 1, dtype=tf.int64, alg="philox")
 
 
-def shuffled_batches(record: Record, data_dir: Path, global_batch: int, seed: int) -> tf.data.Dataset:
+def shuffled_batches(record: FunctionRecord, data_dir: Path, global_batch: int, seed: int) -> tf.data.Dataset:
     """Return infinite global batches for one of several equal workers, from a random epoch.
 
     All workers run the same graph and do not know their index.
@@ -111,7 +101,7 @@ def shuffled_batches(record: Record, data_dir: Path, global_batch: int, seed: in
     return shard_batches(record, data_dir, BatchSlice(global_batch, seed, steps), 0).prefetch(tf.data.AUTOTUNE)
 
 
-def eval_dataset(record: Record, data_dir: Path, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
+def eval_dataset(record: FunctionRecord, data_dir: Path, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
     """Return the test batches of replicas; see `batches.eval_dataset`.
 
     Every task reads the whole split, as shard 0 of 1, and takes its part, so that all have the same number of batches.
@@ -126,10 +116,9 @@ def eval_dataset(record: Record, data_dir: Path, replica_batch: int, replicas: R
     return batches.eval_dataset(whole, count, example_bytes(record), replica_batch, replicas, to_batch)
 
 
-def example_bytes(record: Record) -> int:
+def example_bytes(record: FunctionRecord) -> int:
     """Return the size of one example."""
-    all_leaves = [leaf for part in record.example.values() for leaf in leaves(part)]
-    return sum(int(np.prod(leaf["shape"])) * tf.as_dtype(leaf["dtype"]).size for leaf in all_leaves)
+    return sum(math.prod(leaf.shape) * tf.as_dtype(leaf.dtype).size for leaf in record.leaves)
 
 
 def explain(error: Exception) -> ClusterError | None:

@@ -14,11 +14,12 @@ from cluster.system.messages import described
 from train.data import arrays, store
 from train.data.batches import BatchSlice, Replicas
 from train.data.function import calling, epochs, random_access
-from train.data.function.calling import DATASET, RANDOM_ACCESS, SPLITS, Record, Shard
+from train.data.function.calling import DATASET, RANDOM_ACCESS, SPLITS, FunctionRecord, Leaf, Shard
 from train.data.prepare.preparation import say
+from train.named import Named
 
 
-def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, fresh: bool = False) -> Record:
+def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, fresh: bool = False) -> FunctionRecord:
     """Call a dataset function for both splits, and write a record of it to `data_dir`.
 
     Args:
@@ -42,19 +43,12 @@ def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, 
     describe = _first_example if form == RANDOM_ACCESS else _element
     examples = {split: describe(name, split, data) for split, data in returned.items()}
     example = examples["train"]
-    for part in ("features", "labels"):
-        if examples["test"].get(part) != example[part]:
-            raise UsageError(
-                f"--dataset {name!r}: {part} of train and test are {example[part]} and {examples['test'].get(part)}; "
-                "expected the same"
-            )
-    if examples["test"].keys() != example.keys():
-        raise UsageError(
-            f"--dataset {name!r}: train and test differ in whether examples have weights; expected the same"
-        )
+    if examples["test"] != example:
+        both = " and ".join(calling.show_example(described) for described in examples.values())
+        raise UsageError(f"--dataset {name!r}: examples of train and test are {both}; expected the same")
     outputs = _outputs(name, example["labels"], num_outputs)
     counts, counted = _counts(name, returned, data_dir, fresh=fresh)
-    new = Record(name, form, example, outputs, counts, counted)
+    new = FunctionRecord(name, form, example, outputs, counts, counted)
     if form == DATASET:
         _trace(new, data_dir, seed)
     with store.disk_errors(data_dir), store.lock(data_dir, say):
@@ -62,7 +56,7 @@ def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, 
     return new
 
 
-def _first_example(name: str, split: str, source: Any) -> dict[str, Any]:
+def _first_example(name: str, split: str, source: Any) -> dict[str, Named]:
     random_access.length_of(name, split, source)
     subject = f"--dataset {name!r}: {split} example 0"
     try:
@@ -72,14 +66,14 @@ def _first_example(name: str, split: str, source: Any) -> dict[str, Any]:
     return calling.describe(subject, calling.as_arrays(subject, first))
 
 
-def _element(name: str, split: str, dataset: tf.data.Dataset) -> dict[str, Any]:
+def _element(name: str, split: str, dataset: tf.data.Dataset) -> dict[str, Named]:
     subject = f"--dataset {name!r}: {split} example"
     return calling.describe(subject, calling.parts_of(subject, dataset.element_spec))
 
 
 def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:
     """Return the number of examples of each split, and whether they were counted, now or before."""
-    known: Record | None = None
+    known: FunctionRecord | None = None
     with contextlib.suppress(PrerequisiteError, RunFailed):
         known = None if fresh else calling.find(data_dir, name)
     counts, counted = {}, False
@@ -110,7 +104,7 @@ def _count(name: str, split: str, dataset: tf.data.Dataset) -> int:
         raise UsageError(f"--dataset {name!r}: reading {split}: {described(error)}") from None
 
 
-def _trace(new: Record, data_dir: Path, seed: int) -> None:
+def _trace(new: FunctionRecord, data_dir: Path, seed: int) -> None:
     """Build the pipeline as a task does, where the seed is a tensor."""
     try:
         epochs.shard_batches(new, data_dir, BatchSlice(2, seed, replicas=Replicas(2)), 0)
@@ -122,16 +116,16 @@ def _trace(new: Record, data_dir: Path, seed: int) -> None:
         ) from None
 
 
-def _outputs(name: str, labels: Mapping[str, Any], num_outputs: str) -> Any:
+def _outputs(name: str, labels: Named, num_outputs: str) -> Named:
     """Return the number of classes or values to predict for each array of labels."""
-    heads = {"": labels} if calling.is_leaf(labels) else dict(labels)
+    heads = {"": labels} if isinstance(labels, Leaf) else dict(labels)
     settings = [item.partition("=") for item in num_outputs.replace(" ", "").split(",") if item]
     requested = {head if mark else "": count if mark else head for head, mark, count in settings}
     outputs = {}
     for head, leaf in heads.items():
         of_head = f" of {head!r}" if head else ""
-        if leaf["dtype"] == "float32":
-            outputs[head] = arrays.values_in(leaf["shape"])
+        if leaf.dtype == "float32":
+            outputs[head] = arrays.values_in(leaf.shape)
             continue
         if not requested.get(head, "").isdecimal() or int(requested[head]) < 1:
             example = "10" if not head else ",".join(f"{key}=10" for key in heads)

@@ -2,7 +2,7 @@
 
 So a run resumes at any step immediately, and any number of tasks has the same global batches. The graph calls the
 source by an operation that names it, `PyFuncStateless`, so it can run in any process that has opened the source: a
-task, a worker of parameter servers, a data worker.
+task, a worker of parameter servers.
 
 Shapes: B replica batch.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,9 @@ from tensorflow.python.ops import script_ops  # the registry of functions that g
 from cluster.system.errors import ClusterError, RunFailed, UsageError
 from cluster.system.messages import described
 from train import named
-from train.data import array_batches
-from train.data.batches import Batch, BatchSlice, Replicas, by_step, eval_batches
+from train.data.batches import Batch
 from train.data.function import calling
-from train.data.function.calling import PARTS, Record, Shard, leaves
+from train.data.function.calling import PARTS, FunctionRecord, Shard
 
 _FAILURE = re.compile(r"RunFailed: (dataset [^\n]+)")
 _ELSEWHERE = "Could not find callback with key=pyfunc_"
@@ -33,10 +33,10 @@ _OPEN: dict[str, Callable[..., Any]] = {}
 """Sources that this process has registered; TensorFlow keeps only weak references."""
 
 
-class Reader:
+class SplitReader:
     """Reads the examples of one split, one call at a time, because a source need not be thread-safe."""
 
-    def __init__(self, record: Record, split: str, source: Any) -> None:
+    def __init__(self, record: FunctionRecord, split: str, source: Any) -> None:
         self._record, self._split, self._source = record, split, source
         self._lock = threading.Lock()
 
@@ -67,18 +67,18 @@ class Reader:
         try:
             parts = calling.as_arrays(subject, example)
             if (actual := calling.describe(subject, parts)) != self._record.example:
-                raise RunFailed(f"{subject} is {_shown(actual)}; expected {_shown(self._record.example)}")
+                expected = calling.show_example(self._record.example)
+                raise RunFailed(f"{subject} is {calling.show_example(actual)}; expected {expected}")
         except UsageError as error:
             raise RunFailed(str(error)) from error
         flat = []
         for name, part in zip(PARTS, parts, strict=False):
-            expected = self._record.example[name]
-            values = [part[key] for key in expected] if isinstance(part, Mapping) else [part]
-            flat += [np.asarray(value, leaf["dtype"]) for value, leaf in zip(values, leaves(expected), strict=True)]
+            arrays = named.each(lambda leaf, value: np.asarray(value, leaf.dtype), self._record.example[name], part)
+            flat += named.leaves(arrays)
         return flat
 
 
-def open_split(record: Record, split: str, data_dir: Path, seed: int) -> None:
+def open_split(record: FunctionRecord, split: str, data_dir: Path, seed: int) -> None:
     """Open a split for graphs that run in this process."""
     if _token(record, split) in _OPEN:
         return
@@ -90,7 +90,7 @@ def open_split(record: Record, split: str, data_dir: Path, seed: int) -> None:
             f"--dataset {record.name!r} has {length} {split} examples here, {record.counts[split]} where it was "
             f"examined; let all tasks see the same data, then `invoke data.examine --name {record.name}`"
         )
-    reader = Reader(record, split, source)
+    reader = SplitReader(record, split, source)
     _OPEN[_token(record, split)] = reader
     script_ops._py_funcs._funcs[_token(record, split)] = reader
 
@@ -106,50 +106,32 @@ def length_of(name: str, split: str, source: Any) -> int:
     return length
 
 
-def read(record: Record, split: str, indices_B: tf.Tensor) -> Batch:
-    """Return examples with their weights, in a graph."""
-    described_leaves = [leaf for part in record.example.values() for leaf in leaves(part)]
-    with tf.device("CPU:0"):
-        flat = tf.raw_ops.PyFuncStateless(
-            input=[indices_B],
-            token=_token(record, split),
-            Tout=[tf.as_dtype(leaf["dtype"]) for leaf in described_leaves],
-        )
-    size = indices_B.shape[0]
-    shaped = iter(
-        [tf.ensure_shape(array, [size, *leaf["shape"]]) for array, leaf in zip(flat, described_leaves, strict=True)]
-    )
-    types = {name: calling.of_each(part, "dtype") for name, part in record.example.items()}
-    parts = {name: named.each(lambda _: next(shaped), part) for name, part in types.items()}
-    return Batch(parts["features"], parts["labels"], parts.get("weights", tf.ones([size])))
+@dataclass(frozen=True)
+class SplitExamples:
+    """The examples of a split, read in a graph; see `train.data.feeds.Examples`."""
 
+    record: FunctionRecord
+    split: str
 
-def train_batch(record: Record, step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice) -> Batch:
-    """Return a replica's part of the global batch of `step`; see `array_batches.train_indices` for the arguments."""
-    return read(record, "train", array_batches.train_indices(step, replica, batch_slice, record.counts["train"]))
+    @property
+    def num_examples(self) -> int:
+        """Number of examples."""
+        return self.record.counts[self.split]
 
-
-def train_dataset(record: Record, batch_slice: BatchSlice) -> tf.data.Dataset:
-    """Return one batch for each replica, step by step."""
-
-    def batch(step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        return train_batch(record, step, replica, batch_slice)
-
-    return by_step(batch, batch_slice.num_batches, batch_slice.replicas, batch_slice.first_step)
-
-
-def eval_dataset(record: Record, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-    """Return the test batches of replicas, like `array_batches.eval_dataset`."""
-    count = record.counts["test"]
-
-    def batch(number: tf.Tensor, replica: tf.Tensor) -> Batch:
-        first = (number * replicas.total + replica) * replica_batch
-        positions_B = first + tf.range(replica_batch, dtype=tf.int64)
-        batch_B = read(record, "test", tf.minimum(positions_B, count - 1))
-        return batch_B._replace(weights=tf.cast(positions_B < count, tf.float32))
-
-    batches = eval_batches(count, replica_batch=replica_batch, num_replicas=replicas.total)
-    return by_step(batch, batches * replicas.count, replicas)
+    def read_batch(self, indices_B: tf.Tensor) -> Batch:
+        """Return the examples with these numbers and their weights."""
+        described_leaves = self.record.leaves
+        with tf.device("CPU:0"):
+            flat = tf.raw_ops.PyFuncStateless(
+                input=[indices_B],
+                token=_token(self.record, self.split),
+                Tout=[tf.as_dtype(leaf.dtype) for leaf in described_leaves],
+            )
+        size = indices_B.shape[0]
+        pairs = zip(flat, described_leaves, strict=True)
+        shaped = iter([tf.ensure_shape(array, [size, *leaf.shape]) for array, leaf in pairs])
+        parts = {name: named.each(lambda _: next(shaped), part) for name, part in self.record.example.items()}
+        return Batch(parts["features"], parts["labels"], parts.get("weights", tf.ones([size])))
 
 
 def explain(error: Exception) -> ClusterError | None:
@@ -164,11 +146,5 @@ def explain(error: Exception) -> ClusterError | None:
     return None
 
 
-def _token(record: Record, split: str) -> str:
+def _token(record: FunctionRecord, split: str) -> str:
     return f"tf-cluster {record.name} {split}"
-
-
-def _shown(described_example: Any) -> str:
-    return ", ".join(
-        f"{part} {leaf['shape']} {leaf['dtype']}" for part, value in described_example.items() for leaf in leaves(value)
-    )

@@ -209,7 +209,7 @@ def test_another_base_must_be_built(monkeypatch, base, requested, there, current
 
 CHANGES: list[tuple[Callable[[Path], object], bool]] = [
     (lambda root: (root / "train" / "new.py").write_text(""), True),
-    (lambda root: (root / "train" / "data" / "array_batches.py").unlink(), True),
+    (lambda root: (root / "train" / "data" / "feeds.py").unlink(), True),
     (lambda root: (root / "cluster" / "contract" / "spec.py").write_text("import os"), True),
     (lambda root: (root / "docker" / "Dockerfile").write_text("FROM scratch"), True),
     (lambda root: (root / "docker" / "fill-root.sh").chmod(0o700), True),

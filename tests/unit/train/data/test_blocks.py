@@ -14,7 +14,7 @@ from cluster.system.json_files import read_json
 from tests.support.listed_examples import ListedExamples, shard
 from train import program
 from train.config import TrainConfig
-from train.data import array_batches, arrays, blocks, sources, store
+from train.data import arrays, blocks, feeds, sources, store
 from train.data.batches import BatchSlice, Replicas
 from train.data.prepare import sharding
 from train.telemetry import environment
@@ -63,17 +63,17 @@ def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir, part, at, block
     file = getattr(arrays.find(data_dir, "mnist").train, part)
     flip(file.path, at)
     last = (file.size_bytes - 1) // 100
-    source = sources.find(ARRAYS, data_dir)  # the size is as it was
+    source = sources.open_source(ARRAYS, data_dir)  # the size is as it was
     with pytest.raises(RunFailed, match=rf"{file.path} is damaged in block {last if block is None else block} "):
-        array_batches.load(source.arrays.train)
+        feeds.load_examples(source.arrays.train)
     with pytest.raises(RunFailed, match="invoke data.prepare --name mnist --fresh"):
         train_through(source)
-    array_batches.load(source.arrays.test)
+    feeds.load_examples(source.arrays.test)
 
 
 def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir):
     split = arrays.find(data_dir, "mnist").train
-    load = tf.data.Dataset.from_tensors(0).map(lambda _: array_batches.load(split).features)
+    load = tf.data.Dataset.from_tensors(0).map(lambda _: feeds.load_examples(split).features)
     assert split.features.path.read_bytes() == next(iter(load)).numpy().tobytes()
     flip(split.features.path, 234)
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
@@ -86,7 +86,7 @@ def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("shard", [0, 2])
 def test_a_flipped_bit_in_a_shard_is_never_trained_on(data_dir, split, shard):
-    source = sources.find(SHARDS, data_dir)
+    source = sources.open_source(SHARDS, data_dir)
     path = data_dir / "shards" / "noise-1" / f"{split}-{shard:05}-of-00003.tfrecord"
     flip(path, 150)
     evaluated = source.eval_dataset(4, Replicas())
@@ -99,7 +99,7 @@ def test_a_flipped_bit_in_a_shard_is_never_trained_on(data_dir, split, shard):
 
 def test_a_shard_in_the_place_of_another_is_never_trained_on(data_dir):
     """Its records are as good as those that belong there, and as many: their own checksums say nothing."""
-    source = sources.find(SHARDS, data_dir)
+    source = sources.open_source(SHARDS, data_dir)
     first, second = (data_dir / "shards" / "noise-1" / f"train-{at:05}-of-00003.tfrecord" for at in (0, 1))
     assert first.stat().st_size == second.stat().st_size
     first.write_bytes(second.read_bytes())
@@ -133,13 +133,13 @@ def test_an_index_with_too_few_blocks_is_reported(data_dir):
 
 @pytest.mark.parametrize("config", [ARRAYS, SHARDS], ids=["arrays", "shards"])
 def test_the_manifest_has_the_hashes_of_the_files(data_dir, config, make_run):
-    run, source = make_run(workers=0), sources.find(config, data_dir)
+    run, source = make_run(workers=0), sources.open_source(config, data_dir)
     environment.record(run, config.dataset, source)
     assert {path.name: sha256(path) for path in source.files} == read_json(run.manifest)["data"]["files"]
 
 
 def test_a_hash_that_is_not_that_of_the_file_is_not_recorded(data_dir, make_run):
-    run, source = make_run(workers=0), sources.find(ARRAYS, data_dir)
+    run, source = make_run(workers=0), sources.open_source(ARRAYS, data_dir)
     wrong = dataclasses.replace(source, files=dict.fromkeys(source.files, "00"))
     with pytest.raises(ClusterError, match="data.prepare --name mnist --fresh"):
         environment.record(run, "mnist", wrong)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from cluster.system.errors import RunFailed, UsageError
 from train.config import TrainConfig
-from train.data import sources
+from train.data import feeds, sources
 from train.data.batches import BatchSlice, Replicas
 from train.data.function import calling, random_access
 from train.data.function.calling import Shard
@@ -70,7 +70,7 @@ def source(function, tmp_path) -> Callable[[Any], sources.Source]:
     def make(data: Any) -> sources.Source:
         examine(function(data), tmp_path / "data", "3")
         config = TrainConfig(source="function", dataset=NAME, num_outputs=3)
-        return sources.find(config, tmp_path / "data")
+        return sources.open_source(config, tmp_path / "data")
 
     return make
 
@@ -147,8 +147,8 @@ def test_evaluation_takes_every_example_once(source, data, replicas):
 
 def test_micro_batches_and_virtual_shards_cut_the_same_examples(source):
     strategy, found = tf.distribute.get_strategy(), source(ranges)
-    whole = sources.train_feed(strategy, found, 0, 6, 7)
-    parts = sources.train_feed(strategy, found, 0, 6, 7, micro_batches=3)
+    whole = feeds.train_feed(strategy, found, 0, 6, 7)
+    parts = feeds.train_feed(strategy, found, 0, 6, 7, micro_batches=3)
     zero = tf.constant(0, tf.int64)
     for _ in range(4):
         expected, given = whole.batch(whole.next(), zero, zero), parts.next()
@@ -270,7 +270,7 @@ def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
     examine(function(numbers), tmp_path / "data", "3")
     function(lambda split, shard: Numbers(TRAIN - 1))
     with pytest.raises(UsageError):
-        sources.find(config, tmp_path / "data")
+        sources.open_source(config, tmp_path / "data")
 
 
 def test_the_configuration_names_a_function_and_its_classes():

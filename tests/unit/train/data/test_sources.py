@@ -44,12 +44,12 @@ def first_feature(source: sources.Source) -> float:
 def test_a_later_generation_uses_the_data_of_the_first(make_run, data_dir, config, write):
     run = make_run(workers=0)
     write(data_dir, "1", 1.0)
-    assert 1.0 == first_feature(sources.find(config, data_dir, run))
+    assert 1.0 == first_feature(sources.open_source(config, data_dir, run))
     write(data_dir, "2", 2.0)
-    assert 1.0 == first_feature(sources.find(config, data_dir, run))
-    assert "1" == sources.find(config, data_dir, run).version
-    assert 2.0 == first_feature(sources.find(config, data_dir, make_run("another", workers=0)))
-    assert 2.0 == first_feature(sources.find(config, data_dir))
+    assert 1.0 == first_feature(sources.open_source(config, data_dir, run))
+    assert "1" == sources.open_source(config, data_dir, run).version
+    assert 2.0 == first_feature(sources.open_source(config, data_dir, make_run("another", workers=0)))
+    assert 2.0 == first_feature(sources.open_source(config, data_dir))
     recorded = {"version": "1", "num_shards": 3 if config is SHARDS else 0}
     assert recorded == read_json(run.control / "data.json")
 
@@ -57,26 +57,26 @@ def test_a_later_generation_uses_the_data_of_the_first(make_run, data_dir, confi
 def test_another_number_of_shards_is_refused_in_one_line(make_run, data_dir):
     run = make_run(workers=0)
     shard(data_dir, "1", 1.0)
-    sources.find(SHARDS, data_dir, run)
+    sources.open_source(SHARDS, data_dir, run)
     shard(data_dir, "1", 1.0, num_shards=4)
     with pytest.raises(RunFailed, match="invoke data.shard --name numbers --shards 3"):
-        sources.find(SHARDS, data_dir, run)
+        sources.open_source(SHARDS, data_dir, run)
     shard(data_dir, "1", 1.0, num_shards=3)
-    assert 3 == sources.find(SHARDS, data_dir, run).num_shards
+    assert 3 == sources.open_source(SHARDS, data_dir, run).num_shards
 
 
 def test_data_that_is_gone_is_asked_for_by_its_version(make_run, data_dir):
     run = make_run(workers=0)
     prepare(data_dir, "1", 1.0)
-    sources.find(ARRAYS, data_dir, run)
+    sources.open_source(ARRAYS, data_dir, run)
     store.path_of(data_dir, "arrays", "own:numbers", "1").rename(data_dir / "elsewhere")
     prepare(data_dir, "2", 2.0)
     with pytest.raises(PrerequisiteError, match="^own:numbers 1 is not prepared"):
-        sources.find(ARRAYS, data_dir, run)
+        sources.open_source(ARRAYS, data_dir, run)
 
 
 def test_data_that_was_never_prepared_is_not_recorded(make_run, data_dir):
     run = make_run(workers=0)
     with pytest.raises(PrerequisiteError):
-        sources.find(ARRAYS, data_dir, run)
+        sources.open_source(ARRAYS, data_dir, run)
     assert not (run.control / "data.json").exists()

@@ -151,7 +151,7 @@ def train(own_parts, make_run, tmp_path) -> Train:
         recorder = Recorder()
         own_parts.callbacks = lambda run, task: [recorder, *others]  # type: ignore[attr-defined]
         config = dataclasses.replace(CONFIG, max_steps=steps, callbacks=callbacks, **values)
-        source = sources.find(config, data_dir)
+        source = sources.open_source(config, data_dir)
         strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
         keras.utils.set_random_seed(1)
 

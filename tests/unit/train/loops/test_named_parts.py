@@ -13,7 +13,7 @@ from tensorflow import keras
 from cluster.system.errors import UsageError
 from train import saved_model
 from train.config import TrainConfig
-from train.data import sources
+from train.data import feeds, sources
 from train.data.prepare import preparation
 from train.loops import steps
 from train.model import export, models, objectives
@@ -75,7 +75,7 @@ def objective_of(source: sources.Source, **more: Any) -> objectives.Objective:
 @pytest.fixture
 def source(own, tmp_path) -> sources.Source:
     preparation.prepare("own_named:data", tmp_path)
-    return sources.find(config(), tmp_path)
+    return sources.open_source(config(), tmp_path)
 
 
 def test_its_data_keeps_the_names(source):
@@ -88,7 +88,7 @@ def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, 
     model_checks.check_parts(config(metrics="own_named:metrics"), strategy="one", data_dir=tmp_path)
     objective = objective_of(source, metrics="own_named:metrics")
     built = models.of(config(), source.feature_shape, source.num_outputs)
-    feed = sources.eval_feed(None, source, 10)
+    feed = feeds.eval_feed(None, source, 10)
     results = steps.evaluation(None, built, objective, feed, num_examples=N, batch=10)()
     assert set(objective.evaluated) == set(results)
     heads = {"eval_kind_loss", "eval_size_loss", "eval_kind_accuracy", "eval_size_absolute_error"}

@@ -16,7 +16,7 @@ PARAMETERS = 121_930
 def images(monkeypatch):
     """Images of 28 x 28 in 10 classes."""
     source = SimpleNamespace(feature_shape=(28, 28, 1), num_outputs=10)
-    monkeypatch.setattr(sources, "find", lambda config, data_dir: source)
+    monkeypatch.setattr(sources, "open_source", lambda config, data_dir: source)
 
 
 @pytest.mark.parametrize(("optimizer", "slots"), [("adam", 2), ("sgd", 1)])

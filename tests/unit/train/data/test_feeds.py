@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
-from train.data import array_batches, arrays
+from train.data import arrays, feeds, sources
 from train.data.batches import BatchSlice, Replicas, eval_batches
 
 GLOBAL_BATCH = 96
@@ -20,7 +20,7 @@ def global_batches(num_replicas: int, steps: int, seed: int = 7, num_examples: i
 
     @tf.function
     def indices(step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
-        return array_batches.train_indices(step, replica, batch_slice, num_examples)
+        return feeds.train_indices(step, replica, batch_slice, num_examples)
 
     parts = [indices(tf.constant(s), tf.constant(r)) for s in range(steps) for r in range(num_replicas)]
     assert {(tf.int64, (batch_slice.replica_batch,))} == {(part.dtype, tuple(part.shape)) for part in parts}
@@ -29,7 +29,7 @@ def global_batches(num_replicas: int, steps: int, seed: int = 7, num_examples: i
 
 def epoch(number: int, seed: int, num_examples: int) -> np.ndarray:
     """Return one whole epoch: it is the global batch of step `number` where that is as large as an epoch."""
-    return array_batches.train_indices(
+    return feeds.train_indices(
         tf.constant(number), tf.constant(0), BatchSlice(num_examples, seed), num_examples
     ).numpy()
 
@@ -50,6 +50,10 @@ def weighted(tmp_path) -> arrays.Split:
 
 def write(data_dir: Path, *train: np.ndarray) -> arrays.Split:
     return arrays.write(data_dir, "mnist", "3.0.1", {"train": train, "test": train}).train
+
+
+def source_of(split: arrays.Split) -> sources.Source:
+    return sources.ArraySource.of(arrays.find(split.features.path.parents[2], "mnist"))
 
 
 def test_each_example_comes_once_an_epoch():
@@ -92,7 +96,7 @@ def test_orders_are_as_unrelated_as_random_permutations():
 
 def test_a_replica_batch_larger_than_an_epoch_is_refused():
     with pytest.raises(UsageError, match="^11 examples per replica: expected 1 to 10"):
-        array_batches.train_indices(tf.constant(0), tf.constant(0), BatchSlice(11, 7), 10)
+        feeds.train_indices(tf.constant(0), tf.constant(0), BatchSlice(11, 7), 10)
 
 
 def test_a_size_that_tensorflow_cannot_permute_is_refused():
@@ -103,13 +107,13 @@ def test_a_size_that_tensorflow_cannot_permute_is_refused():
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 6])
 @pytest.mark.parametrize("replica_batch", [1, 4])
 def test_evaluation_weighs_each_example_once(split, num_replicas, replica_batch):
-    examples = array_batches.load(split)
+    examples = feeds.load_examples(split)
     sizes = {"replica_batch": replica_batch, "num_replicas": num_replicas}
     seen: list[int] = []
     batches = eval_batches(10, **sizes)
     for batch in range(batches):
         for replica in range(num_replicas):
-            images_BHWC, labels_B, weights_B = array_batches.eval_batch(
+            images_BHWC, labels_B, weights_B = feeds.eval_batch(
                 examples, tf.constant(batch), tf.constant(replica), **sizes
             )
             assert ((replica_batch, 2, 3, 1), tf.float32) == (tuple(images_BHWC.shape), weights_B.dtype)
@@ -122,26 +126,26 @@ def test_evaluation_weighs_each_example_once(split, num_replicas, replica_batch)
 
 @pytest.mark.parametrize("part", [Replicas(), Replicas(3, 0, 3), Replicas(3, 1, 2)])
 def test_a_dataset_is_the_batches_of_its_replicas_step_by_step(weighted, part):
-    examples = array_batches.load(weighted)
+    examples = feeds.load_examples(weighted)
     batch_slice = BatchSlice(6, 7, first_step=3, num_steps=4, replicas=part)
-    dataset = array_batches.train_dataset(weighted, batch_slice)
+    dataset = source_of(weighted).train_dataset(batch_slice)
     batches = list(dataset)
     assert len(dataset) == len(batches) == 4 * part.count
     assert all(spec.shape.is_fully_defined() for spec in dataset.element_spec)
     for number, batch in enumerate(batches):
         step, local = divmod(number, part.count)
         replica = part.first + local
-        expected = array_batches.train_batch(examples, 3 + step, replica, batch_slice)
+        expected = feeds.train_batch(examples, 3 + step, replica, batch_slice)
         for one, other in zip(expected, batch, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(("first", "local"), [(0, 3), (0, 1), (1, 2)])
 def test_a_dataset_to_evaluate_is_its_replicas_batches(split, first, local):
-    examples = array_batches.load(split)
-    dataset = array_batches.eval_dataset(split, 2, Replicas(3, first, local))
+    examples = feeds.load_examples(split)
+    dataset = source_of(split).eval_dataset(2, Replicas(3, first, local))
     expected = [
-        array_batches.eval_batch(examples, tf.constant(at), tf.constant(replica), replica_batch=2, num_replicas=3)
+        feeds.eval_batch(examples, tf.constant(at), tf.constant(replica), replica_batch=2, num_replicas=3)
         for at in range(2)
         for replica in range(first, first + local)
     ]
