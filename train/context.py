@@ -14,48 +14,12 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import ClusterSpec, Role, Task
 from train.config import TrainConfig
-from train.data.feeds import eval_feed
 from train.data.sources import Source
-from train.loops import steps
+from train.loops import evaluation
 from train.model import optimizers
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective
 from train.pipeline.stage_variables import Division
-
-EVALUATION_BATCH = 500
-
-
-def regularization(model: keras.Model) -> float:
-    """Return the current loss of the regularizers of a model's weights."""
-    losses = getattr(model, "_get_regularization_losses", lambda: model.losses)  # tf_keras has these outside calls
-    return sum(float(term) for term in losses())
-
-
-def regularized(
-    measure: Callable[[], dict[str, float]], penalty: Callable[[], float]
-) -> Callable[[], dict[str, float]]:
-    """Add regularization to the loss of an evaluation, as in the loss of a step and Keras's `val_loss`."""
-
-    def measured() -> dict[str, float]:
-        results = measure()
-        return results | {"eval_loss": results["eval_loss"] + penalty()}
-
-    return measured
-
-
-def evaluation_batch(source: Source) -> int:
-    """Return the number of test examples per replica and step."""
-    return min(EVALUATION_BATCH, source.test_examples)
-
-
-def new_evaluation(
-    strategy: tf.distribute.Strategy | None, model: keras.Model, objective: Objective, source: Source
-) -> Callable[[], dict[str, float]]:
-    """Return a function that evaluates a model on the whole test split; see `steps.evaluation`."""
-    batch = evaluation_batch(source)
-    feed = eval_feed(strategy, source, batch)
-    measure = steps.evaluation(strategy, model, objective, feed, num_examples=source.test_examples, batch=batch)
-    return regularized(measure, lambda: regularization(model))
 
 
 @dataclass(frozen=True)
@@ -146,4 +110,4 @@ class TaskContext:
         """Return a function that evaluates the model on the whole test split; all tasks call it."""
         # Under parameter servers the chief evaluates alone, as it can read every variable.
         shared = None if self.asynchronous else self.gang
-        return new_evaluation(shared, self.model, self.objective, self.source)
+        return evaluation.new_evaluation(shared, self.model, self.objective, self.source)

@@ -90,8 +90,8 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     source, config, model, step = _restore(run, data_dir, as_trained=True)
     import tensorflow as tf
 
-    from train.context import new_evaluation
     from train.data import sources
+    from train.loops.evaluation import new_evaluation
     from train.model import models, objectives
 
     objective = objectives.of(config, classifies=source.classifies, shapes=lambda: models.example_shapes(model, source))

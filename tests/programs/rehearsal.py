@@ -13,7 +13,7 @@ from train import patches
 from train.config import TrainConfig
 from train.data import feeds
 from train.data.batches import Batch, BatchSlice
-from train.data.sources import Feed
+from train.data.feeds import Feed
 from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers

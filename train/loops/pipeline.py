@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from train.context import TaskContext, evaluation_batch, regularized
+from train.context import TaskContext
 from train.data import feeds
 from train.data.batches import Batch, BatchSlice, Replicas, eval_batches
-from train.loops import steps, train_step
+from train.loops import evaluation, steps, train_step
 from train.loops.steps import LoopResult, Request, Signals, no_request
 from train.model.gradients import GradientPolicy
 from train.model.objectives import global_mean
@@ -71,10 +71,9 @@ class PipelineSteps:
             return context.new_evaluation()
         arrays = context.source.arrays
         assert arrays is not None
-        examples, batch = feeds.load_examples(arrays.test), evaluation_batch(context.source)
+        examples, batch = feeds.load_examples(arrays.test), evaluation.replica_batch(context.source)
         share = {"replica_batch": batch, "num_replicas": pipelines}
         rounds = eval_batches(context.source.test_examples, **share)
-        scored = context.objective.reported.values()
 
         def add(at: tf.Tensor, totals_N2M: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([totals_N2M]):
@@ -84,22 +83,22 @@ class PipelineSteps:
             if not self._has_last:
                 with tf.control_dependencies([outputs]):
                     return tf.identity(totals_N2M)
+            place = at * pipelines + self._division.pipeline
             outputs = train_step.full_precision(outputs)
-            totals_M2 = [steps.totals(function, examples_B, outputs) for function in scored]
-            place = [[at * pipelines + self._division.pipeline]]
-            return tf.tensor_scatter_nd_update(totals_N2M, place, [tf.transpose(totals_M2)])
+            return evaluation.add_totals(totals_N2M, place, context.objective, examples_B, outputs)
 
         @tf.function(autograph=False)
         def evaluate_all() -> tf.Tensor:
-            start = tf.zeros([rounds * pipelines, 2, len(scored)])
+            start = tf.zeros([rounds * pipelines, 2, len(context.objective.reported)])
             return train_step.repeat(tf.constant(rounds, tf.int64), add, start, parallel=1)
 
         def measure() -> dict[str, float]:
-            return steps.results(self._total(evaluate_all()).numpy(), context.objective)
+            totals_N2M = self._total(evaluate_all()).numpy()
+            return evaluation.summarize(totals_N2M, context.objective, self._sum_regularization())
 
-        return regularized(measure, self._penalty)
+        return measure
 
-    def _penalty(self) -> float:
+    def _sum_regularization(self) -> float:
         stages = sum(self._division.models[number].penalty() for number in self._stages)
         return float(self._total(tf.constant(stages, tf.float32))) / self._division.pipelines
 

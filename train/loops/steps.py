@@ -1,7 +1,6 @@
-"""The inner loops: many optimizer steps, or a whole evaluation, inside one call of a `tf.function`.
+"""The inner loop: many optimizer steps inside one call of a `tf.function`.
 
-Shapes: B replica batch, K outputs, S steps of one loop, P parts of a step's results, N batches of all replicas, M
-reported means of an evaluation.
+Shapes: S steps of one loop, P parts of a step's results.
 """
 
 from __future__ import annotations
@@ -11,16 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from train.data.batches import Batch, eval_batches
 from train.data.feeds import Feed
-from train.loops.train_step import TrainStep, as_input, full_precision, repeat
+from train.loops.train_step import TrainStep, repeat
 from train.model import masks
-from train.model.objectives import Objective, PerExample
-from train.named import Named
 from train.telemetry.step_timer import Marked, ReplicaTimer, StepTimer
 from train.telemetry.timing import Times
 
@@ -193,66 +188,3 @@ def total(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
         return strategy.reduce("SUM", strategy.run(lambda: tf.identity(value)), axis=None)
 
     return sum_up
-
-
-def evaluation(
-    strategy: tf.distribute.Strategy | None,
-    model: keras.Model,
-    objective: Objective,
-    feed: Feed,
-    *,
-    num_examples: int,
-    batch: int,
-) -> Callable[[], dict[str, float]]:
-    """Return a function that evaluates the model on every example of a split exactly once, at any replica count.
-
-    Args:
-        strategy: its replicas share the work, and all tasks call the function; None: this task does all the work.
-        feed: the split's batches; padding has weight 0.
-        batch: examples per replica and step.
-    """
-    replicas = strategy.num_replicas_in_sync if strategy else 1
-    batches = eval_batches(num_examples, replica_batch=batch, num_replicas=replicas)
-
-    def add(totals_N2M: tf.Tensor, batch_input: Any, at: tf.Tensor) -> tf.Tensor:
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
-        replica = tf.cast(replica, tf.int64)
-        examples = feed.batch(batch_input, at, replica)
-        outputs_BK = full_precision(model(as_input(model, examples.features), training=False))
-        totals_M2 = [totals(function, examples, outputs_BK) for function in objective.reported.values()]
-        return tf.tensor_scatter_nd_update(totals_N2M, [[at * replicas + replica]], [tf.transpose(totals_M2)])
-
-    @tf.function(autograph=False)
-    def evaluate_all() -> tf.Tensor:
-        def evaluate(at: tf.Tensor, totals: Any) -> Any:
-            arguments = (totals, feed.next(), at)
-            return strategy.run(add, args=arguments) if strategy else add(*arguments)
-
-        shape = [batches * replicas, 2, len(objective.reported)]
-        start = strategy.run(lambda: tf.zeros(shape)) if strategy else tf.zeros(shape)
-        totals = repeat(tf.constant(batches, tf.int64), evaluate, start)
-        return strategy.reduce("SUM", totals, axis=None) if strategy else totals
-
-    return lambda: results(evaluate_all().numpy(), objective)
-
-
-def totals(function: PerExample, examples: Batch, outputs_BK: Named) -> list[tf.Tensor]:
-    """Return the sum of a function's values, and the number of examples or unmasked positions in it."""
-    with masks.summed() as counts:
-        values_B = function(examples.labels, outputs_BK)
-    counts_B = counts[0] if counts else tf.ones_like(examples.weights)
-    return [tf.reduce_sum(values_B * examples.weights), tf.reduce_sum(counts_B * examples.weights)]
-
-
-def results(totals_N2M: np.ndarray, objective: Objective) -> dict[str, float]:
-    """Return the results of an evaluation from the sums and counts of each batch, in the order of `reported`.
-
-    Each replica has filled in different batches. They are the same at any number of replicas, and so are the results.
-    """
-    sums, counts = totals_N2M.astype(np.float64).cumsum(0)[-1].tolist()
-    parts = zip(objective.reported, sums, counts, strict=True)
-    means = {f"eval_{name}": total / count if count else 0.0 for name, total, count in parts}
-    if objective.heads:  # each may have a different mask
-        losses = (head.weight * means[f"eval_{name}_loss"] for name, head in objective.heads.items())
-        means["eval_loss"] = sum(losses)
-    return means

@@ -35,7 +35,7 @@ from train import patches, program
 from train.config import Optimizer, TrainConfig
 from train.data import feeds, sources
 from train.data.batches import Batch, BatchSlice, Replicas
-from train.loops import steps
+from train.loops import evaluation, steps
 from train.loops.actions import CheckFinite
 from train.loops.loop import CallProgress
 from train.loops.train_step import TrainStep
@@ -345,13 +345,13 @@ def test_a_stream_is_fed_from_the_step_on_that_training_resumes_from(prepared):
 
 
 @pytest.mark.parametrize("where", ["one", "mirrored-3"])
-def test_evaluation_takes_each_of_1003_examples_of_an_iterator_once(source, where):
+def test_evaluation_takes_each_of_1003_examples_of_an_iterator_once(source, where, monkeypatch):
     """Also the second time, and without the weights that the split has."""
     examples, model = feeds.load_examples(source.arrays.test), new_model(0)
     expected = np.mean(np.argmax(model(examples.features), -1) == examples.labels.numpy())
-    strategy, count = strategy_called(where), len(examples.labels)
+    strategy = strategy_called(where)
     with strategy.scope():
         model = new_model(0)
-    feed = feeds.eval_feed(strategy, dataclasses.replace(source, arrays=None), 100)
-    evaluate = steps.evaluation(strategy, model, OBJECTIVE, feed, num_examples=count, batch=100)
+    monkeypatch.setattr(evaluation, "MOST_EXAMPLES", 100)
+    evaluate = evaluation.new_evaluation(strategy, model, OBJECTIVE, dataclasses.replace(source, arrays=None))
     assert [pytest.approx(expected)] * 2 == [evaluate()["eval_accuracy"] for _ in range(2)]

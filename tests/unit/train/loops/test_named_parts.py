@@ -13,9 +13,9 @@ from tensorflow import keras
 from cluster.system.errors import UsageError
 from train import saved_model
 from train.config import TrainConfig
-from train.data import feeds, sources
+from train.data import sources
 from train.data.prepare import preparation
-from train.loops import steps
+from train.loops import evaluation
 from train.model import export, models, objectives
 from train.settings.optimization import Optimizer
 from train.startup import model_checks
@@ -88,8 +88,7 @@ def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, 
     model_checks.check_parts(config(metrics="own_named:metrics"), strategy="one", data_dir=tmp_path)
     objective = objective_of(source, metrics="own_named:metrics")
     built = models.of(config(), source.feature_shape, source.num_outputs)
-    feed = feeds.eval_feed(None, source, 10)
-    results = steps.evaluation(None, built, objective, feed, num_examples=N, batch=10)()
+    results = evaluation.new_evaluation(None, built, objective, source)()
     assert set(objective.evaluated) == set(results)
     heads = {"eval_kind_loss", "eval_size_loss", "eval_kind_accuracy", "eval_size_absolute_error"}
     assert {"eval_loss", "eval_both"} | heads == set(results)

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from train.data.batches import Batch
-from train.data.sources import Feed
+from train.data.feeds import Feed
 from train.elastic.shard_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import steps

@@ -1,0 +1,97 @@
+"""Evaluation of a model on a whole test split, as one call of a `tf.function`.
+
+Shapes: B replica batch, K outputs, N batches of all replicas, M reported means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow import keras
+
+from train.data.batches import Batch, eval_batches
+from train.data.feeds import eval_feed
+from train.data.sources import Source
+from train.loops.train_step import as_input, full_precision, repeat
+from train.model import masks
+from train.model.objectives import Objective
+from train.named import Named
+
+MOST_EXAMPLES = 500
+"""Most test examples per replica and step."""
+
+
+def replica_batch(source: Source) -> int:
+    """Return the number of test examples per replica and step."""
+    return min(MOST_EXAMPLES, source.test_examples)
+
+
+def new_evaluation(
+    strategy: tf.distribute.Strategy | None, model: keras.Model, objective: Objective, source: Source
+) -> Callable[[], dict[str, float]]:
+    """Return a function that evaluates the model on every test example exactly once, at any replica count.
+
+    Args:
+        strategy: its replicas share the work, and all tasks call the function; None: this task does all the work.
+    """
+    replicas, batch = strategy.num_replicas_in_sync if strategy else 1, replica_batch(source)
+    batches = eval_batches(source.test_examples, replica_batch=batch, num_replicas=replicas)
+    feed = eval_feed(strategy, source, batch)
+
+    def add(totals_N2M: tf.Tensor, batch_input: Any, at: tf.Tensor) -> tf.Tensor:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
+        replica = tf.cast(replica, tf.int64)
+        examples = feed.batch(batch_input, at, replica)
+        outputs_BK = full_precision(model(as_input(model, examples.features), training=False))
+        return add_totals(totals_N2M, at * replicas + replica, objective, examples, outputs_BK)
+
+    def evaluate(at: tf.Tensor, totals: Any) -> Any:
+        arguments = (totals, feed.next(), at)
+        return strategy.run(add, args=arguments) if strategy else add(*arguments)
+
+    @tf.function(autograph=False)
+    def evaluate_all() -> tf.Tensor:
+        shape = [batches * replicas, 2, len(objective.reported)]
+        start = strategy.run(lambda: tf.zeros(shape)) if strategy else tf.zeros(shape)
+        totals = repeat(tf.constant(batches, tf.int64), evaluate, start)
+        return strategy.reduce("SUM", totals, axis=None) if strategy else totals
+
+    return lambda: summarize(evaluate_all().numpy(), objective, _sum_regularization(model))
+
+
+def add_totals(
+    totals_N2M: tf.Tensor, place: tf.Tensor, objective: Objective, examples: Batch, outputs_BK: Named
+) -> tf.Tensor:
+    """Fill in a batch's sums of the reported values, and the numbers of examples or unmasked positions in them."""
+    totals_M2 = []
+    for function in objective.reported.values():
+        with masks.summed() as counts:
+            values_B = function(examples.labels, outputs_BK)
+        counts_B = counts[0] if counts else tf.ones_like(examples.weights)
+        totals_M2.append([tf.reduce_sum(values_B * examples.weights), tf.reduce_sum(counts_B * examples.weights)])
+    return tf.tensor_scatter_nd_update(totals_N2M, [[place]], [tf.transpose(totals_M2)])
+
+
+def summarize(totals_N2M: np.ndarray, objective: Objective, penalty: float) -> dict[str, float]:
+    """Return the results of an evaluation from the totals of each batch, in the order of `reported`.
+
+    Each replica has filled in different batches. They are the same at any number of replicas, and so are the results.
+
+    Args:
+        penalty: regularization, which the loss contains as that of a step and Keras's `val_loss` do.
+    """
+    sums, counts = totals_N2M.astype(np.float64).cumsum(0)[-1].tolist()
+    parts = zip(objective.reported, sums, counts, strict=True)
+    means = {f"eval_{name}": total / count if count else 0.0 for name, total, count in parts}
+    if objective.heads:  # each may have a different mask
+        losses = (head.weight * means[f"eval_{name}_loss"] for name, head in objective.heads.items())
+        means["eval_loss"] = sum(losses)
+    return means | {"eval_loss": means["eval_loss"] + penalty}
+
+
+def _sum_regularization(model: keras.Model) -> float:
+    losses = getattr(model, "_get_regularization_losses", lambda: model.losses)  # tf_keras has these outside calls
+    return sum(float(term) for term in losses())
