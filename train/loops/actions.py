@@ -15,8 +15,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import TraceRequest
 from cluster.system.errors import RunFailed
 from cluster.system.json_files import write_json
+from train.callbacks.callback_actions import Callbacks
 from train.context import TaskContext
-from train.loops.callbacks import Callbacks
 from train.loops.loop import Action, CallProgress, Periodic, Stop, every
 from train.model.gradients import GradientPolicy
 from train.saving.checkpoint import CheckpointManager, diverged

@@ -11,12 +11,12 @@ from train.elastic.shard_step import ElasticTrainStep
 from train.elastic.virtual_shards import VirtualShards
 from train.loops.loop import Loop, Steps, Stop
 from train.loops.parameter_server import AsynchronousSteps
-from train.loops.pipeline import PipelineSteps
 from train.loops.steps import SynchronousSteps
 from train.loops.train_step import TrainStep
 from train.loops.training import Setup, Training
 from train.model import masks
 from train.patches import batch_normalization
+from train.pipeline.pipeline_steps import PipelineSteps
 
 
 def prepare(context: TaskContext) -> Setup:

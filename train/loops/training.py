@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from train.callbacks.callback_actions import Callbacks, CallEpochs
 from train.context import TaskContext
 from train.loops import steps
 from train.loops.actions import CheckFinite, EndTraining, Evaluate, Save, Trace
-from train.loops.callbacks import Callbacks, CallEpochs
 from train.loops.loop import Action, Stop
 from train.saving.checkpoint import CheckpointManager, Encoded
 from train.telemetry.report import Report

@@ -12,13 +12,13 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from train.loops.callbacks import CallbackProgress, attributes, restore
-from train.loops.plain_values import decode, encode
+from train.callbacks.callback_state import CallbackProgress, encode_attributes, restore_attributes
+from train.callbacks.plain_values import decode, encode
 
 
 def saved(callback: Any, made: dict[str, bytes]) -> CallbackProgress:
     """Return the state of a callback after a round trip through a checkpoint."""
-    changed = {name: value for name, value in attributes(callback)[0].items() if made[name] != value}
+    changed = {name: value for name, value in encode_attributes(callback)[0].items() if made[name] != value}
     return CallbackProgress(**decode(encode(vars(CallbackProgress(callbacks=[changed])))))
 
 
@@ -30,12 +30,12 @@ def test_a_restored_plateau_continues_to_count():
         return callback
 
     first, undisturbed = plateau(), plateau()
-    made = attributes(first)[0]
+    made = encode_attributes(first)[0]
     for callback in (first, undisturbed):
         for epoch, loss in enumerate((2.0, 1.9)):
             callback.on_epoch_end(epoch, {"loss": loss})
     resumed = plateau()
-    assert [] == restore([resumed], saved(first, made))
+    assert [] == restore_attributes([resumed], saved(first, made))
     for callback in (resumed, undisturbed):
         callback.on_epoch_end(2, {"loss": 1.8})  # within `min_delta` of the best
     state = [(callback.best, callback.wait, callback.min_delta) for callback in (resumed, undisturbed)]
@@ -142,24 +142,24 @@ class Everything(keras.callbacks.Callback):
 
 def test_objects_closures_variables_and_private_attributes_are_restored():
     first, undisturbed, resumed = Everything(), Everything(), Everything()
-    made = attributes(first)[0]
+    made = encode_attributes(first)[0]
     assert first.change() == undisturbed.change()
-    assert [] == restore([resumed], saved(first, made))
+    assert [] == restore_attributes([resumed], saved(first, made))
     assert undisturbed.change() == resumed.change()
 
 
 def test_attributes_that_cannot_be_saved_are_named(tmp_path):
     callback = Everything()
-    assert {} == attributes(callback)[1]
+    assert {} == encode_attributes(callback)[1]
     with (tmp_path / "log").open("w") as callback.file:
         callback.groups = [Window()]  # which a new process would not have
-        assert {"file": "TextIOWrapper", "groups": "list"} == attributes(callback)[1]
+        assert {"file": "TextIOWrapper", "groups": "list"} == encode_attributes(callback)[1]
 
 
 def test_an_attribute_of_another_type_is_not_restored():
     first, other = Everything(), Everything()
-    made = attributes(first)[0]
+    made = encode_attributes(first)[0]
     first.window.values[1] = 1.0
     other.window = None  # type: ignore[assignment]
-    assert ["Everything.window"] == restore([other], saved(first, made))
+    assert ["Everything.window"] == restore_attributes([other], saved(first, made))
     assert other.window is None

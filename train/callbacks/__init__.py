@@ -1,0 +1,1 @@
+"""Keras callbacks: made by the user's function, called from both loops, saved in checkpoints."""
