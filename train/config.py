@@ -13,25 +13,40 @@ from typing import Any
 
 from cluster.contract import compatibility, strategies
 from cluster.system.errors import UsageError
-from train.data.arrays import VERSIONS, WINDOW
+from train.data.arrays import VERSIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
 from train.settings import heads, references
-from train.settings.field_types import check_choice, check_range, check_types, option
+from train.settings.field_types import check_choice, check_number, check_range, check_types, option
+from train.settings.model_parts import Pipeline, Transformer
 from train.settings.optimization import OPTIMIZERS, Optimizer
 
 __all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 
-LOOPS = ("custom", "fit")
-ONEDNN = ("auto", "on", "off")
-SOURCES = ("memory", "stream", "function")
 MODELS = ("two_conv_cnn", "resnet50", "transformer_lm")
 REPEATABLE = ("two_conv_cnn",)
 """Models whose bits repeat with oneDNN's kernels. Those of a ResNet's 1x1 convolutions with stride 2 do not."""
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
 CALLBACKS = ("tutorial",)
 OPTIONAL = ("callbacks", "metrics")
-MAX_SHARDS = MAX_MICRO_BATCHES = 4096
+RANGES = {
+    "global_batch": (1, 2**31 - 1),
+    "seed": (0, 2**31 - 1),
+    "threads": (0, 1024),
+    "bitwise_elastic": (0, 4096),
+    "micro_batches": (1, 4096),
+    "steps_per_loop": (1, 10**6),
+    "log_every": (1, 10**9),
+    "keep_checkpoints": (1, 1000),
+    "evaluate_every": (0, 10**9),
+}
+CHOICES = {
+    "precision": strategies.PRECISIONS,
+    "loop": ("custom", "fit"),
+    "source": ("memory", "stream", "function"),
+    "onednn": ("auto", "on", "off"),
+    "pipeline.schedule": SCHEDULES,
+}
 REFERENCES = {
     "dataset": tuple(VERSIONS),
     "model": MODELS,
@@ -41,38 +56,6 @@ REFERENCES = {
     "optimizer.name": OPTIMIZERS,
 }
 """Built-in names of each field that may also name a user's `package.module:name`."""
-
-
-@dataclass(frozen=True)
-class Transformer:
-    """The size of the model `transformer_lm`."""
-
-    layers: int = 4
-    """Layers, each with an attention and a feed-forward block; at least 1."""
-
-    width: int = 128
-    """Width of the values between layers; a multiple of `heads`."""
-
-    heads: int = 4
-    """Heads of each attention; at least 1."""
-
-    context: int = 128
-    """Tokens of an example; a divisor of the 1024 bytes of a window of the text."""
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """How the stages of `--strategy pipeline` work together, see docs/guides/pipelines.md."""
-
-    schedule: str = "gpipe"
-    """`gpipe`, `1f1b` or `pipedream`."""
-
-    remat: bool = False
-    """Whether a stage keeps only its inputs and computes the rest again for the backward."""
-
-    cut: str = ""
-    """The first layer of each stage but the first, separated by commas; empty: the stages of which the largest has the
-    fewest floating-point operations."""
 
 
 @dataclass(frozen=True)
@@ -189,43 +172,33 @@ class TrainConfig:
     def check(self) -> TrainConfig:
         """Return this configuration if every value is in its range."""
         check_types(self)
-        ranges = {
-            "global_batch": (1, 2**31 - 1),
-            "seed": (0, 2**31 - 1),
-            "threads": (0, 1024),
-            "bitwise_elastic": (0, MAX_SHARDS),
-            "micro_batches": (1, MAX_MICRO_BATCHES),
-            "steps_per_loop": (1, 10**6),
-            "log_every": (1, 10**9),
-            "keep_checkpoints": (1, 1000),
-            "evaluate_every": (0, 10**9),
-        }
-        for name, (low, high) in ranges.items():
+        for name, (low, high) in RANGES.items():
             check_range(name, getattr(self, name), low, high)
+        for name, choices in CHOICES.items():
+            check_choice(name, operator.attrgetter(name)(self), choices)
         if self.max_steps is not None:
             check_range("max_steps", self.max_steps, 1, 10**12)
-        if not (math.isfinite(self.epochs) and self.epochs > 0):
-            raise UsageError(f"{option('epochs')} {self.epochs:g}: expected a number above 0")
-        self._check_checkpoint_every()
+        check_number("epochs", self.epochs, "a number above 0", above=0)
+        try:
+            timer.parse_interval(self.checkpoint_every)
+        except ValueError:
+            raise UsageError(
+                f"{option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
+                "1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
+            ) from None
         self.optimizer.check()
+        self.transformer.check()
         heads.losses(self.loss)
         heads.weights(self.loss_weights)
+        self._check_combinations()
+        return self
+
+    def _check_combinations(self) -> None:
         if self.callbacks == "tutorial" and not self.rate_is_set:
             raise UsageError(
                 f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the "
                 "learning rate: omit one of them"
             )
-        check_choice("precision", self.precision, strategies.PRECISIONS)
-        check_choice("loop", self.loop, LOOPS)
-        check_choice("source", self.source, SOURCES)
-        self._check_function()
-        check_choice("onednn", self.onednn, ONEDNN)
-        self._check_bitwise_elastic()
-        self._check_transformer()
-        check_choice("pipeline.schedule", self.pipeline.schedule, SCHEDULES)
-        return self
-
-    def _check_function(self) -> None:
         if self.source == "function" and ":" not in self.dataset:
             raise UsageError(
                 f"--source function with --dataset {self.dataset}: expected package.module:function, of (split, shard)"
@@ -234,35 +207,13 @@ class TrainConfig:
             raise UsageError(
                 f"--num-outputs {self.num_outputs} with --source {self.source}, whose data determines it: omit it"
             )
-
-    def _check_transformer(self) -> None:
-        size = self.transformer
-        check_range("transformer.layers", size.layers, 1, 1000)
-        check_range("transformer.heads", size.heads, 1, 1000)
-        check_range("transformer.width", size.width, 1, 2**16)
-        if size.width % size.heads:
-            raise UsageError(f"--transformer.width {size.width}: expected a multiple of the {size.heads} heads")
-        if size.context < 2 or WINDOW % size.context:
-            raise UsageError(f"--transformer.context {size.context}: expected a divisor of {WINDOW}, at least 2")
-
-    def _check_checkpoint_every(self) -> None:
-        try:
-            timer.parse(self.checkpoint_every)
-        except ValueError:
-            raise UsageError(
-                f"{option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
-                "1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
-            ) from None
-
-    def _check_bitwise_elastic(self) -> None:
         if not self.bitwise_elastic:
             return
+        option_and_value = f"--bitwise-elastic {self.bitwise_elastic}"
         if self.loop != "custom":
-            raise UsageError(f"--bitwise-elastic {self.bitwise_elastic} with --loop fit: it needs --loop custom")
+            raise UsageError(f"{option_and_value} with --loop fit: it needs --loop custom")
         if not self.deterministic:
-            raise UsageError(
-                f"--bitwise-elastic {self.bitwise_elastic} with --no-deterministic: it needs --deterministic"
-            )
+            raise UsageError(f"{option_and_value} with --no-deterministic: it needs --deterministic")
         compatibility.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
 
     def pin(self, cores: int = 0) -> TrainConfig:

@@ -20,7 +20,7 @@ from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, Stop, every
 from train.model.gradients import GradientPolicy
 from train.saving.checkpoint import CheckpointManager, diverged
-from train.saving.timer import Past, SaveTimer, parse
+from train.saving.timer import Past, SaveTimer, parse_interval
 from train.telemetry.report import Report
 
 
@@ -168,7 +168,7 @@ class Save(Periodic):
     ) -> None:
         """Save a training from step `first`, with the state of callbacks; only the chief's timer decides."""
         interval = context.config.checkpoint_every
-        super().__init__(every(parse(interval)[0]))
+        super().__init__(every(parse_interval(interval)[0]))
         past = Past.read(context.run, context.generation, first) if context.chief else None
         self.timer = SaveTimer(interval, past, writing=lambda: checkpoint.writing)
         self._report, self._checkpoint, self._callbacks = report, checkpoint, callbacks

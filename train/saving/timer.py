@@ -32,7 +32,7 @@ RECENT = 5
 """Number of recent failures and saves that count, because both change during a run."""
 
 
-def parse(every: int | str) -> tuple[int, float]:
+def parse_interval(every: int | str) -> tuple[int, float]:
     """Return the steps and the seconds between two checkpoints; one of them is 0, both for `auto`.
 
     Raises:
@@ -125,7 +125,7 @@ class SaveTimer:
             writing: returns whether the last checkpoint is still being written.
             clock: returns the time in seconds.
         """
-        steps, self._seconds = parse(every)
+        steps, self._seconds = parse_interval(every)
         self._past = past or Past()
         self._decides = past is not None and not steps
         self._writing = writing

@@ -18,7 +18,7 @@ from train import named, patches
 from train.config import TrainConfig
 from train.data import sources
 from train.data.sources import Source
-from train.loops import fit
+from train.loops import fit_model
 from train.model import input_types, layer_state, models, objectives, optimizers
 from train.named import Named
 from train.pipeline.model_blocks import rebuild_with_shape
@@ -68,9 +68,9 @@ def check_parts(
         optimizers.check_replicas(optimizers.build_for(config, model), config.optimizer.name, replicas)
         _check_state(model, source.feature_shape, parts, config)
         if config.loop == "fit" and config.micro_batches > 1:
-            fit.check_micro_batches(model, replicas, config.micro_batches)
+            fit_model.check_micro_batches(model, replicas, config.micro_batches)
         if config.loop == "fit" and not config.needs_tf_keras(strategy):
-            fit.check_optimizers(model, replicas)
+            fit_model.check_optimizers(model, replicas)
     _check_ranges(config, model, source)
     _check_logits(config, model, source.feature_shape, cut=bool(stages))
     if getattr(model, "compiled", False):

@@ -136,7 +136,7 @@ def largest_temporary(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> in
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainStep, "compute", watched)
-        steps.SynchronousSteps(strategy_called("one"), train_step, sources.Feed(lambda: (), batch), 1)(0, 1)
+        steps.SynchronousSteps(strategy_called("one"), train_step, feeds.Feed(lambda: (), batch), 1)(0, 1)
     return max(made)
 
 

@@ -21,10 +21,11 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json, read_json_lines
+from train.callbacks.user_callbacks import build_callbacks
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, sources
-from train.loops import callbacks, custom, fit
+from train.loops import custom, fit
 from train.model import objectives
 
 EXAMPLES, GLOBAL_BATCH = 18, 4
@@ -424,7 +425,7 @@ def test_other_callbacks_than_those_of_the_checkpoint_start_over(train, capsys):
 def test_an_invalid_list_of_callbacks_is_refused_in_one_line(made, own_parts):
     own_parts.callbacks = lambda run, task: made  # type: ignore[attr-defined]
     with pytest.raises(UsageError) as refused:
-        callbacks.build(_as_far_as_build("own_parts:callbacks"))
+        build_callbacks(_as_far_as_build("own_parts:callbacks"))
     assert str(refused.value).startswith("--callbacks 'own_parts:callbacks'")
     assert 1 == len(str(refused.value).splitlines())
 
@@ -434,7 +435,7 @@ def test_backups_are_left_to_checkpoints(own_parts, tmp_path, capsys):
     kept = keras.callbacks.TerminateOnNaN()
     made = [keras.callbacks.BackupAndRestore(tmp_path / "backup"), kept]
     own_parts.callbacks = lambda run, task: made  # type: ignore[attr-defined]
-    assert [kept] == callbacks.build(_as_far_as_build("own_parts:callbacks"))
+    assert [kept] == build_callbacks(_as_far_as_build("own_parts:callbacks"))
     assert "BackupAndRestore" in capsys.readouterr().out
 
 
@@ -442,9 +443,9 @@ def test_averages_of_weights_are_swapped_in_by_the_evaluation_or_by_a_callback(o
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     own_parts.callbacks = lambda run, task: [swap]  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="SwapEMAWeights"):
-        callbacks.build(_as_far_as_build("own_parts:callbacks", Optimizer(ema=0.9)))
+        build_callbacks(_as_far_as_build("own_parts:callbacks", Optimizer(ema=0.9)))
     for one_swaps in (Optimizer(ema=0.9, ema_evaluate=False), Optimizer()):
-        assert [swap] == callbacks.build(_as_far_as_build("own_parts:callbacks", one_swaps))
+        assert [swap] == build_callbacks(_as_far_as_build("own_parts:callbacks", one_swaps))
 
 
 class Measures(keras.Model):
@@ -476,7 +477,7 @@ def test_a_train_step_without_a_loss_is_refused(train):
 
 
 def test_without_callbacks_there_are_none():
-    assert [] == callbacks.build(_as_far_as_build(""))
+    assert [] == build_callbacks(_as_far_as_build(""))
 
 
 def _as_far_as_build(reference: str, optimizer: Optimizer = CONFIG.optimizer) -> Any:

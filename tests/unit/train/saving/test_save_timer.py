@@ -19,7 +19,7 @@ from train.saving.timer import (
     SaveTimer,
     best_interval_s,
     following_steps,
-    parse,
+    parse_interval,
 )
 
 STEPS_PER_LOOP = 25
@@ -43,7 +43,7 @@ def timer(every: int | str, past: Past | None, clock: Clock) -> SaveTimer:
     ("every", "expected"), [("auto", (0, 0)), (200, (200, 0)), ("200", (200, 0)), ("30s", (0, 30)), ("0.1s", (0, 0.1))]
 )
 def test_an_interval_is_steps_or_seconds_or_auto(every, expected):
-    assert expected == parse(every)
+    assert expected == parse_interval(every)
 
 
 # The interval
