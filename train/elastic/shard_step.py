@@ -25,7 +25,8 @@ from train.data.batches import Batch
 from train.elastic.exact_sum import exact_sum
 from train.elastic.virtual_shards import VirtualShards
 from train.loops.train_step import Computed, TrainStep, repeat
-from train.model import exchange, masks
+from train.model import masks
+from train.model.gradients import sum_over_replicas
 from train.patches import nan_gradients, placed_seeds
 
 
@@ -141,4 +142,4 @@ class ElasticTrainStep(TrainStep):
         """Add up contributions over all shards exactly."""
         if parts[0].dtype.is_floating:
             return exact_sum([tf.cast(part, tf.float32) for part in parts], self.shards.total)
-        return exchange.add_up([tf.reduce_sum(part, 0) for part in parts])
+        return sum_over_replicas([tf.reduce_sum(part, 0) for part in parts])

@@ -32,7 +32,7 @@ import tensorflow as tf
 from train import named
 from train.data.batches import Batch
 from train.model import input_types, masks
-from train.model.gradients import GradientPolicy
+from train.model.gradients import GradientPolicy, sum_over_replicas
 from train.model.layer_state import LayerState
 from train.model.objectives import Objective, global_mean
 from train.named import Named
@@ -139,7 +139,7 @@ class TrainStep:
         if self.accumulates:  # a loop outside the replicas returns tensors without their device
             gradients = self.without_unconnected([tf.identity(gradient) for gradient in gradients])
         total = self.policy.sum(gradients)
-        self.state.assign(computed.state)
+        self.state.assign(computed.state, sum_over_replicas)
         self.policy.apply(total, self.model.trainable_variables)
         loss = self.policy.checked(computed.loss, gradients)
         return tf.stack([loss, computed.score])[tf.newaxis]

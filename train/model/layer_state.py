@@ -20,7 +20,6 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope  # has no public name
 
 from cluster.system.errors import RunFailed, UsageError
-from train.model import exchange
 
 _DISAGREE = "whole numbers of replicas or micro-batches differ:"
 
@@ -160,9 +159,7 @@ class LayerState:
         # The sum and the sum of squares show whether numbers are equal.
         return after if spec.dtype.is_floating else tf.stack([after, after * after])
 
-    def assign(
-        self, contributions: Sequence[tf.Tensor], add_up: Callable[[Sequence[tf.Tensor]], list[Any]] = exchange.add_up
-    ) -> None:
+    def assign(self, contributions: Sequence[tf.Tensor], add_up: Callable[[Sequence[tf.Tensor]], list[Any]]) -> None:
         """Assign the state after the step.
 
         Args:

@@ -195,7 +195,7 @@ class StageGraph:
 
     def _do_update(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
-            self._state.assign(self._states)
+            self._state.assign(self._states, list)  # of one replica
             self._flags.append(self._update(self.sums, at))
         self._sums = None
         self._done(self._flags[-1])
