@@ -91,13 +91,11 @@ def _split(subject: str, returned: Any) -> tuple[Named, ...]:
     lengths = [len(array) for part in split for array in named.leaves(part)]
     if len(set(lengths)) > 1:
         raise UsageError(f"{subject} has {' and '.join(map(str, lengths))} examples; expected the same number")
-    for which, array in named.in_words(features).items():
-        if 0 in array.shape:
-            shape = list(array.shape)
-            raise UsageError(f"{subject} features{which} have the shape {shape}; expected at least one example")
-    for which, array in named.in_words(labels).items():
-        if 0 in array.shape:
-            raise UsageError(f"{subject} labels{which} have the shape {list(array.shape)}; expected at least one value")
+    for part, value, least in (("features", features, "example"), ("labels", labels, "value")):
+        for which, array in named.in_words(value).items():
+            if 0 in array.shape:
+                shape = list(array.shape)
+                raise UsageError(f"{subject} {part}{which} have the shape {shape}; expected at least one {least}")
     if weights and weights[0].ndim != 1:
         raise UsageError(f"{subject} weights have the shape {list(weights[0].shape)}; expected [N]")
     return split
@@ -134,24 +132,21 @@ def array_of(subject: str, part: str, value: Any) -> np.ndarray:
 def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> None:
     """Check that train and test have the same form, and that the labels are valid classes."""
     train, test = (splits[split] for split in SPLITS)
-    for part, train_part, test_part in zip(arrays.DTYPES, train, test, strict=False):
-        names, test_names = list(named.in_words(train_part)), list(named.in_words(test_part))
-        if sorted(names) != sorted(test_names):
-            both = " and".join(",".join(labels) for labels in (names, test_names))
-            raise UsageError(f"dataset {name}: {part} of train and test are{both}; expected the same names")
-        for which, (first, second) in zip(names, _pairs(train_part, test_part), strict=True):
-            if (first.dtype, first.shape[1:]) != (second.dtype, second.shape[1:]):
-                shapes = " and ".join(f"{array.dtype.name} {['N', *array.shape[1:]]}" for array in (first, second))
-                message = f"dataset {name}: {part}{which} of train and test are {shapes}; expected the same"
-                raise UsageError(message.replace("'N'", "N"))
-    of_labels = zip(named.in_words(train[1]), named.leaves(classes), _pairs(train[1], test[1]), strict=True)
-    for which, names_of_head, (first, second) in of_labels:
-        _check_labels(f"dataset {name}:", which, names_of_head, first, second)
-
-
-def _pairs(one: Named, other: Named) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the corresponding arrays of two splits."""
-    return named.leaves(named.each(lambda *both: both, one, other))
+    for part, *both in zip(arrays.DTYPES, train, test, strict=False):
+        names, test_names = (",".join(named.in_words(value)) for value in both)
+        if sorted(named.in_words(both[0])) != sorted(named.in_words(both[1])):
+            raise UsageError(
+                f"dataset {name}: {part} of train and test are{names} and{test_names}; expected the same names"
+            )
+        for which, pair in named.in_words(named.each(lambda *pair: pair, *both)).items():
+            forms = [f"{array.dtype.name} [{', '.join(['N', *map(str, array.shape[1:])])}]" for array in pair]
+            if forms[0] != forms[1]:
+                raise UsageError(
+                    f"dataset {name}: {part}{which} of train and test are {' and '.join(forms)}; expected the same"
+                )
+    labels = named.each(lambda *pair: pair, train[1], test[1])
+    for (which, pair), names_of_head in zip(named.in_words(labels).items(), named.leaves(classes), strict=True):
+        _check_labels(f"dataset {name}:", which, names_of_head, *pair)
 
 
 def _check_labels(subject: str, which: str, classes: tuple[str, ...], train: np.ndarray, test: np.ndarray) -> None:

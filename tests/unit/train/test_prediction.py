@@ -10,7 +10,7 @@ from tensorflow import keras
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from train.model import export, input_types
-from train.saved_model import _in_words, predict
+from train.prediction import predict, show_outputs
 
 BEYOND_INT32 = 2**31 + 7
 
@@ -57,7 +57,7 @@ def test_features_are_given_in_the_type_of_an_input(dtype):
     ],
 )
 def test_outputs_of_any_shape_can_be_shown(shape, names, lines):
-    shown = _in_words(tf.reshape(tf.range(math.prod(shape), dtype=tf.float32), shape), names)
+    shown = show_outputs(tf.reshape(tf.range(math.prod(shape), dtype=tf.float32), shape), names)
     assert lines == len(shown)
     assert any("%" in line for line in shown) == (names is not None and len(shape) < 3 and shape[-1] > 1)
     assert all(line.isprintable() for line in shown)

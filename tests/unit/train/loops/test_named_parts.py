@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
-from train import saved_model
+from train import prediction
 from train.config import TrainConfig
 from train.data import sources
 from train.data.prepare import preparation
@@ -104,11 +104,11 @@ def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, 
     for name, values in expected.items():
         np.testing.assert_allclose(outputs[name], values, rtol=1e-5)
     example.write_text(json.dumps({"image": [[0, 9], [7, 1]], "tokens": [1, 2]}))
-    heads = [line.split(":")[0] for line in saved_model.predict(run, None, example)]
+    heads = [line.split(":")[0] for line in prediction.predict(run, None, example)]
     assert ["kind"] * 3 + ["size"] == heads
     example.write_text(json.dumps({"image": [1, 2], "tokens": [1, 2]}))
     with pytest.raises(UsageError, match="image"):
-        saved_model.predict(run, None, example)
+        prediction.predict(run, None, example)
 
 
 def test_losses_are_weighted_and_one_function_may_take_all_heads(source):

@@ -1,0 +1,110 @@
+"""Predictions of a run's exported model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from PIL import Image, UnidentifiedImageError
+
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.json_files import read_json
+from train import named
+from train.model import export
+
+SHOWN_CLASSES = 3
+
+
+def predict(run: RunFolder, image: Path | None, features: Path | None = None) -> list[str]:
+    """Return the predictions of the exported model as lines: the likeliest classes first, or the values.
+
+    Args:
+        image: image file, or None.
+        features: JSON file of one example: nested lists, or a dictionary of them for several inputs.
+
+    Raises:
+        PrerequisiteError: the run has no export yet.
+        UsageError: the file is not an image or an example that the model takes.
+    """
+    if not (run.export / "saved_model.pb").exists():
+        raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `invoke export {run.name}`")
+    serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
+    inputs = serve.structured_input_signature[1]
+    if features:
+        example = _read_features(features, inputs)
+    elif image:
+        example = _read_image(run, image, inputs)
+    outputs = serve(**example)
+    names = read_json(run.export / export.CLASSES, [])
+    if not isinstance(names, dict):
+        return show_outputs(next(iter(outputs.values()))[0], names)
+    return [f"{head}:{line}" for head in names for line in show_outputs(outputs[head][0], names[head])]
+
+
+def show_outputs(outputs: Any, names: Sequence[str] | None) -> list[str]:
+    """Return the likeliest classes, or the values if `names` is None."""
+
+    def row_by_row(values: Any) -> list[str]:
+        rows = np.atleast_1d(values).tolist()
+        return [f"  {row:.6g}" if isinstance(row, float) else f"  {json.dumps(row)}" for row in rows]
+
+    if names is None or not outputs.shape.rank or outputs.shape[-1] < max(len(names), 2):
+        return row_by_row(outputs.numpy())
+    if outputs.shape.rank > 2:  # an image or similar: the class of each position
+        return row_by_row(tf.argmax(outputs, -1).numpy())
+    if outputs.shape.rank == 2:  # a sequence: its last position
+        outputs = outputs[-1]
+    shares = tf.nn.softmax(outputs).numpy()
+    best = np.argsort(-shares)[:SHOWN_CLASSES]
+    return [f"{shares[k]:7.2%}  {names[k] if names else f'class {k}'}" for k in best]
+
+
+def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Read one example, a tensor for each input of the model."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--features {path}: {error}; expected a JSON file") from None
+    if not isinstance(value, dict) and len(inputs) == 1:
+        value = {next(iter(inputs)): value}
+    if not isinstance(value, dict) or set(value) != set(inputs):
+        actual = f"the features {', '.join(value)}" if isinstance(value, dict) else "one value"
+        raise UsageError(f"--features {path}: {actual}; expected a dictionary of {', '.join(inputs)}")
+
+    def tensor(name: str) -> tf.Tensor:
+        spec = inputs[name]
+        try:
+            array = np.asarray(value[name])[np.newaxis]
+            if not np.can_cast(array.dtype, spec.dtype.as_numpy_dtype, "same_kind"):
+                raise TypeError
+            array = np.asarray(value[name], spec.dtype.as_numpy_dtype)[np.newaxis]
+        except (TypeError, ValueError, OverflowError):
+            array = np.zeros(0)
+        if not spec.shape.is_compatible_with(array.shape):
+            expected = f"{spec.dtype.name} of the shape {spec.shape.as_list()[1:]}"
+            raise UsageError(f"--features {path}: {name!r} is not {expected}")
+        return tf.constant(array)
+
+    return {name: tensor(name) for name in inputs}
+
+
+def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Read an image in the size of the model's input, `[1, H, W, C] float32` of 0 to 255."""
+    shapes = {name: spec.shape.as_list() for name, spec in inputs.items()}
+    (name, shape), *others = shapes.items()
+    if others or len(shape) != 4 or shape[-1] not in (1, 3):
+        expected = named.each(str, shapes if others else shape)
+        raise UsageError(f"the model of {run.name} takes {expected}, not images; pass an example by --features")
+    _, height, width, channels = shape
+    try:
+        with Image.open(path) as image:
+            resized = image.convert("L" if channels == 1 else "RGB").resize((width, height))
+    except (OSError, UnidentifiedImageError) as error:
+        why = error.strerror or "it is not an image"
+        raise UsageError(f"--image {path}: {why}; expected a PNG or JPEG file") from None
+    return {name: tf.constant(np.asarray(resized, np.float32).reshape(1, height, width, channels))}
