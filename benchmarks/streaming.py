@@ -20,7 +20,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=500, help="to read (default: 500)")
     options = parser.parse_args()
     dataset = stream.train_dataset(
-        shards.find(options.data_dir, options.name).train, BatchSlice(GLOBAL_BATCH, 42, num_steps=options.batches)
+        shards.find_shards(options.data_dir, options.name).train,
+        BatchSlice(GLOBAL_BATCH, 42, num_steps=options.batches),
     )
     for number, _ in enumerate(dataset, 1):
         if number in (1, options.batches):

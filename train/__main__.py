@@ -68,7 +68,7 @@ def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
     """Return the checked configuration, or the help of its options if that was requested."""
     base = TrainConfig.from_json(read_json(options.base)) if options.base else None
     try:
-        resolved = overrides.resolve(options.preset, options.overrides, base, options.cores)
+        resolved = overrides.resolve_config(options.preset, options.overrides, base, options.cores)
     except overrides.Help as help_:
         return str(help_)
     return {
@@ -80,7 +80,7 @@ def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
 
 def train(run: RunFolder) -> int:
     """Run this task's part of the run; return the exit code, which tells the agent what to do next."""
-    preload.load(run)  # imports TensorFlow, unless this process was forked from one that has
+    preload.import_program(run)  # imports TensorFlow, unless this process was forked from one that has
     from train import program
 
     standby = None

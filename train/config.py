@@ -188,8 +188,8 @@ class TrainConfig:
             ) from None
         self.optimizer.check()
         self.transformer.check()
-        heads.losses(self.loss)
-        heads.weights(self.loss_weights)
+        heads.parse_losses(self.loss)
+        heads.parse_weights(self.loss_weights)
         self._check_combinations()
         return self
 
@@ -235,13 +235,13 @@ class TrainConfig:
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset, which sharding checks
             if reference or field_name not in OPTIONAL:
-                references.check(option(field_name), reference, REFERENCES[field_name])
+                references.check_reference(option(field_name), reference, REFERENCES[field_name])
         return self
 
     def references(self) -> list[tuple[str, str]]:
         """Return each field that may have a user's reference with its references, such as the loss of each head."""
         named = [(name, operator.attrgetter(name)(self)) for name in REFERENCES if name != "loss"]
-        return named + [("loss", loss) for loss in heads.losses(self.loss).values()]
+        return named + [("loss", loss) for loss in heads.parse_losses(self.loss).values()]
 
     def code_dirs(self) -> list[Path]:
         """Return the folders of the user's modules."""

@@ -98,8 +98,8 @@ class TaskContext:
         """Build the optimizer and its gradient policy, with variables on the devices of the model's."""
         with self.strategy.scope():
             build = self.division.build_optimizer if self.division else None
-            optimizer = optimizers.build_for(self.config, self.model, self.total_steps, build)
-            return optimizers.policy(self.config, optimizer)
+            optimizer = optimizers.build_for_model(self.config, self.model, self.total_steps, build)
+            return optimizers.build_policy(self.config, optimizer)
 
     def worker_records(self) -> list[StepRecord]:
         """Return the records of the steps of parameter servers' workers; otherwise none."""

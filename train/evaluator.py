@@ -10,7 +10,7 @@ import tensorflow as tf
 from cluster.system.json_files import read_json_lines
 from train.context import TaskContext
 from train.saving import saved_weights
-from train.saving.checkpoint_files import Saved, finished
+from train.saving.checkpoint_files import Saved, list_finished
 from train.telemetry.metrics import Metrics
 
 POLL_S = 0.5
@@ -28,7 +28,7 @@ def evaluate_checkpoints(context: TaskContext) -> None:
         last = stop.is_set()
         if saved := new.newest():
             try:
-                saved_weights.read(context.config, context.model, saved.prefix)
+                saved_weights.load_evaluated(context.config, context.model, saved.prefix)
             except (tf.errors.OpError, OSError):  # a newer checkpoint may have replaced it
                 new.skip(saved, "TensorFlow cannot read it")
                 continue
@@ -56,7 +56,7 @@ class NewCheckpoints:
 
     def newest(self) -> Saved | None:
         """Return the newest intact checkpoint, unless it was evaluated; older ones no longer matter."""
-        for saved in finished(self._folder):
+        for saved in list_finished(self._folder):
             if saved.step in self.done:
                 return None
             if _written(saved) in self._bad:

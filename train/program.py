@@ -61,7 +61,7 @@ class Program:
     def stand_by(self) -> Rehearsed:
         """Form a cluster with the other standby processes and prepare everything except the newest checkpoint."""
         setup = custom.prepare(self._task_context())
-        rehearsed = Rehearsed(setup, custom.rehearse(setup))
+        rehearsed = Rehearsed(setup, custom.rehearse_steps(setup))
         number = int(os.environ[standby_cluster.NUMBER])
         standby_cluster.report(self.run, self.task.name, self.heartbeat.current.generation, number)
         return rehearsed
@@ -79,7 +79,7 @@ class Program:
             self.heartbeat.start()
             if self.task.role == Role.WORKER and self.config.source == "function":
                 self._open_source()  # for graphs of other tasks
-            strategy.serve(self.task, self.config.threads)
+            strategy.serve_chief(self.task, self.config.threads)
         self.heartbeat.start()
         context = rehearsed.setup.context if rehearsed else self._task_context()
         # Set the handler again, because TensorFlow's server replaces it to detect preemption.
@@ -89,7 +89,7 @@ class Program:
         if self.task.role == Role.CHIEF:
             if self.config.init_from and not self.heartbeat.current.generation:
                 print(self._began, flush=True)
-            environment.record(self.run, self.config.dataset, context.source)
+            environment.record_environment(self.run, self.config.dataset, context.source)
         self.heartbeat.update(state="compiling")  # the model is built, which can be the user's code
         if self.task.role == Role.EVALUATOR:
             evaluator.evaluate_checkpoints(context)
@@ -117,16 +117,16 @@ class Program:
         source = self._open_source()
 
         def new_model() -> keras.Model:
-            return models.of(config, source.feature_shape, source.num_outputs)
+            return models.build_configured(config, source.feature_shape, source.num_outputs)
 
         division = None
         if self.spec.kind.staged and self.task.role != Role.EVALUATOR:  # which has the whole model
             division = Division(self.spec, self.task, config, self.run)
-        with scope_strategy.scope(), strategy.policy(precision_of(self.spec.strategy, config.precision)):
+        with scope_strategy.scope(), strategy.precision_policy(precision_of(self.spec.strategy, config.precision)):
             model = division.build(new_model, source.feature_shape) if division else new_model()
-        self._began = initial_weights.begin(model, self.run.init) if config.init_from else ""
+        self._began = initial_weights.load_initial_weights(model, self.run.init) if config.init_from else ""
         shapes = None if division else lambda: models.example_shapes(model, source)
-        objective = objectives.of(config, classifies=source.classifies, shapes=shapes)
+        objective = objectives.build_configured(config, classifies=source.classifies, shapes=shapes)
         return TaskContext(
             run=self.run,
             task=self.task,
@@ -149,7 +149,7 @@ class Program:
     def _strategy(self) -> tf.distribute.Strategy:
         if self.task.role == Role.EVALUATOR:
             return tf.distribute.get_strategy()
-        return strategy.build(self.spec, strategy.configure_devices(self.spec.devices))
+        return strategy.build_strategy(self.spec, strategy.configure_devices(self.spec.devices))
 
 
 def rehearse(run: RunFolder) -> None:
@@ -157,7 +157,7 @@ def rehearse(run: RunFolder) -> None:
     config = TrainConfig.from_json(read_json(run.config))
     if rehearsal.can_rehearse(config):
         configure_threads(config)  # the first device fixes the threads of a process
-        rehearsal.rehearse()
+        rehearsal.rehearse_step()
 
 
 def configure_threads(config: TrainConfig) -> None:

@@ -92,7 +92,9 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     from train.loops.evaluation import new_evaluation
     from train.model import models, objectives
 
-    objective = objectives.of(config, classifies=source.classifies, shapes=lambda: models.example_shapes(model, source))
+    objective = objectives.build_configured(
+        config, classifies=source.classifies, shapes=lambda: models.example_shapes(model, source)
+    )
     try:
         results = new_evaluation(None, model, objective, source)()
     except tf.errors.OpError as error:
@@ -128,8 +130,8 @@ def _restore(
         from train.model import models
 
     source = sources.open_source(config, data_dir, run)
-    with strategy.policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
-        model = models.of(config, source.feature_shape, source.num_outputs)
+    with strategy.precision_policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
+        model = models.build_configured(config, source.feature_shape, source.num_outputs)
     return source, config, model, _restore_newest(run, config, model)
 
 
@@ -142,11 +144,11 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model) -> 
         print(message, file=sys.stderr)  # standard output may be JSON
 
     for _ in range(RESTORE_TRIES):
-        newest = checkpoint_files.newest_good(run.checkpoints, warn)
+        newest = checkpoint_files.find_newest_good(run.checkpoints, warn)
         if newest is None:
             break
         try:
-            saved_weights.read(config, model, newest.prefix)
+            saved_weights.load_evaluated(config, model, newest.prefix)
         except (tf.errors.NotFoundError, FileNotFoundError):
             time.sleep(0.1)  # a newer one has just replaced it
         else:

@@ -54,7 +54,7 @@ def check_gpus() -> list[tf.config.PhysicalDevice]:
     return gpus
 
 
-def build(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
+def build_strategy(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
     """Build the strategy and form its cluster, which TF_CONFIG describes.
 
     All members must be running, which the agents' rendezvous ensures: TensorFlow waits for them indefinitely.
@@ -79,7 +79,7 @@ def _pipeline(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
     return _multiworker(spec, devices) if spec.members else _one_device(spec, devices)
 
 
-def serve(task: Task, threads: int) -> None:
+def serve_chief(task: Task, threads: int) -> None:
     """Serve the chief of a parameter-server cluster until this process ends; `threads` is per operation, 0 for all."""
     if GPUS_GIVEN in os.environ:
         check_gpus()
@@ -132,7 +132,7 @@ POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"
 
 
 @contextlib.contextmanager
-def policy(precision: str) -> Iterator[None]:
+def precision_policy(precision: str) -> Iterator[None]:
     """Set the precision in which layers compute that are built inside.
 
     Their weights stay in float32. Models that are built outside, such as the exported one, compute in float32.

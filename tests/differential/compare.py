@@ -36,7 +36,7 @@ def with_keras(file: str, run: RunFolder) -> dict[str, Any]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     rows = list(read_json_lines(run.metrics("chief")))
     steps = {row["step"]: row for row in rows if "loss" in row}
-    newest = checkpoint_files.newest_good(run.checkpoints, print)
+    newest = checkpoint_files.find_newest_good(run.checkpoints, print)
     assert newest is not None
     found: dict[str, Any] = {"step": newest.step}
     if "losses" in keras:
@@ -104,7 +104,7 @@ def different(run: RunFolder, twin: RunFolder) -> list[str]:
     if run.load_cluster().stages != twin.load_cluster().stages:  # each reports a share of the loss
         found = []
     one, other = (
-        tf.train.load_checkpoint(checkpoint_files.newest_good(of.checkpoints, print).prefix) for of in (run, twin)
+        tf.train.load_checkpoint(checkpoint_files.find_newest_good(of.checkpoints, print).prefix) for of in (run, twin)
     )
     for name in one.get_variable_to_shape_map():
         if name.startswith(("_CHECKPOINT", "callbacks")):

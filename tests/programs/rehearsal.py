@@ -25,7 +25,7 @@ from train.startup import rehearsal
 def main(result: Path, rehearses: bool) -> None:
     """Train, and print the result."""
     if rehearses:
-        rehearsal.rehearse()
+        rehearsal.rehearse_step()
     (port,) = free_ports(1)
     cluster = {"cluster": {"chief": [f"127.0.0.1:{port}"]}, "task": {"type": "chief", "index": 0}}
     os.environ["TF_CONFIG"] = json.dumps(cluster)
@@ -34,10 +34,10 @@ def main(result: Path, rehearses: bool) -> None:
     tf.config.experimental.enable_op_determinism()
     patches.apply()
     with strategy.scope():
-        model = models.build("two_conv_cnn", (28, 28, 1), 10)
-        optimizer = optimizers.build(TrainConfig())
+        model = models.build_by_name("two_conv_cnn", (28, 28, 1), 10)
+        optimizer = optimizers.build_optimizer(TrainConfig())
         optimizer.build(model.trainable_variables)
-    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+    objective = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
     examples = feeds.ArrayExamples(
         tf.cast(tf.random.stateless_uniform([64, 28, 28, 1], [1, 2], 0, 255), tf.uint8),
         tf.range(64, dtype=tf.int64) % 10,

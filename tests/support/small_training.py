@@ -26,7 +26,7 @@ from train.saving.saved_weights import weights_sha256
 SEED, GLOBAL_BATCH = 7, 12
 NUM_TRAIN, NUM_TEST = 40, 1003  # neither a multiple of the global batch
 FEATURES, CLASSES = 6, 3
-OBJECTIVE = objectives.build("sparse_categorical_crossentropy", classifies=True)
+OBJECTIVE = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
 
 
 @functools.cache  # the collectives of two strategies over the same devices would meet each other
@@ -52,7 +52,7 @@ def prepare(data_dir: Path) -> dict[str, sources.Source]:
     found = {}
     for name, parts in {"own:plain": (features, labels), "own:weighted": (features, labels, weights)}.items():
         splits = {"train": tuple(x[:NUM_TRAIN] for x in parts), "test": tuple(x[NUM_TRAIN:] for x in parts)}
-        arrays.write(data_dir, name, "1", splits)
+        arrays.write_arrays(data_dir, name, "1", splits)
         found[name] = sources.open_source(TrainConfig(dataset=name), data_dir)
 
     numbers = [(np.full(FEATURES, i, np.float32), i) for i in range(NUM_TRAIN)]
@@ -144,11 +144,11 @@ def training(
     strategy = strategy_called(where)
     replicas = strategy.num_replicas_in_sync
     config = TrainConfig(optimizer=optimizer, precision=precision)
-    with strategy.scope(), strategies.policy(precision):
+    with strategy.scope(), strategies.precision_policy(precision):
         model = model_of()
         if not elastic:
             batch_normalization.synchronize_batch_normalization(model, replicas)
-        policy = optimizers.policy(config, optimizers.build_for(config, model))
+        policy = optimizers.build_policy(config, optimizers.build_for_model(config, model))
     shards = VirtualShards(SHARDS, replicas) if elastic else None
     what = (model, policy, objective, GLOBAL_BATCH)
     train_step = (

@@ -46,7 +46,7 @@ class Callbacks(Action):
         self._made = [callback_state.encode_attributes(callback)[0] for callback in self._callbacks]
         self._lost: set[str] = set()
         encoded = state.encoded.numpy()
-        self._progress = CallbackProgress(**plain_values.decode(encoded)) if encoded else CallbackProgress()
+        self._progress = CallbackProgress(**plain_values.decode_value(encoded)) if encoded else CallbackProgress()
         report.results, report.evaluated_at = self._progress.results, self._progress.evaluated_at
         self.stops = self._progress.ended_at == context.total_steps
         """Whether a callback has requested the end of training."""
@@ -172,7 +172,7 @@ class Callbacks(Action):
             for now, made in zip(self._encoded(), self._made, strict=True)
         ]
         progress.sizes = [callback_state.size_of_file(callback) for callback in self._callbacks]
-        self._state.encoded.assign(plain_values.encode(vars(progress)))
+        self._state.encoded.assign(plain_values.encode_value(vars(progress)))
 
     def _encoded(self) -> list[dict[str, bytes]]:
         """Return the encoded attributes of each callback; warn once of those that cannot be encoded."""

@@ -58,7 +58,7 @@ def encode_attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
         if name in skipped:
             continue
         try:
-            encoded[name] = plain_values.encode(value, in_place=True)
+            encoded[name] = plain_values.encode_value(value, in_place=True)
         except (TypeError, RecursionError):
             lost[name] = type(value).__name__
     return encoded, lost
@@ -70,7 +70,7 @@ def restore_attributes(callbacks: Sequence[Any], progress: CallbackProgress) -> 
     for callback, values in zip(callbacks, progress.callbacks, strict=True):
         for name, encoded in values.items():
             try:
-                setattr(callback, name, plain_values.decode(encoded, getattr(callback, name, None)))
+                setattr(callback, name, plain_values.decode_value(encoded, getattr(callback, name, None)))
             except ValueError:
                 lost.append(f"{type(callback).__name__}.{name}")
     return lost

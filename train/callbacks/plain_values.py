@@ -56,7 +56,7 @@ _FOREIGN = {"tensorflow", "keras", "tf_keras", *sys.stdlib_module_names}
 """Packages whose objects are not encoded by their attributes."""
 
 
-def encode(value: Any, *, in_place: bool = False) -> bytes:
+def encode_value(value: Any, *, in_place: bool = False) -> bytes:
     """Encode a value as bytes, which are the same for equal values.
 
     Args:
@@ -73,7 +73,7 @@ def encode(value: Any, *, in_place: bool = False) -> bytes:
     return file.getvalue()
 
 
-def decode(encoded: bytes, current: Any = None) -> Any:
+def decode_value(encoded: bytes, current: Any = None) -> Any:
     """Decode a value, or update `current` to it.
 
     Raises:

@@ -21,8 +21,8 @@ def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
     reference = context.config.callbacks
     if not reference:
         return []
-    function = tutorial if reference == "tutorial" else references.load("--callbacks", reference)
-    callbacks = references.call("--callbacks", reference, function, context.run.path, context.task.name)
+    function = tutorial if reference == "tutorial" else references.load_object("--callbacks", reference)
+    callbacks = references.call_user_function("--callbacks", reference, function, context.run.path, context.task.name)
     if not isinstance(callbacks, list) or not all(isinstance(item, keras.callbacks.Callback) for item in callbacks):
         raise UsageError(
             f"--callbacks {reference!r} returned {callbacks!r:.120}; expected a list of "

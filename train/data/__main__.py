@@ -18,7 +18,7 @@ from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, Pre
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
 from train.data import arrays, shards
-from train.data.prepare.preparation import prepare, say
+from train.data.prepare.preparation import prepare_dataset, say
 from train.settings import references
 
 
@@ -57,22 +57,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(arguments: argparse.Namespace) -> str:
     if arrays.is_user_dataset(arguments.name):
-        references.check("--name", arguments.name, ())
-    return str(prepare(arguments.name, arguments.data_dir, arguments.fresh))
+        references.check_reference("--name", arguments.name, ())
+    return str(prepare_dataset(arguments.name, arguments.data_dir, arguments.fresh))
 
 
 def _shard(arguments: argparse.Namespace) -> str:
     with quiet.imports():
-        from train.data.prepare.sharding import shard  # imports TensorFlow
+        from train.data.prepare.sharding import write_shards  # imports TensorFlow
     name, data_dir = arguments.name, arguments.data_dir
-    return str(shard(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh))
+    return str(write_shards(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh))
 
 
 def _examine(arguments: argparse.Namespace) -> str:
     with quiet.imports():
-        from train.data.function.examine import examine  # imports TensorFlow
+        from train.data.function.examine import examine_function  # imports TensorFlow
     name, data_dir = arguments.name, arguments.data_dir.resolve()
-    return str(examine(name, data_dir, arguments.num_outputs, seed=arguments.seed, fresh=arguments.fresh))
+    return str(examine_function(name, data_dir, arguments.num_outputs, seed=arguments.seed, fresh=arguments.fresh))
 
 
 def _in_another_process(
@@ -93,11 +93,11 @@ def _verify(name: str, data_dir: Path) -> None:
     """Verify the arrays and the shards of a dataset; either may be missing."""
     missing = []
     try:
-        arrays.verify(arrays.find(data_dir, name), say)
+        arrays.verify_arrays(arrays.find_arrays(data_dir, name), say)
     except (PrerequisiteError, UsageError) as error:  # a dataset may have only shards
         missing.append(error)
     try:
-        shards.verify(shards.find(data_dir, name), say)
+        shards.verify_shards(shards.find_shards(data_dir, name), say)
     except PrerequisiteError as error:
         missing.append(error)
     if len(missing) == 2:

@@ -132,7 +132,7 @@ class ArraySet:
     def __str__(self) -> str:
         features = named.each(lambda file: f"{list(file.shape[1:])} {file.dtype}", self.train.features)
         labels = named.each(lambda file: file.dtype, self.train.labels)
-        return describe(self, features, labels)
+        return describe_data(self, features, labels)
 
     def cut(self, context: int) -> ArraySet:
         """Return a text with examples of `context` bytes, a divisor of `WINDOW`, from the same files."""
@@ -165,7 +165,7 @@ def values_in(shape: Sequence[int]) -> int:
     return shape[-1] if shape else 1
 
 
-def describe(data: Any, features: Named, label_dtypes: Named) -> str:
+def describe_data(data: Any, features: Named, label_dtypes: Named) -> str:
     """Describe prepared arrays or shards in a sentence."""
 
     def outputs(label_dtype: str, count: int) -> str:
@@ -191,7 +191,7 @@ def is_user_dataset(name: str) -> bool:
     return ":" in name
 
 
-def newest(data_dir: Path, name: str) -> str:
+def newest_version(data_dir: Path, name: str) -> str:
     """Return the version of a dataset to use: the known one of TFDS, or the newest prepared one of the user's."""
     if is_user_dataset(name):
         return store.read_pointer(data_dir, "arrays", name, f"invoke data.prepare --name {name}")
@@ -200,9 +200,9 @@ def newest(data_dir: Path, name: str) -> str:
     return VERSIONS[name]
 
 
-def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
+def find_arrays(data_dir: Path, name: str, version: str = "") -> ArraySet:
     """Find the prepared arrays of a dataset, and compare every file's size with its shape."""
-    version = version or newest(data_dir, name)
+    version = version or newest_version(data_dir, name)
     folder = store.path_of(data_dir, "arrays", name, version)
     fix = f"copy {folder} from where it is" if is_user_dataset(name) else f"run `invoke data.prepare --name {name}`"
     again = f"run `invoke data.prepare --name {name} --fresh`"
@@ -212,7 +212,7 @@ def find(data_dir: Path, name: str, version: str = "") -> ArraySet:
     return array_set
 
 
-def write(
+def write_arrays(
     data_dir: Path,
     name: str,
     version: str,
@@ -243,17 +243,17 @@ def write(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     if is_user_dataset(name):
         store.write_pointer(data_dir, "arrays", name, version)
-    return find(data_dir, name, version)
+    return find_arrays(data_dir, name, version)
 
 
-def verify(array_set: ArraySet, say: Callable[[str], None] = print) -> None:
+def verify_arrays(array_set: ArraySet, say: Callable[[str], None] = print) -> None:
     """Recompute the sha256 of every array and of its original TFDS files, and report a line for each.
 
     Original files may be missing, because training reads only the arrays.
     """
     expected = {file.path: file.sha256 for file in array_set.files}
     expected |= {array_set.data_dir / name: digest for name, digest in array_set.source_files.items()}
-    store.verify(expected, f"run `invoke data.prepare --name {array_set.name} --fresh`", say)
+    store.verify_files(expected, f"run `invoke data.prepare --name {array_set.name} --fresh`", say)
 
 
 def _num_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:
@@ -277,7 +277,7 @@ def _write_array(path: Path, array: np.ndarray, dtypes: tuple[str, ...]) -> dict
     data = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     data.tofile(path)
     entry = {"file": path.name, "shape": array.shape, "dtype": array.dtype.name}
-    return entry | {"sha256": sha256(path), "blocks": blocks.to_json(path)}
+    return entry | {"sha256": sha256(path), "blocks": blocks.hashes_as_text(path)}
 
 
 def _from_index(data_dir: Path, folder: Path, index: Mapping[str, Any]) -> ArraySet:

@@ -22,20 +22,20 @@ from train.data.store import BLOCK_BYTES
 _DAMAGE = re.compile(r"damaged prepared data: block (\d+) of ([^\]\n]+)")
 
 
-def of_file(path: Path) -> tuple[int, ...]:
+def hash_blocks(path: Path) -> tuple[int, ...]:
     """Return the hash of each block of a file."""
     with path.open("rb") as file:
         return tuple(int(_hash(tf.constant(block))) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
 
 
-def check(path: Path, expected: Sequence[int]) -> None:
+def check_blocks(path: Path, expected: Sequence[int]) -> None:
     """Check a file's blocks without keeping them in memory."""
-    for number, (current, recorded) in enumerate(zip(of_file(path), expected, strict=True)):
+    for number, (current, recorded) in enumerate(zip(hash_blocks(path), expected, strict=True)):
         if current != recorded:
-            raise damaged(path, number)
+            raise damage_error(path, number)
 
 
-def read(path: tf.Tensor | str, expected: tf.Tensor | Sequence[int]) -> tf.Tensor:
+def read_checked(path: tf.Tensor | str, expected: tf.Tensor | Sequence[int]) -> tf.Tensor:
     """Check a file's blocks and return its contents, a string scalar; eagerly or inside a graph."""
     raw, path, expected = tf.io.read_file(path), tf.convert_to_tensor(path), tf.convert_to_tensor(expected, tf.int64)
     starts = tf.range(tf.size(expected, tf.int64)) * BLOCK_BYTES
@@ -43,7 +43,7 @@ def read(path: tf.Tensor | str, expected: tf.Tensor | Sequence[int]) -> tf.Tenso
     wrong = tf.where(current != expected)[:, 0]
     if tf.executing_eagerly():
         if len(wrong):
-            raise damaged(Path(os.fsdecode(path.numpy())), int(wrong[0]))
+            raise damage_error(Path(os.fsdecode(path.numpy())), int(wrong[0]))
         return raw
     message = tf.strings.join(
         ["damaged prepared data: block ", tf.strings.reduce_join(tf.strings.as_string(wrong[:1]))]
@@ -56,10 +56,10 @@ def read(path: tf.Tensor | str, expected: tf.Tensor | Sequence[int]) -> tf.Tenso
 def explain(error: Exception) -> RunFailed | None:
     """Translate TensorFlow's error about a damaged block; None for other errors."""
     match = _DAMAGE.search(str(error))
-    return damaged(Path(match[2]), int(match[1])) if match else None
+    return damage_error(Path(match[2]), int(match[1])) if match else None
 
 
-def damaged(path: Path, block: int) -> RunFailed:
+def damage_error(path: Path, block: int) -> RunFailed:
     """Return the error of a damaged block, with the command that fixes it."""
     if path.suffix == ".tfrecord":
         index, verb = shards.INDEX, "shard"
@@ -72,9 +72,9 @@ def damaged(path: Path, block: int) -> RunFailed:
     )
 
 
-def to_json(path: Path) -> str:
+def hashes_as_text(path: Path) -> str:
     """Return the hashes of a file's blocks in the form of an index; `store.block_hashes` reads them."""
-    return " ".join(f"{value:016x}" for value in of_file(path))
+    return " ".join(f"{value:016x}" for value in hash_blocks(path))
 
 
 def _hash(block: tf.Tensor) -> tf.Tensor:

@@ -79,7 +79,7 @@ def load_examples(split: Split) -> ArrayExamples:
 
 def _read_array(file: ArrayFile) -> tf.Tensor:
     with tf.device("CPU:0"):
-        raw = blocks.read(str(file.path), file.blocks)
+        raw = blocks.read_checked(str(file.path), file.blocks)
         flat = tf.io.decode_raw(raw, tf.as_dtype(file.dtype), little_endian=True)
         return tf.reshape(flat, file.shape)
 

@@ -97,7 +97,7 @@ class ShardSet:
     def __str__(self) -> str:
         features = f"{list(self.train.feature_shape)} {self.train.feature_dtype}"
         counts = f"{len(self.train.files)} and {len(self.test.files)}"
-        return f"{arrays.describe(self, features, self.train.label_dtype)}, in {counts} shards"
+        return f"{arrays.describe_data(self, features, self.train.label_dtype)}, in {counts} shards"
 
 
 def describe_ready(data_dir: Path, name: str, source: str) -> str:
@@ -108,12 +108,12 @@ def describe_ready(data_dir: Path, name: str, source: str) -> str:
     if arrays.is_user_dataset(name):
         return ""
     try:
-        return str(find(data_dir, name) if source == "stream" else arrays.find(data_dir, name))
+        return str(find_shards(data_dir, name) if source == "stream" else arrays.find_arrays(data_dir, name))
     except ClusterError:
         return ""  # preparing fixes or explains it
 
 
-def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
+def find_shards(data_dir: Path, name: str, version: str = "") -> ShardSet:
     """Find the shards of a dataset, and compare every file's size with the index."""
     command = f"invoke data.shard --name {name}"
     version = version or store.read_pointer(data_dir, "shards", name, command)
@@ -126,10 +126,10 @@ def find(data_dir: Path, name: str, version: str = "") -> ShardSet:
     return shard_set
 
 
-def verify(shard_set: ShardSet, say: Callable[[str], None] = print) -> None:
+def verify_shards(shard_set: ShardSet, say: Callable[[str], None] = print) -> None:
     """Recompute the sha256 of every shard and report a line for each."""
     expected = {file.path: file.sha256 for file in shard_set.files}
-    store.verify(expected, f"run `invoke data.shard --name {shard_set.name} --fresh`", say)
+    store.verify_files(expected, f"run `invoke data.shard --name {shard_set.name} --fresh`", say)
 
 
 def _from_index(folder: Path, index: Mapping[str, Any]) -> ShardSet:

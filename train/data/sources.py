@@ -234,10 +234,10 @@ def open_source(config: TrainConfig, data_dir: Path, run: RunFolder | None = Non
 
     def open_version(version: str = "") -> Source:
         if config.source == "stream":
-            return ShardSource.of(shards.find(data_dir, config.dataset, version))
+            return ShardSource.of(shards.find_shards(data_dir, config.dataset, version))
         if config.source == "function":
-            return _open_function(calling.find(data_dir, config.dataset, version), data_dir, config.seed)
-        array_set = arrays.find(data_dir, config.dataset, version)
+            return _open_function(calling.read_record(data_dir, config.dataset, version), data_dir, config.seed)
+        array_set = arrays.find_arrays(data_dir, config.dataset, version)
         return ArraySource.of(array_set.cut(config.transformer.context) if array_set.is_text else array_set)
 
     if run is None:

@@ -53,7 +53,7 @@ def block_hashes(entry: Mapping[str, Any], size_bytes: int) -> tuple[int, ...]:
     return hashes
 
 
-def verify(expected: Mapping[Path, str], again: str, say: Callable[[str], None]) -> None:
+def verify_files(expected: Mapping[Path, str], again: str, say: Callable[[str], None]) -> None:
     """Recompute the sha256 of files and report a line for each. A missing file is reported without an error."""
     differing = []
     for path, digest in expected.items():

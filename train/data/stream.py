@@ -119,7 +119,7 @@ def _interleave(split: ShardSplit, shards_W: tf.Tensor) -> tf.data.Dataset:
 
     def checked(shard: tf.Tensor) -> tf.Tensor:
         path = tf.constant(split.paths)[shard]
-        with tf.control_dependencies([blocks.read(path, hashes[shard][: blocks_S[shard]])]):
+        with tf.control_dependencies([blocks.read_checked(path, hashes[shard][: blocks_S[shard]])]):
             return tf.identity(path)
 
     return (

@@ -39,12 +39,12 @@ class UserDataset:
     """The first 12 digits of the sha256 of all contents."""
 
 
-def read(name: str) -> UserDataset:
+def read_dataset(name: str) -> UserDataset:
     """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`."""
-    function = references.load("--dataset", name)
-    if callable(function) and not references.takes(function):
+    function = references.load_object("--dataset", name)
+    if callable(function) and not references.accepts_arguments(function):
         raise UsageError(f"dataset {name} takes arguments; add -- --source function if they are (split, shard)")
-    returned = references.call("--dataset", name, function)
+    returned = references.call_user_function("--dataset", name, function)
     try:
         return _checked(name, returned)
     except ClusterError:

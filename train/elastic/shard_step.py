@@ -107,7 +107,7 @@ class ElasticTrainStep(TrainStep):
 
         signature = tf.TensorSpec(self.zero_counts().shape, tf.int64)
         counts_nO = tf.map_fn(count_shard, numbers_n, fn_output_signature=signature, parallel_iterations=1)
-        return masks.over_replicas(tf.reduce_sum(counts_nO, 0))
+        return masks.sum_counts(tf.reduce_sum(counts_nO, 0))
 
     def _shard(
         self,

@@ -19,7 +19,7 @@ from train.callbacks.callback_actions import Callbacks
 from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, Stop, every
 from train.model.gradients import GradientPolicy
-from train.saving.checkpoint import CheckpointManager, diverged
+from train.saving.checkpoint import CheckpointManager, divergence_error
 from train.saving.timer import Past, SaveTimer, parse_interval
 from train.telemetry.report import Report
 
@@ -42,7 +42,7 @@ class CheckFinite(Action):
 
 def not_finite(loss: float, step: int) -> RunFailed:
     """Return the error of a NaN or infinite loss."""
-    return diverged(f"loss is {loss} at step {step}")
+    return divergence_error(f"loss is {loss} at step {step}")
 
 
 class EndTraining(Action):

@@ -27,7 +27,7 @@ def prepare(context: TaskContext) -> Setup:
     return Setup(context)
 
 
-def rehearse(setup: Setup) -> Steps:
+def rehearse_steps(setup: Setup) -> Steps:
     """Trace and compile the steps in a standby process, without changing any weight; return them."""
     setup.gather(0)
     steps = _synchronous(setup, 0)

@@ -15,7 +15,7 @@ from tensorflow import keras
 from train.data.batches import Batch, eval_batches
 from train.data.feeds import eval_feed
 from train.data.sources import Source
-from train.loops.train_step import as_input, full_precision, repeat
+from train.loops.train_step import cast_features, cast_outputs, repeat
 from train.model import masks
 from train.model.objectives import Objective
 from train.named import Named
@@ -45,7 +45,7 @@ def new_evaluation(
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
         replica = tf.cast(replica, tf.int64)
         examples = feed.batch(batch_input, at, replica)
-        outputs_BK = full_precision(model(as_input(model, examples.features), training=False))
+        outputs_BK = cast_outputs(model(cast_features(model, examples.features), training=False))
         return add_totals(totals_N2M, at * replicas + replica, objective, examples, outputs_BK)
 
     def evaluate(at: tf.Tensor, totals: Any) -> Any:
@@ -68,7 +68,7 @@ def add_totals(
     """Fill in a batch's sums of the reported values, and the numbers of examples or unmasked positions in them."""
     totals_M2 = []
     for function in objective.reported.values():
-        with masks.summed() as counts:
+        with masks.sum_only() as counts:
             values_B = function(examples.labels, outputs_BK)
         counts_B = counts[0] if counts else tf.ones_like(examples.weights)
         totals_M2.append([tf.reduce_sum(values_B * examples.weights), tf.reduce_sum(counts_B * examples.weights)])

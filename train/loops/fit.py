@@ -20,7 +20,7 @@ from train.data.batches import Batch, BatchSlice, Replicas, join_batches
 from train.loops.fit_model import MicroBatches, compile_arguments, separate_steps
 from train.loops.loop import Loop, Stop
 from train.loops.steps import LoopResult
-from train.loops.train_step import as_input
+from train.loops.train_step import cast_features
 from train.loops.training import Setup, Training
 from train.model.export import is_legacy
 from train.model.layer_state import variables_of
@@ -181,7 +181,7 @@ def _data(context: TaskContext, first: int) -> Any:
     config, source = context.config, context.source
 
     def pair_or_triple(batch: Batch) -> tuple[tf.Tensor, ...]:
-        features = as_input(context.model, batch.features)
+        features = cast_features(context.model, batch.features)
         return (features, batch.labels, batch.weights) if source.weighted else (features, batch.labels)
 
     def task_dataset(pipeline: tf.distribute.InputContext) -> tf.data.Dataset:

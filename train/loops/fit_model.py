@@ -15,7 +15,7 @@ from tensorflow import keras
 from cluster.system.errors import UsageError
 from train.context import TaskContext
 from train.data.batches import Batch
-from train.loops.train_step import Computed, TrainStep, full_precision, part_of
+from train.loops.train_step import Computed, TrainStep, cast_outputs, cut_part
 from train.model import masks, models
 from train.model.gradients import GradientPolicy
 from train.model.objectives import PerExample
@@ -55,7 +55,7 @@ class _Compared:
     def __call__(self, labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
         """Return the values, `[B] float32`. Keras may have changed the labels to the rank and type of the outputs."""
         labels = tf.reshape(labels, [-1, *self.label_shape])
-        return self.function(tf.cast(labels, tf.int64) if self.classifies else labels, full_precision(outputs_BK))
+        return self.function(tf.cast(labels, tf.int64) if self.classifies else labels, cast_outputs(outputs_BK))
 
 
 class _Loss(keras.losses.Loss):
@@ -67,7 +67,7 @@ class _Loss(keras.losses.Loss):
 
     def __call__(self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
         """Return the mean. Keras would apply the mask again, by each replica's number of positions."""
-        self._mask = masks.of(y_pred)
+        self._mask = masks.mask_of(y_pred)
         return super().__call__(y_true, tf.identity(y_pred), sample_weight)
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
@@ -134,7 +134,7 @@ class MicroBatches:
 
         def compute(micro_batch: tf.Tensor) -> Computed:
             def batch_of(_part: tf.Tensor) -> Batch:
-                return part_of(batch, micro_batch, self._step.micro_batches)
+                return cut_part(batch, micro_batch, self._step.micro_batches)
 
             return self._step.compute(batch_of, step, replica, micro_batch)
 
@@ -157,7 +157,7 @@ def check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) -
         UsageError: it cannot.
     """
     option = f"--micro-batches {micro_batches} with --loop fit"
-    if method := models.overridden(model):
+    if method := models.find_override(model):
         raise UsageError(
             f"{option}: {type(model).__name__} overrides {method}, which takes whole batches; leave --micro-batches out"
         )

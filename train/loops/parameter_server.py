@@ -14,7 +14,7 @@ from train.data import feeds
 from train.data.batches import Batch, BatchSlice
 from train.data.sources import IndexedSource, Source
 from train.loops.steps import LoopResult, Request, no_request
-from train.loops.train_step import Computed, TrainStep, part_of, repeat
+from train.loops.train_step import Computed, TrainStep, cut_part, repeat
 
 
 class AsynchronousSteps:
@@ -105,7 +105,7 @@ class AsynchronousSteps:
 
     def _compute(self, batch: Batch, step: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Computed:
         def batch_of(part: tf.Tensor) -> Batch:
-            return batch if micro_batch is None else part_of(batch, part, self._train_step.micro_batches)
+            return batch if micro_batch is None else cut_part(batch, part, self._train_step.micro_batches)
 
         return self._train_step.compute(batch_of, step, tf.constant(0, tf.int64), micro_batch)
 

@@ -176,11 +176,11 @@ def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
 
 def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
     """Return a function from this task's signals to those of any task; all tasks call it at the same step."""
-    sum_up = total(strategy)
+    sum_up = summing(strategy)
     return lambda signals: Signals.from_sum(sum_up(tf.constant(signals.to_array())).numpy())
 
 
-def total(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
+def summing(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
     """Return a function that adds up a value over all replicas."""
 
     @tf.function(autograph=False)

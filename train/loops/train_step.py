@@ -159,13 +159,13 @@ class TrainStep:
 
         The shares of the loss add up to what one device would compute for the whole batch.
         """
-        outputs_BK = full_precision(self.model(as_input(self.model, batch.features), training=True))
-        with masks.averaged(self._compared(outputs_BK)):
+        outputs_BK = cast_outputs(self.model(cast_features(self.model, batch.features), training=True))
+        with masks.average_over_batch(self._compared(outputs_BK)):
             losses_B = self.objective.loss(batch.labels, outputs_BK)
             scores_B = self.objective.score(batch.labels, outputs_BK)
         loss = global_mean(losses_B, batch.weights, self.global_batch)
         if self.model.losses:
-            loss += added_up(self.model.losses) / (self.num_replicas * self.micro_batches)
+            loss += sum_layer_losses(self.model.losses) / (self.num_replicas * self.micro_batches)
         return loss, global_mean(scores_B, tf.ones_like(batch.weights), self.global_batch)
 
     @functools.cached_property
@@ -176,7 +176,7 @@ class TrainStep:
     def count(self, batch: Batch) -> tf.Tensor:
         """Return the number of unmasked positions of each output in a part of a batch, without changing state."""
         with keras.StatelessScope():
-            return masks.count(self._compared(self.model(as_input(self.model, batch.features), training=False)))
+            return masks.count(self._compared(self.model(cast_features(self.model, batch.features), training=False)))
 
     def _compared(self, outputs_BK: Named) -> list[Any]:
         return [outputs_BK[head] for head in self.objective.heads] or [outputs_BK]
@@ -215,7 +215,7 @@ class TrainStep:
             return self._over_micro_batches(run, self._add(compute), run(self.zeros, ()), args)
 
         def count(total_O: tf.Tensor, micro_batch: tf.Tensor, *args: Any) -> Any:
-            with masks.counting():
+            with masks.count_only():
                 return total_O + compute(*args, micro_batch)
 
         def add_averaged(total: Computed, micro_batch: tf.Tensor, counts_O: tf.Tensor, *args: Any) -> Computed:
@@ -223,7 +223,7 @@ class TrainStep:
                 return self._add(compute)(total, micro_batch, *args)
 
         counts = self._over_micro_batches(run, count, run(self.zero_counts, ()), args)
-        counts = run(masks.over_replicas, (counts,))
+        counts = run(masks.sum_counts, (counts,))
         return self._over_micro_batches(run, add_averaged, run(self.zeros, ()), (counts, *args))
 
     def _add(self, compute: Callable[..., Computed]) -> Callable[..., Computed]:
@@ -249,7 +249,7 @@ class TrainStep:
         return repeat(tf.constant(self.micro_batches, tf.int64), body, start, parallel=1)
 
 
-def added_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+def sum_layer_losses(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return the sum of the losses of a model's layers; as in Keras, a term may have a number for each example."""
     return tf.add_n([tf.reduce_sum(tf.cast(term, tf.float32)) for term in terms])
 
@@ -259,17 +259,17 @@ def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
-def as_input(model: keras.Model, features: Named) -> Named:
+def cast_features(model: keras.Model, features: Named) -> Named:
     """Cast features to the types that a model takes."""
-    return named.each(tf.cast, features, input_types.dtypes(model, features))
+    return named.each(tf.cast, features, input_types.input_dtypes(model, features))
 
 
-def full_precision(outputs_BK: Named) -> Named:
+def cast_outputs(outputs_BK: Named) -> Named:
     """Cast a model's outputs to float32, in which losses are computed."""
-    return tf.nest.map_structure(lambda output: masks.keep(tf.cast(output, tf.float32), output), outputs_BK)
+    return tf.nest.map_structure(lambda output: masks.copy_mask(tf.cast(output, tf.float32), output), outputs_BK)
 
 
-def part_of(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
+def cut_part(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
     """Return one of the equal parts of a batch."""
 
     def cut(tensor: tf.Tensor) -> tf.Tensor:

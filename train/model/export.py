@@ -36,7 +36,7 @@ def export(model: keras.Model, directory: Path, feature_shape: Named, classes: N
         if isinstance(feature_shape, Mapping):
             archive = keras.export.ExportArchive()
             archive.track(model)
-            types = input_types.dtypes(model, feature_shape)
+            types = input_types.input_dtypes(model, feature_shape)
             specs = {name: tf.TensorSpec([None, *shape], types[name], name) for name, shape in feature_shape.items()}
             archive.add_endpoint("serve", lambda features: model(features, training=False), [specs])
             archive.write_out(str(scratch))

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from train.patches import nan_gradients, summed_gradients
-from train.saving.checkpoint import diverged
+from train.saving.checkpoint import divergence_error
 
 FIRST_SCALE, LARGEST_SCALE = 2.0**15, 2.0**24
 GROWS_AFTER = 2000
@@ -161,7 +161,9 @@ class GradientPolicy:
     def check_scale(self, step: int) -> None:
         """Raise an error if gradients overflow at any scale."""
         if self.loss_scale is not None and self.loss_scale.exhausted:
-            raise diverged(f"gradients overflow float16 at step {step} even at loss scale 1 (bf16 has float32's range)")
+            raise divergence_error(
+                f"gradients overflow float16 at step {step} even at loss scale 1 (bf16 has float32's range)"
+            )
 
 
 def _apply_summed(apply_gradients: Callable[..., Any]) -> Callable[[Any, Any], None]:

@@ -33,7 +33,7 @@ Arrays = Mapping[str, np.ndarray]
 """Arrays by the weight's name, `layer/weight`; in files of Keras 3 by its layer's name and its index, `layer#0`."""
 
 
-def names(model: keras.Model) -> list[tuple[Any, str]]:
+def list_weights(model: keras.Model) -> list[tuple[Any, str]]:
     """Return a model's weights with their names, `layer/weight`; without the states of random generators."""
     named_weights = []
     for variable in model.variables:
@@ -48,16 +48,16 @@ def checkpoint_name(name: str) -> str:
     return _NAMED + re.sub(r"[^A-Za-z0-9_./-]", "_", name)
 
 
-def file_in(folder: Path) -> Path | None:
+def find_file(folder: Path) -> Path | None:
     """Return the file with the initial weights of a run; None if it begins with random ones."""
     files = sorted(path for path in folder.glob("*") if ".data-" not in path.name and path.suffix != ".json")
     return files[0] if files else None
 
 
-def load(model: keras.Model, path: Path) -> str:
+def load_file(model: keras.Model, path: Path) -> str:
     """Load the weights of a file into a model; return a line that names the weights used and not used."""
     try:
-        arrays = read(path)
+        arrays = read_arrays(path)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, tf.errors.OpError) as error:
         raise UsageError(
             f"--init-from {path.name}: it cannot be read ({str(error).splitlines()[0][:200]}); expected a run, "
@@ -65,7 +65,7 @@ def load(model: keras.Model, path: Path) -> str:
         ) from None
     taken, missing, used = 0, [], set()
     places: Counter[str] = Counter()
-    for variable, name in names(model):
+    for variable, name in list_weights(model):
         layer = name.rpartition("/")[0]
         keys = [name, checkpoint_name(name).removeprefix(_NAMED), f"{layer}#{places[layer]}"]
         places[layer] += 1
@@ -84,14 +84,14 @@ def load(model: keras.Model, path: Path) -> str:
     if not taken:
         raise UsageError(
             f"--init-from {path.name}: none of its weights has the name and shape of one of the model's; "
-            f"the file has {_some(list(arrays))}; the model has {_some([name for _, name in names(model)])}"
+            f"the file has {_some(list(arrays))}; the model has {_some([name for _, name in list_weights(model)])}"
         )
     line = f"began with {taken} of the {taken + len(missing)} weights from {path.name}"
     line += f"; random: {_some(missing)}" if missing else ""
     return line + (f"; not used: {_some(unused)}" if unused else "")
 
 
-def read(path: Path) -> Arrays:
+def read_arrays(path: Path) -> Arrays:
     """Read the weights in a file."""
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
@@ -155,9 +155,9 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def begin(model: keras.Model, folder: Path) -> str:
+def load_initial_weights(model: keras.Model, folder: Path) -> str:
     """Load the initial weights of a run into a model; return the line to report."""
-    path = file_in(folder)
+    path = find_file(folder)
     if path is None:
         raise RunFailed(f"the weights that this run begins with are gone from {folder}; start a new run")
-    return load(model, path)
+    return load_file(model, path)

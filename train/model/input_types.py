@@ -11,7 +11,7 @@ from tensorflow import keras
 from train.named import Named
 
 
-def dtypes(model: keras.Model, features: Named) -> Named:
+def input_dtypes(model: keras.Model, features: Named) -> Named:
     """Return the types of a model's features: those of its `keras.Input`s if they are integers, otherwise `float32`."""
     inputs = list(getattr(model, "inputs", None) or ())
     if not isinstance(features, Mapping):

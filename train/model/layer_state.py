@@ -67,7 +67,7 @@ def _variables_in(value: Any) -> dict[str, tf.Variable]:
     return {key + place: variable for key, part in found.items() for place, variable in _variables_in(part).items()}
 
 
-def assigned(variables: Mapping[str, tf.Variable], graph: tf.Graph) -> dict[str, tf.Variable]:
+def find_assigned(variables: Mapping[str, tf.Variable], graph: tf.Graph) -> dict[str, tf.Variable]:
     """Return the variables that a graph assigns outside of its functions and conditions."""
     assignments = [operation for operation in graph.get_operations() if operation.type.startswith("Assign")]
     handles = {id(assignment.inputs[0]) for assignment in assignments}

@@ -24,7 +24,7 @@ _batch: contextvars.ContextVar[tuple[tf.Tensor, int] | None] = contextvars.Conte
 _counting: contextvars.ContextVar[bool] = contextvars.ContextVar("counting", default=False)
 
 
-def of(output: Any) -> tf.Tensor | None:
+def mask_of(output: Any) -> tf.Tensor | None:
     """Return the mask of an output, `[B, ...] bool`; None if it has no mask or is not a tensor."""
     return getattr(output, "_keras_mask", None)
 
@@ -41,15 +41,15 @@ def may_begin_in(model: keras.Model) -> bool:
     return any(begins_at(layer) for layer in model._flatten_layers())
 
 
-def keep(output: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
+def copy_mask(output: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
     """Copy the mask of `source` to an output, and return the output."""
-    mask = of(source)
+    mask = mask_of(source)
     if mask is not None:
         output._keras_mask = mask
     return output
 
 
-def by_example(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+def average_by_example(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
     """Return the mean of each example's values over its positions, `[B]`; a single value per example is unchanged."""
     rank = values.shape.rank
     if mask is None or (rank == 1 and mask.shape.rank > 1):
@@ -67,13 +67,13 @@ def _over_positions(reduce: Callable[..., tf.Tensor], values: tf.Tensor) -> tf.T
 
 def _positions_per_example(mask: tf.Tensor) -> tf.Tensor:
     """Return the average number of unmasked positions per example of a step, whose replicas have equal batches."""
-    counts_1 = over_replicas(tf.math.count_nonzero(mask)[tf.newaxis])
+    counts_1 = sum_counts(tf.math.count_nonzero(mask)[tf.newaxis])
     context = tf.distribute.get_replica_context()
     replicas = context.num_replicas_in_sync if context else 1
     return tf.cast(counts_1[0], tf.float32) / (tf.cast(tf.shape(mask)[0], tf.float32) * replicas)
 
 
-def over_replicas(counts_O: tf.Tensor) -> tf.Tensor:
+def sum_counts(counts_O: tf.Tensor) -> tf.Tensor:
     """Add up counts over all replicas; call it in replica context, outside loops."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
@@ -83,7 +83,7 @@ def over_replicas(counts_O: tf.Tensor) -> tf.Tensor:
 
 def count(outputs: Sequence[Any]) -> tf.Tensor:
     """Return the number of unmasked positions of each output, `[O] int64`; 0 for outputs without a mask."""
-    output_masks = [of(output) for output in outputs]
+    output_masks = [mask_of(output) for output in outputs]
     return tf.stack([tf.zeros([], tf.int64) if mask is None else tf.math.count_nonzero(mask) for mask in output_masks])
 
 
@@ -93,7 +93,7 @@ def is_counting() -> bool:
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[None]:
+def count_only() -> Iterator[None]:
     """Make a step only count the positions of a part of its batch."""
     with _set(_counting, True):
         yield
@@ -107,19 +107,19 @@ def of_batch(counts_O: tf.Tensor, examples: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def averaged(outputs: Sequence[Any]) -> Iterator[None]:
+def average_over_batch(outputs: Sequence[Any]) -> Iterator[None]:
     """Average these outputs over the batch of `of_batch`, if there is one."""
     batch = _batch.get()
     if batch is None:
         yield
         return
-    places = {id(of(output)): place for place, output in enumerate(outputs)}
+    places = {id(mask_of(output)): place for place, output in enumerate(outputs)}
     with _set(_positions, lambda mask: tf.cast(batch[0][places[id(mask)]], tf.float32) / batch[1]):
         yield
 
 
 @contextlib.contextmanager
-def summed() -> Iterator[list[tf.Tensor]]:
+def sum_only() -> Iterator[list[tf.Tensor]]:
     """Sum instead of averaging; yield a list that receives the unmasked positions, `[B] float32`, of masked outputs."""
     counts: list[tf.Tensor] = []
 

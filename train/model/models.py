@@ -24,14 +24,16 @@ _COUNTS: dict[str, dict[str, int]] = {}
 """Keras's counts of the layers of each class before the first build of a model."""
 
 
-def of(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.Model:
+def build_configured(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.Model:
     """Build the model that a configuration describes; see `build`."""
     size = config.transformer
     sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
     named_again = config.freeze or config.optimizer.no_decay
     with _names_of_first_build(config.model) if named_again else contextlib.nullcontext():
-        model = build(config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {}))
-    if config.loop == "custom" and (method := overridden(model)):
+        model = build_by_name(
+            config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {})
+        )
+    if config.loop == "custom" and (method := find_override(model)):
         raise UsageError(
             f"--model {config.model!r}: {type(model).__name__} overrides {method}, which --loop custom does not "
             "call; use --loop fit"
@@ -49,11 +51,11 @@ def of(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.M
         )
     if config.loop == "fit":
         _check_compile(config.model, model)
-    freeze(model, config.freeze)
+    freeze_layers(model, config.freeze)
     return model
 
 
-def overridden(model: keras.Model) -> str:
+def find_override(model: keras.Model) -> str:
     """Return the name of a method of Keras's step that a model overrides; empty if it overrides none."""
     methods = ("train_step", "compute_loss")
     return next((name for name in methods if getattr(type(model), name) is not getattr(keras.Model, name)), "")
@@ -69,7 +71,7 @@ def _check_compile(name: str, model: keras.Model) -> None:
         ) from None
 
 
-def freeze(model: keras.Model, names: str) -> None:
+def freeze_layers(model: keras.Model, names: str) -> None:
     """Exclude layers with these names or patterns, separated by commas, from training."""
     layers = list(model._flatten_layers(include_self=False))  # nested ones too; several may have the same name
     for pattern in filter(None, (part.strip() for part in names.split(","))):
@@ -81,17 +83,19 @@ def freeze(model: keras.Model, names: str) -> None:
         raise UsageError(f"--freeze {names!r}: no layer is left to train; leave some out")
 
 
-def build(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -> keras.Model:
+def build_by_name(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -> keras.Model:
     """Return the model called `name`: a key of `train.config.MODELS`, or `package.module:function`."""
-    function = getattr(architectures, name) if name in MODELS else references.load("--model", name)
-    model = references.call("--model", name, functools.partial(function, **options), feature_shape, num_outputs)
+    function = getattr(architectures, name) if name in MODELS else references.load_object("--model", name)
+    model = references.call_user_function(
+        "--model", name, functools.partial(function, **options), feature_shape, num_outputs
+    )
     if not isinstance(model, keras.Model):
         expected = f"a {keras.Model.__module__.partition('.')[0]} model"
         raise UsageError(
             f"--model {name!r} returned {type(model).__module__}.{type(model).__name__}, expected {expected}; "
             "use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
         )
-    references.call("--model", name, call, model, feature_shape)
+    references.call_user_function("--model", name, call_symbolically, model, feature_shape)
     return model
 
 
@@ -109,12 +113,12 @@ def _names_of_first_build(name: str) -> Iterator[None]:
         counts.update({kind: max(count, counts[kind]) for kind, count in others.items()})
 
 
-def call(model: keras.Model, feature_shape: Named) -> Any:
+def call_symbolically(model: keras.Model, feature_shape: Named) -> Any:
     """Call a model on symbolic tensors and return its outputs.
 
     This also creates the variables of the layers of a subclassed model, which `build` does not.
     """
-    types = input_types.dtypes(model, feature_shape)
+    types = input_types.input_dtypes(model, feature_shape)
     return model(named.each(lambda shape, dtype: keras.Input(shape, dtype=dtype), feature_shape, types))
 
 
@@ -129,4 +133,4 @@ def output_shapes(outputs: Any) -> Named:
 
 def example_shapes(model: keras.Model, source: Any) -> tuple[Named, Named]:
     """Return the shapes of one example's labels in a source, and of its outputs."""
-    return source.label_shape, output_shapes(call(model, source.feature_shape))
+    return source.label_shape, output_shapes(call_symbolically(model, source.feature_shape))

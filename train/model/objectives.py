@@ -99,18 +99,20 @@ def absolute_error(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
 LOSSES: dict[str, PerPosition] = {loss.__name__: loss for loss in (sparse_categorical_crossentropy, mean_squared_error)}
 
 
-def of(config: TrainConfig, *, classifies: Named, shapes: Callable[[], Shapes] | None = None) -> Objective:
+def build_configured(
+    config: TrainConfig, *, classifies: Named, shapes: Callable[[], Shapes] | None = None
+) -> Objective:
     """Build the objective that a configuration describes, with the user's metrics; see `build`."""
     known = shapes() if shapes and ":" in config.loss else None
     if isinstance(classifies, Mapping):
-        objective = build_heads(config.loss, config.loss_weights, classifies, known)
+        objective = build_for_heads(config.loss, config.loss_weights, classifies, known)
         if config.loop == "fit" and not objective.heads:
             raise UsageError(f"--loss {config.loss} with --loop fit: Keras takes one loss a head; use --loop custom")
     elif "=" in config.loss or config.loss_weights:
         option = f"--loss {config.loss}" if "=" in config.loss else f"--loss-weights {config.loss_weights}"
         raise UsageError(f"{option}: the labels are one array, not a dictionary; give one loss, and no weights")
     else:
-        objective = build(config.loss, classifies=classifies, shapes=known)
+        objective = build_by_name(config.loss, classifies=classifies, shapes=known)
     user_metrics = _user_metrics(config.metrics, taken=objective.evaluated)
     return dataclasses.replace(objective, metrics={**objective.metrics, **user_metrics})
 
@@ -118,7 +120,7 @@ def of(config: TrainConfig, *, classifies: Named, shapes: Callable[[], Shapes] |
 def _user_metrics(reference: str, taken: Sequence[str]) -> dict[str, PerExample]:
     if not reference:
         return {}
-    returned = references.call("--metrics", reference, references.load("--metrics", reference))
+    returned = references.call_user_function("--metrics", reference, references.load_object("--metrics", reference))
     functions = returned if isinstance(returned, dict) else {}
     valid = [re.fullmatch(r"[a-z]\w*", str(name)) and callable(function) for name, function in functions.items()]
     if not valid or not all(valid):
@@ -131,7 +133,7 @@ def _user_metrics(reference: str, taken: Sequence[str]) -> dict[str, PerExample]
     return {name: Averaged(tf.function(function)) for name, function in functions.items()}
 
 
-def build(loss: str, *, classifies: bool, shapes: Shapes | None = None) -> Objective:
+def build_by_name(loss: str, *, classifies: bool, shapes: Shapes | None = None) -> Objective:
     """Build the objective of a model with one output.
 
     Args:
@@ -143,7 +145,7 @@ def build(loss: str, *, classifies: bool, shapes: Shapes | None = None) -> Objec
     return Objective(function, *(_score(classifies, shapes) or (function, DATA_LOSS)))
 
 
-def build_heads(loss: str, weights: str, classifies: Mapping[str, bool], shapes: Shapes | None = None) -> Objective:
+def build_for_heads(loss: str, weights: str, classifies: Mapping[str, bool], shapes: Shapes | None = None) -> Objective:
     """Build the objective of a model with several outputs: the weighted sum of their losses.
 
     Args:
@@ -154,8 +156,8 @@ def build_heads(loss: str, weights: str, classifies: Mapping[str, bool], shapes:
             first head, evaluations report the loss and the score of each.
         shapes: as for `build`, by head.
     """
-    loss_names, loss_weights = heads.losses(loss), heads.weights(weights)
-    heads.check_known("--loss-weights", loss_weights, classifies)
+    loss_names, loss_weights = heads.parse_losses(loss), heads.parse_weights(weights)
+    heads.check_heads("--loss-weights", loss_weights, classifies)
     scores = {head: _score(is_class, _shapes_of_head(shapes, head)) for head, is_class in classifies.items()}
     if "" in loss_names and loss not in LOSSES:
         if loss_weights:
@@ -163,7 +165,7 @@ def build_heads(loss: str, weights: str, classifies: Mapping[str, bool], shapes:
         return _scored(_loss(loss), {head: score for head, score in scores.items() if score})
     if "" in loss_names:
         loss_names = dict.fromkeys(classifies, loss)
-    heads.check_known("--loss", loss_names, classifies)
+    heads.check_heads("--loss", loss_names, classifies)
     for head, is_class in classifies.items():
         if head not in loss_names or (loss_names[head] == "sparse_categorical_crossentropy" and not is_class):
             example = ",".join(f"{name}={_usual_loss(is_class)}" for name, is_class in classifies.items())
@@ -192,10 +194,10 @@ def _loss(loss: str) -> PerExample:
     if loss in LOSSES:
         return Averaged(LOSSES[loss])
     # The user's function may branch on tensors, which autograph must convert; its callers are not converted.
-    function = tf.function(references.load("--loss", loss))
+    function = tf.function(references.load_object("--loss", loss))
 
     def values(labels: Named, outputs: Named) -> tf.Tensor:
-        losses, mask = function(labels, outputs), masks.of(outputs)
+        losses, mask = function(labels, outputs), masks.mask_of(outputs)
         if mask is not None and getattr(getattr(losses, "shape", None), "rank", None) == 1 < mask.shape.rank:
             raise UsageError(
                 f"--loss {loss!r} returns one value per example, but the outputs have a mask {mask.shape}; return "
@@ -235,7 +237,7 @@ def _label_shapes(labels: tuple[int, ...]) -> list[tuple[int, ...]]:
 def check_outputs(config: TrainConfig, num_outputs: Named, shapes: Shapes) -> None:
     """Check the shape of a model's outputs for a built-in loss; a user's loss takes any outputs."""
     labels, outputs = shapes
-    losses = heads.losses(config.loss)
+    losses = heads.parse_losses(config.loss)
     if "" in losses and losses[""] not in LOSSES:
         if config.loop == "fit" and not isinstance(outputs, tuple):
             raise UsageError(
@@ -291,7 +293,7 @@ class Averaged:
 
     def __call__(self, labels: Named, outputs: Named) -> tf.Tensor:
         """Return the averages; as in Keras, values of any type are numbers."""
-        return masks.by_example(tf.cast(self.values(labels, outputs), tf.float32), masks.of(outputs))
+        return masks.average_by_example(tf.cast(self.values(labels, outputs), tf.float32), masks.mask_of(outputs))
 
 
 def _without_last_axis(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:

@@ -46,7 +46,7 @@ class RateSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return dict(self._settings)
 
 
-def build(config: TrainConfig, total_steps: int = 1) -> keras.optimizers.Optimizer:
+def build_optimizer(config: TrainConfig, total_steps: int = 1) -> keras.optimizers.Optimizer:
     """Build the optimizer, whose learning rate decays over `total_steps`; call it inside the strategy's scope."""
     settings = config.optimizer
     rate = config.learning_rate if config.rate_is_set else RateSchedule(config, total_steps)
@@ -69,14 +69,14 @@ def build(config: TrainConfig, total_steps: int = 1) -> keras.optimizers.Optimiz
     return optimizer
 
 
-def build_for(
+def build_for_model(
     config: TrainConfig,
     model: keras.Model,
     total_steps: int = 1,
     make: Callable[[keras.optimizers.Optimizer, keras.Model], None] | None = None,
 ) -> keras.optimizers.Optimizer:
     """Build the optimizer and its variables, all of them or by `make`; call it inside the strategy's scope."""
-    optimizer, variables = build(config, total_steps), model.trainable_variables
+    optimizer, variables = build_optimizer(config, total_steps), model.trainable_variables
     if patterns := config.optimizer.excluded:
         paths = [getattr(variable, "path", variable.name) for variable in variables]
         pairs = zip(variables, paths, strict=True)
@@ -91,7 +91,7 @@ def build_for(
         make(optimizer, model)
     else:
         optimizer.build(variables)  # otherwise its slot variables would be on the chief
-    for average in averages(optimizer):
+    for average in find_averages(optimizer):
         value = getattr(average, "value", average)
         if hasattr(value, "_aggregation"):  # without one no replica may write them
             value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -108,7 +108,7 @@ def check_replicas(optimizer: keras.optimizers.Optimizer, name: str, replicas: i
             raise UsageError(f"--optimizer.name {name}: {option}={value} on {replicas} replicas; {instead}")
 
 
-def averages(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+def find_averages(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Return an optimizer's moving averages of the weights, in their order."""
     if not getattr(optimizer, "use_ema", False):
         return []
@@ -116,12 +116,12 @@ def averages(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 
 
 @contextlib.contextmanager
-def averaged(config: TrainConfig, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+def with_averages(config: TrainConfig, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Replace a model's weights by their averages inside, if the configuration evaluates by these; all tasks call it.
 
     With a model in stages, a task replaces the weights of its stage.
     """
-    means = averages(optimizer) if config.optimizer.ema_evaluate else []
+    means = find_averages(optimizer) if config.optimizer.ema_evaluate else []
     # Those that the optimizer was built for: callbacks may have frozen some since.
     averaged_weights = getattr(optimizer, "_trainable_variables", model.trainable_variables)
     pairs = list(zip(averaged_weights, means, strict=True)) if means else []
@@ -136,13 +136,15 @@ def averaged(config: TrainConfig, model: keras.Model, optimizer: keras.optimizer
             variable.assign(value)
 
 
-def policy(config: TrainConfig, optimizer: keras.optimizers.Optimizer) -> GradientPolicy:
+def build_policy(config: TrainConfig, optimizer: keras.optimizers.Optimizer) -> GradientPolicy:
     """Build the gradient policy of an optimizer; call it inside the strategy's scope."""
     return GradientPolicy(optimizer, config.optimizer.clip_norm, LossScale() if config.precision == "fp16" else None)
 
 
 def _user_optimizer(name: str, rate: Any) -> keras.optimizers.Optimizer:
-    optimizer = references.call("--optimizer.name", name, references.load("--optimizer.name", name), rate)
+    optimizer = references.call_user_function(
+        "--optimizer.name", name, references.load_object("--optimizer.name", name), rate
+    )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         expected = f"a {keras.Model.__module__.partition('.')[0]} optimizer"
         raise UsageError(

@@ -47,11 +47,11 @@ class PipelineSteps:
         arrays = context.source.arrays
         assert arrays is not None  # the plan refuses others
         self._examples = feeds.load_examples(arrays.train)
-        self._programs = schedule.build(config.pipeline.schedule, division.stages, config.micro_batches)
+        self._programs = schedule.build_programs(config.pipeline.schedule, division.stages, config.micro_batches)
         self._edges: edges.Edges = edges.LocalEdges() if division.whole else edges.TaskEdges(division.pipeline)
         self._stages = {number: self._new_stage(number) for number in division.own}
         self._loop = self._trace_loop()
-        self._total = steps.total(context.gang)
+        self._total = steps.summing(context.gang)
 
     def run(self, first: int, count: int, request: Request = no_request) -> LoopResult:
         """Do optimizer steps."""
@@ -84,7 +84,7 @@ class PipelineSteps:
                 with tf.control_dependencies([outputs]):
                     return tf.identity(totals_N2M)
             place = at * pipelines + self._division.pipeline
-            outputs = train_step.full_precision(outputs)
+            outputs = train_step.cast_outputs(outputs)
             return evaluation.add_totals(totals_N2M, place, context.objective, examples_B, outputs)
 
         @tf.function(autograph=False)
@@ -148,11 +148,11 @@ class PipelineSteps:
         return feeds.train_batch(self._examples, step, part, batch_slice)
 
     def _as_input(self, features: tf.Tensor) -> tf.Tensor:
-        return train_step.as_input(self._context.model, features)
+        return train_step.cast_features(self._context.model, features)
 
     def _loss(self, outputs: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
         objective, batch = self._context.objective, self._batch(step, at)
-        outputs = train_step.full_precision(outputs)
+        outputs = train_step.cast_outputs(outputs)
         # A micro-batch is a part of a step; in PipeDream it has a separate update.
         examples = self._micro_batch if self._asynchronous else self._context.config.global_batch
         loss = global_mean(objective.loss(batch.labels, outputs), batch.weights, examples)

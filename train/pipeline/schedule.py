@@ -48,7 +48,7 @@ class Instruction:
     micro_batch: int
 
 
-def build(schedule: str, stages: int, micro_batches: int) -> list[list[Instruction]]:
+def build_programs(schedule: str, stages: int, micro_batches: int) -> list[list[Instruction]]:
     """Return the instructions of each stage for one step, in order."""
     if schedule not in SCHEDULES:
         raise UsageError(f"--schedule {schedule!r}{nearest(schedule, SCHEDULES)}")

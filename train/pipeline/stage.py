@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from train.loops.train_step import added_up, never_inlined
+from train.loops.train_step import never_inlined, sum_layer_losses
 from train.model.layer_state import LayerState
 from train.patches import placed_seeds
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
@@ -86,7 +86,7 @@ class StageGraph:
                 outputs = model(values, training=True)
                 outputs = loss(outputs, step, at) if self._last else outputs
                 terms = stage_model.losses()
-            layer_losses = added_up(terms) / shares if terms else None
+            layer_losses = sum_layer_losses(terms) / shares if terms else None
             return outputs, layer_losses, state()
 
         self._forward = never_inlined(forward)

@@ -83,7 +83,7 @@ def partition_model(
         pipelines: number of pipelines that share each global batch.
     """
     blocks, pipeline = model_blocks.split_model(model), config.pipeline
-    if masks.of(model.outputs[0]) is not None:
+    if masks.mask_of(model.outputs[0]) is not None:
         raise UsageError(
             f"--stages {stages}: a mask reaches the output of {model.layers[-1].name!r}, and no stage knows the "
             "unmasked positions of the whole batch; leave the mask out, or use another strategy"
@@ -155,7 +155,7 @@ def _check_blocks(model: keras.Model, blocks: Sequence[ModelBlock], stages: int,
 def _count_slots(config: TrainConfig) -> int:
     """Return the number of variables that the optimizer keeps for each weight."""
     weight = keras.Variable(tf.zeros([2, 3]))
-    optimizer = optimizers.build(config)
+    optimizer = optimizers.build_optimizer(config)
     optimizer.build([weight])
     return sum(tuple(variable.shape) == (2, 3) for variable in optimizer.variables)
 
@@ -166,7 +166,7 @@ def build_models(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], mic
     for number, blocks in enumerate(stages):
         model = model_blocks.build_stage_model(blocks, number)
         before, (read, changed, graph) = dict(drawn), _observe(model, micro_batch, drawn)
-        for name in layer_state.assigned(layer_state.tensorflow_variables(model), graph):
+        for name in layer_state.find_assigned(layer_state.tensorflow_variables(model), graph):
             raise UsageError(
                 f"--strategy pipeline: a forward assigns {name}, a tf.Variable; make it with "
                 "add_weight(trainable=False)"

@@ -11,11 +11,11 @@ import pkgutil
 from typing import Any
 
 
-def names() -> list[str]:
+def list_presets() -> list[str]:
     """Return the names of the presets without importing them."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def find(name: str) -> Any:
+def load_preset(name: str) -> Any:
     """Return the function of the preset `name`."""
     return importlib.import_module(f"{__name__}.{name}").preset

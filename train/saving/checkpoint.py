@@ -16,11 +16,18 @@ from tensorflow import keras
 
 from cluster.system.errors import RunFailed
 from train.model import initial_weights
-from train.saving.checkpoint_files import Saved, agreed, clean, prune, set_aside, write
+from train.saving.checkpoint_files import (
+    Saved,
+    agree_on_newest,
+    delete_leftovers,
+    delete_older,
+    set_aside,
+    write_checkpoint,
+)
 from train.saving.trees import Joint, Mirror, Snapshot
 
 
-def diverged(problem: str) -> RunFailed:
+def divergence_error(problem: str) -> RunFailed:
     """Return the error of a training with NaN or infinite numbers, with the fix."""
     return RunFailed(
         f"{problem}; lower --optimizer.learning-rate or look at the data, then start again (earlier checkpoints are "
@@ -101,7 +108,9 @@ class CheckpointManager:
         Args:
             gather: collects the numbers of all tasks: a collective operation.
         """
-        newest = agreed(self._folder, gather, lambda message: print(message, flush=True) if self._writes else None)
+        newest = agree_on_newest(
+            self._folder, gather, lambda message: print(message, flush=True) if self._writes else None
+        )
         if newest is not None:
             saved_parts = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
             optional = {name: part for name, part in self._optional.items() if name in saved_parts}
@@ -112,7 +121,7 @@ class CheckpointManager:
             checkpoint.read(newest.prefix).assert_existing_objects_matched()
         if self._writes:
             set_aside(self._folder, newest.step if newest else -1)
-            clean(self._folder, self.generation)
+            delete_leftovers(self._folder, self.generation)
         return int(self._step.numpy())
 
     def prepare(self) -> Snapshot:
@@ -124,7 +133,7 @@ class CheckpointManager:
         if self._copy is None:
             names = {
                 id(weight if isinstance(weight, tf.Variable) else weight.value): initial_weights.checkpoint_name(name)
-                for weight, name in initial_weights.names(self._model)
+                for weight, name in initial_weights.list_weights(self._model)
             }
             self._copy = Snapshot(self._checkpoint, names)
         return self._copy
@@ -164,7 +173,7 @@ class CheckpointManager:
         try:
             assert self._copy is not None
             broken, writer = self._copy.not_finite(self._model.trainable_variables), self._copy.checkpoint
-            problem = diverged(f"{broken} is not finite after step {step}") if broken else None
+            problem = divergence_error(f"{broken} is not finite after step {step}") if broken else None
             began, saved = time.monotonic(), Saved(self._folder, step)
             if self._joint:
                 writer = self._joint.save(self._copy, self._folder, self.generation, str(problem or ""))
@@ -172,9 +181,9 @@ class CheckpointManager:
                 raise problem
             if writer is None:
                 return
-            write(writer, saved, self.generation)
+            write_checkpoint(writer, saved, self.generation)
             self.writing_s = time.monotonic() - began
-            prune(saved, self._keep)
+            delete_older(saved, self._keep)
             self._saved(step)
         except BaseException as error:  # raised by the next `wait`, in the thread that trains
             self._error = error

@@ -106,20 +106,20 @@ class Saved:
             path.unlink(missing_ok=True)
 
 
-def finished(folder: Path) -> list[Saved]:
+def list_finished(folder: Path) -> list[Saved]:
     """Return the finished checkpoints of a folder, newest first, with or without damage."""
     matches = [_RECORD.fullmatch(path.name) for path in folder.glob("ckpt-*.json")]
     return [Saved(folder, step) for step in sorted((int(match[1]) for match in matches if match), reverse=True)]
 
 
-def newest_good(folder: Path, warn: Callable[[str], None] = print, up_to: int | None = None) -> Saved | None:
+def find_newest_good(folder: Path, warn: Callable[[str], None] = print, up_to: int | None = None) -> Saved | None:
     """Return the newest intact checkpoint; None if there is none.
 
     Args:
         warn: called with one line for each newer one that is skipped.
         up_to: the newest step to consider; None for any.
     """
-    for saved in finished(folder):
+    for saved in list_finished(folder):
         if up_to is not None and saved.step > up_to:
             continue
         damage = saved.damage()
@@ -129,7 +129,9 @@ def newest_good(folder: Path, warn: Callable[[str], None] = print, up_to: int | 
     return None
 
 
-def agreed(folder: Path, gather: Callable[[int], Sequence[int]], warn: Callable[[str], None] = print) -> Saved | None:
+def agree_on_newest(
+    folder: Path, gather: Callable[[int], Sequence[int]], warn: Callable[[str], None] = print
+) -> Saved | None:
     """Return the newest checkpoint that is intact for every task; None if no task has one. All tasks call it.
 
     Args:
@@ -141,7 +143,7 @@ def agreed(folder: Path, gather: Callable[[int], Sequence[int]], warn: Callable[
     """
     up_to = None
     while True:
-        mine = newest_good(folder, warn, up_to)
+        mine = find_newest_good(folder, warn, up_to)
         steps = gather(mine.step if mine else NO_CHECKPOINT)
         least = min(steps)
         if least == max(steps):
@@ -152,7 +154,7 @@ def agreed(folder: Path, gather: Callable[[int], Sequence[int]], warn: Callable[
         up_to = least
 
 
-def write(checkpoint: Writer, saved: Saved, generation: int = 0) -> None:
+def write_checkpoint(checkpoint: Writer, saved: Saved, generation: int = 0) -> None:
     """Write a checkpoint's files and then its record; until then an earlier one of the same step remains valid.
 
     All files are on the disk, not only in its cache, when this returns.
@@ -186,13 +188,13 @@ def _free_prefix(saved: Saved) -> str:
     return next(name for name in names if name not in taken)
 
 
-def prune(newest: Saved, keep: int) -> None:
+def delete_older(newest: Saved, keep: int) -> None:
     """Delete all but the checkpoint just written and the newest earlier ones whose files have the right size.
 
     Newer checkpoints belong to another copy of this task, which a scheduler has started elsewhere, and remain.
     """
     kept = 1
-    for saved in finished(newest.folder):
+    for saved in list_finished(newest.folder):
         if saved.step >= newest.step:
             continue
         if kept < keep and saved.damage(contents=False) is None:
@@ -201,7 +203,7 @@ def prune(newest: Saved, keep: int) -> None:
             saved.remove()
 
 
-def clean(folder: Path, generation: int) -> None:
+def delete_leftovers(folder: Path, generation: int) -> None:
     """Delete leftovers of killed saves: temporary folders, and files without a record. Only for the writer.
 
     Args:
@@ -211,7 +213,7 @@ def clean(folder: Path, generation: int) -> None:
         match = _SCRATCH.fullmatch(path.name)
         if path.is_dir() and not (match and int(match[1]) >= generation):
             shutil.rmtree(path, ignore_errors=True)
-    recorded = {saved.step: saved for saved in finished(folder)}
+    recorded = {saved.step: saved for saved in list_finished(folder)}
     for path in folder.glob("ckpt-*"):
         if not (match := _DATA.fullmatch(path.name)):
             continue
@@ -228,7 +230,7 @@ def set_aside(folder: Path, after: int) -> None:
     Otherwise a damaged or abandoned one would be the newest again at the next restore. The folder has only those of the
     newest restore.
     """
-    newer = [saved for saved in finished(folder) if saved.step > after]
+    newer = [saved for saved in list_finished(folder) if saved.step > after]
     aside = folder / ASIDE
     if newer:
         shutil.rmtree(aside, ignore_errors=True)

@@ -12,7 +12,7 @@ from train.config import TrainConfig
 from train.model import optimizers
 
 
-def read(config: TrainConfig, model: keras.Model, prefix: str) -> None:
+def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str) -> None:
     """Load the weights of a checkpoint into a model, or their averages if the run evaluates by these.
 
     Args:
@@ -21,21 +21,21 @@ def read(config: TrainConfig, model: keras.Model, prefix: str) -> None:
     Raises:
         tf.errors.OpError, OSError: the files cannot be read.
     """
-    read_trained(model, prefix)
-    use_averages(config, model, prefix)
+    load_trained(model, prefix)
+    load_averages(config, model, prefix)
 
 
-def read_trained(model: keras.Model, prefix: str) -> None:
+def load_trained(model: keras.Model, prefix: str) -> None:
     """Load the trained weights of a checkpoint into a model; see `read`."""
     tf.train.Checkpoint(model=model).read(prefix).assert_existing_objects_matched().expect_partial()
 
 
-def use_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
+def load_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
     """Load the averages of the weights into a model, if the run evaluates by these; see `read`."""
     if not (config.optimizer.ema_evaluate and (config.optimizer.ema or config.optimizer.own)):
         return
-    optimizer = optimizers.build_for(config, model)
-    if means := optimizers.averages(optimizer):
+    optimizer = optimizers.build_for_model(config, model)
+    if means := optimizers.find_averages(optimizer):
         tf.train.Checkpoint(optimizer=optimizer).read(prefix).assert_existing_objects_matched().expect_partial()
         for variable, mean in zip(model.trainable_variables, means, strict=True):
             variable.assign(mean)

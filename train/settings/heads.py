@@ -14,17 +14,17 @@ from typing import Any
 from cluster.system.errors import UsageError, nearest
 
 
-def losses(text: str) -> dict[str, str]:
+def parse_losses(text: str) -> dict[str, str]:
     """Return the loss of each head that `--loss` names; the loss of all heads or of a single output has the key ""."""
     return _by_head("--loss", text, str, "head=loss") if "=" in text else {"": text}
 
 
-def weights(text: str) -> dict[str, float]:
+def parse_weights(text: str) -> dict[str, float]:
     """Return the factors of the heads' losses that `--loss-weights` names."""
     return _by_head("--loss-weights", text, _weight, "head=number, from 0") if text else {}
 
 
-def check_known(option: str, named: Iterable[str], heads: Iterable[str]) -> None:
+def check_heads(option: str, named: Iterable[str], heads: Iterable[str]) -> None:
     """Check that the data has labels for every head that an option names."""
     known = list(heads)
     for name in named:

@@ -20,7 +20,9 @@ class Help(Exception):
     """The requested help of the training options, as text."""
 
 
-def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = None, cores: int = 0) -> TrainConfig:
+def resolve_config(
+    preset: str, overrides: Sequence[str], base: TrainConfig | None = None, cores: int = 0
+) -> TrainConfig:
     """Apply overrides to a preset's configuration, or to `base`.
 
     Args:
@@ -34,10 +36,10 @@ def resolve(preset: str, overrides: Sequence[str], base: TrainConfig | None = No
         range.
     """
     if base is None:
-        built_in = presets.names()
-        references.check("--preset", preset, built_in)
-        function = presets.find(preset) if preset in built_in else references.load("--preset", preset)
-        config = references.call("--preset", preset, function)
+        built_in = presets.list_presets()
+        references.check_reference("--preset", preset, built_in)
+        function = presets.load_preset(preset) if preset in built_in else references.load_object("--preset", preset)
+        config = references.call_user_function("--preset", preset, function)
         if not isinstance(config, TrainConfig):
             raise UsageError(f"--preset {preset!r} returned {shown(config)}; expected a train.config.TrainConfig")
         check_types(config, f"--preset {preset!r}: ")

@@ -27,7 +27,7 @@ NOT_THEIRS = frozenset(
 all tasks, one of which may die at that moment."""
 
 
-def check(option: str, reference: str, built_in: Collection[str]) -> None:
+def check_reference(option: str, reference: str, built_in: Collection[str]) -> None:
     """Check that a reference exists."""
     if reference in built_in:
         return
@@ -40,7 +40,7 @@ def check(option: str, reference: str, built_in: Collection[str]) -> None:
         raise UsageError(f"{option} {reference!r}: {source} has no {name!r}{nearest(name, names) if names else ''}")
 
 
-def load(option: str, reference: str) -> Any:
+def load_object(option: str, reference: str) -> Any:
     """Import the object `package.module:name`."""
     module, _, name = reference.partition(":")
     try:
@@ -49,7 +49,7 @@ def load(option: str, reference: str) -> Any:
         raise UsageError(f"{option} {reference!r}: {described(error)}") from error
 
 
-def takes(function: Callable[..., Any], *arguments: Any) -> bool:
+def accepts_arguments(function: Callable[..., Any], *arguments: Any) -> bool:
     """Whether a function can be called with these arguments, as far as its signature is known."""
     try:
         inspect.signature(function).bind(*arguments)
@@ -60,7 +60,7 @@ def takes(function: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-def call(option: str, reference: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def call_user_function(option: str, reference: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a user's function."""
     try:
         return function(*arguments)

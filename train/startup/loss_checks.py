@@ -33,7 +33,7 @@ def check_objective(
         outputs: symbolic outputs of the model.
         parts: number of parts of a global batch: replicas, micro-batches or virtual shards.
     """
-    output_masks = [masks.of(output) for output in tf.nest.flatten(outputs)]
+    output_masks = [masks.mask_of(output) for output in tf.nest.flatten(outputs)]
     if config.needs_tf_keras(strategy) and any(mask is not None for mask in output_masks):
         raise UsageError(
             f"--loop fit under parameter servers with a mask of --model {config.model!r}; use --loop custom"

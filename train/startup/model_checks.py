@@ -26,7 +26,7 @@ from train.pipeline.stage_models import ObservingScope, describe_partition
 from train.pipeline.stage_variables import without_values
 from train.settings import heads
 from train.startup import loss_checks
-from train.strategy import policy
+from train.strategy import precision_policy
 
 
 def check_parts(
@@ -55,7 +55,7 @@ def check_parts(
     source = sources.open_source(config, data_dir)
 
     def new_model() -> keras.Model:
-        return models.of(config, source.feature_shape, source.num_outputs)
+        return models.build_configured(config, source.feature_shape, source.num_outputs)
 
     described: dict[str, Any] = {}
     parts = max(replicas * config.micro_batches, config.bitwise_elastic)
@@ -65,7 +65,7 @@ def check_parts(
         described = describe_partition(shaped, config, stages, pipelines=pipelines, memory_bytes=memory_bytes)
     else:
         model = new_model()
-        optimizers.check_replicas(optimizers.build_for(config, model), config.optimizer.name, replicas)
+        optimizers.check_replicas(optimizers.build_for_model(config, model), config.optimizer.name, replicas)
         _check_state(model, source.feature_shape, parts, config)
         if config.loop == "fit" and config.micro_batches > 1:
             fit_model.check_micro_batches(model, replicas, config.micro_batches)
@@ -79,10 +79,10 @@ def check_parts(
             "--optimizer.name, --loss and --metrics",
             file=sys.stderr,
         )
-    outputs = models.call(model, source.feature_shape)
+    outputs = models.call_symbolically(model, source.feature_shape)
     shapes = source.label_shape, models.output_shapes(outputs)
     objectives.check_outputs(config, source.num_outputs, shapes)
-    objective = objectives.of(config, classifies=source.classifies, shapes=lambda: shapes)
+    objective = objectives.build_configured(config, classifies=source.classifies, shapes=lambda: shapes)
     if stages and objectives.DATA_LOSS in objective.score_name:  # not even the last stage knows the shapes
         raise UsageError(
             f"--strategy pipeline: no score compares the outputs of --model {config.model!r} with the labels"
@@ -97,7 +97,7 @@ def _build_without_values(new_model: Any, config: TrainConfig, strategy: str) ->
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
-    with policy(precision_of(strategy, config.precision)):
+    with precision_policy(precision_of(strategy, config.precision)):
         return without_values(new_model)[0]
 
 
@@ -106,7 +106,7 @@ def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> No
     if source.arrays is None:
         return
     files = source.arrays.train.features
-    types = input_types.dtypes(model, files)
+    types = input_types.input_dtypes(model, files)
     for which, (file, dtype) in named.in_words(named.each(lambda *both: both, files, types)).items():
         if not file.dtype.startswith("int") or (dtype == "float32" and getattr(model, "inputs", None)):
             continue  # Keras also rounds for a float input
@@ -122,7 +122,7 @@ def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> No
 
 def _check_logits(config: TrainConfig, model: keras.Model, feature_shape: Named, *, cut: bool) -> None:
     """Check that the outputs for a cross entropy of logits are not probabilities; `cut`: variables have no values."""
-    losses, logits = heads.losses(config.loss), "sparse_categorical_crossentropy"
+    losses, logits = heads.parse_losses(config.loss), "sparse_categorical_crossentropy"
     if ":" not in config.model or logits not in losses.values():
         return
 
@@ -156,7 +156,7 @@ def _check_state(model: keras.Model, feature_shape: Named, parts: int, config: T
         return
     graph = _trace(forward, model, feature_shape).graph
     in_parts = config.micro_batches > 1 or config.bitwise_elastic > 0
-    for where, variable in layer_state.assigned(unknown, graph).items():
+    for where, variable in layer_state.find_assigned(unknown, graph).items():
         if in_parts or variable.aggregation == tf.VariableAggregation.NONE:
             raise UsageError(
                 f"--model {config.model!r}: {where} is a tf.Variable, which each replica or micro-batch would assign "
@@ -170,5 +170,5 @@ def _trace(function: Any, model: keras.Model, feature_shape: Named) -> Any:
     def spec(shape: tuple[int, ...], dtype: str) -> tf.TensorSpec:
         return tf.TensorSpec([loss_checks.EXAMPLES, *shape], dtype)
 
-    specs = named.each(spec, feature_shape, input_types.dtypes(model, feature_shape))
+    specs = named.each(spec, feature_shape, input_types.input_dtypes(model, feature_shape))
     return tf.function(function, autograph=False).get_concrete_function(specs)

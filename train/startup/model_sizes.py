@@ -12,7 +12,7 @@ from cluster.contract.compatibility import precision_of
 from train.config import TrainConfig
 from train.data import sources
 from train.model import models, optimizers
-from train.strategy import policy
+from train.strategy import precision_policy
 
 WITHOUT_ACTIVATION = ("InputLayer", "Flatten", "Reshape", "Dropout")
 """Layers whose outputs share the memory of their inputs, or take none without training."""
@@ -30,9 +30,9 @@ def measure_model(config: TrainConfig, strategy: str, data_dir: Path) -> dict[st
         UsageError: the model or its data is wrong.
     """
     source = sources.open_source(config, data_dir)
-    with policy(precision_of(strategy, config.precision)):
-        model = models.of(config, source.feature_shape, source.num_outputs)
-        optimizer = optimizers.build(config)
+    with precision_policy(precision_of(strategy, config.precision)):
+        model = models.build_configured(config, source.feature_shape, source.num_outputs)
+        optimizer = optimizers.build_optimizer(config)
         optimizer.build(model.trainable_variables)
     state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
     return {

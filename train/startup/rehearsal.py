@@ -32,7 +32,7 @@ def can_rehearse(config: TrainConfig) -> bool:
     return config.loop == "custom" and not tf.config.list_physical_devices("GPU")
 
 
-def rehearse() -> None:
+def rehearse_step() -> None:
     """Train one step of a built-in model on synthetic data, then reset devices, names and seeds.
 
     The run is not touched and the user's modules are not imported, because a tensor that one of them kept would become
@@ -41,11 +41,11 @@ def rehearse() -> None:
     patches.apply()
     strategy = tf.distribute.MirroredStrategy(["/CPU:0"])
     with strategy.scope():
-        model = models.build("two_conv_cnn", IMAGE, CLASSES)
-        optimizer = optimizers.build(TrainConfig())
+        model = models.build_by_name("two_conv_cnn", IMAGE, CLASSES)
+        optimizer = optimizers.build_optimizer(TrainConfig())
         optimizer.build(model.trainable_variables)
-        policy = optimizers.policy(TrainConfig(), optimizer)
-    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+        policy = optimizers.build_policy(TrainConfig(), optimizer)
+    objective = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
     train_step = TrainStep(model, policy, objective, EXAMPLES, 1)
     steps.gathering(strategy)(0)
     steps.SynchronousSteps(strategy, train_step, _feed(), 1)(0, 1)

@@ -24,13 +24,13 @@ INSTRUCTIONS = ("sse4_2", "avx", "fma", "avx2", "avx512f", "avx512_vnni", "avx51
 """Instruction sets by which TensorFlow and its libraries choose kernels, and so the order of sums."""
 
 
-def record(run: RunFolder, dataset: str, source: Source) -> None:
+def record_environment(run: RunFolder, dataset: str, source: Source) -> None:
     """Write `environment.json`, and add the data and the environment to the run's manifest.
 
     Raises:
         RunFailed: the data has changed since it was prepared.
     """
-    environment, manifest = describe(), read_json(run.manifest, {})
+    environment, manifest = describe_environment(), read_json(run.manifest, {})
     write_json(run.environment, environment)
     data = manifest.get("data", {})
     if (data.get("name"), data.get("version")) != (dataset, source.version):  # otherwise this is a later generation
@@ -53,7 +53,7 @@ def _used(source: Source) -> dict[str, str]:
     return used
 
 
-def describe() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Describe the environment, without paths, user names or secrets."""
     build, details = tf.sysconfig.get_build_info(), tf.config.experimental.get_device_details
     return {
@@ -69,11 +69,11 @@ def describe() -> dict[str, Any]:
             "inter_op": tf.config.threading.get_inter_op_parallelism_threads(),
             "intra_op": tf.config.threading.get_intra_op_parallelism_threads(),
         },
-        "variables": variables(dict(os.environ)),
+        "variables": relevant_variables(dict(os.environ)),
     }
 
 
-def variables(environment: dict[str, str]) -> dict[str, str]:
+def relevant_variables(environment: dict[str, str]) -> dict[str, str]:
     """Return the environment variables that can change results; values with a path as their sha256."""
     relevant = {name: value for name, value in sorted(environment.items()) if name.startswith(PREFIXES)}
     return {name: _without_path(value) for name, value in relevant.items() if name not in RECORDED_ELSEWHERE}

@@ -21,7 +21,7 @@ def varied(config: TrainConfig) -> dict[str, str | int | float | bool]:
 
     A user's preset is compared with the defaults, because its function may be missing or slow.
     """
-    preset = presets.find(config.preset) if config.preset in presets.names() else TrainConfig
+    preset = presets.load_preset(config.preset) if config.preset in presets.list_presets() else TrainConfig
     defaults = flat(preset().pin(config.threads).to_json())
     return {
         name: value

@@ -120,7 +120,7 @@ class Report(Action):
             model, trained = None, context.model
             if divided:  # only the checkpoint of this step has the whole model
                 model = trained = to_restore(context.new_model)
-                saved_weights.read_trained(model, Saved(context.run.checkpoints, step).prefix)
+                saved_weights.load_trained(model, Saved(context.run.checkpoints, step).prefix)
             digest = saved_weights.weights_sha256(trained)
             if not stopped:
                 self._heartbeat.update(state="saving")
@@ -139,7 +139,7 @@ class Report(Action):
         if weights:
             model.set_weights(weights)
         else:
-            saved_weights.use_averages(config, model, Saved(run.checkpoints, step).prefix)
+            saved_weights.load_averages(config, model, Saved(run.checkpoints, step).prefix)
         export.export(model, run.export, self._context.source.feature_shape, self._context.source.named_outputs)
         self._event("exported", step)
         self.metrics.hparams(config, self.results)
@@ -158,7 +158,7 @@ class Report(Action):
         self._timing_shown_at = time.monotonic()
 
     def _averaged(self) -> contextlib.AbstractContextManager[None]:
-        return optimizers.averaged(self._config, self._context.model, self._optimizer)
+        return optimizers.with_averages(self._config, self._context.model, self._optimizer)
 
     def _spending(self, part: str) -> contextlib.AbstractContextManager[None]:
         return self._ledger.spending(part) if self._ledger else contextlib.nullcontext()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from train.telemetry.timing import Times, from_marks
+from train.telemetry.timing import Times, times_from_marks
 
 STEP_COST_S = 200e-6
 """Largest cost of the marks of one step."""
@@ -94,7 +94,7 @@ class StepTimer:
             return None
         self.every = max(1, math.ceil(STEP_COST_S / COST_SHARE * count / seconds))
         marks, self._marks = self._marks, []
-        return from_marks(marks) if count else None
+        return times_from_marks(marks) if count else None
 
     def _recorded(self, event: str) -> tf.Tensor:
         return tf.ensure_shape(tf.numpy_function(self._recorder(event), [], tf.int32), [])

@@ -88,7 +88,7 @@ def _rounded(values: dict[str, Any]) -> dict[str, float | None]:
     return {name: round(float(value), 3) for name, value in values.items()}
 
 
-def from_marks(marks: list[tuple[str, float]]) -> Times:
+def times_from_marks(marks: list[tuple[str, float]]) -> Times:
     """Return the times of completely marked steps from the ordered marks.
 
     A batch that is requested after the gradients belongs to the next step; waiting for it counts as this task's work.

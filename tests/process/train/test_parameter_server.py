@@ -91,7 +91,7 @@ def slots_without_build() -> list[str]:
     """Return where the variables of an optimizer land that is left to build itself."""
     model = new_model()
     with strategy.scope():
-        optimizer = optimizers.build(TrainConfig())
+        optimizer = optimizers.build_optimizer(TrainConfig())
     update(model, optimizer, 1, 1)
     return devices(optimizer.variables)
 
@@ -115,7 +115,7 @@ def counted() -> int:
 def data(folder: Path) -> sources.Source:
     """Write and return some examples to train on."""
     parts = (np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32), np.arange(EXAMPLES) % 2)
-    arrays.write(folder, "own:numbers", "1", {"train": parts, "test": parts})
+    arrays.write_arrays(folder, "own:numbers", "1", {"train": parts, "test": parts})
     return sources.open_source(TrainConfig(dataset="own:numbers"), folder)
 
 
@@ -126,7 +126,7 @@ def trained(source: sources.Source, times: int, micro_batches: int = 1) -> dict[
     with strategy.scope():
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
-    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+    objective = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
     train_step = TrainStep(model, GradientPolicy(optimizer), objective, EXAMPLES, 1, micro_batches)
     once = tf.distribute.coordinator.ClusterCoordinator.schedule
 
@@ -167,7 +167,7 @@ def restored(source: sources.Source, folder: Path) -> dict[str, bool]:
         policy = context.new_policy()
         with strategy.scope():
             step = tf.Variable(0, dtype=tf.int64)
-        objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+        objective = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
         inner = parameter_server.AsynchronousSteps(
             strategy,
             TrainStep(model, policy, objective, EXAMPLES, 1),

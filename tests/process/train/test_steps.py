@@ -170,8 +170,8 @@ def test_a_layer_that_computes_in_less_still_counts_in_float32():
 
 def test_without_clipping_and_fp16_keras_is_left_alone():
     config = TrainConfig(precision="bf16")
-    optimizer = optimizers.build(config)
-    policy = optimizers.policy(config, optimizer)
+    optimizer = optimizers.build_optimizer(config)
+    policy = optimizers.build_policy(config, optimizer)
     policy.install()
     assert "apply" not in vars(optimizer)
     assert policy.loss_gradient is None

@@ -26,7 +26,7 @@ from train.model.gradients import GradientPolicy
 
 DEVICES = 2
 GLOBAL_BATCH, REPLICAS = 8, 2
-OBJECTIVE = objectives.build("sparse_categorical_crossentropy", classifies=True)
+OBJECTIVE = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
 
 
 class Watched(TrainStep):
@@ -60,14 +60,14 @@ def prepare(data_dir: Path) -> sources.Source:
     """Write a few images and return them, to be read by a dataset: what a TPU is fed from."""
     random = np.random.default_rng(0)
     examples = (random.integers(0, 256, (32, 12, 12, 1), dtype=np.uint8), random.integers(0, 10, 32))
-    arrays.write(data_dir, "own:images", "1", {"train": examples, "test": examples})
+    arrays.write_arrays(data_dir, "own:images", "1", {"train": examples, "test": examples})
     return dataclasses.replace(sources.open_source(TrainConfig(dataset="own:images"), data_dir), arrays=None)
 
 
 def new_step(strategy: tf.distribute.Strategy, kind: type[TrainStep] = TrainStep) -> TrainStep:
     """Return the usual model and optimizer."""
     with strategy.scope():
-        model = models.build("two_conv_cnn", (12, 12, 1), 10)
+        model = models.build_by_name("two_conv_cnn", (12, 12, 1), 10)
         optimizer = keras.optimizers.Adam(0.001)
         optimizer.build(model.trainable_variables)
     return kind(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
@@ -126,7 +126,7 @@ def test_a_machine_without_a_tpu_is_reported_at_once():
     """Before anything else of TensorFlow, as in a task."""
     began = time.monotonic()
     with pytest.raises(PrerequisiteError):
-        strategies.build(spec.build(workers=0, devices=8, strategy="tpu"), strategies.configure_devices(2))
+        strategies.build_strategy(spec.build(workers=0, devices=8, strategy="tpu"), strategies.configure_devices(2))
     assert time.monotonic() - began < 10
 
 

@@ -191,7 +191,7 @@ def test_a_strategy_from_outside_is_built_and_runs_a_step(pair, monkeypatch):
 
     monkeypatch.setitem(strategy.BUILDERS, "pair", build)
     cluster = spec.build(workers=0, devices=2, strategy="pair")
-    built = strategy.build(cluster, ["CPU:0"])
+    built = strategy.build_strategy(cluster, ["CPU:0"])
     with built.scope():
         variable = tf.Variable(1.0)
     built.run(lambda: variable.assign_add(1.0))

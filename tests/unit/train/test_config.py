@@ -14,19 +14,19 @@ from cluster.system.errors import UsageError
 from cluster.system.paths import ROOT
 from train import presets
 from train.config import TrainConfig
-from train.settings.overrides import resolve
+from train.settings.overrides import resolve_config
 
 
 def refusal(*overrides: str, preset: str = "fashion_mnist") -> str:
     with pytest.raises(UsageError) as refused:
-        resolve(preset, overrides)
+        resolve_config(preset, overrides)
     assert 1 == len(str(refused.value).splitlines())
     return str(refused.value)
 
 
-@pytest.mark.parametrize("preset", presets.names())
+@pytest.mark.parametrize("preset", presets.list_presets())
 def test_a_preset_is_complete_and_in_range(preset):
-    resolved = resolve(preset, [])
+    resolved = resolve_config(preset, [])
     assert preset == resolved.preset
     assert resolved == TrainConfig.from_json(resolved.to_json())
 
@@ -46,24 +46,24 @@ def test_a_preset_is_complete_and_in_range(preset):
     ],
 )
 def test_an_override_changes_that_value_alone(overrides, name, value):
-    expected = dataclasses.replace(presets.find("fashion_mnist")(), **{name: value}).pin()
-    assert expected == resolve("fashion_mnist", overrides)
+    expected = dataclasses.replace(presets.load_preset("fashion_mnist")(), **{name: value}).pin()
+    assert expected == resolve_config("fashion_mnist", overrides)
 
 
 def test_a_dotted_override_reaches_inside():
-    resolved = resolve("mnist", ["--optimizer.learning-rate", "0.01", "--optimizer.name", "sgd"])
+    resolved = resolve_config("mnist", ["--optimizer.learning-rate", "0.01", "--optimizer.name", "sgd"])
     assert ("sgd", 0.01) == (resolved.optimizer.name, resolved.optimizer.learning_rate)
-    assert presets.find("mnist")().optimizer.momentum == resolved.optimizer.momentum
+    assert presets.load_preset("mnist")().optimizer.momentum == resolved.optimizer.momentum
 
 
 def test_a_resumed_run_starts_from_its_own_configuration():
-    saved = resolve("mnist", ["--seed", "7", "--global-batch", "96"])
-    resumed = resolve("fashion_mnist", ["--epochs", "6"], TrainConfig.from_json(saved.to_json()))
+    saved = resolve_config("mnist", ["--seed", "7", "--global-batch", "96"])
+    resumed = resolve_config("fashion_mnist", ["--epochs", "6"], TrainConfig.from_json(saved.to_json()))
     assert dataclasses.replace(saved, epochs=6.0) == resumed
 
 
 def test_settings_that_only_another_version_has_are_ignored_with_a_warning(capsys):
-    saved = resolve("mnist", ["--seed", "7"])
+    saved = resolve_config("mnist", ["--seed", "7"])
     value = saved.to_json() | {"log_to": "csv", "best": {"metric": "eval_loss"}}
     assert saved == TrainConfig.from_json(value | {"optimizer": value["optimizer"] | {"power": 2.0}})
     warned = capsys.readouterr().err.splitlines()
@@ -165,7 +165,7 @@ def test_settings_that_contradict_each_other_are_refused(overrides):
 
 
 def test_a_stream_can_be_of_any_tfds_dataset():
-    assert "cifar10" == resolve("mnist", ["--source", "stream", "--dataset", "cifar10"]).dataset
+    assert "cifar10" == resolve_config("mnist", ["--source", "stream", "--dataset", "cifar10"]).dataset
     assert "--dataset 'cifar10' is neither built in" in refusal("--dataset", "cifar10")
 
 
@@ -189,7 +189,7 @@ def own(tmp_path, monkeypatch) -> Iterator[Callable[[str], Path]]:
 
 def test_a_preset_of_the_users_own_is_a_base_like_any_other(own):
     folder = own("def mine(): return TrainConfig(seed=7, global_batch=96, model='own_parts:net')\ndef net(s, k): pass")
-    resolved = resolve("own_parts:mine", ["--seed", "8"])
+    resolved = resolve_config("own_parts:mine", ["--seed", "8"])
     expected = TrainConfig(preset="own_parts:mine", seed=8, global_batch=96, model="own_parts:net")
     assert expected.pin() == resolved
     assert [folder] == resolved.code_dirs()
@@ -237,7 +237,7 @@ def test_a_preset_out_of_range_is_refused(own):
 @pytest.mark.parametrize("option", ["--dataset", "--model", "--loss", "--callbacks"])
 def test_a_part_of_the_users_own_is_checked_without_running_its_module(option, own):
     folder = own("raise RuntimeError('run')\ndef part(): pass")
-    resolved = resolve("fashion_mnist", [option, "own_parts:part"])
+    resolved = resolve_config("fashion_mnist", [option, "own_parts:part"])
     assert "own_parts:part" == getattr(resolved, option.removeprefix("--"))
     assert [folder] == resolved.code_dirs()
     assert "has no 'prt'; did you mean 'part'?" in refusal(option, "own_parts:prt")
@@ -245,37 +245,37 @@ def test_a_part_of_the_users_own_is_checked_without_running_its_module(option, o
 
 def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own):
     own("def mine(): return TrainConfig(model='own_parts:net')\ndef net(s, k): pass")
-    saved = TrainConfig.from_json(resolve("own_parts:mine", []).to_json())
-    resumed = resolve("fashion_mnist", ["--epochs", "6"], saved)
+    saved = TrainConfig.from_json(resolve_config("own_parts:mine", []).to_json())
+    resumed = resolve_config("fashion_mnist", ["--epochs", "6"], saved)
     assert dataclasses.replace(saved, epochs=6.0) == resumed
     own("def net_2(s, k): pass")
     with pytest.raises(UsageError, match="^--model 'own_parts:net': .* has no 'net'; did you mean 'net_2'"):
-        resolve("fashion_mnist", [], saved)
+        resolve_config("fashion_mnist", [], saved)
 
 
 def test_a_resumed_run_needs_its_preset_no_more():
     saved = TrainConfig(preset="gone:preset", seed=7, threads=3, onednn="off")
-    assert saved == resolve("fashion_mnist", [], saved)
+    assert saved == resolve_config("fashion_mnist", [], saved)
 
 
 def test_mnist_differs_from_fashion_mnist_by_its_data_alone():
     """So the golden losses of one (`tests/golden/losses.py`) hold the numerics of both."""
     assert (
-        dataclasses.replace(presets.find("mnist")(), preset="fashion_mnist", dataset="fashion_mnist")
-        == presets.find("fashion_mnist")()
+        dataclasses.replace(presets.load_preset("mnist")(), preset="fashion_mnist", dataset="fashion_mnist")
+        == presets.load_preset("fashion_mnist")()
     )
 
 
 def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch):
     """The bits depend on them; on another machine it would have others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    begun = resolve("fashion_mnist", [])
+    begun = resolve_config("fashion_mnist", [])
     assert 6 == begun.threads
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert 6 == resolve("fashion_mnist", ["--epochs", "6"], begun).threads
-    assert 64 == resolve("fashion_mnist", ["--threads", "0"], begun).threads
-    assert 0 == resolve("fashion_mnist", ["--no-deterministic"]).threads
-    assert 5 == resolve("fashion_mnist", [], cores=5).threads  # of a task on another machine
+    assert 6 == resolve_config("fashion_mnist", ["--epochs", "6"], begun).threads
+    assert 64 == resolve_config("fashion_mnist", ["--threads", "0"], begun).threads
+    assert 0 == resolve_config("fashion_mnist", ["--no-deterministic"]).threads
+    assert 5 == resolve_config("fashion_mnist", [], cores=5).threads  # of a task on another machine
 
 
 @pytest.mark.parametrize(
@@ -305,11 +305,11 @@ def test_onednn_is_on_for_models_whose_bits_repeat_with_it(requested, model, det
     ],
 )
 def test_training_ends_after_its_epochs_or_its_steps(values, num_examples, expected):
-    assert expected == dataclasses.replace(presets.find("fashion_mnist")(), **values).total_steps(num_examples)
+    assert expected == dataclasses.replace(presets.load_preset("fashion_mnist")(), **values).total_steps(num_examples)
 
 
 def test_the_epoch_follows_from_the_step():
-    assert 0.5 == dataclasses.replace(presets.find("mnist")(), global_batch=100).epoch(5, 1000)
+    assert 0.5 == dataclasses.replace(presets.load_preset("mnist")(), global_batch=100).epoch(5, 1000)
 
 
 def test_printing_the_configuration_does_not_import_tensorflow():
@@ -318,5 +318,5 @@ def test_printing_the_configuration_does_not_import_tensorflow():
     )
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
     value = json.loads(done.stdout)
-    assert (presets.find("fashion_mnist")().pin().to_json(), []) == (value["config"], value["code_dirs"])
+    assert (presets.load_preset("fashion_mnist")().pin().to_json(), []) == (value["config"], value["code_dirs"])
     assert not {"tensorflow", "keras", "numpy"} & set(done.stderr.split())

@@ -38,7 +38,7 @@ def test_large_whole_numbers_and_several_values_are_kept(of_large_numbers, tmp_p
 @pytest.mark.parametrize("dtype", ["int8", "int64", "uint64", "bool", "float32", "float16"])
 def test_features_are_given_in_the_type_of_an_input(dtype):
     features = keras.Input((1,), dtype=dtype)
-    taken = input_types.dtypes(keras.Model(features, keras.layers.Identity()(features)), (1,))
+    taken = input_types.input_dtypes(keras.Model(features, keras.layers.Identity()(features)), (1,))
     assert taken == ("float32" if dtype == "float16" else dtype)
 
 

@@ -89,7 +89,7 @@ class FunctionRecord:
         )
 
 
-def find(data_dir: Path, name: str, version: str = "") -> FunctionRecord:
+def read_record(data_dir: Path, name: str, version: str = "") -> FunctionRecord:
     """Find the record of a dataset function."""
     command = f"invoke data.examine --name {name}"
     version = version or store.read_pointer(data_dir, "functions", name, command)
@@ -108,7 +108,7 @@ def _read_part(part: Mapping[str, Any]) -> Named:
     return {name: _read_part(leaf) for name, leaf in part.items()}
 
 
-def write(data_dir: Path, record: FunctionRecord) -> None:
+def write_record(data_dir: Path, record: FunctionRecord) -> None:
     """Write a record as the newest of its function."""
     path = _record_file(data_dir, record.name, record.version)
     path.parent.mkdir(exist_ok=True)
@@ -142,12 +142,12 @@ class Shard:
     data_dir: Path
 
 
-def load(name: str) -> Callable[[str, Shard], Any]:
+def load_function(name: str) -> Callable[[str, Shard], Any]:
     """Return the function `package.module:function`."""
-    function = references.load("--dataset", name)
+    function = references.load_object("--dataset", name)
     if not callable(function):
         raise UsageError(f"--dataset {name!r} is a {type(function).__name__}; expected a function of (split, shard)")
-    if not references.takes(function, "train", None):
+    if not references.accepts_arguments(function, "train", None):
         raise UsageError(
             f"--dataset {name!r} does not take (split, shard), which --source function passes; change it, or omit "
             "--source"
@@ -155,11 +155,11 @@ def load(name: str) -> Callable[[str, Shard], Any]:
     return function
 
 
-def call(name: str, split: str, shard: Shard) -> Any:
+def call_function(name: str, split: str, shard: Shard) -> Any:
     """Call a dataset function for a shard of a split; it returns a `tf.data.Dataset` or a random-access source."""
-    function = load(name)
+    function = load_function(name)
     with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):  # autograph converts mapped functions also inside a graph
-        returned = references.call("--dataset", name, function, split, shard)
+        returned = references.call_user_function("--dataset", name, function, split, shard)
     if isinstance(returned, tf.data.Dataset):
         return returned
     indexed = hasattr(type(returned), "__len__") and hasattr(type(returned), "__getitem__")
@@ -171,7 +171,7 @@ def call(name: str, split: str, shard: Shard) -> Any:
     return returned
 
 
-def parts_of(subject: str, example: Any) -> tuple[Any, ...]:
+def split_example(subject: str, example: Any) -> tuple[Any, ...]:
     """Return the features, labels and optional weight of an example or of its specification."""
     if not isinstance(example, tuple | list) or len(example) not in (2, 3):
         actual = f"{len(example)} parts" if isinstance(example, tuple | list) else type(example).__name__
@@ -179,7 +179,7 @@ def parts_of(subject: str, example: Any) -> tuple[Any, ...]:
     return tuple(example)
 
 
-def describe(subject: str, example: tuple[Any, ...]) -> dict[str, Named]:
+def describe_example(subject: str, example: tuple[Any, ...]) -> dict[str, Named]:
     """Describe an example for `FunctionRecord.example`, from NumPy arrays or a dataset's element specification."""
 
     def leaf(part: str, value: Any) -> Leaf:
@@ -213,10 +213,10 @@ def show_example(example: Mapping[str, Named]) -> str:
     )
 
 
-def as_arrays(subject: str, example: Any) -> tuple[Any, ...]:
+def convert_to_arrays(subject: str, example: Any) -> tuple[Any, ...]:
     """Convert an example of a random-access source to NumPy arrays."""
     try:
-        return tuple(named.each(np.asarray, part) for part in parts_of(subject, example))
+        return tuple(named.each(np.asarray, part) for part in split_example(subject, example))
     except ClusterError:
         raise
     except Exception as error:  # the example may be of any class

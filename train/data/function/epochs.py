@@ -28,13 +28,13 @@ from train.data.function.calling import PARTS, FunctionRecord, Shard
 _WRONG_COUNT = re.compile(r"expected to contain (\d+) elements? but contained (only |at least )?(\d+)")
 
 
-def examples(record: FunctionRecord, split: str, shard: Shard) -> tf.data.Dataset:
+def read_examples(record: FunctionRecord, split: str, shard: Shard) -> tf.data.Dataset:
     """Return the examples of a shard, as `Batch`es of one example without the first axis."""
-    dataset = calling.call(record.name, split, shard)
+    dataset = calling.call_function(record.name, split, shard)
     subject = f"--dataset {record.name!r}: {split} example"
     if not isinstance(dataset, tf.data.Dataset):
         raise UsageError(f"--dataset {record.name!r} returned a tf.data.Dataset before; here {type(dataset).__name__}")
-    description = calling.describe(subject, calling.parts_of(subject, dataset.element_spec))
+    description = calling.describe_example(subject, calling.split_example(subject, dataset.element_spec))
     if description != record.example:
         raise UsageError(
             f"{subject} is {calling.show_example(description)} in this task, {calling.show_example(record.example)} "
@@ -78,7 +78,7 @@ def shard_batches(record: FunctionRecord, data_dir: Path, batch_slice: BatchSlic
         shard = Shard(replica, batch_slice.replicas.total, epoch_seed(batch_slice.seed, epoch), data_dir)
         skipped = tf.maximum(first_step - begin(epoch), 0)
         num_examples_read = replica_batch * (begin(epoch + 1) - begin(epoch))
-        whole = examples(record, "train", shard).repeat().take(num_examples_read)
+        whole = read_examples(record, "train", shard).repeat().take(num_examples_read)
         whole = whole.apply(tf.data.experimental.assert_cardinality(num_examples_read))
         return whole.skip(skipped * replica_batch).batch(replica_batch, drop_remainder=True)
 
@@ -107,7 +107,7 @@ def eval_dataset(record: FunctionRecord, data_dir: Path, replica_batch: int, rep
     Every task reads the whole split, as shard 0 of 1, and takes its part, so that all have the same number of batches.
     """
     count = record.counts["test"]
-    whole = examples(record, "test", Shard(0, 1, epoch_seed(0, tf.constant(0)), data_dir))
+    whole = read_examples(record, "test", Shard(0, 1, epoch_seed(0, tf.constant(0)), data_dir))
     whole = whole.apply(tf.data.experimental.assert_cardinality(count))
 
     def to_batch(part: Batch, weights_B: tf.Tensor) -> Batch:

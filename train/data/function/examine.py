@@ -19,7 +19,9 @@ from train.data.prepare.preparation import say
 from train.named import Named
 
 
-def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, fresh: bool = False) -> FunctionRecord:
+def examine_function(
+    name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, fresh: bool = False
+) -> FunctionRecord:
     """Call a dataset function for both splits, and write a record of it to `data_dir`.
 
     Args:
@@ -33,7 +35,7 @@ def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, 
     say(f"calling {name}")
     with store.disk_errors(data_dir):
         data_dir.mkdir(parents=True, exist_ok=True)
-    returned = {split: calling.call(name, split, Shard(0, 1, seed, data_dir)) for split in SPLITS}
+    returned = {split: calling.call_function(name, split, Shard(0, 1, seed, data_dir)) for split in SPLITS}
     forms = {split: DATASET if isinstance(data, tf.data.Dataset) else RANDOM_ACCESS for split, data in returned.items()}
     if len(set(forms.values())) > 1:
         raise UsageError(
@@ -52,7 +54,7 @@ def examine(name: str, data_dir: Path, num_outputs: str = "", *, seed: int = 0, 
     if form == DATASET:
         _trace(new, data_dir, seed)
     with store.disk_errors(data_dir), store.lock(data_dir, say):
-        calling.write(data_dir, new)
+        calling.write_record(data_dir, new)
     return new
 
 
@@ -63,19 +65,19 @@ def _first_example(name: str, split: str, source: Any) -> dict[str, Named]:
         first = source[0]
     except (Exception, SystemExit) as error:
         raise UsageError(f"{subject}: {described(error)}") from None
-    return calling.describe(subject, calling.as_arrays(subject, first))
+    return calling.describe_example(subject, calling.convert_to_arrays(subject, first))
 
 
 def _element(name: str, split: str, dataset: tf.data.Dataset) -> dict[str, Named]:
     subject = f"--dataset {name!r}: {split} example"
-    return calling.describe(subject, calling.parts_of(subject, dataset.element_spec))
+    return calling.describe_example(subject, calling.split_example(subject, dataset.element_spec))
 
 
 def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:
     """Return the number of examples of each split, and whether they were counted, now or before."""
     known: FunctionRecord | None = None
     with contextlib.suppress(PrerequisiteError, RunFailed):
-        known = None if fresh else calling.find(data_dir, name)
+        known = None if fresh else calling.read_record(data_dir, name)
     counts, counted = {}, False
     for split, data in returned.items():
         if not isinstance(data, tf.data.Dataset):

@@ -65,8 +65,8 @@ class SplitReader:
     def _flat(self, index: int, example: Any) -> list[np.ndarray]:
         subject = f"dataset {self._record.name}: {self._split} example {index}"
         try:
-            parts = calling.as_arrays(subject, example)
-            if (actual := calling.describe(subject, parts)) != self._record.example:
+            parts = calling.convert_to_arrays(subject, example)
+            if (actual := calling.describe_example(subject, parts)) != self._record.example:
                 expected = calling.show_example(self._record.example)
                 raise RunFailed(f"{subject} is {calling.show_example(actual)}; expected {expected}")
         except UsageError as error:
@@ -82,7 +82,7 @@ def open_split(record: FunctionRecord, split: str, data_dir: Path, seed: int) ->
     """Open a split for graphs that run in this process."""
     if _token(record, split) in _OPEN:
         return
-    source = calling.call(record.name, split, Shard(0, 1, seed, data_dir))
+    source = calling.call_function(record.name, split, Shard(0, 1, seed, data_dir))
     if isinstance(source, tf.data.Dataset):
         raise UsageError(f"--dataset {record.name!r} returned a random-access source before; here a tf.data.Dataset")
     if (length := length_of(record.name, split, source)) != record.counts[split]:

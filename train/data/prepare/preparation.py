@@ -51,7 +51,7 @@ class Dataset(Protocol):
     def files(self) -> tuple[Path, ...]: ...
 
 
-def prepare(
+def prepare_dataset(
     name: str,
     data_dir: Path,
     fresh: bool = False,
@@ -78,14 +78,14 @@ def prepare(
     """
     if arrays.is_user_dataset(name):
         return _prepare_user_dataset(name, data_dir, fresh)
-    version = arrays.newest(data_dir, name)
+    version = arrays.newest_version(data_dir, name)
     with contextlib.suppress(PrerequisiteError):
         if not fresh:
-            return arrays.find(data_dir, name)
+            return arrays.find_arrays(data_dir, name)
     with store.disk_errors(data_dir), store.lock(data_dir, say):
         with contextlib.suppress(PrerequisiteError):
             if not fresh:  # another process may have prepared them while this one waited
-                return arrays.find(data_dir, name, version)
+                return arrays.find_arrays(data_dir, name, version)
         return _prepare(name, version, data_dir, open_dataset or _dataset_class(name), fetchers)
 
 
@@ -99,15 +99,17 @@ def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> arrays.Arra
     from train.data import user_dataset  # imports NumPy
 
     say(f"calling {name}")
-    dataset = user_dataset.read(name)
+    dataset = user_dataset.read_dataset(name)
     with store.disk_errors(data_dir), store.lock(data_dir, say):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged arrays are written again
-                array_set = arrays.find(data_dir, name, dataset.version)
+                array_set = arrays.find_arrays(data_dir, name, dataset.version)
                 store.write_pointer(data_dir, "arrays", name, dataset.version)
                 return array_set
         source = f"calling {name}"
-        return arrays.write(data_dir, name, dataset.version, dataset.splits, classes=dataset.classes, source=source)
+        return arrays.write_arrays(
+            data_dir, name, dataset.version, dataset.splits, classes=dataset.classes, source=source
+        )
 
 
 def _prepare(
@@ -124,7 +126,7 @@ def _prepare(
         folder = store.path_of(data_dir, "arrays", name, version)
         source, (classes, splits) = _decode_first(name, dataset, fetchers, scratch, folder)
     files = {str(path.relative_to(data_dir)): sha256(path) for path in dataset.files()}
-    array_set = arrays.write(data_dir, name, version, splits, classes=classes, source=source, source_files=files)
+    array_set = arrays.write_arrays(data_dir, name, version, splits, classes=classes, source=source, source_files=files)
     for split in (array_set.train, array_set.test):
         for file in named.leaves(split.features):
             say(f"wrote {file.path} {list(file.shape)} and its labels")

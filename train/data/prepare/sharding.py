@@ -22,7 +22,7 @@ import tensorflow as tf
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.files import sha256
 from train.data import arrays, blocks, shards, store
-from train.data.prepare.preparation import prepare, say
+from train.data.prepare.preparation import prepare_dataset, say
 from train.data.user_dataset import array_of
 
 MAX_SHARDS = 512  # all are open while they are written, and Linux allows a process 1024 open files
@@ -46,7 +46,7 @@ class ExampleSource(Protocol):
         """Yield the examples of a split, in the same order every time."""
 
 
-def shard(
+def write_shards(
     name: str,
     data_dir: Path,
     *,
@@ -77,7 +77,7 @@ def shard(
             raise UsageError(f"{option} {value}: expected a whole number from 1 to {most}")
     if not fresh and num_shards is None:
         with contextlib.suppress(PrerequisiteError, RunFailed):
-            existing = shards.find(data_dir, name).asked
+            existing = shards.find_shards(data_dir, name).asked
             num_shards, size = existing["num_shards"], existing["size"] if size is None else size
     num_shards = num_shards or DEFAULT_SHARDS
     asked = {"num_shards": num_shards, "size": size}
@@ -85,7 +85,7 @@ def shard(
     with store.disk_errors(data_dir), store.lock(data_dir, say):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged shards are written again
-                existing_set = shards.find(data_dir, name)
+                existing_set = shards.find_shards(data_dir, name)
                 if (existing_set.version, existing_set.asked) == (source.version, asked):
                     return existing_set
         counts = source.open()
@@ -95,12 +95,12 @@ def shard(
             index = {"name": name, "version": source.version, "classes": source.classes, "asked": asked, **index}
             (folder / shards.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         store.write_pointer(data_dir, "shards", name, source.version)
-    return shards.find(data_dir, name, source.version)
+    return shards.find_shards(data_dir, name, source.version)
 
 
 def _open_source(name: str, data_dir: Path, size: int | None) -> ExampleSource:
     if arrays.is_user_dataset(name) or name in arrays.VERSIONS:
-        return _Arrays(prepare(name, data_dir))
+        return _Arrays(prepare_dataset(name, data_dir))
     from train.data.prepare.tfds_datasets import TfdsSource  # imports TFDS, which takes seconds
 
     return TfdsSource(name, data_dir, resized=size is not None)
@@ -124,7 +124,7 @@ class _Arrays:
     def examples(self, split: str) -> Iterator[Example]:
         files = self._splits[split].files[: 3 if split == "train" else 2]  # weights are for training only
         for file in files:
-            blocks.check(file.path, file.blocks)
+            blocks.check_blocks(file.path, file.blocks)
         maps = [np.memmap(file.path, np.dtype(file.dtype).newbyteorder("<"), "r", shape=file.shape) for file in files]
         return zip(*maps, strict=True)
 
@@ -141,7 +141,7 @@ class _Layout:
 
     def check(self, subject: str, example: Example) -> tuple[np.ndarray, ...]:
         """Convert an example's parts to the stored types, and resize its image."""
-        values = [resized(subject, example[0], self.size), *example[1:]]
+        values = [resize_image(subject, example[0], self.size), *example[1:]]
         parts = tuple(
             array_of(f"{subject}: {part}", part, np.asarray(value)[None])[0]
             for part, value in zip(arrays.DTYPES, values, strict=False)
@@ -171,7 +171,7 @@ class _Layout:
         }
 
 
-def resized(subject: str, image: Any, size: int | None) -> np.ndarray:
+def resize_image(subject: str, image: Any, size: int | None) -> np.ndarray:
     """Resize an image `[H, W, C] uint8` to `size` times `size` pixels, if a size is requested."""
     image = np.asarray(image)
     if size is None or image.shape[:2] == (size, size):
@@ -199,7 +199,7 @@ def _write(
                 "examples": number,
                 "bytes": path.stat().st_size,
                 "sha256": sha256(path),
-                "blocks": blocks.to_json(path),
+                "blocks": blocks.hashes_as_text(path),
             }
             for path, number in zip(paths, written, strict=True)
         ]

@@ -99,7 +99,7 @@ class Record(loop.Action):
     def __init__(self, record: step_record.StepRecord) -> None:
         self._record = record
 
-    def after(self, progress: loop.Progress) -> None:
+    def after(self, progress: loop.CallProgress) -> None:
         self._record.done(progress.step)
 
 
@@ -110,7 +110,7 @@ class Save(loop.Periodic):
         super().__init__(loop.every(steps))
         self._run = run
 
-    def after(self, progress: loop.Progress) -> None:
+    def after(self, progress: loop.CallProgress) -> None:
         if self.due(progress):
             (self._run.checkpoints / f"ckpt-{progress.step}.json").write_text("{}")
 

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.contract.results import stragglers
 from cluster.contract.run.records import Pace
-from train.telemetry.timing import KEPT, RECENT, StepTiming, Times, from_marks
+from train.telemetry.timing import KEPT, RECENT, StepTiming, Times, times_from_marks
 
 
 def pace(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> Pace:
@@ -60,7 +60,7 @@ def test_who_is_slower_and_who_waits_for_input(paces, expected):
 
 def test_marks_distinguish_the_steps():
     marks = [("begin", 0.0), ("batch", 1.0), ("computed", 4.0), ("begin", 6.0), ("batch", 6.5), ("computed", 9.0)]
-    times = from_marks([*marks, ("begin", 10.0)])
+    times = times_from_marks([*marks, ("begin", 10.0)])
     assert ([6.0, 4.0], [1.0, 0.5], [4.0, 3.0]) == tuple(
         part.tolist() for part in (times.steps, times.inputs, times.busy)
     )
@@ -68,19 +68,19 @@ def test_marks_distinguish_the_steps():
 
 
 def test_a_step_that_was_not_marked_whole_only_ends_the_one_before():
-    times = from_marks([("begin", 0.0), ("batch", 1.0), ("computed", 2.0), ("begin", 3.0), ("begin", 50.0)])
+    times = times_from_marks([("begin", 0.0), ("batch", 1.0), ("computed", 2.0), ("begin", 3.0), ("begin", 50.0)])
     assert [3.0] == times.steps.tolist()
-    assert 0 == len(from_marks([("begin", 0.0), ("begin", 1.0)]).steps)
+    assert 0 == len(times_from_marks([("begin", 0.0), ("begin", 1.0)]).steps)
 
 
 def test_parts_of_a_batch_are_waited_for_each():
     marks = [("batch", 1.0), ("asks", 2.0), ("batch", 2.5), ("asks", 6.0), ("batch", 6.25), ("computed", 8.0)]
-    assert [1.75] == from_marks([("begin", 0.0), *marks, ("begin", 9.0)]).inputs.tolist()
+    assert [1.75] == times_from_marks([("begin", 0.0), *marks, ("begin", 9.0)]).inputs.tolist()
 
 
 def test_a_batch_that_is_asked_for_one_step_early_keeps_the_task_busy():
     marks = [("begin", 0.0), ("batch", 0.5), ("computed", 4.0), ("asks", 6.0), ("batch", 7.5), ("begin", 8.0)]
-    times = from_marks(marks)
+    times = times_from_marks(marks)
     assert ([8.0], [2.0], [5.5]) == (times.steps.tolist(), times.inputs.tolist(), times.busy.tolist())
 
 

@@ -23,12 +23,12 @@ def write(
     """Write `train`, and the first two of its examples to test on."""
     train = train or (IMAGES, LABELS)
     splits = {"train": train, "test": tuple(array[:2] for array in train)}
-    return arrays.write(data_dir, name, version, splits, classes=classes, source="a test")
+    return arrays.write_arrays(data_dir, name, version, splits, classes=classes, source="a test")
 
 
 def test_written_arrays_are_found(tmp_path):
     written = write(tmp_path)
-    found = arrays.find(tmp_path, "mnist")
+    found = arrays.find_arrays(tmp_path, "mnist")
     assert written == found
     assert ("mnist", "3.0.1", 10, "a test") == (found.name, found.version, found.num_outputs, found.source)
     assert (5, 2) == (found.train.num_examples, found.test.num_examples)
@@ -53,7 +53,7 @@ def test_only_a_complete_dataset_is_ready(tmp_path):
 def test_writing_again_replaces(tmp_path):
     write(tmp_path)
     write(tmp_path, IMAGES[:3], LABELS[:3])
-    assert 3 == arrays.find(tmp_path, "mnist").train.num_examples
+    assert 3 == arrays.find_arrays(tmp_path, "mnist").train.num_examples
     assert ["mnist-3.0.1"] == [path.name for path in (tmp_path / "arrays").iterdir()]
 
 
@@ -61,7 +61,7 @@ def test_the_wrong_type_is_refused_and_leaves_nothing_under_the_name(tmp_path):
     with pytest.raises(ValueError, match=r"train_features\.bin .*float64"):
         write(tmp_path, IMAGES.astype(np.float64), LABELS)
     with pytest.raises(PrerequisiteError):
-        arrays.find(tmp_path, "mnist")
+        arrays.find_arrays(tmp_path, "mnist")
 
 
 def test_weights_and_vectors_of_floats_come_back(tmp_path):
@@ -90,22 +90,22 @@ def test_outputs_are_classes_or_quantities(tmp_path, labels, classes, outputs):
 def test_the_newest_version_of_a_users_dataset_is_found_or_the_requested_one(tmp_path):
     write(tmp_path, name="mine:digits", version="aaa")
     write(tmp_path, IMAGES[:3], LABELS[:3], name="mine:digits", version="bbb")
-    assert "bbb" == arrays.find(tmp_path, "mine:digits").version
-    assert 3 == arrays.find(tmp_path, "mine:digits").train.num_examples
-    assert 5 == arrays.find(tmp_path, "mine:digits", "aaa").train.num_examples
+    assert "bbb" == arrays.find_arrays(tmp_path, "mine:digits").version
+    assert 3 == arrays.find_arrays(tmp_path, "mine:digits").train.num_examples
+    assert 5 == arrays.find_arrays(tmp_path, "mine:digits", "aaa").train.num_examples
     names = {path.name for path in (tmp_path / "arrays").iterdir()}
     assert {"mine-digits.json", "mine-digits-aaa", "mine-digits-bbb"} == names
 
 
 def test_a_users_dataset_that_is_not_prepared_names_the_command(tmp_path):
     with pytest.raises(PrerequisiteError, match=r"^mine:digits is not prepared: .*; run `invoke data\.prepare --name"):
-        arrays.find(tmp_path, "mine:digits")
+        arrays.find_arrays(tmp_path, "mine:digits")
     with pytest.raises(PrerequisiteError, match=r"^mine:digits aaa is not prepared in .*; copy .*/mine-digits-aaa"):
-        arrays.find(tmp_path, "mine:digits", "aaa")
+        arrays.find_arrays(tmp_path, "mine:digits", "aaa")
     (tmp_path / "arrays").mkdir()
     (tmp_path / "arrays" / "mine-digits.json").write_text("{")
     with pytest.raises(RunFailed, match=r"mine-digits\.json cannot be read"):
-        arrays.find(tmp_path, "mine:digits")
+        arrays.find_arrays(tmp_path, "mine:digits")
 
 
 @pytest.mark.parametrize("size", [0, 79, 81])
@@ -113,7 +113,7 @@ def test_a_file_of_the_wrong_size_is_named_with_both_sizes(tmp_path, size):
     path = write(tmp_path).train.features.path
     path.write_bytes(bytes(size))
     with pytest.raises(RunFailed, match=f"^{path} has {size} bytes, expected 80 .*invoke data.prepare"):
-        arrays.find(tmp_path, "mnist")
+        arrays.find_arrays(tmp_path, "mnist")
 
 
 @pytest.mark.parametrize("index", ["{", "{}", "null"])
@@ -121,7 +121,7 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path, index):
     write(tmp_path)
     (tmp_path / "arrays" / "mnist-3.0.1" / "arrays.json").write_text(index)
     with pytest.raises(RunFailed, match=r"arrays\.json cannot be read .* --fresh`"):
-        arrays.find(tmp_path, "mnist")
+        arrays.find_arrays(tmp_path, "mnist")
 
 
 def test_verify_names_the_file_of_which_one_byte_differs(tmp_path):
@@ -131,5 +131,5 @@ def test_verify_names_the_file_of_which_one_byte_differs(tmp_path):
     path.write_bytes(content)
     lines: list[str] = []
     with pytest.raises(RunFailed, match=rf"^{path}: changed since they were prepared"):
-        arrays.verify(arrays.find(tmp_path, "mnist"), lines.append)
+        arrays.verify_arrays(arrays.find_arrays(tmp_path, "mnist"), lines.append)
     assert [f"DIFFERENT {path}"] == [line for line in lines if "DIFFERENT" in line]

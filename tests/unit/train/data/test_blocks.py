@@ -37,7 +37,7 @@ def data_dir(tmp_path) -> Path:
     images = np.random.default_rng(0).integers(0, 256, (50, 7, 7, 1), np.uint8)  # 24.5 blocks
     parts = (images, np.arange(50) % 10)
     splits = {"train": parts, "test": tuple(part[:9] for part in parts)}
-    arrays.write(folder, "mnist", "3.0.1", splits)
+    arrays.write_arrays(folder, "mnist", "3.0.1", splits)
     random = np.random.default_rng(5)
     noise = [(random.integers(0, 256, 50, np.uint8), i) for i in range(24)]  # a flipped bit is valid data
     shard(folder, "noise", ListedExamples(noise, noise[:7]), num_shards=3)
@@ -60,7 +60,7 @@ def train_through(source: sources.Source) -> None:
 @pytest.mark.parametrize("part", ["features", "labels"])
 @pytest.mark.parametrize(("at", "block"), [(0, 0), (99, 0), (100, 1), (-1, None)])
 def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir, part, at, block):
-    file = getattr(arrays.find(data_dir, "mnist").train, part)
+    file = getattr(arrays.find_arrays(data_dir, "mnist").train, part)
     flip(file.path, at)
     last = (file.size_bytes - 1) // 100
     source = sources.open_source(ARRAYS, data_dir)  # the size is as it was
@@ -72,7 +72,7 @@ def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir, part, at, block
 
 
 def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir):
-    split = arrays.find(data_dir, "mnist").train
+    split = arrays.find_arrays(data_dir, "mnist").train
     load = tf.data.Dataset.from_tensors(0).map(lambda _: feeds.load_examples(split).features)
     assert split.features.path.read_bytes() == next(iter(load)).numpy().tobytes()
     flip(split.features.path, 234)
@@ -113,9 +113,9 @@ def test_other_errors_of_tensorflow_are_not_explained_as_damage():
 
 
 def test_shards_are_not_made_of_damaged_arrays(data_dir):
-    flip(arrays.find(data_dir, "mnist").train.features.path, 500)
+    flip(arrays.find_arrays(data_dir, "mnist").train.features.path, 500)
     with pytest.raises(RunFailed, match="damaged in block 5 "):
-        sharding.shard("mnist", data_dir)
+        sharding.write_shards("mnist", data_dir)
     assert not list(data_dir.glob("shards/mnist*"))
 
 
@@ -125,7 +125,7 @@ def test_an_index_with_too_few_blocks_is_reported(data_dir):
     value["splits"]["train"]["features"]["blocks"] = "00"
     index.write_text(json.dumps(value))
     with pytest.raises(RunFailed, match="cannot be read"):
-        arrays.find(data_dir, "mnist")
+        arrays.find_arrays(data_dir, "mnist")
 
 
 # What is recorded
@@ -134,7 +134,7 @@ def test_an_index_with_too_few_blocks_is_reported(data_dir):
 @pytest.mark.parametrize("config", [ARRAYS, SHARDS], ids=["arrays", "shards"])
 def test_the_manifest_has_the_hashes_of_the_files(data_dir, config, make_run):
     run, source = make_run(workers=0), sources.open_source(config, data_dir)
-    environment.record(run, config.dataset, source)
+    environment.record_environment(run, config.dataset, source)
     assert {path.name: sha256(path) for path in source.files} == read_json(run.manifest)["data"]["files"]
 
 
@@ -142,5 +142,5 @@ def test_a_hash_that_is_not_that_of_the_file_is_not_recorded(data_dir, make_run)
     run, source = make_run(workers=0), sources.open_source(ARRAYS, data_dir)
     wrong = dataclasses.replace(source, files=dict.fromkeys(source.files, "00"))
     with pytest.raises(ClusterError, match="data.prepare --name mnist --fresh"):
-        environment.record(run, "mnist", wrong)
+        environment.record_environment(run, "mnist", wrong)
     assert "data" not in read_json(run.manifest, {})

@@ -49,11 +49,11 @@ def weighted(tmp_path) -> arrays.Split:
 
 
 def write(data_dir: Path, *train: np.ndarray) -> arrays.Split:
-    return arrays.write(data_dir, "mnist", "3.0.1", {"train": train, "test": train}).train
+    return arrays.write_arrays(data_dir, "mnist", "3.0.1", {"train": train, "test": train}).train
 
 
 def source_of(split: arrays.Split) -> sources.Source:
-    return sources.ArraySource.of(arrays.find(split.features.path.parents[2], "mnist"))
+    return sources.ArraySource.of(arrays.find_arrays(split.features.path.parents[2], "mnist"))
 
 
 def test_each_example_comes_once_an_epoch():

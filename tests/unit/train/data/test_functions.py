@@ -15,7 +15,7 @@ from train.data import feeds, sources
 from train.data.batches import BatchSlice, Replicas
 from train.data.function import calling, random_access
 from train.data.function.calling import Shard
-from train.data.function.examine import examine
+from train.data.function.examine import examine_function
 
 TRAIN, TEST = 20, 6
 NAME = "own_function:data"
@@ -68,7 +68,7 @@ def source(function, tmp_path) -> Callable[[Any], sources.Source]:
     """Examines a function, and returns it as a source."""
 
     def make(data: Any) -> sources.Source:
-        examine(function(data), tmp_path / "data", "3")
+        examine_function(function(data), tmp_path / "data", "3")
         config = TrainConfig(source="function", dataset=NAME, num_outputs=3)
         return sources.open_source(config, tmp_path / "data")
 
@@ -235,7 +235,7 @@ class Sized:
 )
 def test_unsuitable_functions_are_refused(function, tmp_path, data):
     with pytest.raises(UsageError):
-        examine(function(data), tmp_path / "data", "3")
+        examine_function(function(data), tmp_path / "data", "3")
 
 
 def test_whole_number_labels_need_their_classes(function, tmp_path):
@@ -244,8 +244,8 @@ def test_whole_number_labels_need_their_classes(function, tmp_path):
 
     name = function(data)
     with pytest.raises(UsageError):
-        examine(name, tmp_path / "data", "")
-    assert {"digit": 10, "size": 2} == examine(name, tmp_path / "data", "digit=10").num_outputs
+        examine_function(name, tmp_path / "data", "")
+    assert {"digit": 10, "size": 2} == examine_function(name, tmp_path / "data", "digit=10").num_outputs
 
 
 def test_examples_are_counted_once_where_the_dataset_does_not_know(function, tmp_path):
@@ -255,10 +255,10 @@ def test_examples_are_counted_once_where_the_dataset_does_not_know(function, tmp
         return tf.data.Dataset.range(sizes[split] * 2).filter(lambda i: i % 2 == 0).map(lambda i: (i, float(0)))
 
     name, folder = function(data), tmp_path / "data"
-    assert ({"train": 10, "test": 4}, True) == ((found := examine(name, folder)).counts, found.counted)
+    assert ({"train": 10, "test": 4}, True) == ((found := examine_function(name, folder)).counts, found.counted)
     sizes["train"] = 12
-    assert found == examine(name, folder) == calling.find(folder, name)
-    assert 12 == examine(name, folder, fresh=True).counts["train"]
+    assert found == examine_function(name, folder) == calling.read_record(folder, name)
+    assert 12 == examine_function(name, folder, fresh=True).counts["train"]
 
 
 def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
@@ -267,7 +267,7 @@ def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
     with pytest.raises(UsageError):
         steps(found, 0, 1)
     config = TrainConfig(source="function", dataset=NAME, num_outputs=3)
-    examine(function(numbers), tmp_path / "data", "3")
+    examine_function(function(numbers), tmp_path / "data", "3")
     function(lambda split, shard: Numbers(TRAIN - 1))
     with pytest.raises(UsageError):
         sources.open_source(config, tmp_path / "data")

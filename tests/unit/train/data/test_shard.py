@@ -39,7 +39,7 @@ def records(path: Path) -> list[tf.train.Example]:
 
 def test_examples_are_dealt_out_in_turn(tmp_path):
     found = shard(tmp_path)
-    assert found == shards.find(tmp_path, "things") == shards.find(tmp_path, "things", "1.0.0")
+    assert found == shards.find_shards(tmp_path, "things") == shards.find_shards(tmp_path, "things", "1.0.0")
     assert (11, (3, 3, 3, 2), 3, (1, 1, 1)) == (
         found.train.num_examples,
         found.train.counts,
@@ -89,25 +89,25 @@ def test_existing_shards_are_not_written_again(tmp_path):
     shard(tmp_path, things, num_shards=2, fresh=True)
     shard(tmp_path, source(version="2.0.0"), num_shards=2)
     assert 3 == things.opened
-    assert "2.0.0" == shards.find(tmp_path, "things").version
-    assert "1.0.0" == shards.find(tmp_path, "things", "1.0.0").version
+    assert "2.0.0" == shards.find_shards(tmp_path, "things").version
+    assert "1.0.0" == shards.find_shards(tmp_path, "things", "1.0.0").version
 
 
 def test_a_truncated_or_absent_shard_is_reported_and_written_again(tmp_path):
     file = shard(tmp_path).train.files[1]
     file.path.write_bytes(file.path.read_bytes()[:-1])
     with pytest.raises(RunFailed, match=f"^{file.path} has {file.size_bytes - 1} bytes.*invoke data.shard"):
-        shards.find(tmp_path, "things")
+        shards.find_shards(tmp_path, "things")
     file.path.unlink()
     with pytest.raises(RunFailed, match=r"train-00001-of-00004\.tfrecord has 0 bytes"):
-        shards.find(tmp_path, "things")
-    shards.verify(shard(tmp_path), lambda line: None)
+        shards.find_shards(tmp_path, "things")
+    shards.verify_shards(shard(tmp_path), lambda line: None)
 
 
 def test_no_shards_names_the_command(tmp_path):
     for version in ("", "1.0.0"):
         with pytest.raises(PrerequisiteError, match=r"run `invoke data\.shard --name things`$"):
-            shards.find(tmp_path, "things", version)
+            shards.find_shards(tmp_path, "things", version)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_weights_of_a_users_dataset_are_for_training_only(tmp_path, monkeypatch)
     module: Any = types.ModuleType("weighted_module")
     module.data = lambda: dict.fromkeys(("train", "test"), (values, values, values))
     monkeypatch.setitem(sys.modules, "weighted_module", module)
-    found = sharding.shard("weighted_module:data", tmp_path / "data", num_shards=2)
-    assert arrays.find(tmp_path / "data", "weighted_module:data").version == found.version
+    found = sharding.write_shards("weighted_module:data", tmp_path / "data", num_shards=2)
+    assert arrays.find_arrays(tmp_path / "data", "weighted_module:data").version == found.version
     assert ((), "float32", 1, True, False) == (
         found.train.feature_shape,
         found.train.feature_dtype,
@@ -178,7 +178,7 @@ def test_dictionaries_are_refused(tmp_path, monkeypatch):
     module.data = lambda: dict.fromkeys(("train", "test"), named)
     monkeypatch.setitem(sys.modules, "named_module", module)
     with pytest.raises(UsageError, match="--source function"):
-        sharding.shard("named_module:data", tmp_path / "data", num_shards=2)
+        sharding.write_shards("named_module:data", tmp_path / "data", num_shards=2)
     assert not (tmp_path / "data" / "shards").exists()
 
 
@@ -215,7 +215,7 @@ class TinyThings(tfds.core.GeneratorBasedBuilder):
 
 
 def tiny(data_dir: Path, **options: Any) -> shards.ShardSet:
-    return sharding.shard("tiny_things", data_dir, num_shards=2, **options)
+    return sharding.write_shards("tiny_things", data_dir, num_shards=2, **options)
 
 
 def test_any_dataset_of_tfds_is_built_and_sharded(tmp_path):
@@ -258,7 +258,7 @@ def test_a_dataset_that_cannot_be_sharded_is_refused(tmp_path, monkeypatch, part
 )
 def test_a_name_that_tfds_does_not_know_is_reported(tmp_path, name, named):
     with pytest.raises(UsageError, match=named):
-        sharding.shard(name, tmp_path)
+        sharding.write_shards(name, tmp_path)
 
 
 @pytest.mark.parametrize(

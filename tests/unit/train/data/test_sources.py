@@ -26,7 +26,7 @@ def prepare(data_dir: Path, version: str, value: float, labels: str = "float32")
     """Prepare ten examples whose features all have one value."""
     features = np.full((10, 3), value, np.float32)
     parts = (features, np.arange(10).astype(labels))
-    arrays.write(data_dir, "own:numbers", version, {"train": parts, "test": tuple(part[:4] for part in parts)})
+    arrays.write_arrays(data_dir, "own:numbers", version, {"train": parts, "test": tuple(part[:4] for part in parts)})
 
 
 def shard(data_dir: Path, version: str, value: float, num_shards: int = 3) -> None:

@@ -206,7 +206,7 @@ def test_a_shard_of_other_examples_than_the_index_says_ends_the_stream(tmp_path)
     with tf.io.TFRecordWriter(str(path)) as writer:
         for record in records[:-1]:
             writer.write(record)
-    rehashed = dataclasses.replace(found.files[1], blocks=blocks.of_file(path))
+    rehashed = dataclasses.replace(found.files[1], blocks=blocks.hash_blocks(path))
     found = dataclasses.replace(found, files=(found.files[0], rehashed))
     with pytest.raises(tf.errors.InvalidArgumentError, match="more or fewer examples than their index says"):
         batches(found, 1)

@@ -46,11 +46,13 @@ def returns(tmp_path, monkeypatch) -> Callable[[Any], str]:
 
 
 def test_types_become_ones_that_can_be_trained_on(returns):
-    dataset = user_dataset.read(returns({"train": (FLOATS, FLOATS[:, 0], [1, 2, 3]), "test": (FLOATS, FLOATS[:, 1])}))
+    dataset = user_dataset.read_dataset(
+        returns({"train": (FLOATS, FLOATS[:, 0], [1, 2, 3]), "test": (FLOATS, FLOATS[:, 1])})
+    )
     assert ["float32"] * 5 == [array.dtype.name for split in dataset.splits.values() for array in split]
     np.testing.assert_array_equal(FLOATS.astype(np.float32), dataset.splits["train"][0])
     for labels in (LABELS, LABELS.astype(bool), LABELS.astype(np.int16), LABELS.tolist()):
-        dataset = user_dataset.read(returns({"train": (IMAGES, labels), "test": (IMAGES, labels)}))
+        dataset = user_dataset.read_dataset(returns({"train": (IMAGES, labels), "test": (IMAGES, labels)}))
         assert (np.uint8, np.int64) == tuple(array.dtype for array in dataset.splits["train"])
 
 
@@ -61,7 +63,7 @@ def test_features_of_any_numeric_type_keep_their_values(dtype, returns):
     limits = np.iinfo(dtype) if np.dtype(dtype).kind in "iu" else None
     most = min(limits.max, 2**63 - 1) if limits else 1
     features = np.array([[limits.min if limits else 0], [most]], dtype)
-    dataset = user_dataset.read(returns({split: (features, [0, 1]) for split in ("train", "test")}))
+    dataset = user_dataset.read_dataset(returns({split: (features, [0, 1]) for split in ("train", "test")}))
     stored = dataset.splits["train"][0]
     assert stored.dtype.name in arrays.DTYPES["features"]
     assert features.tolist() == stored.tolist()
@@ -71,7 +73,7 @@ def test_features_of_any_numeric_type_keep_their_values(dtype, returns):
 def test_bytes_with_labels_of_their_shape_are_not_a_text(dtype, returns, tmp_path):
     """Only the datasets that are called so are texts, which are cut into contexts."""
     features = np.arange(2 * 1024, dtype=dtype).reshape(2, 1024) % 7
-    found = prepare.prepare(returns(dict.fromkeys(("train", "test"), (features, features))), tmp_path)
+    found = prepare.prepare_dataset(returns(dict.fromkeys(("train", "test"), (features, features))), tmp_path)
     assert not found.is_text
 
 
@@ -83,17 +85,17 @@ def test_a_function_may_have_optional_arguments(returns, monkeypatch):
         lambda *sizes, seed=0: GOOD,
     ):
         monkeypatch.setattr("own_module.data", function)
-        assert user_dataset.read(name).version == user_dataset.read(returns(GOOD)).version
+        assert user_dataset.read_dataset(name).version == user_dataset.read_dataset(returns(GOOD)).version
     monkeypatch.setattr("own_module.data", lambda split, shard: GOOD)
     with pytest.raises(UsageError, match="--source function"):
-        user_dataset.read(name)
+        user_dataset.read_dataset(name)
 
 
 def test_a_value_is_not_taken_for_a_function_with_arguments(returns, monkeypatch):
     name = returns(GOOD)
     monkeypatch.setattr("own_module.data", GOOD)
     with pytest.raises(UsageError, match="not callable"):
-        user_dataset.read(name)
+        user_dataset.read_dataset(name)
 
 
 def test_the_version_follows_the_contents(returns):
@@ -105,10 +107,13 @@ def test_the_version_follows_the_contents(returns):
         {split: (value[0].reshape(-1, 16), value[1]) for split, value in GOOD.items()},
         {split: (value[0].astype(np.int32), value[1]) for split, value in GOOD.items()},
     ]
-    versions = [user_dataset.read(returns(variant)).version for variant in variants]
+    versions = [user_dataset.read_dataset(returns(variant)).version for variant in variants]
     assert len(set(versions)) == len(variants)
     assert all(re.fullmatch("[0-9a-f]{12}", version) for version in versions)
-    assert versions[0] == user_dataset.read(returns({**GOOD, "train": (np.asfortranarray(IMAGES), LABELS)})).version
+    assert (
+        versions[0]
+        == user_dataset.read_dataset(returns({**GOOD, "train": (np.asfortranarray(IMAGES), LABELS)})).version
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,7 @@ def test_the_version_follows_the_contents(returns):
 )
 def test_unsuitable_data_is_reported_in_one_line(returns, value, named):
     with pytest.raises(UsageError) as error:
-        user_dataset.read(returns(value))
+        user_dataset.read_dataset(returns(value))
     assert re.match("dataset own_module:data|--dataset 'own_module:data'", str(error.value))
     assert named in str(error.value) and str(error.value).isprintable()
 
@@ -166,33 +171,33 @@ def test_a_function_that_is_not_there_or_cannot_run_is_reported(returns, tmp_pat
     (tmp_path / "modules" / "needs_package.py").write_text("import no_such_package\n")
     (tmp_path / "modules" / "needs_later.py").write_text("def data():\n    import no_such_package\n")
     with pytest.raises(UsageError, match=named):
-        user_dataset.read(name)
+        user_dataset.read_dataset(name)
 
 
 def test_the_same_contents_are_written_once(returns, tmp_path):
     data_dir = tmp_path / "data"
-    first = prepare.prepare(returns(GOOD), data_dir)
+    first = prepare.prepare_dataset(returns(GOOD), data_dir)
     written = first.train.features.path.stat().st_mtime_ns
-    assert first == prepare.prepare(returns(GOOD), data_dir)
+    assert first == prepare.prepare_dataset(returns(GOOD), data_dir)
     assert written == first.train.features.path.stat().st_mtime_ns
-    other = prepare.prepare(returns({**GOOD, "train": GOOD["test"]}), data_dir)
+    other = prepare.prepare_dataset(returns({**GOOD, "train": GOOD["test"]}), data_dir)
     assert other.version != first.version
-    assert other == arrays.find(data_dir, "own_module:data")
-    assert first == arrays.find(data_dir, "own_module:data", first.version)
-    assert first == prepare.prepare(returns(GOOD), data_dir) == arrays.find(data_dir, "own_module:data")
+    assert other == arrays.find_arrays(data_dir, "own_module:data")
+    assert first == arrays.find_arrays(data_dir, "own_module:data", first.version)
+    assert first == prepare.prepare_dataset(returns(GOOD), data_dir) == arrays.find_arrays(data_dir, "own_module:data")
     assert written == first.train.features.path.stat().st_mtime_ns
     assert {".prepare.lock", "arrays"} == {path.name for path in data_dir.iterdir()}
 
 
 def test_a_function_that_fails_leaves_what_was_prepared(returns, tmp_path):
     with pytest.raises(UsageError):
-        prepare.prepare(returns(ValueError("no")), tmp_path)
+        prepare.prepare_dataset(returns(ValueError("no")), tmp_path)
     with pytest.raises(PrerequisiteError):
-        arrays.find(tmp_path, "own_module:data")
-    first = prepare.prepare(returns(GOOD), tmp_path)
+        arrays.find_arrays(tmp_path, "own_module:data")
+    first = prepare.prepare_dataset(returns(GOOD), tmp_path)
     with pytest.raises(UsageError):
-        prepare.prepare(returns(ValueError("no")), tmp_path)
-    assert first == arrays.find(tmp_path, "own_module:data")
+        prepare.prepare_dataset(returns(ValueError("no")), tmp_path)
+    assert first == arrays.find_arrays(tmp_path, "own_module:data")
 
 
 DATA = "import numpy as np\nGOOD = {split: (np.ones((2, 2)), np.ones(2)) for split in ('train', 'test')}\n"

@@ -13,13 +13,13 @@ import tensorflow as tf
 from tensorflow import keras
 
 from train.callbacks.callback_state import CallbackProgress, encode_attributes, restore_attributes
-from train.callbacks.plain_values import decode, encode
+from train.callbacks.plain_values import decode_value, encode_value
 
 
 def saved(callback: Any, made: dict[str, bytes]) -> CallbackProgress:
     """Return the state of a callback after a round trip through a checkpoint."""
     changed = {name: value for name, value in encode_attributes(callback)[0].items() if made[name] != value}
-    return CallbackProgress(**decode(encode(vars(CallbackProgress(callbacks=[changed])))))
+    return CallbackProgress(**decode_value(encode_value(vars(CallbackProgress(callbacks=[changed])))))
 
 
 def test_a_restored_plateau_continues_to_count():
@@ -60,7 +60,7 @@ def test_a_restored_plateau_continues_to_count():
     ],
 )
 def test_containers_keep_their_types_keys_and_order(value):
-    whole = decode(encode(value))
+    whole = decode_value(encode_value(value))
     assert (type(value), value) == (type(whole), whole)
     assert not isinstance(value, dict) or list(value) == list(whole)
     assert getattr(value, "maxlen", None) == getattr(whole, "maxlen", None)
@@ -70,7 +70,7 @@ def test_containers_keep_their_types_keys_and_order(value):
 
 @pytest.mark.parametrize("array", [np.float32([[1, np.nan]]), np.array("2026-01-01", "M8[D]"), np.array(["a", "bc"])])
 def test_arrays_keep_their_type_and_bits(array):
-    whole = decode(encode([array]))[0]
+    whole = decode_value(encode_value([array]))[0]
     assert (array.dtype, array.shape, array.tobytes()) == (whole.dtype, whole.shape, whole.tobytes())
 
 
@@ -86,9 +86,9 @@ def test_arrays_keep_their_type_and_bits(array):
 def test_random_generators_continue_their_sequence(make, draw):
     generator, shared = make(), make()
     draw(generator)
-    encoded = encode(generator)
-    assert shared is decode(encoded, shared)
-    drawn = [draw(each) for each in (generator, shared, decode(encoded))]
+    encoded = encode_value(generator)
+    assert shared is decode_value(encoded, shared)
+    drawn = [draw(each) for each in (generator, shared, decode_value(encoded))]
     assert [drawn[0]] * 3 == drawn
 
 

@@ -140,7 +140,7 @@ def train(own_parts, make_run, tmp_path) -> Train:
     run, data_dir = make_run(workers=0), tmp_path / "data"
     features = np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32)
     splits = {"train": (features, features[:, 0]), "test": (features[:7], features[:7, 0])}
-    arrays.write(data_dir, CONFIG.dataset, "1", splits)
+    arrays.write_arrays(data_dir, CONFIG.dataset, "1", splits)
 
     def do(
         steps: int,
@@ -170,7 +170,7 @@ def train(own_parts, make_run, tmp_path) -> Train:
             config=config,
             source=source,
             objective=dataclasses.replace(
-                objectives.build(config.loss, classifies=source.classifies),
+                objectives.build_by_name(config.loss, classifies=source.classifies),
                 metrics={"retrieval_at_1": lambda labels, outputs: outputs[:, 0]},
             ),
             strategy=strategy,

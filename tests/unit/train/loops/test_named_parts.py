@@ -69,12 +69,12 @@ def config(**more: Any) -> TrainConfig:
 
 
 def objective_of(source: sources.Source, **more: Any) -> objectives.Objective:
-    return objectives.of(config(**more), classifies=source.classifies)
+    return objectives.build_configured(config(**more), classifies=source.classifies)
 
 
 @pytest.fixture
 def source(own, tmp_path) -> sources.Source:
-    preparation.prepare("own_named:data", tmp_path)
+    preparation.prepare_dataset("own_named:data", tmp_path)
     return sources.open_source(config(), tmp_path)
 
 
@@ -87,7 +87,7 @@ def test_its_data_keeps_the_names(source):
 def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, make_run):
     model_checks.check_parts(config(metrics="own_named:metrics"), strategy="one", data_dir=tmp_path)
     objective = objective_of(source, metrics="own_named:metrics")
-    built = models.of(config(), source.feature_shape, source.num_outputs)
+    built = models.build_configured(config(), source.feature_shape, source.num_outputs)
     results = evaluation.new_evaluation(None, built, objective, source)()
     assert set(objective.evaluated) == set(results)
     heads = {"eval_kind_loss", "eval_size_loss", "eval_kind_accuracy", "eval_size_absolute_error"}
@@ -146,7 +146,7 @@ def test_malformed_losses_of_heads_are_refused(more):
 
 def test_heads_are_refused_where_the_labels_have_none():
     with pytest.raises(UsageError, match="^--loss"):
-        objectives.of(config(), classifies=True)
+        objectives.build_configured(config(), classifies=True)
 
 
 def test_a_model_whose_outputs_are_not_the_labels_is_refused(own, source, tmp_path):
@@ -175,4 +175,4 @@ def test_a_model_whose_outputs_are_not_the_labels_is_refused(own, source, tmp_pa
 def test_data_whose_names_do_not_fit_is_refused(own, tmp_path, wrong):
     vars(own)["data"] = lambda: data() | wrong
     with pytest.raises(UsageError, match="^dataset own_named:data"):
-        preparation.prepare("own_named:data", tmp_path)
+        preparation.prepare_dataset("own_named:data", tmp_path)

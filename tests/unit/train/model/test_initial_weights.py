@@ -28,17 +28,19 @@ def save(kind: str, model: keras.Model, folder: Path) -> Path:
     """Save a model's weights in a separate folder."""
     folder.mkdir()
     if kind == ".index":
-        optimizer = optimizers.build_for(TrainConfig(), model)
+        optimizer = optimizers.build_for_model(TrainConfig(), model)
         saves = CheckpointManager(model, optimizer, tf.Variable(0, dtype=tf.int64), folder, keep=1, writes=True)
         saves.save(3)
         saves.wait()
     elif kind == ".npz":
-        np.savez(folder / "weights.npz", **{name: variable.numpy() for variable, name in initial_weights.names(model)})
+        np.savez(
+            folder / "weights.npz", **{name: variable.numpy() for variable, name in initial_weights.list_weights(model)}
+        )
     elif kind == ".weights.h5":
         model.save_weights(folder / "model.weights.h5")
     else:
         model.save(folder / f"model{kind}")
-    path = initial_weights.file_in(folder)
+    path = initial_weights.find_file(folder)
     assert path is not None
     return path
 
@@ -50,7 +52,7 @@ KINDS = (".index", ".npz", ".weights.h5", ".keras", ".h5")
 def test_all_weights_are_taken_from(tmp_path, kind):
     first, second = new_model(seed=1), new_model(seed=2)
     first.get_layer("norm").moving_mean.assign([1.0, 2.0, 3.0])
-    line = initial_weights.load(second, save(kind, first, tmp_path / "init"))
+    line = initial_weights.load_file(second, save(kind, first, tmp_path / "init"))
     assert line.startswith("began with 8 of the 8 weights from ")
     assert ";" not in line
     for mine, theirs in zip(first.get_weights(), second.get_weights(), strict=True):
@@ -60,7 +62,7 @@ def test_all_weights_are_taken_from(tmp_path, kind):
 def test_weights_that_do_not_match_stay_random_and_are_named(tmp_path):
     first, second = new_model(seed=1), new_model(outputs=5, seed=2)
     before = second.get_layer("head").kernel.numpy()
-    line = initial_weights.load(second, save(".npz", first, tmp_path / "init"))
+    line = initial_weights.load_file(second, save(".npz", first, tmp_path / "init"))
     assert line.startswith("began with 6 of the 8 weights from ")
     assert "head/kernel (3, 5) (in the file (3, 2))" in line
     np.testing.assert_array_equal(before, second.get_layer("head").kernel.numpy())
@@ -71,14 +73,14 @@ def test_weights_that_do_not_match_stay_random_and_are_named(tmp_path):
 def test_a_file_of_another_model_is_refused(tmp_path):
     other = keras.Sequential([keras.Input((7,)), keras.layers.Dense(9, name="other")])
     with pytest.raises(UsageError, match=r"^--init-from weights\.npz: none of its weights"):
-        initial_weights.load(new_model(), save(".npz", other, tmp_path / "init"))
+        initial_weights.load_file(new_model(), save(".npz", other, tmp_path / "init"))
 
 
 @pytest.mark.parametrize("name", ["weights.npz", "model.keras", "model.h5", "ckpt-1.index"])
 def test_a_file_that_holds_no_weights_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"no weights")
     with pytest.raises(UsageError, match=f"^--init-from {name}: it cannot be read"):
-        initial_weights.load(new_model(), tmp_path / name)
+        initial_weights.load_file(new_model(), tmp_path / name)
 
 
 # Layers that are not trained
@@ -86,10 +88,10 @@ def test_a_file_that_holds_no_weights_is_refused(tmp_path, name):
 
 def test_frozen_layers_are_named_or_begin_alike():
     model = new_model()
-    models.freeze(model, "wide, no*")
+    models.freeze_layers(model, "wide, no*")
     assert ["kernel", "bias"] == [variable.name for variable in model.trainable_variables]
     model = new_model()
-    models.freeze(model, "body")
+    models.freeze_layers(model, "body")
     assert 4 == len(model.trainable_variables)
 
 
@@ -97,18 +99,18 @@ def test_all_layers_of_a_name_are_frozen():
     layers = keras.layers
     parts = [keras.Sequential([keras.Input((2,)), layers.Dense(2, name="dense")], name=name) for name in "ab"]
     model = keras.Sequential([keras.Input((2,)), *parts, layers.Dense(1, name="head")])
-    models.freeze(model, "dense")
+    models.freeze_layers(model, "dense")
     assert ["head", "head"] == [variable.path.split("/")[-2] for variable in model.trainable_variables]
 
 
 @pytest.mark.parametrize("names", ["hea", "wide,*missing", "*"])
 def test_a_layer_that_is_not_there_or_the_last_one_is_refused(names):
     with pytest.raises(UsageError, match="--freeze "):
-        models.freeze(new_model(), names)
+        models.freeze_layers(new_model(), names)
 
 
 def test_a_frozen_layer_keeps_its_weights():
     config = dataclasses.replace(TrainConfig(), freeze="conv2d*")
-    model = models.of(config, (28, 28, 1), 10)
+    model = models.build_configured(config, (28, 28, 1), 10)
     assert not [variable for variable in model.trainable_variables if "conv2d" in variable.path]
     assert 4 == len([variable for variable in model.variables if "conv2d" in variable.path])

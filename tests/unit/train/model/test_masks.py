@@ -11,7 +11,7 @@ def test_the_mask_of_a_nested_model_is_expected_where_its_symbolic_output_has_no
     layers = keras.layers
     inner = keras.Sequential([keras.Input((3, 4)), layers.Dense(4)])
     model = keras.Sequential([keras.Input((3,)), layers.Embedding(5, 4, mask_zero=True), inner, layers.Dense(2)])
-    assert masks.of(model(tf.ones([1, 3]))) is not None
+    assert masks.mask_of(model(tf.ones([1, 3]))) is not None
     assert any(masks.begins_at(layer) for layer in model._flatten_layers())
     assert not any(masks.begins_at(layer) for layer in inner._flatten_layers())
 
@@ -25,5 +25,5 @@ def test_the_mask_that_a_function_makes_is_expected():
 def test_an_example_of_padding_alone_counts_nothing():
     values = tf.constant([[1.0, 2.0], [8.0, np.nan], [np.inf, 3.0]])
     mask = tf.constant([[True, True], [True, False], [False, False]])
-    np.testing.assert_allclose(masks.by_example(values, mask), [3.0, 8.0, 0.0])  # 3 positions of 3 examples
-    np.testing.assert_allclose(masks.by_example(values[:1], mask[2:]), [0.0])
+    np.testing.assert_allclose(masks.average_by_example(values, mask), [3.0, 8.0, 0.0])  # 3 positions of 3 examples
+    np.testing.assert_allclose(masks.average_by_example(values[:1], mask[2:]), [0.0])

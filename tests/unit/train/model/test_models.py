@@ -36,7 +36,7 @@ def build(monkeypatch) -> Callable[[Callable[..., Any]], keras.Model]:
         module = types.ModuleType("own_models")
         module.model = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "own_models", module)
-        return models.build("own_models:model", SHAPE, OUTPUTS)
+        return models.build_by_name("own_models:model", SHAPE, OUTPUTS)
 
     return make
 
@@ -56,7 +56,7 @@ def flat(outputs: int) -> keras.Model:
 
 
 def test_the_built_in_model_gives_a_logit_a_class():
-    model = models.build("two_conv_cnn", (28, 28, 1), 10)
+    model = models.build_by_name("two_conv_cnn", (28, 28, 1), 10)
     assert (2, 10) == model(np.zeros((2, 28, 28, 1), np.float32)).shape
     assert 8 == len(model.trainable_variables)
 
@@ -111,8 +111,8 @@ def test_a_method_that_the_loop_cannot_call_or_would_not_call_is_refused(monkeyp
     module.model = own  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_models", module)
     with pytest.raises(UsageError, match=named):
-        models.of(TrainConfig(model="own_models:model", loop=loop), SHAPE, OUTPUTS)
-    assert isinstance(models.of(TrainConfig(model="own_models:model", loop=other), SHAPE, OUTPUTS), kind)
+        models.build_configured(TrainConfig(model="own_models:model", loop=loop), SHAPE, OUTPUTS)
+    assert isinstance(models.build_configured(TrainConfig(model="own_models:model", loop=other), SHAPE, OUTPUTS), kind)
 
 
 def test_a_model_that_is_built_again_to_be_exported_freezes_the_same_layers(monkeypatch):
@@ -124,7 +124,7 @@ def test_a_model_that_is_built_again_to_be_exported_freezes_the_same_layers(monk
     monkeypatch.setitem(sys.modules, "own_models_again", module)
     config = TrainConfig(model="own_models_again:model", freeze=name)
     for _ in range(3):
-        model = models.of(config, SHAPE, OUTPUTS)
+        model = models.build_configured(config, SHAPE, OUTPUTS)
         assert [20 * 4 + 4, 4 * OUTPUTS + OUTPUTS] == [layer.count_params() for layer in model.layers]
         assert [True, False] == [bool(layer.trainable_weights) for layer in model.layers]
     assert keras.layers.Dense(1).name not in [layer.name for layer in model._flatten_layers()]

@@ -15,7 +15,7 @@ from train.model import objectives
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_errors_of_quantities_are_means_over_an_examples_outputs(outputs):
     """Labels `[B, K]`, and `[B]` where there is one: never the differences of all pairs."""
-    objective = objectives.build("mean_squared_error", classifies=False)
+    objective = objectives.build_by_name("mean_squared_error", classifies=False)
     labels_BK = np.arange(4 * outputs, dtype=np.float32).reshape(4, outputs)
     outputs_BK = labels_BK + np.array([[1], [-2], [0], [4]], np.float32)
     for labels in (labels_BK, labels_BK[:, 0])[: 2 if outputs == 1 else 1]:
@@ -36,7 +36,7 @@ def test_a_users_loss_keeps_the_score_of_the_data(classifies, monkeypatch):
     module = types.ModuleType("own_losses")
     module.branching = _branching  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_losses", module)
-    objective = objectives.build("own_losses:branching", classifies=classifies)
+    objective = objectives.build_by_name("own_losses:branching", classifies=classifies)
     called = tf.function(objective.loss, autograph=False)
     assert [[2.0, 3.0], [2.0, 3.0]] == [
         called(tf.zeros([2]), tf.constant([[2.0], [3.0]]) * s).numpy().tolist() for s in (1.0, -1.0)
@@ -70,7 +70,7 @@ def test_a_users_loss_takes_any_outputs(outputs, monkeypatch):
     monkeypatch.setitem(sys.modules, "own_losses", module)
     config = TrainConfig(loss="own_losses:any", loop="custom")
     objectives.check_outputs(config, 5, ((), outputs))
-    objective = objectives.of(config, classifies=True, shapes=lambda: ((), outputs))
+    objective = objectives.build_configured(config, classifies=True, shapes=lambda: ((), outputs))
     names = {(1,): "absolute_error", (64,): "accuracy"}
     assert objective.score_name == (names.get(outputs, "data_loss") if isinstance(outputs, tuple) else "data_loss")
     assert [2.0, 3.0] == objective.loss(tf.constant([2, 3]), None).numpy().tolist()
@@ -82,4 +82,4 @@ def test_invalid_metrics_are_refused(monkeypatch, made):
     module.made = lambda: made  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_metrics", module)
     with pytest.raises(UsageError, match="^--metrics 'own_metrics:made'"):
-        objectives.of(TrainConfig(metrics="own_metrics:made"), classifies=True)
+        objectives.build_configured(TrainConfig(metrics="own_metrics:made"), classifies=True)

@@ -38,7 +38,7 @@ class Trained:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         with tf.distribute.OneDeviceStrategy("/CPU:0").scope():
             self.model = new_model()
-            self.optimizer = optimizers.build_for(config, self.model, total_steps=8)
+            self.optimizer = optimizers.build_for_model(config, self.model, total_steps=8)
             step = tf.Variable(0, dtype=tf.int64)
         self.checkpoint = CheckpointManager(self.model, self.optimizer, step, folder, keep=3, writes=True)
 
@@ -81,9 +81,11 @@ def test_the_step_size_follows_its_schedule_after_the_warm_up(settings: dict[str
 
 
 def test_callbacks_may_set_a_constant_step_size_alone() -> None:
-    settable = optimizers.build(TrainConfig(callbacks="own:callbacks"))
+    settable = optimizers.build_optimizer(TrainConfig(callbacks="own:callbacks"))
     settable.learning_rate = 0.5
-    scheduled = optimizers.build(TrainConfig(callbacks="own:callbacks", optimizer=Optimizer(schedule="cosine")))
+    scheduled = optimizers.build_optimizer(
+        TrainConfig(callbacks="own:callbacks", optimizer=Optimizer(schedule="cosine"))
+    )
     with pytest.raises(TypeError):
         scheduled.learning_rate = 0.5
 
@@ -103,11 +105,11 @@ def test_evaluation_uses_the_averages_if_requested(tmp_path: Path, evaluate: boo
     expected = [(mean + new) / 2 for mean, new in zip(kept, last, strict=True)] if evaluate else last
     first = trained.weights[0]
     trained.model.layers[-1].trainable = False  # as a callback may do
-    with optimizers.averaged(config, trained.model, trained.optimizer):
+    with optimizers.with_averages(config, trained.model, trained.optimizer):
         np.testing.assert_allclose(first, expected[0], rtol=1e-6)
     np.testing.assert_array_equal(last[0], first)
     restored = new_model()
-    saved_weights.read(config, restored, str(tmp_path / "ckpt-2"))
+    saved_weights.load_evaluated(config, restored, str(tmp_path / "ckpt-2"))
     np.testing.assert_allclose(restored.trainable_variables[0], expected[0], rtol=1e-6)
 
 
@@ -141,4 +143,4 @@ def test_a_users_function_makes_the_optimizer_with_the_schedule(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["nothing", "scaled"])
 def test_a_function_that_returns_no_optimizer_or_one_that_unscales_gradients_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"--optimizer.name 'own_optimizers:{name}' returned"):
-        optimizers.build(configured(name=f"own_optimizers:{name}"))
+        optimizers.build_optimizer(configured(name=f"own_optimizers:{name}"))

@@ -10,7 +10,7 @@ from cluster.system.errors import UsageError
 from train.config import TrainConfig, Transformer
 from train.model import input_types, models, objectives
 from train.model.architectures import transformer_lm
-from train.settings.overrides import resolve
+from train.settings.overrides import resolve_config
 
 
 @pytest.mark.slow
@@ -27,11 +27,11 @@ def test_no_output_depends_on_a_later_token():
 @pytest.mark.slow
 def test_options_set_the_size():
     config = TrainConfig(model="transformer_lm", transformer=Transformer(layers=3, width=16, heads=2))
-    model = models.of(config, (8,), 256)
+    model = models.build_configured(config, (8,), 256)
     attention, feed_forward, norms = 4 * 16 * 16 + 4 * 16, 2 * 64 * 16 + 64 + 16, 2 * 2 * 16
     embedding, logits = 256 * 16 + 8 * 16, 256 * 16 + 256 + 2 * 16
     assert 3 * (attention + feed_forward + norms) + embedding + logits == model.count_params()
-    assert ("int32", (None, 8, 256)) == (input_types.dtypes(model, ()), model.output_shape)
+    assert ("int32", (None, 8, 256)) == (input_types.input_dtypes(model, ()), model.output_shape)
 
 
 def test_examples_must_be_sequences():
@@ -40,7 +40,7 @@ def test_examples_must_be_sequences():
 
 
 def test_an_example_of_a_sequence_has_the_mean_loss_of_its_positions():
-    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+    objective = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
     labels_BT, logits_BTK = tf.constant([[0, 1], [1, 1]], tf.int64), tf.zeros([2, 2, 4])
     assert [math.log(4)] * 2 == pytest.approx(objective.loss(labels_BT, logits_BTK).numpy().tolist())
     assert [0.5, 0.0] == objective.score(labels_BT, logits_BTK).numpy().tolist()
@@ -51,6 +51,6 @@ def test_an_example_of_a_sequence_has_the_mean_loss_of_its_positions():
     [("--transformer.width", "10"), ("--transformer.context", "100"), ("--transformer.layers", "0")],
 )
 def test_a_size_that_cannot_be_is_refused(words):
-    resolve("transformer_lm", ["--transformer.layers", "2"])
+    resolve_config("transformer_lm", ["--transformer.layers", "2"])
     with pytest.raises(UsageError):
-        resolve("transformer_lm", words)
+        resolve_config("transformer_lm", words)

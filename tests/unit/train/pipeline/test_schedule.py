@@ -34,7 +34,7 @@ def of(program, *actions):
 @given(SIZES)
 def test_each_stage_computes_every_micro_batch_once_and_forward_before_backward(size):
     name, stages, micro_batches = size
-    for program in schedule.build(name, stages, micro_batches):
+    for program in schedule.build_programs(name, stages, micro_batches):
         forwards = [each.micro_batch for each in of(program, Opcode.FORWARD)]
         backwards = [each.micro_batch for each in of(program, Opcode.BACKWARD)]
         assert forwards == backwards == list(range(micro_batches))
@@ -47,7 +47,7 @@ def test_each_stage_computes_every_micro_batch_once_and_forward_before_backward(
 @given(SIZES)
 def test_a_stage_holds_no_more_than_its_bound_and_reaches_it(size):
     name, stages, micro_batches = size
-    for stage, program in enumerate(schedule.build(name, stages, micro_batches)):
+    for stage, program in enumerate(schedule.build_programs(name, stages, micro_batches)):
         held, most = 0, 0
         for each in of(program, Opcode.FORWARD, Opcode.BACKWARD):
             held += 1 if each.opcode is Opcode.FORWARD else -1
@@ -61,7 +61,7 @@ def test_a_stage_holds_no_more_than_its_bound_and_reaches_it(size):
 @given(SIZES)
 def test_updates_come_once_a_step_or_once_a_micro_batch(size):
     name, stages, micro_batches = size
-    for program in schedule.build(name, stages, micro_batches):
+    for program in schedule.build_programs(name, stages, micro_batches):
         updates = [each.micro_batch for each in of(program, Opcode.UPDATE)]
         assert updates == (list(range(micro_batches)) if name == "pipedream" else [micro_batches - 1])
         assert program[-1].opcode is Opcode.UPDATE
@@ -70,7 +70,7 @@ def test_updates_come_once_a_step_or_once_a_micro_batch(size):
 @settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 20))
 def test_pipedream_gradients_are_stale_by_exactly_the_stages_that_follow(stages, micro_batches):
-    for stage, program in enumerate(schedule.build("pipedream", stages, micro_batches)):
+    for stage, program in enumerate(schedule.build_programs("pipedream", stages, micro_batches)):
         updates, versions = 0, {}
         for each in program:
             if each.opcode is Opcode.UPDATE:
@@ -86,7 +86,7 @@ def test_pipedream_gradients_are_stale_by_exactly_the_stages_that_follow(stages,
 @settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 20))
 def test_pipedream_stashes_no_more_versions_than_its_bound(stages, micro_batches):
-    for stage, program in enumerate(schedule.build("pipedream", stages, micro_batches)):
+    for stage, program in enumerate(schedule.build_programs("pipedream", stages, micro_batches)):
         updates, held, most = 0, {}, 0
         for each in program:
             if each.opcode is Opcode.FORWARD:
@@ -102,7 +102,7 @@ def test_pipedream_stashes_no_more_versions_than_its_bound(stages, micro_batches
 @given(SIZES, st.floats(0, 5))
 def test_no_schedule_deadlocks_and_what_is_sent_is_received(size, transfer_s):
     name, stages, micro_batches = size
-    programs = schedule.build(name, stages, micro_batches)
+    programs = schedule.build_programs(name, stages, micro_batches)
     ends = computed(programs, 1.0, 2.0, transfer_s)
     assert len(ends) == 2 * stages * micro_batches
     for stage in range(stages - 1):
@@ -117,13 +117,13 @@ def test_no_schedule_deadlocks_and_what_is_sent_is_received(size, transfer_s):
 @settings(deadline=None)
 @given(st.sampled_from(("gpipe", "1f1b")), st.integers(1, 9), st.integers(1, 20))
 def test_the_bubble_of_equal_stages_is_that_of_the_formula(name, stages, micro_batches):
-    programs = schedule.build(name, stages, micro_batches)
+    programs = schedule.build_programs(name, stages, micro_batches)
     length = max(computed(programs, 1.0, 2.0))
     assert 1 - 3.0 * micro_batches / length == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
 def test_stages_that_wait_for_each_other_are_noticed():
-    programs = schedule.build("gpipe", 2, 2)
+    programs = schedule.build_programs("gpipe", 2, 2)
     programs[0] = [each for each in programs[0] if each.opcode is not Opcode.SEND_VALUES]
     with pytest.raises(RuntimeError):
         schedule.interleave(programs)

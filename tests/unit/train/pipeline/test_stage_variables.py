@@ -123,7 +123,7 @@ def test_a_model_restored_without_first_values_is_the_whole_model(tmp_path, save
     prefix, values = saved
     model = to_restore(new_model)
     assert not any(variable.value.is_initialized() for variable in model.variables)
-    saved_weights.read_trained(model, prefix)
+    saved_weights.load_trained(model, prefix)
     assert all(values[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
     export.export(model, tmp_path / "export", (6,), ())
     tokens_BT = np.arange(12, dtype=np.int32).reshape(2, 6) % 11
@@ -136,15 +136,15 @@ def test_another_run_begins_with_the_weights_of_all_stages(saved):
     prefix, values = saved
     model = new_model()
     count = len(model.weights)
-    assert f"began with {count} of the {count} weights" in initial_weights.load(model, Path(f"{prefix}.index"))
+    assert f"began with {count} of the {count} weights" in initial_weights.load_file(model, Path(f"{prefix}.index"))
     assert all(values[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
 
 
 def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path):
     first, second = (Holder(tmp_path, task, 2) for task in range(2))
-    arrays = {name: np.full(one.shape, 0.5, np.float32) for one, name in initial_weights.names(first.model)}
+    arrays = {name: np.full(one.shape, 0.5, np.float32) for one, name in initial_weights.list_weights(first.model)}
     np.savez(tmp_path / "weights.npz", **arrays)
-    assert initial_weights.load(first.model, tmp_path / "weights.npz") == initial_weights.load(
+    assert initial_weights.load_file(first.model, tmp_path / "weights.npz") == initial_weights.load_file(
         second.model, tmp_path / "weights.npz"
     )
     for holder in (first, second):

@@ -13,7 +13,7 @@ from cluster.system.errors import RunFailed
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import checkpoint
 from train.saving.checkpoint import CheckpointManager
-from train.saving.checkpoint_files import finished
+from train.saving.checkpoint_files import list_finished
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 
@@ -89,8 +89,8 @@ def test_all_restore_what_is_good_for_all_and_the_writer_sets_aside_what_is_newe
         own = parts(seed=1)
         assert 1 == saving(tmp_path, own, writes=writes).restore(lambda _step: next(others))
         assert {1.0} == set(own[0].get_weights()[0].flatten())
-        assert left == [saved.step for saved in finished(tmp_path)]
-    assert [3, 2] == [saved.step for saved in finished(tmp_path / "aside")]
+        assert left == [saved.step for saved in list_finished(tmp_path)]
+    assert [3, 2] == [saved.step for saved in list_finished(tmp_path / "aside")]
 
 
 @pytest.mark.usefixtures("three")
@@ -111,8 +111,8 @@ def test_a_task_that_does_not_write_leaves_nothing(tmp_path):
 
 
 def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    go, write = threading.Event(), checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *given: (go.wait(20), write(*given)))
+    go, write = threading.Event(), checkpoint.write_checkpoint
+    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *given: (go.wait(20), write(*given)))
     own, saved = parts(), list[int]()
     saves = saving(tmp_path, own, saved=saved.append)
     before = own[0].get_weights()
@@ -143,4 +143,4 @@ def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, three, br
     saves.save(4)
     with pytest.raises(RunFailed, match=r"bias is not finite after step 4; lower --optimizer.learning-rate"):
         saves.wait()
-    assert [3, 2, 1] == [saved.step for saved in finished(tmp_path)]
+    assert [3, 2, 1] == [saved.step for saved in list_finished(tmp_path)]

@@ -20,7 +20,7 @@ from tests.support.waiting import wait_for
 from train import evaluator
 from train.config import TrainConfig
 from train.saving import checkpoint_files, saved_weights
-from train.saving.checkpoint_files import Saved, write
+from train.saving.checkpoint_files import Saved, write_checkpoint
 
 
 def model_of(value: float) -> keras.Model:
@@ -88,7 +88,7 @@ def evaluating(run: RunFolder) -> Iterator[Callable[[], Evaluator]]:
 def save(run: RunFolder, *steps: int) -> None:
     """Save checkpoints whose weights are their steps."""
     for step in steps:
-        write(tf.train.Checkpoint(model=model_of(step)), Saved(run.checkpoints, step))
+        write_checkpoint(tf.train.Checkpoint(model=model_of(step)), Saved(run.checkpoints, step))
 
 
 def rows(run: RunFolder) -> list[tuple[int, float]]:
@@ -122,13 +122,13 @@ def test_an_unreadable_checkpoint_is_skipped_and_read_once(run, evaluating, monk
     save(run, 10, 20)
     damage(run.checkpoints / name)
     looks, whole = [0], []
-    look, read = checkpoint_files.finished, Saved.damage
+    look, read = checkpoint_files.list_finished, Saved.damage
 
     def counted(folder: Path) -> list[Saved]:
         looks[0] += 1
         return look(folder)
 
-    monkeypatch.setattr(evaluator, "finished", counted)
+    monkeypatch.setattr(evaluator, "list_finished", counted)
     monkeypatch.setattr(Saved, "damage", lambda saved, **how: (whole.append(saved.step), read(saved, **how))[1])
     monkeypatch.setattr(evaluator, "POLL_S", 0.01)
     one = evaluating()
@@ -142,13 +142,13 @@ def test_an_unreadable_checkpoint_is_skipped_and_read_once(run, evaluating, monk
 
 def test_a_checkpoint_that_vanishes_while_it_is_read_is_ignored(run, evaluating, monkeypatch, capsys):
     save(run, 10)
-    read = saved_weights.read
+    read = saved_weights.load_evaluated
 
     def pruned(config: TrainConfig, model: keras.Model, prefix: str) -> None:
         Saved(run.checkpoints, 10).remove()
         read(config, model, prefix)
 
-    monkeypatch.setattr(saved_weights, "read", pruned)
+    monkeypatch.setattr(saved_weights, "load_evaluated", pruned)
     one = evaluating()
     wait_for(lambda: not Saved(run.checkpoints, 10).record.exists(), "the checkpoint to vanish")
     save(run, 20)

@@ -15,7 +15,16 @@ from cluster.system.json_files import DISK_FULL
 from cluster.system.paths import ROOT
 from tests.support.waiting import wait_for
 from train.saving import checkpoint_files
-from train.saving.checkpoint_files import Saved, agreed, clean, finished, newest_good, prune, set_aside, write
+from train.saving.checkpoint_files import (
+    Saved,
+    agree_on_newest,
+    delete_leftovers,
+    delete_older,
+    find_newest_good,
+    list_finished,
+    set_aside,
+    write_checkpoint,
+)
 
 SIZE = 100_000
 
@@ -27,19 +36,19 @@ class State:
     byte: int = 1
     size: int = SIZE
 
-    def write(self, prefix: str) -> None:
+    def write_checkpoint(self, prefix: str) -> None:
         Path(prefix + ".index").write_bytes(bytes([self.byte]))
         Path(prefix + ".data-00000-of-00001").write_bytes(bytes([self.byte]) * self.size)
 
 
 def save(folder: Path, *steps: int, keep: int = 1000) -> None:
     for step in steps:
-        write(State(step % 256), Saved(folder, step))
-        prune(Saved(folder, step), keep)
+        write_checkpoint(State(step % 256), Saved(folder, step))
+        delete_older(Saved(folder, step), keep)
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [saved.step for saved in finished(folder)]
+    return [saved.step for saved in list_finished(folder)]
 
 
 def data(folder: Path, step: int) -> Path:
@@ -76,7 +85,7 @@ def test_one_of_the_same_step_is_good_until_the_new_one_is(tmp_path, monkeypatch
     other = contents(tmp_path)["ckpt-51.index"]
     monkeypatch.setattr(checkpoint_files, "write_json", observed)
     for byte in (7, 8, 9):
-        write(State(byte), saved)
+        write_checkpoint(State(byte), saved)
         assert bytes([byte]) == Path(saved.prefix + ".index").read_bytes()
         assert 6 == len(contents(tmp_path))
     assert [None] * 6 == seen
@@ -89,8 +98,8 @@ def test_one_of_the_same_step_is_good_until_the_new_one_is(tmp_path, monkeypatch
 def test_the_same_step_can_be_saved_again(tmp_path, damage):
     save(tmp_path, 5)
     damage(tmp_path, 5)
-    write(State(7), Saved(tmp_path, 5))
-    assert newest_good(tmp_path) == Saved(tmp_path, 5)
+    write_checkpoint(State(7), Saved(tmp_path, 5))
+    assert find_newest_good(tmp_path) == Saved(tmp_path, 5)
     assert bytes([7]) == Path(Saved(tmp_path, 5).prefix + ".index").read_bytes()
     assert 3 == len(contents(tmp_path))
 
@@ -101,7 +110,7 @@ def test_everything_is_on_the_disk_before_the_record_says_so(tmp_path, monkeypat
     sync, write_json = checkpoint_files.sync, checkpoint_files.write_json
     monkeypatch.setattr(checkpoint_files, "sync", lambda path: (sync(path), done.append(f"sync {path.name}")))
     monkeypatch.setattr(checkpoint_files, "write_json", lambda *given: (write_json(*given), done.append("record")))
-    write(State(), Saved(tmp_path, 5))
+    write_checkpoint(State(), Saved(tmp_path, 5))
     files = ["sync ckpt-5.data-00000-of-00001", "sync ckpt-5.index"]
     assert [*files, f"sync {tmp_path.name}", "record", f"sync {tmp_path.name}"] == done
 
@@ -117,7 +126,7 @@ def test_a_full_disk_does_not_damage_the_good_checkpoint(small_disk):
     before = contents(small_disk)
     for step in (5, 6):
         with pytest.raises(OSError) as full:
-            write(State(9, size=4 * SIZE), Saved(small_disk, step))
+            write_checkpoint(State(9, size=4 * SIZE), Saved(small_disk, step))
         assert full.value.errno in DISK_FULL
     assert before == contents(small_disk)
     assert [5, 4] == steps_of(small_disk)
@@ -141,8 +150,8 @@ while True:
 
 def test_an_older_copy_of_the_writer_deletes_no_newer_checkpoint(tmp_path):
     save(tmp_path, 4, 5, 6)
-    write(State(3), Saved(tmp_path, 3))  # by a writer that was suspended
-    prune(Saved(tmp_path, 3), 1)
+    write_checkpoint(State(3), Saved(tmp_path, 3))  # by a writer that was suspended
+    delete_older(Saved(tmp_path, 3), 1)
     assert [6, 5, 4, 3] == steps_of(tmp_path)
 
 
@@ -159,12 +168,12 @@ def test_a_kill_at_any_moment_leaves_a_good_checkpoint_and_no_leftovers(tmp_path
         time.sleep(random_.uniform(0, 0.05))  # the moment of the kill is what is drawn
         program.kill()
         program.communicate()
-        good = newest_good(tmp_path, pytest.fail)
+        good = find_newest_good(tmp_path, pytest.fail)
         assert good is not None
         last = good.step
-    clean(tmp_path, 12)
+    delete_leftovers(tmp_path, 12)
     newest = Saved(tmp_path, last)
-    prune(newest, 1)
+    delete_older(newest, 1)
     assert sorted(path.name for path in newest.paths()) == sorted(path.name for path in tmp_path.iterdir())
 
 
@@ -199,7 +208,7 @@ def test_only_leftovers_of_killed_saves_are_deleted(tmp_path):
     (tmp_path / "ckpt-5+1.index").write_bytes(b"x")  # of a second save
     (tmp_path / ".ckpt-3-mine").mkdir()
     (tmp_path / "notes.txt").write_bytes(b"the user's")
-    clean(tmp_path, 3)
+    delete_leftovers(tmp_path, 3)
     assert kept | {"notes.txt": b"the user's"} == contents(tmp_path)
     assert (tmp_path / ".ckpt-3-mine").is_dir()
 
@@ -208,12 +217,12 @@ def test_cleaning_survives_a_concurrent_deletion(tmp_path, monkeypatch):
     save(tmp_path, 4, 5)
 
     def listed(folder: Path) -> list[Saved]:
-        found = finished(folder)
+        found = list_finished(folder)
         Saved(folder, 4).record.unlink()  # first of its files
         return found
 
-    monkeypatch.setattr(checkpoint_files, "finished", listed)
-    clean(tmp_path, 3)
+    monkeypatch.setattr(checkpoint_files, "list_finished", listed)
+    delete_leftovers(tmp_path, 3)
     assert [5] == steps_of(tmp_path)
 
 
@@ -236,7 +245,7 @@ def test_skipped_checkpoints_are_set_aside_and_never_restored(tmp_path):
 
 def agree(*folders: Path) -> list[int | RunFailed | None]:
     """Return the checkpoint on which tasks with these folders agree; each runs as if the others existed."""
-    views = [[saved.step for saved in finished(folder) if saved.damage() is None] for folder in folders]
+    views = [[saved.step for saved in list_finished(folder) if saved.damage() is None] for folder in folders]
 
     def of(folder: Path) -> int | RunFailed | None:
         bound: list[int | None] = [None]
@@ -248,7 +257,7 @@ def agree(*folders: Path) -> list[int | RunFailed | None]:
             return given
 
         try:
-            saved = agreed(folder, everyones, lambda words: None)
+            saved = agree_on_newest(folder, everyones, lambda words: None)
         except RunFailed as error:
             return error
         return saved and saved.step
@@ -313,7 +322,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path, damage, named):
     save(tmp_path, 2, 3)
     damage(tmp_path, 3)
     warnings: list[str] = []
-    assert Saved(tmp_path, 2) == newest_good(tmp_path, warnings.append)
+    assert Saved(tmp_path, 2) == find_newest_good(tmp_path, warnings.append)
     (warning,) = warnings
     assert warning.startswith("warning: checkpoint of step 3 is damaged (")
     assert named in warning

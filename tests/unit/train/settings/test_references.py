@@ -37,7 +37,7 @@ def write(tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
 
 def refusal(reference: str, of: Callable[[str], object] | None = None) -> str:
     with pytest.raises(UsageError) as refused:
-        of(reference) if of else references.check("--model", reference, BUILT_IN)
+        of(reference) if of else references.check_reference("--model", reference, BUILT_IN)
     assert 1 == len(str(refused.value).splitlines())
     return str(refused.value)
 
@@ -49,20 +49,20 @@ def test_a_typo_of_a_built_in_name_gets_the_nearest():
 def test_a_module_is_checked_without_being_run(write):
     write({"own_raises.py": "raise RuntimeError('run')\ndef model(): pass\nclass Net: pass\nalias = model\n"})
     for name in ("model", "Net", "alias"):
-        references.check("--model", f"own_raises:{name}", BUILT_IN)
+        references.check_reference("--model", f"own_raises:{name}", BUILT_IN)
     assert "own_raises" not in sys.modules
 
 
 def test_a_module_that_cannot_be_imported_is_refused_in_one_line_when_it_is_needed(write):
     write({"own_raises.py": "raise RuntimeError('run')\ndef model(): pass\n"})
-    message = refusal("own_raises:model", lambda reference: references.load("--model", reference))
+    message = refusal("own_raises:model", lambda reference: references.load_object("--model", reference))
     assert message.startswith("--model 'own_raises:model': RuntimeError: run (")
     assert message.endswith("own_raises.py:1)")
 
 
 def test_a_module_in_a_package_is_checked_without_running_the_package(write):
     write({"own_package/__init__.py": "raise RuntimeError('run')", "own_package/nets.py": "def model(): pass\n"})
-    references.check("--model", "own_package.nets:model", BUILT_IN)
+    references.check_reference("--model", "own_package.nets:model", BUILT_IN)
     assert "did you mean 'model'?" in refusal("own_package.nets:modle")
     assert "'own_package.net'" in refusal("own_package.net:model")
     assert "'own_package.nets.deep'" in refusal("own_package.nets.deep:model")
@@ -71,8 +71,8 @@ def test_a_module_in_a_package_is_checked_without_running_the_package(write):
 
 def test_a_package_without_an_init_is_one_too(write):
     folder = write({"own_spaces/nets.py": "def model(): return 7\n"})
-    references.check("--model", "own_spaces.nets:model", BUILT_IN)
-    assert 7 == references.load("--model", "own_spaces.nets:model")()
+    references.check_reference("--model", "own_spaces.nets:model", BUILT_IN)
+    assert 7 == references.load_object("--model", "own_spaces.nets:model")()
     assert folder == references.code_dir("own_spaces.nets:model")
 
 
@@ -103,7 +103,7 @@ def test_names_inside_of_functions_and_classes_are_not_the_modules(write):
 )
 def test_a_name_can_come_in_other_ways(text, write):
     write({"own_nets.py": text})
-    references.check("--model", "own_nets:model", BUILT_IN)
+    references.check_reference("--model", "own_nets:model", BUILT_IN)
 
 
 def test_a_missing_module_is_reported_with_the_path_that_was_searched(write):
@@ -133,7 +133,7 @@ def test_an_error_of_a_lost_peer_is_not_blamed_on_the_function(name):
         raise lost("Collective ops is aborted by: Connection reset by peer")
 
     with pytest.raises(lost):
-        references.call("--model", "own_nets:model", model)
+        references.call_user_function("--model", "own_nets:model", model)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def check(tmp_path, monkeypatch) -> Callable[[str], None]:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own_tried.py").write_text(PARTS)
     monkeypatch.syspath_prepend(tmp_path / "own")
-    preparation.prepare("own_tried:data", tmp_path / "data")
+    preparation.prepare_dataset("own_tried:data", tmp_path / "data")
 
     def of(model: str) -> None:
         config = TrainConfig(dataset="own_tried:data", model=f"own_tried:{model}").to_json()

@@ -176,7 +176,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     def of(model: str, replicas: int = 1, largest: int = 9, **more: Any) -> None:
         split = np.array([[0, 1], [largest, 3]]), np.array([0, 1])
         module.data = lambda: {"train": split, "test": split}
-        preparation.prepare("tried_parts:data", tmp_path)
+        preparation.prepare_dataset("tried_parts:data", tmp_path)
         config = TrainConfig(dataset="tried_parts:data", model=f"tried_parts:{model}", **more)
         model_checks.check_parts(config, strategy="mirrored", data_dir=tmp_path, replicas=replicas)
 

@@ -34,9 +34,9 @@ def test_hparams_are_what_was_varied_and_nothing_else(make_run):
     assert "hparam/eval_accuracy" in board.Tags()["tensors"]
 
 
-@pytest.mark.parametrize("preset", presets.names())
+@pytest.mark.parametrize("preset", presets.list_presets())
 def test_a_preset_varies_nothing(preset):
-    assert {} == varied(overrides.resolve(preset, []))
+    assert {} == varied(overrides.resolve_config(preset, []))
 
 
 def test_numbers_are_grouped(make_run):

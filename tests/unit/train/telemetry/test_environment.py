@@ -10,7 +10,7 @@ from train.telemetry import environment
 
 
 def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch):
-    found = environment.variables(
+    found = environment.relevant_variables(
         {
             "TF_ENABLE_ONEDNN_OPTS": "0",
             "XLA_FLAGS": "--xla_dump_to=/home/somebody/dump",
@@ -28,7 +28,7 @@ def test_the_manifest_gets_the_data_and_the_environment(make_run):
     run = make_run(workers=0)
     write_json(run.manifest, {"schema": 1})
     source = SimpleNamespace(version="3.0.1", arrays=None, files={Path("train.bin"): "ab"}, made_from={})
-    environment.record(run, "fashion_mnist", source)
+    environment.record_environment(run, "fashion_mnist", source)
     manifest = read_json(run.manifest)
     assert 1 == manifest["schema"]
     expected = {"name": "fashion_mnist", "version": "3.0.1", "files": {"train.bin": "ab"}, "made_from": {}}

@@ -29,9 +29,9 @@ def marks(monkeypatch) -> list[tuple[str, float]]:
 
     def keep(taken: list[tuple[str, float]]) -> timing.Times:
         seen.extend(taken)
-        return timing.from_marks(taken)
+        return timing.times_from_marks(taken)
 
-    monkeypatch.setattr(step_timer, "from_marks", keep)
+    monkeypatch.setattr(step_timer, "times_from_marks", keep)
     return seen
 
 
@@ -52,7 +52,7 @@ def train(
         model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
         optimizer = keras.optimizers.SGD()
         optimizer.build(model.trainable_variables)
-    objective = objectives.build("sparse_categorical_crossentropy", classifies=True)
+    objective = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
     what = (model, GradientPolicy(optimizer), objective, BATCH)
     train_step = ElasticTrainStep(*what, shards, shards=VirtualShards(shards, 1)) if shards else TrainStep(*what, 1)
 
