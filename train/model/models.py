@@ -25,7 +25,7 @@ _COUNTS: dict[str, dict[str, int]] = {}
 
 
 def build_configured(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.Model:
-    """Build the model that a configuration describes; see `build`."""
+    """Build the model that a configuration describes; see `build_by_name`."""
     size = config.transformer
     sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
     named_again = config.freeze or config.optimizer.no_decay
@@ -116,14 +116,14 @@ def _names_of_first_build(name: str) -> Iterator[None]:
 def call_symbolically(model: keras.Model, feature_shape: Named) -> Any:
     """Call a model on symbolic tensors and return its outputs.
 
-    This also creates the variables of the layers of a subclassed model, which `build` does not.
+    This also creates the variables of the layers of a subclassed model, which Keras's `build` does not.
     """
     types = input_types.input_dtypes(model, feature_shape)
     return model(named.each(lambda shape, dtype: keras.Input(shape, dtype=dtype), feature_shape, types))
 
 
 def output_shapes(outputs: Any) -> Named:
-    """Return the shapes of the outputs of `call` for one example; None for an output that is not a tensor."""
+    """Return the shapes of the outputs of `call_symbolically` for one example; None for an output that is not a tensor."""
 
     def shape(output: Any) -> tuple[int, ...] | None:
         return None if isinstance(output, list | tuple | Mapping) else tuple(output.shape[1:])

@@ -102,7 +102,7 @@ LOSSES: dict[str, PerPosition] = {loss.__name__: loss for loss in (sparse_catego
 def build_configured(
     config: TrainConfig, *, classifies: Named, shapes: Callable[[], Shapes] | None = None
 ) -> Objective:
-    """Build the objective that a configuration describes, with the user's metrics; see `build`."""
+    """Build the objective that a configuration describes, with the user's metrics; see `build_by_name`."""
     known = shapes() if shapes and ":" in config.loss else None
     if isinstance(classifies, Mapping):
         objective = build_for_heads(config.loss, config.loss_weights, classifies, known)
@@ -154,7 +154,7 @@ def build_for_heads(loss: str, weights: str, classifies: Mapping[str, bool], sha
         weights: `head=number`, separated by commas; the default is 1.
         classifies: whether each head's labels are classes, in the order of the data. Training logs the score of the
             first head, evaluations report the loss and the score of each.
-        shapes: as for `build`, by head.
+        shapes: as for `build_by_name`, by head.
     """
     loss_names, loss_weights = heads.parse_losses(loss), heads.parse_weights(weights)
     heads.check_heads("--loss-weights", loss_weights, classifies)

@@ -160,7 +160,7 @@ def write_checkpoint(checkpoint: Writer, saved: Saved, generation: int = 0) -> N
     All files are on the disk, not only in its cache, when this returns.
 
     Args:
-        generation: the generation of the run, by which `clean` recognizes leftovers.
+        generation: the generation of the run, by which `delete_leftovers` recognizes leftovers.
     """
     prefix = _free_prefix(saved)
     with tempfile.TemporaryDirectory(prefix=f".ckpt-{generation}-", dir=saved.folder) as scratch:
@@ -173,7 +173,7 @@ def write_checkpoint(checkpoint: Writer, saved: Saved, generation: int = 0) -> N
         for path in written:
             path.replace(saved.folder / path.name)
         sync(saved.folder)
-        record = Path(scratch, saved.record.name)  # there `clean` finds it after a kill
+        record = Path(scratch, saved.record.name)  # there `delete_leftovers` finds it after a kill
         write_json(record, {"step": saved.step, "prefix": prefix, "files": files})
         record.replace(saved.record)
     sync(saved.folder)

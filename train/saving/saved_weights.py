@@ -26,12 +26,12 @@ def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str) -> None
 
 
 def load_trained(model: keras.Model, prefix: str) -> None:
-    """Load the trained weights of a checkpoint into a model; see `read`."""
+    """Load the trained weights of a checkpoint into a model; see `load_evaluated`."""
     tf.train.Checkpoint(model=model).read(prefix).assert_existing_objects_matched().expect_partial()
 
 
 def load_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
-    """Load the averages of the weights into a model, if the run evaluates by these; see `read`."""
+    """Load the averages of the weights into a model, if the run evaluates by these; see `load_evaluated`."""
     if not (config.optimizer.ema_evaluate and (config.optimizer.ema or config.optimizer.own)):
         return
     optimizer = optimizers.build_for_model(config, model)
