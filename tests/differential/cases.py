@@ -40,6 +40,7 @@ def load() -> None:
     """Import what all forks need."""
     import train.__main__
     import train.data.__main__
+    import train.startup.model_checks
     import train.startup.preflight  # noqa: F401
     from train import program  # noqa: F401
 

@@ -150,15 +150,16 @@ def by_step(
     return without_sharding(batches.prefetch(tf.data.AUTOTUNE))
 
 
+def cut_tensor(tensor: tf.Tensor, parts: int) -> tf.Tensor:
+    """Cut a tensor along its first axis, `[B, ...]` to `[parts, B / parts, ...]`."""
+    return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])
+
+
 def cut_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
     """Cut each batch into equal parts."""
     if parts == 1:
         return batches
-
-    def cut(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])
-
-    return batches.map(lambda batch: tf.nest.map_structure(cut, batch)).unbatch()
+    return batches.map(lambda batch: tf.nest.map_structure(lambda part: cut_tensor(part, parts), batch)).unbatch()
 
 
 def join_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:

@@ -69,9 +69,8 @@ class AsynchronousSteps:
         for value, (at, length) in zip(pending, slices, strict=True):
             self._workers[_worker_of(value)].done(at + length)
             results.append(value.fetch()[:length])
-        results_S2 = np.concatenate(results)
-        values = {"loss": results_S2[:, 0], self._train_step.objective.score_name: results_S2[:, 1]}
-        return LoopResult(values, request(0, 0))  # the chief decides alone, and short calls would leave workers idle
+        # The chief decides alone, and short calls would leave workers idle.
+        return LoopResult.of_columns(np.concatenate(results), self._train_step.objective, request(0, 0))
 
     def _trace_slice(self, iterator: Any, first: tf.Tensor, place: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         examples = iterator.get_next() if self._source.arrays else None

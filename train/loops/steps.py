@@ -16,6 +16,7 @@ import tensorflow as tf
 from train.data.feeds import Feed
 from train.loops.train_step import TrainStep, repeat
 from train.model import masks
+from train.model.objectives import Objective
 from train.telemetry.step_timer import Marked, ReplicaTimer, StepTimer
 from train.telemetry.timing import Times
 
@@ -62,6 +63,13 @@ class LoopResult:
     times: Times | None = None
     """How long the steps took this task, if that can be measured."""
 
+    @classmethod
+    def of_columns(
+        cls, results_S2: np.ndarray, objective: Objective, signals: Signals, times: Times | None = None
+    ) -> LoopResult:
+        """Return the result of steps from the loss and the score of each."""
+        return cls({"loss": results_S2[:, 0], objective.score_name: results_S2[:, 1]}, signals, times)
+
     @property
     def losses(self) -> np.ndarray:
         """The loss of each step."""
@@ -102,8 +110,7 @@ class SynchronousSteps:
         flat = flat.numpy()
         times = self._timer.take(count, time.perf_counter() - began)
         results_S2 = flat[:-3].reshape(self._steps_per_loop, self._train_step.parts, 2)[:count].sum(1)
-        values = {"loss": results_S2[:, 0], self._train_step.objective.score_name: results_S2[:, 1]}
-        return LoopResult(values, Signals.from_sum(flat[-3:]), times)
+        return LoopResult.of_columns(results_S2, self._train_step.objective, Signals.from_sum(flat[-3:]), times)
 
     def _trace_loop(
         self, first: tf.Tensor, count: tf.Tensor, signals_3: tf.Tensor, every: tf.Tensor, step_input: Any

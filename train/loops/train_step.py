@@ -30,13 +30,14 @@ import keras
 import tensorflow as tf
 
 from train import named
-from train.data.batches import Batch
+from train.data.batches import Batch, cut_tensor
 from train.model import input_types, masks
 from train.model.gradients import GradientPolicy, sum_over_replicas
 from train.model.layer_state import LayerState
 from train.model.objectives import Objective, global_mean
 from train.named import Named
 from train.patches import central_storage, placed_seeds, summed_gradients
+from train.saving.trees import unwrap
 
 
 class Computed(NamedTuple):
@@ -92,9 +93,7 @@ class TrainStep:
     @property
     def weights(self) -> list[tf.Variable]:
         """TensorFlow's variables of a model of either Keras."""
-        return [
-            weight if isinstance(weight, tf.Variable) else weight.value for weight in self.model.trainable_variables
-        ]
+        return [unwrap(weight) for weight in self.model.trainable_variables]
 
     @property
     def accumulates(self) -> bool:
@@ -271,11 +270,7 @@ def cast_outputs(outputs_BK: Named) -> Named:
 
 def cut_part(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
     """Return one of the equal parts of a batch."""
-
-    def cut(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])[part]
-
-    return tf.nest.map_structure(cut, batch)
+    return tf.nest.map_structure(lambda tensor: cut_tensor(tensor, parts)[part], batch)
 
 
 def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any, *, parallel: int = 10) -> Any:

@@ -123,7 +123,7 @@ def call_symbolically(model: keras.Model, feature_shape: Named) -> Any:
 
 
 def output_shapes(outputs: Any) -> Named:
-    """Return the shapes of the outputs of `call_symbolically` for one example; None for an output that is not a tensor."""
+    """Return the shapes of outputs of `call_symbolically` for one example; None for an output that is not a tensor."""
 
     def shape(output: Any) -> tuple[int, ...] | None:
         return None if isinstance(output, list | tuple | Mapping) else tuple(output.shape[1:])

@@ -61,8 +61,7 @@ class PipelineSteps:
         flat = self._total(tf.concat([tf.reshape(results_S2, [-1]), signals_3], 0)).numpy()
         times = Times(np.full(count, (time.perf_counter() - began) / count))
         results_S2 = flat[:-3].reshape(-1, 2)[:count]
-        values = {"loss": results_S2[:, 0], self._context.objective.score_name: results_S2[:, 1]}
-        return LoopResult(values, Signals.from_sum(flat[-3:]), times)
+        return LoopResult.of_columns(results_S2, self._context.objective, Signals.from_sum(flat[-3:]), times)
 
     def evaluation(self) -> Callable[[], dict[str, float]]:
         """Return a function that evaluates on the whole test split; all tasks call it."""

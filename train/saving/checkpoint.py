@@ -24,7 +24,7 @@ from train.saving.checkpoint_files import (
     set_aside,
     write_checkpoint,
 )
-from train.saving.trees import Joint, Mirror, Snapshot
+from train.saving.trees import Joint, Mirror, Snapshot, unwrap
 
 
 def divergence_error(problem: str) -> RunFailed:
@@ -132,7 +132,7 @@ class CheckpointManager:
         """
         if self._copy is None:
             names = {
-                id(weight if isinstance(weight, tf.Variable) else weight.value): initial_weights.checkpoint_name(name)
+                id(unwrap(weight)): initial_weights.checkpoint_name(name)
                 for weight, name in initial_weights.list_weights(self._model)
             }
             self._copy = Snapshot(self._checkpoint, names)

@@ -32,10 +32,14 @@ LIMIT_S = 600.0
 PAUSE_S = 0.01
 
 
+def unwrap(variable: Any) -> tf.Variable:
+    """Return TensorFlow's variable of a variable of either Keras."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
 def has_value(variable: Any) -> bool:
     """Whether a variable has a value in this task; those of stages of other tasks have none."""
-    stored = variable if isinstance(variable, tf.Variable) else variable.value
-    return not isinstance(stored, UninitializedVariable)
+    return not isinstance(unwrap(variable), UninitializedVariable)
 
 
 class Mirror:
@@ -86,31 +90,36 @@ class Snapshot(Mirror):
             names: names of variables, by `id`, which are saved with their values.
         """
         known = names or {}
+
+        def copy(variable: tf.Variable) -> tf.Variable:
+            name = known.get(id(variable))
+            if not has_value(variable):
+                return _new_handle(variable, name)
+            return tf.Variable(variable, trainable=False, dtype=variable.dtype, name=name)
+
         with tf.device("CPU:0"):
-            super().__init__(checkpoint, lambda variable: _copied(variable, known.get(id(variable))))
+            super().__init__(checkpoint, copy)
 
     def update(self) -> None:
         """Copy the current values."""
         for original, copy in self.pairs:
-            if not isinstance(copy, UninitializedVariable):
+            if has_value(copy):
                 copy.assign(original)
 
     def not_finite(self, variables: Sequence[Any]) -> str | None:
         """Return the name of the first variable whose copy is not finite; None if all are finite."""
         copies = {id(original): copy for original, copy in self.pairs}
         for variable in variables:
-            copy = copies.get(id(variable if isinstance(variable, tf.Variable) else variable.value))
-            if copy is None or isinstance(copy, UninitializedVariable):
+            copy = copies.get(id(unwrap(variable)))
+            if copy is None or not has_value(copy):
                 continue
             if not bool(tf.math.is_finite(tf.reduce_sum(tf.cast(copy, tf.float32)))):
                 return str(getattr(variable, "path", variable.name))
         return None
 
 
-def _copied(variable: tf.Variable, name: str | None) -> tf.Variable:
-    if isinstance(variable, UninitializedVariable):
-        return UninitializedVariable(trainable=False, shape=variable.shape, dtype=variable.dtype, name=name)
-    return tf.Variable(variable, trainable=False, dtype=variable.dtype, name=name)
+def _new_handle(variable: tf.Variable, name: str | None = None) -> UninitializedVariable:
+    return UninitializedVariable(trainable=False, shape=variable.shape, dtype=variable.dtype, name=name)
 
 
 @dataclass
@@ -200,7 +209,7 @@ def keys(checkpoint: tf.train.Checkpoint, scratch: str) -> dict[int, str]:
     variables: dict[int, tf.Variable] = {}
 
     def without_value(variable: tf.Variable) -> tf.Variable:
-        handle = UninitializedVariable(trainable=False, shape=variable.shape, dtype=variable.dtype)
+        handle = _new_handle(variable)
         variables[id(handle)] = variable
         return handle
 
