@@ -62,10 +62,6 @@ def build_strategy(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strat
     return BUILDERS[spec.strategy](spec, devices)
 
 
-def _one_device(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
-    return tf.distribute.OneDeviceStrategy(f"/{devices[0]}")
-
-
 def _multiworker(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
     implementation = tf.distribute.experimental.CommunicationImplementation
     options = tf.distribute.experimental.CommunicationOptions(
@@ -76,7 +72,7 @@ def _multiworker(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strate
 
 def _pipeline(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
     """Build the strategy that forms the cluster and by which tasks agree; no variable is created in it."""
-    return _multiworker(spec, devices) if spec.members else _one_device(spec, devices)
+    return BUILDERS["multiworker" if spec.members else "one"](spec, devices)
 
 
 def serve_chief(task: Task, threads: int) -> None:
@@ -118,7 +114,7 @@ def _tpu(spec: ClusterSpec, _devices: list[str]) -> tf.distribute.Strategy:
 
 
 BUILDERS: dict[str, Callable[[ClusterSpec, list[str]], tf.distribute.Strategy]] = {
-    "one": _one_device,
+    "one": lambda _, devices: tf.distribute.OneDeviceStrategy(f"/{devices[0]}"),
     "mirrored": lambda _, devices: tf.distribute.MirroredStrategy([f"/{device}" for device in devices]),
     "central": lambda _, devices: tf.distribute.experimental.CentralStorageStrategy([f"/{name}" for name in devices]),
     "multiworker": _multiworker,

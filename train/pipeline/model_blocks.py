@@ -97,16 +97,6 @@ def build_stage_model(blocks: Sequence[ModelBlock], number: int) -> keras.Model:
     return model
 
 
-def estimate_costs(blocks: Sequence[ModelBlock], micro_batch: int, slots: int) -> list[BlockCost]:
-    """Estimate the costs of blocks from their FLOPs and the sizes of their tensors.
-
-    Args:
-        micro_batch: examples per micro-batch.
-        slots: tensors per weight besides its gradient, such as the optimizer's variables.
-    """
-    return [_estimate(block, micro_batch, slots) for block in blocks]
-
-
 def find_crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | None:
     """Return a layer before which several tensors cross, and the layers that output them.
 
@@ -128,16 +118,24 @@ def find_crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] 
     return None
 
 
-def _estimate(block: ModelBlock, micro_batch: int, slots: int) -> BlockCost:
+def estimate_cost(block: ModelBlock, micro_batch: int, slots: int) -> BlockCost:
+    """Estimate the cost of a block from its FLOPs and the sizes of its tensors.
+
+    Args:
+        micro_batch: examples per micro-batch.
+        slots: tensors per weight besides its gradient, such as the optimizer's variables.
+    """
     parameters = sum(math.prod(weight.shape) for weight in block.weights)
     trainable = sum(math.prod(weight.shape) for weight in block.weights if weight.trainable)
     kept = flops = 0
     for node in block.nodes:
         outputs = sum(math.prod(tensor.shape[1:]) for tensor in node.output_tensors)
         places = max(math.prod(tensor.shape[1:-1]) for tensor in node.output_tensors)
-        scores = _scores(node.operation, places)
+        scores = width = 0
+        if isinstance(node.operation, keras.layers.MultiHeadAttention):
+            scores, width = node.operation.num_heads * places**2, node.operation.key_dim
         kept += 4 * micro_batch * (outputs * (1 + _kept_inside(node.operation)) + 2 * scores)
-        flops += micro_batch * (_flops(node.operation, outputs, places) + 4 * scores * _head_width(node.operation))
+        flops += micro_batch * (_flops(node.operation, outputs, places) + 4 * scores * width)
     return BlockCost(
         block.names,
         float(3 * flops),  # the backward takes two products for each of the forward
@@ -164,14 +162,6 @@ def _kept_inside(layer: keras.Layer) -> int:
     if isinstance(layer, keras.layers.LayerNormalization):
         return 2  # centred, and scaled
     return 4 if getattr(layer, "activation", None) is keras.activations.gelu else 0  # the parts of its formula
-
-
-def _scores(layer: keras.Layer, places: int) -> int:
-    return layer.num_heads * places**2 if isinstance(layer, keras.layers.MultiHeadAttention) else 0
-
-
-def _head_width(layer: keras.Layer) -> int:
-    return layer.key_dim if isinstance(layer, keras.layers.MultiHeadAttention) else 0
 
 
 def _sorted_nodes(model: keras.Model) -> list[Any]:

@@ -93,7 +93,8 @@ def partition_model(
     constraints = Constraints(stages, pipeline.schedule, config.micro_batches, pipeline.remat, memory_bytes)
     copies = _count_slots(config) + (config.micro_batches > 1)  # a gradient, and the sum of the previous ones
     micro_batch = config.global_batch // (pipelines * config.micro_batches)
-    costs = partition(model_blocks.estimate_costs(blocks, micro_batch, copies), constraints, cut)
+    block_costs = [model_blocks.estimate_cost(block, micro_batch, copies) for block in blocks]
+    costs = partition(block_costs, constraints, cut)
     models = build_models(model, [blocks[stage.first : stage.last] for stage in costs], micro_batch)
     check_models(models, remat=pipeline.remat, asynchronous=pipeline.schedule == "pipedream", pipelines=pipelines)
     return costs, models

@@ -45,8 +45,8 @@ COMMAND_TIMEOUT_S = 180.0
 _MTIMES = {"train": 1504176606, "t10k": 1504176627}
 """Time at which Zalando compressed the files, in seconds since 1970, by the first part of their names."""
 
-# The flags of a gzip member, RFC 1952, section 2.3.1.
-_FHCRC, _FEXTRA, _FNAME, _FCOMMENT = 2, 4, 8, 16
+_FNAME = 8
+"""Flag of a gzip header that has the file's name."""
 
 
 @dataclass(frozen=True)
@@ -146,30 +146,11 @@ def fetch_from_debian(dataset: str, files: Sequence[SourceFile], folder: Path, s
 
 
 def _original(name: str, content: bytes) -> bytes:
-    """Restore the original file: with its gzip header, or not compressed."""
-    if name.endswith(".gz"):
-        return with_header(content, name.removesuffix(".gz"), _MTIMES[name.partition("-")[0]])
-    return gzip.decompress(content)  # dictzip's files are gzip files
-
-
-def with_header(content: bytes, name: str, mtime: int) -> bytes:
-    """Replace the name and the time in the header of a gzip file.
-
-    Source: RFC 1952, section 2.3.
-    """
-    if content[:3] != b"\x1f\x8b\x08":
-        raise ValueError(f"not a gzip file: begins with {content[:3]!r}")
-    flags, start = content[3], 10
-    if flags & _FEXTRA:
-        start += 2 + struct.unpack_from("<H", content, start)[0]
-    for field in (_FNAME, _FCOMMENT):
-        if flags & field:
-            start = content.index(0, start) + 1
-    if flags & _FHCRC:
-        start += 2
-    # Bytes 8 and 9, the compression level and the system, are unchanged.
-    header = content[:3] + struct.pack("<BI", _FNAME, mtime) + content[8:10]
-    return header + name.encode("latin-1") + b"\0" + content[start:]
+    """Restore the original file: with the name and the time in its gzip header (RFC 1952), or not compressed."""
+    if not name.endswith(".gz"):
+        return gzip.decompress(content)  # dictzip's files are gzip files
+    header = struct.pack("<BI", _FNAME, _MTIMES[name.partition("-")[0]])
+    return content[:3] + header + content[8:10] + name.removesuffix(".gz").encode() + b"\0" + content[10:]
 
 
 def _apt_get(scratch: Path) -> list[str]:

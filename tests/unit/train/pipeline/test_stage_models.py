@@ -76,8 +76,8 @@ def test_a_plan_says_what_each_stage_holds():
 
 def test_attention_counts_its_scores():
     def attention(tokens):
-        estimated = model_blocks.estimate_costs(model_blocks.split_model(transformer_lm((tokens,), 11, **SIZE)), 2, 2)
-        return next(block for block in estimated if "layer_0_attention" in block.layers)
+        blocks = model_blocks.split_model(transformer_lm((tokens,), 11, **SIZE))
+        return model_blocks.estimate_cost(next(block for block in blocks if "layer_0_attention" in block.names), 2, 2)
 
     short, long = attention(64), attention(128)
     assert long.flops > 2 * short.flops
