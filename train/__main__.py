@@ -127,10 +127,10 @@ def _stand_by(run: RunFolder) -> Callable[[], None]:
         del os.environ["TF_CONFIG"]
     with quiet.silence():
         program = Program(run, run.load_cluster().task(os.environ.get("TASK", "chief")))
-        rehearsed = program.stand_by()
+        program.stand_by()
         wait_at_gate()
     program.begin()
-    return lambda: program.main(rehearsed)
+    return program.main
 
 
 def wait_at_gate() -> None:

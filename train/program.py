@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import tensorflow as tf
@@ -37,14 +36,6 @@ from train.telemetry import environment
 tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and every second trace
 
 
-@dataclass(frozen=True)
-class Rehearsed:
-    """A training that a standby process has prepared and traced."""
-
-    setup: Setup
-    steps: Steps
-
-
 class Program:
     """One generation of one task's training program."""
 
@@ -57,21 +48,23 @@ class Program:
         configure_threads(self.config)
         self.heartbeat = HeartbeatWriter(run, task, generation, restarts)
         self.stop = threading.Event()
+        self._setup: Setup | None = None
+        self._steps: Steps | None = None
+        """What a standby process has prepared and traced."""
 
-    def stand_by(self) -> Rehearsed:
+    def stand_by(self) -> None:
         """Form a cluster with the other standby processes and prepare everything except the newest checkpoint."""
-        setup = custom.prepare(self._task_context())
-        rehearsed = Rehearsed(setup, custom.rehearse_steps(setup))
+        self._setup = custom.prepare(self._task_context())
+        self._steps = custom.rehearse_steps(self._setup)
         number = int(os.environ[standby_cluster.NUMBER])
         standby_cluster.report(self.run, self.task.name, self.heartbeat.current.generation, number)
-        return rehearsed
 
     def begin(self) -> None:
         """Join the generation that the environment now names."""
         self.heartbeat.update(generation=int(os.environ["GENERATION"]), restarts=int(os.environ["RESTARTS"]))
 
-    def main(self, rehearsed: Rehearsed | None = None) -> None:
-        """Do this task's part of the run; `rehearsed` is what this process has prepared as a standby process."""
+    def main(self) -> None:
+        """Do this task's part of the run."""
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.spec.serves(self.task):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a server has nothing to save
@@ -81,7 +74,7 @@ class Program:
                 self._open_source()  # for graphs of other tasks
             strategy.serve_chief(self.task, self.config.threads)
         self.heartbeat.start()
-        context = rehearsed.setup.context if rehearsed else self._task_context()
+        context = self._setup.context if self._setup else self._task_context()
         # Set the handler again, because TensorFlow's server replaces it to detect preemption.
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.run.stop_requested:
@@ -96,10 +89,8 @@ class Program:
             self.heartbeat.update(state="done")
         elif self.config.loop == "fit":
             fit.train(context)
-        elif rehearsed:
-            custom.train(rehearsed.setup, rehearsed.steps)
         else:
-            custom.train(custom.prepare(context))
+            custom.train(self._setup or custom.prepare(context), self._steps)
         self.heartbeat.stop()
 
     def _task_context(self) -> TaskContext:

@@ -16,7 +16,6 @@ RECENT = 200
 """Number of newest steps in the heartbeat."""
 KEPT = 4096
 """Number of newest steps that are kept."""
-PERCENTILES = (10, 50, 90, 99)
 
 
 @dataclass(frozen=True)
@@ -54,38 +53,24 @@ class StepTiming:
 
     def recent(self) -> dict[str, Any]:
         """Return the statistics of the newest steps for the heartbeat; empty without steps."""
-        if not self.steps:
-            return {}
-        recent_S3 = self._kept_S3[-RECENT:]
-        ms_S = recent_S3[:, 0] * 1000
-        statistics = {"mean": ms_S.mean(), "median": np.median(ms_S), "p90": np.percentile(ms_S, 90), "max": ms_S.max()}
-        return {"step_ms": _rounded(statistics), **_shares(recent_S3)}
+        return _describe(self._kept_S3[-RECENT:], {"median": 50, "p90": 90}) if self.steps else {}
 
     def generation(self) -> Pace:
         """Return the pace of this generation, by its newest steps."""
-        if not self.steps:
-            return Pace()
-        ms_S = self._kept_S3[:, 0] * 1000
-        statistics = {
-            "mean": ms_S.mean(),
-            **{f"p{p}": np.percentile(ms_S, p) for p in PERCENTILES},
-            "max": ms_S.max(),
-        }
-        return Pace(steps=self.steps, step_ms=_rounded(statistics), **_shares(self._kept_S3))
+        percentiles = {f"p{number}": number for number in (10, 50, 90, 99)}
+        return Pace(steps=self.steps, **_describe(self._kept_S3, percentiles)) if self.steps else Pace()
 
 
-def _shares(rows_S3: np.ndarray) -> dict[str, Any]:
-    """Return the shares of the time for the input, and for the input and the task's computation."""
-    step_s, input_s, busy_s = rows_S3.sum(0)
-    shares = {"input_share": input_s / step_s, "busy_share": busy_s / step_s} if step_s else {}
+def _describe(rows_S3: np.ndarray, percentiles: dict[str, int]) -> dict[str, Any]:
+    """Return statistics of the steps, and the shares of the time for the input, and for that and the computation."""
+    ms_S, (step_s, input_s, busy_s) = rows_S3[:, 0] * 1000, rows_S3.sum(0)
+    statistics = {"mean": ms_S.mean()} | {name: np.percentile(ms_S, number) for name, number in percentiles.items()}
+    statistics["max"] = ms_S.max()
+    parts_s = (("input_share", input_s), ("busy_share", busy_s))
     return {
-        name: None if np.isnan(share := shares.get(name, np.nan)) else round(float(share), 4)
-        for name in ("input_share", "busy_share")
+        "step_ms": {name: round(float(value), 3) for name, value in statistics.items()},
+        **{name: round(float(part / step_s), 4) if step_s and not np.isnan(part) else None for name, part in parts_s},
     }
-
-
-def _rounded(values: dict[str, Any]) -> dict[str, float | None]:
-    return {name: round(float(value), 3) for name, value in values.items()}
 
 
 def times_from_marks(marks: list[tuple[str, float]]) -> Times:
