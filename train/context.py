@@ -19,7 +19,7 @@ from train.loops import evaluation
 from train.model import optimizers
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective
-from train.pipeline.stage_variables import Division
+from train.pipeline.stage_variables import TaskStages
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TaskContext:
         strategy: the strategy in whose scope `model` was built.
         new_model: builds the same architecture with plain variables, outside the strategy.
         stop: set when the task must stop.
-        division: the division of the model into stages, if there are any.
+        task_stages: the stages of the model, if there are any.
         cluster: with stages, the strategy by which tasks agree and evaluate.
     """
 
@@ -46,7 +46,7 @@ class TaskContext:
     heartbeat: HeartbeatWriter
     stop: threading.Event
     cluster: tf.distribute.Strategy | None = None
-    division: Division | None = None
+    task_stages: TaskStages | None = None
 
     @property
     def gang(self) -> tf.distribute.Strategy:
@@ -97,7 +97,7 @@ class TaskContext:
     def new_policy(self) -> GradientPolicy:
         """Build the optimizer and its gradient policy, with variables on the devices of the model's."""
         with self.strategy.scope():
-            build = self.division.build_optimizer if self.division else None
+            build = self.task_stages.build_optimizer if self.task_stages else None
             optimizer = optimizers.build_for_model(self.config, self.model, self.total_steps, build)
             return optimizers.build_policy(self.config, optimizer)
 

@@ -29,7 +29,7 @@ from train.loops.training import Setup
 from train.model import initial_weights, layer_state, models, objectives
 from train.model.export import is_legacy
 from train.patches import exact_order
-from train.pipeline.stage_variables import Division
+from train.pipeline.stage_variables import TaskStages
 from train.startup import rehearsal
 from train.telemetry import environment
 
@@ -110,13 +110,13 @@ class Program:
         def new_model() -> keras.Model:
             return models.build_configured(config, source.feature_shape, source.num_outputs)
 
-        division = None
+        task_stages = None
         if self.spec.kind.staged and self.task.role != Role.EVALUATOR:  # which has the whole model
-            division = Division(self.spec, self.task, config, self.run)
+            task_stages = TaskStages(self.spec, self.task, config, self.run)
         with scope_strategy.scope(), strategy.precision_policy(precision_of(self.spec.strategy, config.precision)):
-            model = division.build(new_model, source.feature_shape) if division else new_model()
+            model = task_stages.build(new_model, source.feature_shape) if task_stages else new_model()
         self._began = initial_weights.load_initial_weights(model, self.run.init) if config.init_from else ""
-        shapes = None if division else lambda: models.example_shapes(model, source)
+        shapes = None if task_stages else lambda: models.example_shapes(model, source)
         objective = objectives.build_configured(config, classifies=source.classifies, shapes=shapes)
         return TaskContext(
             run=self.run,
@@ -131,7 +131,7 @@ class Program:
             heartbeat=self.heartbeat,
             stop=self.stop,
             cluster=gang,
-            division=division,
+            task_stages=task_stages,
         )
 
     def _open_source(self) -> sources.Source:

@@ -19,7 +19,7 @@ class Setup:
     """The parts of a training that exist before the newest checkpoint is restored."""
 
     def __init__(self, context: TaskContext) -> None:
-        self.context, config, division = context, context.config, context.division
+        self.context, config, task_stages = context, context.config, context.task_stages
         self.policy = context.new_policy()
         self.callback_state = Encoded("callbacks") if config.callbacks else None
         with context.strategy.scope():
@@ -34,7 +34,7 @@ class Setup:
             saved=lambda step: context.run.event(context.task.name, "checkpoint", step=step),
             loss_scale=self.policy.loss_scale,
             callbacks=self.callback_state,
-            joint=None if division is None or division.whole else division.joint(),
+            joint=None if task_stages is None or task_stages.whole else task_stages.joint(),
         )
         alone = context.asynchronous or len(context.spec.members) < 2
         self.gather: Callable[[int], list[int]] = (lambda number: [number]) if alone else steps.gathering(context.gang)
@@ -132,6 +132,6 @@ class Training:
                     self._evaluate.evaluate(step)
                 self.save.save(step)  # callbacks may have changed weights at the end, such as to the best ones
         self._setup.checkpoint.release()
-        if self._context.division and not self._context.division.whole:
-            self._context.division.release()  # the chief needs memory for the whole model
+        if self._context.task_stages and not self._context.task_stages.whole:
+            self._context.task_stages.release()  # the chief needs memory for the whole model
         report.end(step, stopped=stopped)

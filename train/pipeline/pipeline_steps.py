@@ -36,20 +36,20 @@ class PipelineSteps:
     def __init__(self, context: TaskContext, policy: GradientPolicy) -> None:
         # It rewrites sums, which changes bits.
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
-        assert context.division is not None
-        self._context, self._policy, self._division = context, policy, context.division
+        assert context.task_stages is not None
+        self._context, self._policy, self._task_stages = context, policy, context.task_stages
         summed_gradients.take_summed_gradients(policy.optimizer)
-        config, division = context.config, context.division
-        self._parts = division.pipelines * config.micro_batches
+        config, task_stages = context.config, context.task_stages
+        self._parts = task_stages.pipelines * config.micro_batches
         """Micro-batches of the global batch."""
         self._micro_batch = config.global_batch // self._parts
         self._asynchronous = config.pipeline.schedule == "pipedream"
         arrays = context.source.arrays
         assert arrays is not None  # the plan refuses others
         self._examples = feeds.load_examples(arrays.train)
-        self._programs = schedule.build_programs(config.pipeline.schedule, division.stages, config.micro_batches)
-        self._edges: edges.Edges = edges.LocalEdges() if division.whole else edges.TaskEdges(division.pipeline)
-        self._stages = {number: self._new_stage(number) for number in division.own}
+        self._programs = schedule.build_programs(config.pipeline.schedule, task_stages.stages, config.micro_batches)
+        self._edges: edges.Edges = edges.LocalEdges() if task_stages.whole else edges.TaskEdges(task_stages.pipeline)
+        self._stages = {number: self._new_stage(number) for number in task_stages.held}
         self._loop = self._trace_loop()
         self._total = steps.summing(context.gang)
 
@@ -65,8 +65,8 @@ class PipelineSteps:
 
     def evaluation(self) -> Callable[[], dict[str, float]]:
         """Return a function that evaluates on the whole test split; all tasks call it."""
-        context, pipelines = self._context, self._division.pipelines
-        if self._division.whole:
+        context, pipelines = self._context, self._task_stages.pipelines
+        if self._task_stages.whole:
             return context.new_evaluation()
         arrays = context.source.arrays
         assert arrays is not None
@@ -77,12 +77,12 @@ class PipelineSteps:
         def add(at: tf.Tensor, totals_N2M: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([totals_N2M]):
                 at = tf.identity(at)
-            examples_B = feeds.eval_batch(examples, at, tf.constant(self._division.pipeline, tf.int64), **share)
+            examples_B = feeds.eval_batch(examples, at, tf.constant(self._task_stages.pipeline, tf.int64), **share)
             outputs = self._forward(lambda: self._as_input(examples_B.features), batch, edges.EVALUATED)
             if not self._has_last:
                 with tf.control_dependencies([outputs]):
                     return tf.identity(totals_N2M)
-            place = at * pipelines + self._division.pipeline
+            place = at * pipelines + self._task_stages.pipeline
             outputs = train_step.cast_outputs(outputs)
             return evaluation.add_totals(totals_N2M, place, context.objective, examples_B, outputs)
 
@@ -98,35 +98,35 @@ class PipelineSteps:
         return measure
 
     def _sum_regularization(self) -> float:
-        stages = sum(self._division.models[number].penalty() for number in self._stages)
-        return float(self._total(tf.constant(stages, tf.float32))) / self._division.pipelines
+        stages = sum(self._task_stages.models[number].penalty() for number in self._stages)
+        return float(self._total(tf.constant(stages, tf.float32))) / self._task_stages.pipelines
 
     @property
     def _has_last(self) -> bool:
-        return self._division.stages - 1 in self._stages
+        return self._task_stages.stages - 1 in self._stages
 
     def _forward(self, features: Callable[[], tf.Tensor], batch: int, direction: int) -> tf.Tensor:
         """Return the outputs of this task's stage for a batch, after sending them to the next stage."""
         ((number, stage),) = self._stages.items()
-        model = self._division.models[number].model
+        model = self._task_stages.models[number].model
         spec = tf.TensorSpec([batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
         values = features() if number == 0 else self._edges.receive(spec, direction, number, 0)
         outputs = stage.predict(values)
-        if number == self._division.stages - 1:
+        if number == self._task_stages.stages - 1:
             return outputs
         with tf.control_dependencies(self._edges.send(outputs, direction, number, 0)):
             return tf.zeros([])
 
     def _new_stage(self, number: int) -> StageGraph:
-        config, division = self._context.config, self._division
+        config, task_stages = self._context.config, self._task_stages
 
         def update(sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
             return self._update(number, sums, at)
 
         return StageGraph(
-            division.models[number],
+            task_stages.models[number],
             number,
-            division.stages,
+            task_stages.stages,
             self._micro_batch,
             self._edges,
             features=lambda step, at: self._as_input(self._batch(step, at).features),
@@ -134,15 +134,15 @@ class PipelineSteps:
             update=update,
             scale=lambda: tf.ones([]) if (scale := self._policy.loss_gradient) is None else scale,
             shares=1 if self._asynchronous else self._parts,
-            replica=division.pipeline,
+            replica=task_stages.pipeline,
             remat=config.pipeline.remat,
             accumulates=config.micro_batches > 1 and not self._asynchronous,
-            device=division.device(number),
+            device=task_stages.device(number),
         )
 
     def _batch(self, step: tf.Tensor, at: tf.Tensor) -> Batch:
         config = self._context.config
-        part = at + self._division.pipeline * config.micro_batches
+        part = at + self._task_stages.pipeline * config.micro_batches
         batch_slice = BatchSlice(self._micro_batch * self._parts, config.seed, replicas=Replicas(self._parts))
         return feeds.train_batch(self._examples, step, part, batch_slice)
 
@@ -200,11 +200,11 @@ class PipelineSteps:
 
     def _agree(self) -> None:
         """Add up gradients over pipelines and sharing stages; compute their norm and whether all are finite."""
-        division, policy = self._division, self._policy
+        task_stages, policy = self._task_stages, self._policy
         self._summed = {number: list(stage.sums) for number, stage in self._stages.items()}
-        if division.pipelines > 1:
+        if task_stages.pipelines > 1:
             self._summed = {
-                number: edges.sum_over_pipelines(sums, number, division.pipelines)
+                number: edges.sum_over_pipelines(sums, number, task_stages.pipelines)
                 for number, sums in self._summed.items()
             }
         self._add_up_shared()
@@ -213,28 +213,28 @@ class PipelineSteps:
             local = tf.cast(finite, tf.float32)
             spec = tf.TensorSpec([], tf.float32)
             self._finite = tf.reduce_all(finite)
-            if not division.whole:
-                flags = [self._shared(local[0], spec, stage, edges.FLAG) for stage in range(division.stages)]
+            if not task_stages.whole:
+                flags = [self._shared(local[0], spec, stage, edges.FLAG) for stage in range(task_stages.stages)]
                 self._finite = tf.reduce_min(tf.stack(flags)) > 0
             self._summed = {number: policy.unscaled(sums) for number, sums in self._summed.items()}
         if policy.clip_norm:
             self._norm = self._global_norm()
 
     def _add_up_shared(self) -> None:
-        division = self._division
-        for index, (variable, users) in enumerate(division.shared):
+        task_stages = self._task_stages
+        for index, (variable, users) in enumerate(task_stages.shared):
             places = [
-                (number, next(at for at, other in enumerate(division.models[number].trained) if other is variable))
+                (number, next(at for at, other in enumerate(task_stages.models[number].trained) if other is variable))
                 for number in users
                 if number in self._stages
             ]
             if not places:
                 continue
             gradients = [self._summed[number][at] for number, at in places]
-            if division.whole:
+            if task_stages.whole:
                 total = functools.reduce(operator.add, gradients)
             else:
-                total = edges.sum_over_stages(gradients[0], index, len(users), division.pipeline)
+                total = edges.sum_over_stages(gradients[0], index, len(users), task_stages.pipeline)
             for number, at in places:
                 self._summed[number][at] = total
 
@@ -244,9 +244,9 @@ class PipelineSteps:
         Between steps the optimizer counts steps, as learning-rate schedules expect. Within a PipeDream step it counts
         updates, which Adam's bias correction needs.
         """
-        policy, variables = self._policy, self._division.updated(number)
+        policy, variables = self._policy, self._task_stages.list_updated(number)
         summed = sums if self._asynchronous else self._summed[number]
-        trained = self._division.models[number].trained
+        trained = self._task_stages.models[number].trained
         by_variable = {id(variable): gradient for variable, gradient in zip(trained, summed, strict=True)}
         gradients = [by_variable[id(variable)] for variable in variables]
         # Stages of one process share the optimizer, which counts the updates of all of them.
@@ -263,14 +263,14 @@ class PipelineSteps:
 
     def _global_norm(self) -> tf.Tensor:
         """Return the norm of all stages' gradients, with the bits of `tf.linalg.global_norm` on one device."""
-        models = self._division.models
+        models = self._task_stages.models
         halves = {
             id(variable): tf.nn.l2_loss(gradient)
             for number, gradients in self._summed.items()
             for variable, gradient in zip(models[number].trained, gradients, strict=True)
         }
-        if not self._division.whole:
-            trained = [(owner, self._division.led(owner)) for owner in range(self._division.stages)]
+        if not self._task_stages.whole:
+            trained = [(owner, self._task_stages.list_led(owner)) for owner in range(self._task_stages.stages)]
             for owner, variables in ((owner, variables) for owner, variables in trained if variables):
                 local = tf.zeros([])
                 if owner in self._stages:
@@ -282,4 +282,4 @@ class PipelineSteps:
 
     def _shared(self, tensor: tf.Tensor, spec: tf.TensorSpec, owner: int, kind: int) -> Any:
         sent = tensor if owner in self._stages else None
-        return edges.broadcast(sent, spec, owner, self._division.stages, self._division.pipeline, kind)
+        return edges.broadcast(sent, spec, owner, self._task_stages.stages, self._task_stages.pipeline, kind)

@@ -24,7 +24,7 @@ from train.pipeline.stage_models import StageModel, find_shared, load_models
 from train.saving.trees import Joint
 
 
-class Division:
+class TaskStages:
     """The stages of a model, and those that this task has."""
 
     def __init__(self, spec: ClusterSpec, task: Task, config: TrainConfig, run: RunFolder | None) -> None:
@@ -36,7 +36,7 @@ class Division:
         self.pipelines = spec.replicas
         self.pipeline = self.task // self.stages if self.tasks > 1 else 0
         """Index of this task's pipeline."""
-        self.own = (
+        self.held = (
             range(self.stages) if self.tasks == 1 else range(self.task % self.stages, self.task % self.stages + 1)
         )
         """The stages that this task has."""
@@ -50,7 +50,7 @@ class Division:
     @property
     def whole(self) -> bool:
         """Whether this task has all stages."""
-        return len(self.own) == self.stages
+        return len(self.held) == self.stages
 
     def build(self, new_model: Callable[[], keras.Model], feature_shape: Any = None) -> keras.Model:
         """Build the model, with values only for the variables of this task's stages."""
@@ -63,13 +63,13 @@ class Division:
         self._give_values(created)
         return model
 
-    def led(self, stage: int) -> list[keras.Variable]:
+    def list_led(self, stage: int) -> list[keras.Variable]:
         """Return the trained variables whose first user is a stage."""
         return [variable for variable in self.models[stage].trained if self._users[id(variable)][0] == stage]
 
-    def updated(self, stage: int) -> list[keras.Variable]:
+    def list_updated(self, stage: int) -> list[keras.Variable]:
         """Return the variables that a stage updates; within one task the first user updates for all."""
-        return self.led(stage) if self.whole else self.models[stage].trained
+        return self.list_led(stage) if self.whole else self.models[stage].trained
 
     @property
     def shared(self) -> list[tuple[keras.Variable, list[int]]]:
@@ -109,12 +109,12 @@ class Division:
     def _give_values(self, variables: Iterable[keras.Variable]) -> None:
         for variable in variables:
             users = self._users.get(id(variable), [])
-            if not users or any(stage in self.own for stage in users):
+            if not users or any(stage in self.held for stage in users):
                 with tf.device(self.device(users[0] if users else 0)):
                     variable._deferred_initialize()
                 if users:
                     self._held[id(variable.value)] = variable.value
-                    self._written |= {id(variable.value)} if users[0] in self.own else set()
+                    self._written |= {id(variable.value)} if users[0] in self.held else set()
             else:
                 leave_without_value(variable)
 

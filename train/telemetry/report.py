@@ -112,7 +112,7 @@ class Report(Action):
     def end(self, step: int, *, stopped: bool) -> None:
         """Export the model unless the training was stopped, and write the result. The chief leaves the cluster last."""
         context, result = self._context, self._context.run.control / "result.json"
-        divided = context.division is not None and not context.division.whole
+        divided = context.task_stages is not None and not context.task_stages.whole
         # On every task, because reading moving averages that are a mean over all tasks takes all of them.
         with contextlib.nullcontext() if divided else self._averaged():
             weights = [] if stopped or divided else context.model.get_weights()

@@ -14,7 +14,7 @@ from train import patches
 from train.config import TrainConfig
 from train.model import export, initial_weights
 from train.model.architectures import transformer_lm
-from train.pipeline.stage_variables import Division, to_restore
+from train.pipeline.stage_variables import TaskStages, to_restore
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
 
@@ -34,11 +34,11 @@ class Holder:
         workers = stages * pipelines - 1
         cluster = spec.build(workers=workers, strategy="pipeline", pipelines=pipelines, devices=1)
         named = cluster.tasks[task]
-        self.division = Division(cluster, named, CONFIG, None)
-        self.model = self.division.build(new_model)
+        self.task_stages = TaskStages(cluster, named, CONFIG, None)
+        self.model = self.task_stages.build(new_model)
         self.optimizer = keras.optimizers.Adam(1e-3, name="adam")
-        self.division.build_optimizer(self.optimizer, self.model)
-        whole = self.division.whole
+        self.task_stages.build_optimizer(self.optimizer, self.model)
+        whole = self.task_stages.whole
         self.checkpoint = CheckpointManager(
             self.model,
             self.optimizer,
@@ -46,7 +46,7 @@ class Holder:
             folder,
             keep=2,
             writes=task == 0,
-            joint=None if whole else self.division.joint(),
+            joint=None if whole else self.task_stages.joint(),
         )
 
     @property
@@ -79,7 +79,7 @@ def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path,
     holders = [Holder(tmp_path, task, stages) for task in range(stages)]
     assert held(holders) == whole.values
     for holder in holders:
-        own = holder.division.models[holder.division.task].model.trainable_variables
+        own = holder.task_stages.models[holder.task_stages.task].model.trainable_variables
         weights = [each for each in holder.model.trainable_variables if each.value.is_initialized()]
         assert [each.path for each in own] == [each.path for each in weights]
         slots = [each for each in holder.optimizer._momentums if each.value.is_initialized()]
@@ -89,8 +89,8 @@ def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path,
 def test_equal_stages_of_two_pipelines_hold_the_same_and_one_of_them_writes(tmp_path):
     first, second = (Holder(tmp_path, task, 2, 2) for task in (1, 3))
     assert first.values == second.values
-    assert (0, 1) == (first.division.pipeline, second.division.pipeline)
-    assert [True, False] == [each.division.joint().writes for each in (first, second)]
+    assert (0, 1) == (first.task_stages.pipeline, second.task_stages.pipeline)
+    assert [True, False] == [each.task_stages.joint().writes for each in (first, second)]
 
 
 @pytest.mark.slow
@@ -148,15 +148,15 @@ def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path):
         second.model, tmp_path / "weights.npz"
     )
     for holder in (first, second):
-        own = holder.division.models[holder.division.task].model.trainable_variables
+        own = holder.task_stages.models[holder.task_stages.task].model.trainable_variables
         assert all((each.numpy() == 0.5).all() for each in own)
 
 
 @pytest.mark.slow
 def test_a_stage_that_is_not_finite_keeps_all_from_saving(tmp_path):
     holders = [Holder(tmp_path, task, 2) for task in range(2)]
-    holders[1].division.models[1].model.trainable_variables[0].assign_add(
-        np.full(holders[1].division.models[1].model.trainable_variables[0].shape, np.nan)
+    holders[1].task_stages.models[1].model.trainable_variables[0].assign_add(
+        np.full(holders[1].task_stages.models[1].model.trainable_variables[0].shape, np.nan)
     )
     for holder in holders:
         holder.checkpoint.save(3)
@@ -174,10 +174,10 @@ def test_a_regularizer_of_a_variable_of_several_stages_counts_once() -> None:
 
     cluster = spec.build(workers=0, devices=2, strategy="pipeline")
     cut = dataclasses.replace(CONFIG, pipeline=dataclasses.replace(CONFIG.pipeline, cut="middle"))
-    division = Division(cluster, cluster.tasks[0], cut, None)
-    division.device = lambda stage: None  # type: ignore[method-assign]  # this process has one device
-    whole = division.build(shared)
-    assert {0, 1} == {stage for variable, stages in division.shared if variable.regularizer for stage in stages}
-    first, second = (stage.penalty() for stage in division.models)
+    task_stages = TaskStages(cluster, cluster.tasks[0], cut, None)
+    task_stages.device = lambda stage: None  # type: ignore[method-assign]  # this process has one device
+    whole = task_stages.build(shared)
+    assert {0, 1} == {stage for variable, stages in task_stages.shared if variable.regularizer for stage in stages}
+    first, second = (stage.penalty() for stage in task_stages.models)
     assert float(whole.losses[0]) == first > 0
     assert second == 0
