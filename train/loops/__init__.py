@@ -2,5 +2,5 @@
 
 Files to read, in order:
 `training.py` (the parts of a training), `custom.py` or `fit.py` (what runs the steps), `loop.py` (calls and actions),
-`actions.py` and `callbacks.py` (the actions), `steps.py` (many steps in one call), `train_step.py` (one step).
+`actions.py` (the actions), `steps.py` (many steps in one call), `train_step.py` (one step).
 """
