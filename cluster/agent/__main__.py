@@ -17,7 +17,7 @@ from cluster.agent.task_process import Script
 from cluster.contract import settings, tf_config
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import TRAINER_IMPORTS
+from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.system.messages import described
 

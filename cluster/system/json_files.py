@@ -34,7 +34,8 @@ MAX_WARNINGS = 1000
 
 T = TypeVar("T")
 
-_REQUIRED = object()
+REQUIRED: Any = object()
+"""The default of a file that has to exist."""
 _LOG = logging.getLogger("cluster")
 _warned: set[str] = set()
 
@@ -116,7 +117,7 @@ def _replace_damaged(folder: Folder, name: str, scratch: str, check: Callable[[A
 
 def _is_valid(path: Path, check: Callable[[Any], object]) -> bool:
     try:
-        check(read_json(path))
+        read_json(path, check=check)
     except (ValueError, FileNotFoundError):
         return False
     return True
@@ -152,8 +153,14 @@ def _scratch(folder: Folder, name: str, value: Any, *, durable: bool = True, mod
         folder.remove(scratch)  # unless it was renamed
 
 
-def read_json(path: Path, default: Any = _REQUIRED, *, limit: int = RECORD_BYTES) -> Any:
-    """Return a JSON file's value, or `default` if it does not exist.
+def read_json(
+    path: Path,
+    default: Any = REQUIRED,
+    *,
+    check: Callable[[Any], Any] = lambda value: value,
+    limit: int = RECORD_BYTES,
+) -> Any:
+    """Return a JSON file's checked value, or `default` if it does not exist.
 
     The content is not trusted. A file without a value, such as an empty one after a power failure, counts as one that
     does not exist yet: the default is returned, and a warning is logged once.
@@ -161,21 +168,22 @@ def read_json(path: Path, default: Any = _REQUIRED, *, limit: int = RECORD_BYTES
     Args:
         path: the file.
         default: returned for a file that does not exist; without a default, it has to exist.
+        check: returns the checked value, or raises ValueError if it is not valid.
         limit: the largest file that is read, in bytes.
 
     Raises:
         FileNotFoundError: the file does not exist and no default is given.
-        DamagedError: it holds no JSON value or is not a regular file, and no default is given.
+        DamagedError: it holds no valid value or is not a regular file, and no default is given.
     """
     try:
-        return parse_json(read_start(path, limit + 1), limit)
+        return check(parse_json(read_start(path, limit + 1), limit))
     except FileNotFoundError:
-        if default is _REQUIRED:
+        if default is REQUIRED:
             raise
         return default
     except UNREADABLE as error:
         damaged = DamagedError(path, _reason(error))
-        if default is _REQUIRED:
+        if default is REQUIRED:
             raise damaged from error
         warn_once(damaged)
         return default
@@ -262,7 +270,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     except UNREADABLE as error:
-        warn_once(DamagedError(path, getattr(error, "strerror", None) or str(error)))
+        warn_once(DamagedError(path, _reason(error)))
 
 
 class Journal(Generic[T]):
@@ -289,7 +297,7 @@ class Journal(Generic[T]):
                 self._reset()
             except UNREADABLE as error:
                 self._reset()
-                warn_once(DamagedError(self._path, getattr(error, "strerror", None) or str(error)))
+                warn_once(DamagedError(self._path, _reason(error)))
             return [*self._values]
 
     def _reset(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from invoke import Config, Context, Exit
 
 import tasks
-from cluster.contract.run import records
+from cluster.contract.run import launch_records
 from cluster.host.cli.command_line import shell
 from cluster.host.image import engine, images
 from cluster.host.launch import folders, teardown
@@ -84,7 +84,7 @@ def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(clu
     run = clusters.run("asked")
     expected = {"chief": {"reserve": ["2", "3"]}, "worker-0": {"reserve": ["6", "7"]}, "ps-0": {}}
     assert expected == {task: requested(noted, found["Id"]) for task, found in containers(run).items()}
-    assert {"chief": ["2", "3"], "worker-0": ["6", "7"]} == read_json(run.compose)[records.GPUS]
+    assert {"chief": ["2", "3"], "worker-0": ["6", "7"]} == read_json(run.compose)[launch_records.GPUS]
     _, board = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
     assert board
     assert {} == requested(noted, board)

@@ -11,7 +11,8 @@ from cluster.contract.recovery.ends import End
 from cluster.contract.recovery.step_record import Progress
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import first_heartbeat
-from cluster.contract.run.records import FINAL_STATES, Event, Generation, Heartbeat, Outcome, Started, StopRequest
+from cluster.contract.run.launch_records import Started
+from cluster.contract.run.records import FINAL_STATES, Event, Generation, Heartbeat, Outcome, StopRequest
 from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now, SimTask, World
 

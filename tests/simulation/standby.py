@@ -124,7 +124,7 @@ class Records:
     """Replaces the module `records` there."""
 
     @staticmethod
-    def read(record: Record, check: Callable[[Any], Any], default: Any) -> Any:
+    def read_record(record: Record, check: Callable[[Any], Any], default: Any) -> Any:
         value = record.read(None)
         return default if value is None else check(value)
 

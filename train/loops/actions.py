@@ -104,7 +104,7 @@ class Trace(Action):
                 self._answer(request, first=self._first + 1, last=step)
 
     def _begin(self, step: int) -> None:
-        request = records.read(self._run.trace_request, TraceRequest.from_json, None)
+        request = records.read_record(self._run.trace_request, TraceRequest.from_json, None)
         if request is None or request.task != self._task:
             return
         try:
@@ -116,7 +116,7 @@ class Trace(Action):
 
     def _answer(self, request: TraceRequest, **answer: Any) -> None:
         write_json(self._run.trace_answer, {"id": request.id, "task": self._task, **answer})
-        current = records.read(self._run.trace_request, TraceRequest.from_json, None)
+        current = records.read_record(self._run.trace_request, TraceRequest.from_json, None)
         if current and current.id == request.id:
             self._run.trace_request.unlink(missing_ok=True)
 

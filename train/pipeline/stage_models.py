@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Stages
+from cluster.contract.run.launch_records import Stages
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import layer_state, masks, optimizers
@@ -104,7 +104,7 @@ def load_models(
     model: keras.Model, config: TrainConfig, stages: int, run: RunFolder | None = None, pipelines: int = 1
 ) -> list[StageModel]:
     """Return the model's stages as planned, according to the record of the run; see `partition_model`."""
-    planned = records.read(run.stages, Stages.from_json, Stages()) if run else Stages()
+    planned = records.read_record(run.stages, Stages.from_json, Stages()) if run else Stages()
     # A resumed run may have another number of stages.
     layers = planned.cut if len(planned.cut) == stages - 1 else None
     return partition_model(model, config, stages, layers=layers, pipelines=pipelines)[1]

@@ -27,10 +27,10 @@ from pathlib import Path
 
 from cluster.agent.schedulers.lifecycle import await_begin, exit_code, go_on, run_agent
 from cluster.contract import settings, spec, tf_config
-from cluster.contract.run import records
+from cluster.contract.run import launch_records, records
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Started
+from cluster.contract.run.launch_records import Started
 from cluster.contract.spec import Role
 from cluster.system import processes
 from cluster.system.errors import EXIT_INTERRUPTED, ClusterError
@@ -65,7 +65,7 @@ def begin(run: RunFolder, given: Path) -> None:
         given: folder with its `cluster.json`, `config.json` and `started.json`. A run that continues takes the cluster
             from there, and keeps its configuration.
     """
-    cluster = records.read(given / "cluster.json", records.cluster)
+    cluster = records.read_record(given / "cluster.json", launch_records.cluster)
     if run.cluster.exists():
         if run.has_stopped:
             write_json(run.cluster, cluster.to_json())
@@ -73,8 +73,8 @@ def begin(run: RunFolder, given: Path) -> None:
         return
     run.path.mkdir(parents=True, exist_ok=True)
     run.create()
-    write_json(run.config, records.read(given / "config.json", records.config))
-    started = records.read(given / "started.json", Started.from_json)
+    write_json(run.config, records.read_record(given / "config.json", launch_records.config))
+    started = records.read_record(given / "started.json", Started.from_json)
     write_json(run.control / "started.json", replace(started, time=started.time or time.time()).to_json())
     run.begin_generation(0)
     write_json(run.cluster, cluster.to_json())

@@ -33,10 +33,11 @@ from cluster.agent import elastic
 from cluster.agent.schedulers import lifecycle
 from cluster.agent.schedulers.lifecycle import exit_code, go_on
 from cluster.contract import settings, tf_config
-from cluster.contract.run import membership, records
+from cluster.contract.run import launch_records, membership, records
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import TASK_LOST, RunFolder
-from cluster.contract.run.records import AfterStop, Place
+from cluster.contract.run.launch_records import Place
+from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system import processes
 from cluster.system.errors import (
@@ -186,7 +187,7 @@ def assemble(run: RunFolder) -> ClusterSpec:
     cluster, folder, tasks = run.load_cluster(), places(run), []
     deadline, is_elastic = _deadline(), run.started.min_workers is not None
     for task in cluster.tasks:
-        place = _await(partial(records.read, folder / f"{task.name}.json", Place.from_json, None), deadline)
+        place = _await(partial(records.read_record, folder / f"{task.name}.json", Place.from_json, None), deadline)
         if place is None and not (is_elastic and task.role == Role.WORKER):
             raise TimedOut(f"{task.name} did not start on its node, or {UNSEEN}")
         tasks.append(replace(task, host=place.host, port=place.port) if place else task)
@@ -204,10 +205,10 @@ def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
         TimedOut: the chief has made none, or without this task.
     """
     folder = places(run)
-    own = records.read(folder / f"{name}.json", Place.from_json)
+    own = records.read_record(folder / f"{name}.json", Place.from_json)
 
     def complete() -> ClusterSpec | None:
-        cluster = records.read(folder / "cluster.json", records.cluster, None)
+        cluster = records.read_record(folder / "cluster.json", launch_records.cluster, None)
         task = cluster.task(name) if cluster else None
         return cluster if task and (task.host, task.port) == (own.host, own.port) else None
 
@@ -300,8 +301,8 @@ class Replacements:
     def _admit(self, name: str) -> None:
         """Put the place of a task that has started into the cluster."""
         path = self._folder / "cluster.json"
-        cluster = records.read(path, records.cluster)
-        task, place = cluster.task(name), records.read(self._folder / f"{name}.json", Place.from_json, None)
+        cluster = records.read_record(path, launch_records.cluster)
+        task, place = cluster.task(name), records.read_record(self._folder / f"{name}.json", Place.from_json, None)
         if place and (place.host, place.port) != (task.host, task.port):
             moved = replace(task, host=place.host, port=place.port)
             tasks = tuple(moved if each.name == name else each for each in cluster.tasks)

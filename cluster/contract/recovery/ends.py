@@ -102,7 +102,7 @@ def recorded(run: RunFolder, generation: int) -> list[End]:
     It is the order of the files' times, which the file system's clock gave them: the agents' clocks may differ.
     """
     paths = sorted((run.control / "ends").glob(f"{generation}-*.json"), key=lambda p: (p.lstat().st_mtime_ns, p))
-    return [end for path in paths if (end := records.read(path, End.from_json, None))]
+    return [end for path in paths if (end := records.read_record(path, End.from_json, None))]
 
 
 def error_in(lines: Sequence[str], code: int) -> str | None:

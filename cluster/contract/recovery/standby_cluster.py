@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.contract.run import records
+from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec, Task
@@ -43,7 +43,7 @@ def possible(run: RunFolder, spec: ClusterSpec) -> bool:
     They cannot hold a second copy of the data of a GPU, a TPU or a stage, and while the training calls the user's code
     they call none of it, except to build the model.
     """
-    config = records.read(run.config, records.config, {})
+    config = records.read_record(run.config, launch_records.config, {})
     known = (config.get("loop"), config.get("source"), config.get("callbacks") or "") == ("custom", "memory", "")
     return known and spec.kind.synchronous and not spec.kind.staged and not spec.kind.hardware
 
@@ -98,7 +98,9 @@ def withdraw(run: RunFolder, task: str) -> None:
 
 def complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
     """Whether the standby processes of all tasks are ready to follow the programs of a generation."""
-    reports = [records.read(_path(run, task.name), _Ready.from_json, None) for task in spec.tasks if trains(task)]
+    reports = [
+        records.read_record(_path(run, task.name), _Ready.from_json, None) for task in spec.tasks if trains(task)
+    ]
     numbers = {each.number for each in reports if each and each.generation == generation}
     return len(numbers) == 1 and all(each and each.generation == generation for each in reports)
 

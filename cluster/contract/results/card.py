@@ -9,9 +9,9 @@ import time
 from typing import Any
 
 from cluster.contract.results import goodput
-from cluster.contract.run import records
+from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Summary
+from cluster.contract.run.summary_records import Summary
 from cluster.system.files import write_text
 from cluster.system.messages import counted, plain
 
@@ -61,8 +61,8 @@ def _result(summary: Summary) -> list[str]:
 
 
 def _made_of(run: RunFolder, summary: Summary) -> list[str]:
-    config = records.read(run.config, records.config, {})
-    manifest = records.read(run.manifest, records.manifest, {})
+    config = records.read_record(run.config, launch_records.config, {})
+    manifest = records.read_record(run.manifest, launch_records.manifest, {})
     commit = manifest.get("code", {}).get("commit") if isinstance(manifest.get("code"), dict) else None
     started = run.started.time
     rows = {

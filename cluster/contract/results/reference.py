@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Summary
+from cluster.contract.run.summary_records import Summary
 from cluster.contract.schema import Record, dictionary
 from cluster.system.json_files import DamagedError
 
@@ -52,7 +52,7 @@ def fault_lines(run: RunFolder) -> list[str]:
 
 
 def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
-    summary = records.read(run.summary, Summary.from_json)
+    summary = records.read_record(run.summary, Summary.from_json)
     resized = any(event.event == "scaled" for event in run.events()) or membership.changes(run)
     if not _elastic(run) and resized:
         return None  # another number of workers sums in another order
@@ -71,7 +71,7 @@ def _training(run: RunFolder) -> tuple[Any, ...] | None:
     """Return everything that determines a run's bits; None if its records are damaged."""
     try:
         config = {key: value for key, value in run.load_config().items() if key not in NO_EFFECT_ON_BITS}
-        version = records.read(run.control / "data.json", dictionary(Record), {}).get("version")
+        version = records.read_record(run.control / "data.json", dictionary(Record), {}).get("version")
         if _elastic(run):
             return config, version
         spec = run.load_cluster()

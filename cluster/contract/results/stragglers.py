@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-from cluster.contract.run.records import Pace, Paces, Starved, Straggler
+from cluster.contract.run.records import Pace
+from cluster.contract.run.summary_records import Paces, Starved, Straggler
 
 SLOWER = 1.25
 """A straggler is busy at least this many times as long as the others."""

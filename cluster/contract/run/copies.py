@@ -68,7 +68,7 @@ class Copy:
     def is_superseded(self) -> bool:
         """Whether a newer copy has recorded itself; False if the record cannot be read."""
         with contextlib.suppress(OSError):
-            newest = records.read(self._path, _Newest.from_json, None)
+            newest = records.read_record(self._path, _Newest.from_json, None)
             return newest is not None and newest.copy != self.name
         return False
 

@@ -15,10 +15,11 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from cluster.contract.run import records
+from cluster.contract.run import launch_records, records
+from cluster.contract.run.launch_records import Started, TensorBoardRecord
+from cluster.contract.run.layout import Paths
 from cluster.contract.run.records import (
     AfterStop,
     Event,
@@ -27,12 +28,9 @@ from cluster.contract.run.records import (
     Ledger,
     Outcome,
     OutcomeState,
-    Result,
-    Started,
     StopRequest,
-    Summary,
-    TensorBoardRecord,
 )
+from cluster.contract.run.summary_records import Result, Summary
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
@@ -46,117 +44,6 @@ from cluster.system.json_files import (
     read_json_lines,
     write_json,
 )
-
-
-class _Within:
-    """A path within the run folder, as an attribute of `Paths`."""
-
-    def __init__(self, *parts: str) -> None:
-        self._parts = parts
-
-    def __get__(self, paths: Paths, owner: type[Paths]) -> Path:
-        return paths.path.joinpath(*self._parts)
-
-
-@dataclass(frozen=True)
-class Paths:
-    """The paths of one run."""
-
-    path: Path
-
-    unfinished = _Within(".unfinished")
-    """There while the folder is being laid out or deleted."""
-    config = _Within("config.json")
-    """The resolved training configuration."""
-    cluster = _Within("cluster.json")
-    """The description of the cluster."""
-    stages = _Within("stages.json")
-    """Where a pipeline's model is cut, and the measured times of its blocks."""
-    compose = _Within("compose.json")
-    """How the tasks were started: the Compose overlay, or the list of local processes."""
-    manifest = _Within("manifest.json")
-    """Everything that determines the run's result: options, code, data, packages."""
-    environment = _Within("environment.json")
-    """The hardware and software that the chief ran on."""
-    summary = _Within("summary.json")
-    """How the run ended; missing until then."""
-    card = _Within("README.md")
-    """The configuration and result for people to read; missing until the end."""
-    events_log = _Within("events.jsonl")
-    """The run's life cycle, a JSON object per line."""
-    checkpoints = _Within("checkpoints")
-    """The shared checkpoint folder."""
-    init = _Within("init")
-    """The weights that training begins with, if they are not random."""
-    export = _Within("export")
-    """The SavedModel written at the end."""
-    control = _Within("control")
-    """The messages between agents: generations, the stop request, the outcome."""
-    stop = _Within("control", "stop.json")
-    """The request to save and stop."""
-    gang = _Within("control", "gang.json")
-    """Where the hub of the agents' connections listens."""
-    token = _Within("control", "token.json")
-    """The secret by which the agents of this run recognize each other."""
-    withdrawn_stop = _Within("control", "withdrawn.json")
-    """The generation in which a stop request was withdrawn."""
-    board = _Within("control", "tensorboard.json")
-    """The port of the TensorBoard that was started for it."""
-    trace_request = _Within("control", "trace.json")
-    """The request for a trace of a task's next steps. The task removes it once it has answered."""
-    trace_answer = _Within("control", "traced.json")
-    """The answer to the newest request for a trace."""
-
-    @property
-    def name(self) -> str:
-        """The run's name."""
-        return self.path.name
-
-    @property
-    def scratch(self) -> Path:
-        """The folder that a script's containers use as /tmp.
-
-        It is outside the run's folder: the engine follows links on the way to what it mounts, and a task could put one
-        there.
-        """
-        return self.path.parent / ".scratch" / self.name
-
-    def status(self, task: str) -> Path:
-        """The task's heartbeat."""
-        return self.path / "status" / f"{task}.json"
-
-    def metrics(self, task: str) -> Path:
-        """The task's logged steps, a JSON object per line."""
-        return self.path / "metrics" / f"{task}.jsonl"
-
-    def programs(self, task: str) -> Path:
-        """The identities of the newest attempt's processes, as the task itself sees them."""
-        return self.control / "programs" / f"{task}.json"
-
-    def away(self, task: str) -> Path:
-        """There while a fault keeps the task away, so that its supervisor does not bring it back."""
-        return self.control / "away" / task
-
-    def log(self, task: str) -> Path:
-        """The output of the task's program."""
-        return self.path / "logs" / f"{task}.log"
-
-    def work(self, task: str) -> Path:
-        """The working folder of the task's script."""
-        return self.path / "work" / task
-
-    def tensorboard(self, task: str) -> Path:
-        """The task's TensorBoard event files."""
-        return self.path / "tensorboard" / task
-
-    def traces(self, task: str) -> list[Path]:
-        """Return the folders of the task's profiler traces, oldest first."""
-        return sorted((self.tensorboard(task) / "plugins" / "profile").glob("*/"))
-
-    def ledger(self, generation: int) -> Path:
-        """The chief's time in a generation, by activity."""
-        return self.control / "ledgers" / f"{generation}.json"
-
 
 LOST_AFTER_S = 15.0
 """Seconds without a new heartbeat, by the watcher's clock, after which a task counts as lost."""
@@ -238,7 +125,7 @@ class RunFolder(Paths):
         Raises:
             DamagedError: `cluster.json` has no valid one.
         """
-        return records.read(self.cluster, records.cluster)
+        return records.read_record(self.cluster, launch_records.cluster)
 
     def load_config(self) -> dict[str, Any]:
         """Return the run's configuration.
@@ -246,7 +133,7 @@ class RunFolder(Paths):
         Raises:
             DamagedError: `config.json` has no valid one.
         """
-        return records.read(self.config, records.config)
+        return records.read_record(self.config, launch_records.config)
 
     def load_started(self) -> Started:
         """Return how and when the run was started.
@@ -254,38 +141,38 @@ class RunFolder(Paths):
         Raises:
             DamagedError: `control/started.json` has no valid record.
         """
-        return records.read(self.control / "started.json", Started.from_json)
+        return records.read_record(self.control / "started.json", Started.from_json)
 
     @property
     def started(self) -> Started:
         """How and when the run was started; nothing if that is not known."""
-        return records.read(self.control / "started.json", Started.from_json, Started())
+        return records.read_record(self.control / "started.json", Started.from_json, Started())
 
     @property
     def composed(self) -> dict[str, Any]:
         """The content of `compose.json`; empty without a valid one."""
-        return records.read(self.compose, records.compose, {})
+        return records.read_record(self.compose, launch_records.compose, {})
 
     @property
     def script(self) -> dict[str, Any] | None:
         """The script that every task runs instead of the training program, with its arguments; None without one."""
-        config = records.read(self.config, records.config, {})
+        config = records.read_record(self.config, launch_records.config, {})
         return config if "script" in config else None
 
     @property
     def result(self) -> Result:
         """The result that the chief's program reported at its end; empty before."""
-        return records.read(self.control / "result.json", Result.from_json, Result())
+        return records.read_record(self.control / "result.json", Result.from_json, Result())
 
     @property
     def board_port(self) -> int | None:
         """The port of the TensorBoard that was started for it; 0 if none was wanted, None if nothing is recorded."""
-        board = records.read(self.board, TensorBoardRecord.from_json, None)
+        board = records.read_record(self.board, TensorBoardRecord.from_json, None)
         return board.port if board else None
 
     def load_summary(self) -> Summary | None:
         """Return the run's summary; None before the end."""
-        return records.read(self.summary, Summary.from_json, None)
+        return records.read_record(self.summary, Summary.from_json, None)
 
     # Heartbeats and metrics
 
@@ -297,7 +184,7 @@ class RunFolder(Paths):
 
     def heartbeat(self, task: str) -> Heartbeat | None:
         """Return a task's newest heartbeat; None without a valid one."""
-        beat = records.read(self.status(task), Heartbeat.from_json, None, limit=records.TASK_BYTES)
+        beat = records.read_record(self.status(task), Heartbeat.from_json, None, limit=records.TASK_BYTES)
         return beat if beat and beat.task == task else None
 
     @property
@@ -360,7 +247,7 @@ class RunFolder(Paths):
         """Return the record of a generation; None without one."""
         if number not in self._begun:
             path = self.control / "generations" / f"{number}.json"
-            if record := records.read(path, records.generation(number), None, limit=records.TASK_BYTES):
+            if record := records.read_record(path, records.generation(number), None, limit=records.TASK_BYTES):
                 self._begun[number] = record
         return self._begun.get(number)
 
@@ -382,12 +269,12 @@ class RunFolder(Paths):
         path = self.control / "outcome.json"
         if not os.path.lexists(path):  # agents look ten times a second
             return None
-        return records.read(path, Outcome.from_json, None, limit=records.TASK_BYTES)
+        return records.read_record(path, Outcome.from_json, None, limit=records.TASK_BYTES)
 
     def ledgers(self) -> list[Ledger]:
         """Return the chief's ledger of each generation that has one."""
         paths = sorted((self.control / "ledgers").glob("*.json"))
-        ledgers = (records.read(path, Ledger.from_json, None, limit=records.TASK_BYTES) for path in paths)
+        ledgers = (records.read_record(path, Ledger.from_json, None, limit=records.TASK_BYTES) for path in paths)
         return [ledger for ledger in ledgers if ledger]
 
     def end(self, state: str, **why: Any) -> bool:
@@ -405,7 +292,7 @@ class RunFolder(Paths):
         """The request to save and stop; None without one."""
         if not os.path.lexists(self.stop):
             return None
-        return records.read(self.stop, StopRequest.from_json, None, limit=records.TASK_BYTES)
+        return records.read_record(self.stop, StopRequest.from_json, None, limit=records.TASK_BYTES)
 
     @property
     def after_stop(self) -> AfterStop | None:
@@ -435,7 +322,7 @@ class RunFolder(Paths):
 
     def stop_withdrawn(self, generation: int) -> bool:
         """Whether a stop request to the tasks of this generation was withdrawn."""
-        withdrawn = records.read(self.withdrawn_stop, _Withdrawn.from_json, None)
+        withdrawn = records.read_record(self.withdrawn_stop, _Withdrawn.from_json, None)
         return not self.stop_requested and withdrawn is not None and withdrawn.generation == generation
 
     @property
@@ -471,7 +358,7 @@ class RunFolder(Paths):
             rename(self.stop, taken.name)
         except FileNotFoundError:
             return None
-        value = records.read(taken, StopRequest.from_json, None)
+        value = records.read_record(taken, StopRequest.from_json, None)
         remove(taken)
         return value
 

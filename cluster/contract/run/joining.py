@@ -35,7 +35,7 @@ class Token(Record):
 
 def invitation(run: RunFolder) -> Invitation | None:
     """Return how to reach the hub; None without a valid record."""
-    return records.read(run.gang, Invitation.from_json, None, limit=records.TASK_BYTES)
+    return records.read_record(run.gang, Invitation.from_json, None, limit=records.TASK_BYTES)
 
 
 def token(run: RunFolder) -> str:
@@ -44,9 +44,9 @@ def token(run: RunFolder) -> str:
     Raises:
         OSError: it cannot be written.
     """
-    if not (known := records.read(run.token, Token.from_json, None, limit=records.TASK_BYTES)):
+    if not (known := records.read_record(run.token, Token.from_json, None, limit=records.TASK_BYTES)):
         create_json(run.token, {"token": secrets.token_hex(TOKEN_BYTES)}, Token.from_json, mode=PRIVATE)
-        known = records.read(run.token, Token.from_json)
+        known = records.read_record(run.token, Token.from_json)
     return known.token
 
 

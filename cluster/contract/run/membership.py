@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cluster.contract.run import records
+from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import MembershipChange
+from cluster.contract.run.summary_records import MembershipChange
 from cluster.contract.spec import ClusterSpec
 
 
@@ -39,7 +39,7 @@ def cluster_with_addresses(run: RunFolder) -> ClusterSpec:
         DamagedError: `cluster.json` has no valid cluster.
     """
     if path := os.environ.get("CLUSTER_JSON"):
-        return records.read(Path(path), records.cluster)
+        return records.read_record(Path(path), launch_records.cluster)
     return run.load_cluster()
 
 

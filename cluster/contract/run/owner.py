@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Process
+from cluster.contract.run.launch_records import Process
 from cluster.contract.schema import Record, dictionary
 from cluster.system import processes
 from cluster.system.files import remove

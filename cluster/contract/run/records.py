@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,41 +13,28 @@ from cluster.contract.schema import (
     Count,
     ExitCode,
     Measured,
-    Number,
     Record,
     Seconds,
     Step,
-    count,
     dictionary,
-    listing,
-    mapping,
-    one_of,
-    text,
 )
-from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Task
-from cluster.contract.strategies import STRATEGIES
-from cluster.system.json_files import RECORD_BYTES, DamagedError, read_json, warn_once
+from cluster.system.json_files import RECORD_BYTES, REQUIRED, DamagedError, read_json
 
-EVALUATED = "eval_"
-"""The prefix of the metrics of evaluations."""
 TASK_BYTES = 2**20
 """The largest record that a task writes often."""
-
-_NEEDED: Any = object()
-
 T = TypeVar("T")
 D = TypeVar("D")
 
 
 @overload
-def read(path: Path, check: Callable[[Any], T], *, limit: int = RECORD_BYTES) -> T: ...
+def read_record(path: Path, check: Callable[[Any], T], *, limit: int = RECORD_BYTES) -> T: ...
 
 
 @overload
-def read(path: Path, check: Callable[[Any], T], default: D, *, limit: int = RECORD_BYTES) -> T | D: ...
+def read_record(path: Path, check: Callable[[Any], T], default: D, *, limit: int = RECORD_BYTES) -> T | D: ...
 
 
-def read(path: Path, check: Callable[[Any], Any], default: Any = _NEEDED, *, limit: int = RECORD_BYTES) -> Any:
+def read_record(path: Path, check: Callable[[Any], Any], default: Any = REQUIRED, *, limit: int = RECORD_BYTES) -> Any:
     """Read a record through its check.
 
     Args:
@@ -61,19 +47,9 @@ def read(path: Path, check: Callable[[Any], Any], default: Any = _NEEDED, *, lim
         DamagedError: there is neither a valid record nor a default.
     """
     try:
-        return check(read_json(path, limit=limit))
+        return read_json(path, default, check=check, limit=limit)
     except FileNotFoundError:
-        damaged = DamagedError(path, "it is missing")
-        if default is not _NEEDED:
-            return default
-    except DamagedError as error:
-        damaged = error
-    except ValueError as error:
-        damaged = DamagedError(path, str(error))
-    if default is _NEEDED:
-        raise damaged
-    warn_once(damaged)
-    return default
+        raise DamagedError(path, "it is missing") from None
 
 
 class TaskState(StrEnum):
@@ -278,16 +254,6 @@ def generation(number: int) -> Callable[[Any], Generation]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(Record):
-    """The node and address of a task of a job, and the job's number."""
-
-    node: str
-    host: str
-    port: Count
-    job: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Activity(Record):
     """The seconds of the chief's steps, for input and computing, and of what it did between them."""
 
@@ -312,155 +278,6 @@ class Ledger(Record):
     seconds: Activity
     saves: dict[str, Measured] = field(default_factory=dict)
     """The interval between checkpoints, and the measurements that it follows from."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result(Record):
-    """The result that the chief's program reports at its end: `control/result.json`."""
-
-    steps: Count | None = None
-    epochs: Measured = None
-    examples_per_s: Measured = None
-    metrics: dict[str, Measured] = field(default_factory=dict)
-    weights_sha256: str | None = None
-    keras: str | None = None
-    """The version of Keras."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restart(Record):
-    """The cost of one restart."""
-
-    generation: Count = 0
-    task: str = ""
-    cause: str = ""
-    detected_s: Measured = None
-    resumed_s: Measured = None
-    """Seconds from the failure to the next new step; a script reports no steps."""
-    script_started_s: Measured = field(default=None, metadata=SPARSE)
-    """Seconds from the failure until the process of a script started again."""
-    steps_lost: Count | None = None
-
-
-@dataclass(frozen=True)
-class Straggler(Record):
-    """A task that all others wait for."""
-
-    task: str
-    slower: Number
-    """How many times as long it is busy as the median of the others."""
-    input_part: Number
-    """The part of the difference that is waiting for input."""
-
-    def __str__(self) -> str:
-        return f"{self.task} is {self.slower:.1f}x slower, {self.input_part:.0%} of it in input".replace("%", " %")
-
-
-@dataclass(frozen=True)
-class Starved(Record):
-    """A task that waits for its input."""
-
-    task: str
-    input_share: Number
-    """The share of the time of its steps."""
-
-    def __str__(self) -> str:
-        return f"{self.task} waits {self.input_share:.0%} of the time for input".replace("%", " %")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Paces(Record):
-    """The pace of each task, and the tasks that are slower than the others or wait for input."""
-
-    tasks: dict[str, Pace] | None = field(default=None, metadata=SPARSE)
-    stragglers: tuple[Straggler, ...] = ()
-    starved: tuple[Starved, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cause(Record):
-    """The failure that ended a run."""
-
-    task: str | None = None
-    exit_code: ExitCode | None = None
-    step: Count | None = None
-    error: str | None = None
-    time: Seconds = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MembershipChange(Record):
-    """A generation with other tasks than the one before, and its first step."""
-
-    generation: Count
-    step: Count
-    lost: tuple[str, ...]
-    regained: tuple[str, ...]
-    left_out: tuple[str, ...]
-
-    def __str__(self) -> str:
-        parts = [f"without {', '.join(self.lost)}"] if self.lost else []
-        parts += [f"with {', '.join(self.regained)} again"] if self.regained else []
-        return f"{' and '.join(parts)} from step {self.step}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary(Record):
-    """How a run ended: `summary.json`."""
-
-    state: OutcomeState
-    strategy: str = ""
-    replicas: Count = 0
-    steps: Count = 0
-    epochs: Measured = None
-    startup_s: Measured = None
-    wall_s: Seconds = 0.0
-    examples_per_s: Measured = None
-    metrics: dict[str, Measured] = field(default_factory=dict)
-    weights_sha256: str | None = None
-    restarts: tuple[Restart, ...] = ()
-    goodput: Measured = None
-    goodput_split: dict[str, Seconds] | None = None
-    checkpoint_every_s: Measured = None
-    pace: Paces = field(default_factory=Paces)
-    tasks: dict[str, ExitCode | None] = field(default_factory=dict)
-    cause: Cause | None = field(default=None, metadata=SPARSE)
-    """Only of a failed run."""
-    membership: tuple[MembershipChange, ...] = field(default=(), metadata=SPARSE)
-
-    @property
-    def score(self) -> tuple[str, float] | None:
-        """The name and value of the one metric that stands for the model's quality: the first that is not the loss."""
-        evaluated = [(name, value) for name, value in self.metrics.items() if name.startswith(EVALUATED)]
-        known = [(name.removeprefix(EVALUATED), value) for name, value in evaluated if value is not None]
-        return min(known, key=lambda each: each[0] == "loss", default=None)
-
-    @property
-    def failure(self) -> Cause | None:
-        """The cause of a failed run, which may be unknown; None for any other run."""
-        return (self.cause or Cause()) if self.state == OutcomeState.FAILED else None
-
-
-def _pid(value: Any) -> int:
-    if not 0 < count(value) < 2**22:
-        raise ValueError("expected the id of a process")
-    return int(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Process(Record):
-    """A process as `cluster.system.processes` recognizes it."""
-
-    pid: Annotated[int, _pid]
-    start_ticks: Count | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Programs(Record):
-    """The processes of a task's newest attempt: `control/programs/<task>.json`."""
-
-    agent: Process
-    program: Process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,132 +313,3 @@ class TraceAnswer(Record):
     first: Count = 0
     last: Count = 0
     error: str | None = field(default=None, metadata=SPARSE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stages(Record):
-    """Where a pipeline's model is cut: `stages.json`."""
-
-    cut: tuple[str, ...] = ()
-    """The first layer of each stage but the first."""
-
-
-TRAINER_IMPORTS = "train.startup.preload"
-"""The module that imports everything a training program needs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Started(Record):
-    """How and when a run was started: `control/started.json`. What is not known is empty or None."""
-
-    time: Seconds | None = field(default=None, metadata=SPARSE)
-    runtime: str = field(default="", metadata=SPARSE)
-    hang_timeout_s: Seconds | None = field(default=None, metadata=SPARSE)
-    max_restarts: Count | None = field(default=None, metadata=SPARSE)
-    max_external_restarts: Count | None = field(default=None, metadata=SPARSE)
-    min_workers: Count | None = field(default=None, metadata=SPARSE)
-    grow: bool = field(default=False, metadata=SPARSE)
-    requirements: str = field(default="", metadata=SPARSE)
-    memory: str = field(default="", metadata=SPARSE)
-    network: str = field(default="", metadata=SPARSE)
-    gpus: dict[str, str] = field(default_factory=dict, metadata=SPARSE)
-    job: dict[str, str] = field(default_factory=dict, metadata=SPARSE)
-    env: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    secrets: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    code_dirs: tuple[str, ...] = field(default=(), metadata=SPARSE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Config(Record):
-    global_batch: Count = field(default=0, metadata=SPARSE)
-    bitwise_elastic: Count = field(default=0, metadata=SPARSE)
-    micro_batches: Count = field(default=1, metadata=SPARSE)
-    loop: str = field(default="", metadata=SPARSE)
-    precision: str = field(default="", metadata=SPARSE)
-    script: str = field(default="", metadata=SPARSE)
-    arguments: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    separate_chief: bool = field(default=False, metadata=SPARSE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _LocalTask(Record):
-    command: tuple[str, ...]
-    environment: dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Composed(Record):
-    tasks: dict[str, _LocalTask] = field(default_factory=dict, metadata=SPARSE)
-    preload: str = field(default="", metadata=SPARSE)
-    inherits: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    network: str = field(default="", metadata=SPARSE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Manifest(Record):
-    runtime: str = field(default="", metadata=SPARSE)
-
-
-config, manifest = dictionary(_Config), dictionary(_Manifest)
-GPUS = "x-gpus"
-"""The key of `compose.json` with the GPUs of each task; Compose ignores keys that begin with `x-`."""
-
-
-def compose(value: Any) -> dict[str, Any]:
-    """Check the content of `compose.json`."""
-    checked = dictionary(_Composed)(value)
-    return checked | ({GPUS: mapping(listing(text))(checked[GPUS])} if GPUS in checked else {})
-
-
-def _port(value: Any) -> int:
-    if count(value) >= 2**16:
-        raise ValueError(f"expected a port, found {value}")
-    return count(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorBoardRecord(Record):
-    """The TensorBoard that was started for a run: `control/tensorboard.json`."""
-
-    port: Annotated[int, _port]
-
-
-HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")
-
-
-def _strategy(value: Any) -> Any:
-    return one_of(*STRATEGIES)(value)  # those that are registered now
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Task(Record):
-    role: Role
-    index: Count
-    host: str
-    port: Count
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cluster(Record):
-    strategy: Annotated[str, _strategy]
-    devices: Count
-    tasks: tuple[_Task, ...]
-    separate_chief: bool = True
-    pipelines: Count = 1
-
-
-def cluster(value: Any) -> ClusterSpec:
-    """Check the content of `cluster.json`."""
-    spec = ClusterSpec.from_json(_Cluster.from_json(value).to_json())
-    names = [task.name for task in spec.tasks]
-    if names.count("chief") != 1 or len(set(names)) < len(names):
-        raise ValueError("expected one chief, and every task once")
-    if not 1 <= spec.devices <= MAX_DEVICES:
-        raise ValueError(f"devices: expected a whole number from 1 to {MAX_DEVICES}")
-    if bad := [task for task in spec.tasks if not _listens(task)]:
-        raise ValueError(f"tasks: expected an address of {bad[0].name[:40]}")
-    return spec
-
-
-def _listens(task: Task) -> bool:
-    return bool(HOST.fullmatch(task.host)) and 0 < task.port < 2**16 and task.index < MAX_TASKS

@@ -12,7 +12,8 @@ from cluster.contract.results import summary
 from cluster.contract.run import claim, membership, owner, records
 from cluster.contract.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.contract.run.heartbeat import LivenessMonitor
-from cluster.contract.run.records import AfterStop, Summary
+from cluster.contract.run.records import AfterStop
+from cluster.contract.run.summary_records import Summary
 from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import registry, tensorboard
@@ -194,7 +195,7 @@ def kill(run: RunFolder, sh: Shell) -> Summary:
                 teardown.kill_run(run, sh)
         finally:
             teardown.record_end(run)  # no agent is left to write it
-    return records.read(run.summary, Summary.from_json)
+    return records.read_record(run.summary, Summary.from_json)
 
 
 def _announce_background(run: RunFolder) -> None:

@@ -58,7 +58,7 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
     try:
         answer = _await(run, request, timeout_s)
     finally:
-        current = records.read(run.trace_request, TraceRequest.from_json, None)
+        current = records.read_record(run.trace_request, TraceRequest.from_json, None)
         if current and current.id == request.id:
             remove(run.trace_request)
     if answer.error is not None:
@@ -117,7 +117,7 @@ def lines(run: RunFolder, answer: TraceAnswer, steps: int) -> list[str]:
 def _ask(run: RunFolder, request: TraceRequest) -> None:
     if create_json(run.trace_request, request.to_json(), TraceRequest.from_json):
         return
-    other = records.read(run.trace_request, TraceRequest.from_json, None)
+    other = records.read_record(run.trace_request, TraceRequest.from_json, None)
     if other and other.until > time.time():
         raise UsageError(f"{other.task} of run {run.name!r} is being traced; wait until that is done, then try again")
     remove(run.trace_request)  # the command that requested it was killed
@@ -129,7 +129,7 @@ def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnsw
     deadline = time.monotonic() + timeout_s
     while True:
         ended = run.outcome is not None  # before reading: what was answered until then counts
-        answer = records.read(run.trace_answer, TraceAnswer.from_json, None)
+        answer = records.read_record(run.trace_answer, TraceAnswer.from_json, None)
         if answer and answer.id == request.id:
             return answer
         if ended:

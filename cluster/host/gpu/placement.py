@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.contract.run.records import GPUS
+from cluster.contract.run.launch_records import GPUS
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.gpu.devices import Gpu, Machine
 from cluster.system.errors import UsageError

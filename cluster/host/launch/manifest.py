@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract import tf_config
-from cluster.contract.run import records
+from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import checkout, locks
 from cluster.host.launch import user_files
@@ -53,7 +53,7 @@ def read_manifest(run: RunFolder) -> dict[str, Any]:
     Raises:
         DamagedError: there is none, or it holds none.
     """
-    return records.read(run.manifest, records.manifest)
+    return records.read_record(run.manifest, launch_records.manifest)
 
 
 def _code() -> dict[str, Any]:

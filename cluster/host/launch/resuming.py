@@ -12,7 +12,7 @@ from typing import Any
 from cluster.contract import spec, strategies
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Started
+from cluster.contract.run.launch_records import Started
 from cluster.contract.spec import DEFAULT_WORKERS, ClusterSpec, Role
 from cluster.host.launch.folders import find_run
 from cluster.host.options.request import OPTIONS, Request, check_together

@@ -14,7 +14,8 @@ from typing import Any
 
 from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import AfterStop, Started, StopRequest
+from cluster.contract.run.launch_records import Started
+from cluster.contract.run.records import AfterStop, StopRequest
 from cluster.host.launch import manifest, packages, planning, teardown, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.contract.run import records
+from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.heartbeat import final_state
 from cluster.contract.schema import Record, dictionary
@@ -67,7 +67,7 @@ def _state(run: RunFolder) -> str:
 
 def manifest(run: RunFolder) -> dict[str, Any]:
     """Return a run's manifest; empty without a valid one."""
-    return records.read(run.manifest, records.manifest, {})
+    return records.read_record(run.manifest, launch_records.manifest, {})
 
 
 def commit(run: RunFolder) -> str | None:

@@ -16,7 +16,8 @@ from typing import Any
 from cluster.contract.results import stragglers
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import EVALUATED, Pace, Paces
+from cluster.contract.run.records import Pace
+from cluster.contract.run.summary_records import EVALUATED, Paces
 from cluster.contract.schema import Record, dictionary
 from cluster.host.reports import charts, listing
 from cluster.host.reports.comparison import flatten, shareable
@@ -124,7 +125,7 @@ def _time(run: RunFolder) -> str:
 
 
 def _environment(run: RunFolder) -> str:
-    recorded = records.read(run.environment, dictionary(Record), {})
+    recorded = records.read_record(run.environment, dictionary(Record), {})
     manifest = listing.manifest(run)
     recorded |= {name: manifest[name] for name in ("runtime", "image", "code", "locks") if manifest.get(name)}
     return _table(shareable(flatten(recorded)).items())

@@ -15,7 +15,8 @@ from types import MappingProxyType
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Checkpoint, Programs
+from cluster.contract.run.launch_records import Programs
+from cluster.contract.run.records import Checkpoint
 from cluster.contract.schema import dictionary
 from cluster.system.errors import UsageError
 from cluster.system.files import open_file
@@ -54,7 +55,7 @@ class FaultInjector(ABC):
 
     def processes(self, task: str) -> dict[str, dict[str, int]]:
         """Return the identities of a task's `agent` and `program`, as the task itself sees them."""
-        found = records.read(self._run.programs(task), dictionary(Programs), None)
+        found = records.read_record(self._run.programs(task), dictionary(Programs), None)
         if found is None:
             raise UsageError(f"{task} has no program yet: wait until it trains")
         return found
@@ -78,7 +79,7 @@ class FaultInjector(ABC):
     def corrupt(self, task: str) -> None:
         """Cut off the last byte of the newest checkpoint, as a disk that lies does, and kill the program."""
         if saved := self._run.saved_steps:
-            record = records.read(self._run.checkpoints / f"ckpt-{saved[-1]}.json", Checkpoint.from_json)
+            record = records.read_record(self._run.checkpoints / f"ckpt-{saved[-1]}.json", Checkpoint.from_json)
             name = max(record.files.items(), key=lambda entry: entry[1].size_bytes)[0]
             with open_file(self._run.checkpoints / Path(name).name, "r+b") as file:
                 file.truncate(file.seek(0, 2) - 1)

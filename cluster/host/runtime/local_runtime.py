@@ -15,7 +15,7 @@ from typing import Any
 from cluster.contract import settings, tf_config
 from cluster.contract.findings import Finding
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import TRAINER_IMPORTS
+from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu import devices
 from cluster.host.gpu.placement import NO_DEVICE, Placement

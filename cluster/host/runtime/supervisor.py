@@ -30,7 +30,7 @@ from typing import Any
 
 from cluster.contract.recovery import attempt_limits, ends, step_record
 from cluster.contract.results import summary
-from cluster.contract.run import owner, records
+from cluster.contract.run import launch_records, owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import EndedAttempt
@@ -152,7 +152,7 @@ class Supervisor:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        how = records.read(run.compose, records.compose)
+        how = records.read_record(run.compose, launch_records.compose)
         self.preload: str = how.get("preload", "")
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}

@@ -18,7 +18,7 @@ from typing import Any
 from cluster.contract.findings import Finding
 from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Place
+from cluster.contract.run.launch_records import Place
 from cluster.host.gpu.placement import NO_DEVICE
 from cluster.host.runtime import inherited, resources
 from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
@@ -122,7 +122,7 @@ class SlurmFaults(FaultInjector):
     def _place(self, task: str) -> Place | None:
         """Return where a task was last; a replacement of it is in another job."""
         attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
-        return records.read(attempts[-1], Place.from_json) if attempts else None
+        return records.read_record(attempts[-1], Place.from_json) if attempts else None
 
     def pause(self, task: str) -> None:
         """Stop the agent first: otherwise it would end the frozen program."""

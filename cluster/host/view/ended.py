@@ -8,7 +8,7 @@ from typing import Any
 from cluster.contract.results import goodput, reference, stragglers
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Cause, Summary
+from cluster.contract.run.summary_records import Cause, Summary
 from cluster.host.runtime import tensorboard
 from cluster.host.view.columns import plain_lines
 from cluster.system.messages import counted, short_path
@@ -22,7 +22,7 @@ SHOWN_CHANGES = 5
 @plain_lines
 def ended_lines(run: RunFolder) -> list[str]:
     """Return the last lines of a run that has a summary: how it ended, where it is, what to do next."""
-    summary = records.read(run.summary, Summary.from_json)
+    summary = records.read_record(run.summary, Summary.from_json)
     port, shown_path = tensorboard.running(run.path.parent), short_path(run.path)
     lines = []
     if summary.state == "failed":

@@ -12,7 +12,8 @@ from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import final_state, look_once
 from cluster.contract.run.logs import last_line
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, Ledger, Paces, TaskState
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, Ledger, TaskState
+from cluster.contract.run.summary_records import Paces
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.view.columns import MIN_ROOM, bar, chosen_columns, columns, plain_lines, sparkline
 from cluster.system.messages import plain, shortened
@@ -70,7 +71,7 @@ def _heard(beats: dict[str, Heartbeat]) -> bool:
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    read = (records.read(run.ledger(number), Ledger.from_json, None) for number in range(run.generation, -1, -1))
+    read = (records.read_record(run.ledger(number), Ledger.from_json, None) for number in range(run.generation, -1, -1))
     ledgers = (ledger for ledger in read if ledger)
     for saved in reversed(run.saved_steps):
         with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out

@@ -13,7 +13,8 @@ import pytest
 from cluster.agent import agent
 from cluster.agent.board import Board
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Generation, Summary
+from cluster.contract.run.records import Generation
+from cluster.contract.run.summary_records import Summary
 from cluster.host.control import foreground
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json

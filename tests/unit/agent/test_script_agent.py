@@ -15,7 +15,7 @@ import pytest
 
 from cluster.agent import agent, task_process
 from cluster.agent.board import Board
-from cluster.contract.run.records import Summary
+from cluster.contract.run.summary_records import Summary
 from cluster.host.control import foreground
 from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import supervisor

@@ -10,7 +10,7 @@ import pytest
 from cluster.agent.schedulers import lifecycle, slurm
 from cluster.agent.schedulers.slurm import Replacements
 from cluster.contract import spec
-from cluster.contract.run import records
+from cluster.contract.run import launch_records, records
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import TASK_LOST, RunFolder
 from cluster.contract.run.records import AfterStop
@@ -255,7 +255,7 @@ def test_a_task_is_where_its_replacement_is_only_while_the_run_does_without_it(q
     write_json(queue.folder / "worker-1.json", place)
     for left_out, moved in (((), False), (("worker-1",), True)):
         queue.look(*left_out)
-        cluster = records.read(queue.folder / "cluster.json", records.cluster)
+        cluster = records.read_record(queue.folder / "cluster.json", launch_records.cluster)
         assert moved == (cluster.task("worker-1").address == "node-9:20009")
     assert cluster.task("worker-0") == queue.run.load_cluster().task("worker-0")
 

@@ -12,7 +12,7 @@ import pytest
 from cluster.contract.run import heartbeat
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.records import Result
+from cluster.contract.run.summary_records import Result
 from cluster.system.json_files import RESERVE, read_json, write_json
 from tests.support.waiting import together, wait_for
 

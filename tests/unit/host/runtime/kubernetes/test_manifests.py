@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from cluster.contract import spec, tf_config
-from cluster.contract.run import records
+from cluster.contract.run import launch_records
 from cluster.contract.spec import Role
 from cluster.host.cli.tasks import k8s
 from cluster.host.kubernetes import kubernetes_objects
@@ -166,9 +166,9 @@ def test_only_tasks_of_the_run_are_let_in_to_tensorflow():
 def test_the_records_are_those_of_a_run_folder():
     made = manifest("jobset", workers=1)
     data = kubernetes_objects.records(made)["data"]
-    assert made.spec == records.cluster(json.loads(data["cluster.json"]))
-    assert CONFIG == records.config(json.loads(data["config.json"]))
-    assert 3 == records.Started.from_json(json.loads(data["started.json"])).max_restarts
+    assert made.spec == launch_records.cluster(json.loads(data["cluster.json"]))
+    assert CONFIG == launch_records.config(json.loads(data["config.json"]))
+    assert 3 == launch_records.Started.from_json(json.loads(data["started.json"])).max_restarts
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,183 @@
+"""The records of how a run was launched: its options, cluster, configuration and processes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from cluster.contract.schema import (
+    SPARSE,
+    Count,
+    Record,
+    Seconds,
+    count,
+    dictionary,
+    listing,
+    mapping,
+    one_of,
+    text,
+)
+from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Task
+from cluster.contract.strategies import STRATEGIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Record):
+    """The node and address of a task of a job, and the job's number."""
+
+    node: str
+    host: str
+    port: Count
+    job: str = ""
+
+
+def _pid(value: Any) -> int:
+    if not 0 < count(value) < 2**22:
+        raise ValueError("expected the id of a process")
+    return int(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process(Record):
+    """A process as `cluster.system.processes` recognizes it."""
+
+    pid: Annotated[int, _pid]
+    start_ticks: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs(Record):
+    """The processes of a task's newest attempt: `control/programs/<task>.json`."""
+
+    agent: Process
+    program: Process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages(Record):
+    """Where a pipeline's model is cut: `stages.json`."""
+
+    cut: tuple[str, ...] = ()
+    """The first layer of each stage but the first."""
+
+
+TRAINER_IMPORTS = "train.startup.preload"
+"""The module that imports everything a training program needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Record):
+    """How and when a run was started: `control/started.json`. What is not known is empty or None."""
+
+    time: Seconds | None = field(default=None, metadata=SPARSE)
+    runtime: str = field(default="", metadata=SPARSE)
+    hang_timeout_s: Seconds | None = field(default=None, metadata=SPARSE)
+    max_restarts: Count | None = field(default=None, metadata=SPARSE)
+    max_external_restarts: Count | None = field(default=None, metadata=SPARSE)
+    min_workers: Count | None = field(default=None, metadata=SPARSE)
+    grow: bool = field(default=False, metadata=SPARSE)
+    requirements: str = field(default="", metadata=SPARSE)
+    memory: str = field(default="", metadata=SPARSE)
+    network: str = field(default="", metadata=SPARSE)
+    gpus: dict[str, str] = field(default_factory=dict, metadata=SPARSE)
+    job: dict[str, str] = field(default_factory=dict, metadata=SPARSE)
+    env: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    secrets: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    code_dirs: tuple[str, ...] = field(default=(), metadata=SPARSE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config(Record):
+    global_batch: Count = field(default=0, metadata=SPARSE)
+    bitwise_elastic: Count = field(default=0, metadata=SPARSE)
+    micro_batches: Count = field(default=1, metadata=SPARSE)
+    loop: str = field(default="", metadata=SPARSE)
+    precision: str = field(default="", metadata=SPARSE)
+    script: str = field(default="", metadata=SPARSE)
+    arguments: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    separate_chief: bool = field(default=False, metadata=SPARSE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LocalTask(Record):
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Composed(Record):
+    tasks: dict[str, _LocalTask] = field(default_factory=dict, metadata=SPARSE)
+    preload: str = field(default="", metadata=SPARSE)
+    inherits: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    network: str = field(default="", metadata=SPARSE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manifest(Record):
+    runtime: str = field(default="", metadata=SPARSE)
+
+
+config, manifest = dictionary(_Config), dictionary(_Manifest)
+GPUS = "x-gpus"
+"""The key of `compose.json` with the GPUs of each task; Compose ignores keys that begin with `x-`."""
+
+
+def compose(value: Any) -> dict[str, Any]:
+    """Check the content of `compose.json`."""
+    checked = dictionary(_Composed)(value)
+    return checked | ({GPUS: mapping(listing(text))(checked[GPUS])} if GPUS in checked else {})
+
+
+def _port(value: Any) -> int:
+    if count(value) >= 2**16:
+        raise ValueError(f"expected a port, found {value}")
+    return count(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoardRecord(Record):
+    """The TensorBoard that was started for a run: `control/tensorboard.json`."""
+
+    port: Annotated[int, _port]
+
+
+HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")
+
+
+def _strategy(value: Any) -> Any:
+    return one_of(*STRATEGIES)(value)  # those that are registered now
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task(Record):
+    role: Role
+    index: Count
+    host: str
+    port: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cluster(Record):
+    strategy: Annotated[str, _strategy]
+    devices: Count
+    tasks: tuple[_Task, ...]
+    separate_chief: bool = True
+    pipelines: Count = 1
+
+
+def cluster(value: Any) -> ClusterSpec:
+    """Check the content of `cluster.json`."""
+    spec = ClusterSpec.from_json(_Cluster.from_json(value).to_json())
+    names = [task.name for task in spec.tasks]
+    if names.count("chief") != 1 or len(set(names)) < len(names):
+        raise ValueError("expected one chief, and every task once")
+    if not 1 <= spec.devices <= MAX_DEVICES:
+        raise ValueError(f"devices: expected a whole number from 1 to {MAX_DEVICES}")
+    if bad := [task for task in spec.tasks if not _listens(task)]:
+        raise ValueError(f"tasks: expected an address of {bad[0].name[:40]}")
+    return spec
+
+
+def _listens(task: Task) -> bool:
+    return bool(HOST.fullmatch(task.host)) and 0 < task.port < 2**16 and task.index < MAX_TASKS

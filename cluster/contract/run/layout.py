@@ -1,0 +1,116 @@
+"""The layout of a run folder: where each file of a run is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class _Within:
+    """A path within the run folder, as an attribute of `Paths`."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, paths: Paths, owner: type[Paths]) -> Path:
+        return paths.path.joinpath(*self._parts)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The paths of one run."""
+
+    path: Path
+
+    unfinished = _Within(".unfinished")
+    """There while the folder is being laid out or deleted."""
+    config = _Within("config.json")
+    """The resolved training configuration."""
+    cluster = _Within("cluster.json")
+    """The description of the cluster."""
+    stages = _Within("stages.json")
+    """Where a pipeline's model is cut, and the measured times of its blocks."""
+    compose = _Within("compose.json")
+    """How the tasks were started: the Compose overlay, or the list of local processes."""
+    manifest = _Within("manifest.json")
+    """Everything that determines the run's result: options, code, data, packages."""
+    environment = _Within("environment.json")
+    """The hardware and software that the chief ran on."""
+    summary = _Within("summary.json")
+    """How the run ended; missing until then."""
+    card = _Within("README.md")
+    """The configuration and result for people to read; missing until the end."""
+    events_log = _Within("events.jsonl")
+    """The run's life cycle, a JSON object per line."""
+    checkpoints = _Within("checkpoints")
+    """The shared checkpoint folder."""
+    init = _Within("init")
+    """The weights that training begins with, if they are not random."""
+    export = _Within("export")
+    """The SavedModel written at the end."""
+    control = _Within("control")
+    """The messages between agents: generations, the stop request, the outcome."""
+    stop = _Within("control", "stop.json")
+    """The request to save and stop."""
+    gang = _Within("control", "gang.json")
+    """Where the hub of the agents' connections listens."""
+    token = _Within("control", "token.json")
+    """The secret by which the agents of this run recognize each other."""
+    withdrawn_stop = _Within("control", "withdrawn.json")
+    """The generation in which a stop request was withdrawn."""
+    board = _Within("control", "tensorboard.json")
+    """The port of the TensorBoard that was started for it."""
+    trace_request = _Within("control", "trace.json")
+    """The request for a trace of a task's next steps. The task removes it once it has answered."""
+    trace_answer = _Within("control", "traced.json")
+    """The answer to the newest request for a trace."""
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def scratch(self) -> Path:
+        """The folder that a script's containers use as /tmp.
+
+        It is outside the run's folder: the engine follows links on the way to what it mounts, and a task could put one
+        there.
+        """
+        return self.path.parent / ".scratch" / self.name
+
+    def status(self, task: str) -> Path:
+        """The task's heartbeat."""
+        return self.path / "status" / f"{task}.json"
+
+    def metrics(self, task: str) -> Path:
+        """The task's logged steps, a JSON object per line."""
+        return self.path / "metrics" / f"{task}.jsonl"
+
+    def programs(self, task: str) -> Path:
+        """The identities of the newest attempt's processes, as the task itself sees them."""
+        return self.control / "programs" / f"{task}.json"
+
+    def away(self, task: str) -> Path:
+        """There while a fault keeps the task away, so that its supervisor does not bring it back."""
+        return self.control / "away" / task
+
+    def log(self, task: str) -> Path:
+        """The output of the task's program."""
+        return self.path / "logs" / f"{task}.log"
+
+    def work(self, task: str) -> Path:
+        """The working folder of the task's script."""
+        return self.path / "work" / task
+
+    def tensorboard(self, task: str) -> Path:
+        """The task's TensorBoard event files."""
+        return self.path / "tensorboard" / task
+
+    def traces(self, task: str) -> list[Path]:
+        """Return the folders of the task's profiler traces, oldest first."""
+        return sorted((self.tensorboard(task) / "plugins" / "profile").glob("*/"))
+
+    def ledger(self, generation: int) -> Path:
+        """The chief's time in a generation, by activity."""
+        return self.control / "ledgers" / f"{generation}.json"
