@@ -26,8 +26,8 @@ from cluster.host.cli.tasks import checks, k8s, preparing, reports, runs, saved_
 from cluster.host.control import foreground
 from cluster.host.launch import footprint, planning, startup
 from cluster.host.options import run_file
+from cluster.host.view import interrupts
 from cluster.host.view.plan_view import plan_lines
-from cluster.system import interrupts
 from cluster.system.errors import UsageError
 from cluster.system.messages import short_path
 

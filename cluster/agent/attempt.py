@@ -1,27 +1,34 @@
-"""One attempt of a task's program: its process, and the facts that its agent observes of it and of the other tasks."""
+"""One attempt of a task's program: its process, what its agent observes, and how the next attempt begins."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import time
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from cluster.agent import decide
-from cluster.agent.board import Board
-from cluster.agent.decide import Facts, Phase
-from cluster.agent.restarting import Restarter
+from cluster.agent.decide import Facts, MissedRendezvous, Phase
+from cluster.agent.run_view import RunView
 from cluster.agent.standby import Standby
 from cluster.agent.task_process import MemoryKills, TaskProcess, describe_end
 from cluster.agent.watchdog import FROZEN_S, SILENT_S, Stall, Watchdog
 from cluster.contract import settings
-from cluster.contract.recovery import ends
+from cluster.contract.recovery import attempt_limits, ends, standby_cluster, step_record
 from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.recovery.ends import End
+from cluster.contract.run import membership
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.records import TaskState
+from cluster.contract.run.records import EndedAttempt, OutcomeState, TaskState
 from cluster.contract.spec import ClusterSpec, Role, Task
-from cluster.system.errors import EXIT_PEER_LOST
+from cluster.system.errors import EXIT_FAILED, EXIT_PEER_LOST
+from cluster.system.messages import counted
 
+GRACE_S = 40.0
+"""Seconds that a program gets to save and end by itself. The engine's own grace period is longer."""
+NOTHING_TO_SAVE = (TaskState.STARTING, TaskState.WAITING, TaskState.RESTARTING)
 POLL_S = 0.1
 SCRIPT_GRACE_S = settings.seconds("SCRIPT_GRACE_S")
 """Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow handles SIGTERM
@@ -35,7 +42,7 @@ class Attempt:
 
     def __init__(
         self,
-        run: Board,
+        run: RunView,
         spec: ClusterSpec,
         task: Task,
         generation: int,
@@ -49,10 +56,11 @@ class Attempt:
         self.restarts_alone = spec.restarts_alone(task)
         self.serves = spec.serves(task)
         self.recovery = Restarter(run, spec, task)
-        self.phase = Phase.STARTING
         self.program: TaskProcess
         self.heartbeat: HeartbeatWriter
         """The task's heartbeat until the program writes it."""
+        self.pause_ends = 0.0
+        self.missed: MissedRendezvous | None = None
         self.began_at = 0.0
         """When the program was let through its gate."""
         self.finding: Stall | None = None
@@ -60,9 +68,9 @@ class Attempt:
         self.grace_ends = 0.0
         """When the program has had as long as a script has to end, once asked to."""
         self.end: End | None = None
-        self.watch()
         self._rendezvous_timeout_s = rendezvous_timeout_s
-        self._standby, self._memory_kills = standby, MemoryKills()
+        self._standby = standby
+        self.begin(Phase.STARTING)
         self._code: int | None = None
         self._others_failed = False
         self._failed_at = self._last_silence_s = self._chief_done_s = 0.0
@@ -73,6 +81,18 @@ class Attempt:
         beat = self.run.heartbeat(self.task.name)
         return beat.state if beat else ""
 
+    @property
+    def grace_s(self) -> float:
+        """Seconds to save in; none after a failure, since the others hang in a step, or if nothing was trained."""
+        outcome = self.run.outcome
+        if self.serves or not outcome or outcome.state == OutcomeState.FAILED:
+            return 0.0
+        grace_s = 1.0 if self.state in NOTHING_TO_SAVE else GRACE_S
+        if not self.scripted:
+            return grace_s
+        left_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else SCRIPT_GRACE_S
+        return min(left_s, grace_s)
+
     def watch(self) -> None:
         """Begin to watch for tasks that do nothing: time counts from now on."""
         self.watchdog = Watchdog(self.run, self.spec, self.task, self.generation)
@@ -80,8 +100,10 @@ class Attempt:
     def begin(self, phase: Phase) -> None:
         """Enter a phase."""
         self.phase = phase
-        if phase in (Phase.RUNNING, Phase.DONE):
+        if phase in (Phase.STARTING, Phase.RUNNING, Phase.DONE):
             self.watch()
+        if phase is Phase.STARTING:
+            self._memory_kills = MemoryKills()
         elif phase is Phase.FAILED:
             self._failed_at = time.monotonic()
             if self.scripted:
@@ -97,6 +119,8 @@ class Attempt:
             serves=self.serves,
             has_peers=bool(self.spec.members),
             is_over=self.run.is_over(self.generation),
+            pause_is_over=time.monotonic() >= self.pause_ends,
+            missed=self.missed,
             code=self._code,
             end=self.end,
             others_failed=self._others_failed,
@@ -111,7 +135,7 @@ class Attempt:
                 return self._observe_others(facts)
             case Phase.DONE:
                 return self._observe_work(facts)
-            case Phase.DIED:
+            case Phase.PAUSED | Phase.INCOMPLETE | Phase.DIED:
                 return replace(facts, state=self.state)
 
     def _observe_program(self, facts: Facts) -> Facts:
@@ -218,3 +242,132 @@ class Attempt:
         restarted = [event for event in self.run.folder.events() if (event.event, event.generation) == this]
         beats = self.run.heartbeats() if restarted else {}
         return any(beats[e.task].updated_at - e.time < LONE_RESTART_S for e in restarted if e.task in beats)
+
+
+class Restarter:
+    """Decides for the agent of one task whether a failed program starts again, and records the decision."""
+
+    def __init__(self, run: RunView, spec: ClusterSpec, task: Task) -> None:
+        self._run = run
+        self._spec = spec
+        self._task = task
+
+    def end(
+        self,
+        generation: int,
+        kind: str,
+        cause: str,
+        error: str | None = None,
+        *,
+        task: str = "",
+        at: float | None = None,
+        runtime_s: float = 0.0,
+        may_follow: bool = False,
+    ) -> End:
+        """Return the record of the end of this task, or of the one named, with the last step that it did."""
+        name = task or self._task.name
+        last_step = self._last_step(self._spec.task(name), generation)
+        host = socket.gethostname() if name == self._task.name else self._spec.task(name).host
+        return End(name, kind, cause, error, time.time() if at is None else at, last_step, runtime_s, may_follow, host)
+
+    def _last_step(self, task: Task, generation: int) -> int:
+        """Return the last step in a task's own record; others may have done one more."""
+        if task.role == Role.EVALUATOR:
+            beat = self._run.heartbeat(task.name)
+            return beat.step if beat else -1
+        if self._spec.restarts_alone(task):  # written by the chief, in whatever generation
+            progress = step_record.read(self._run.folder, task.name)
+            return progress.step if progress else -1
+        return step_record.last_step(self._run.folder, "chief" if self._spec.serves(task) else task.name, generation)
+
+    def restart_gang(self, generation: int, own: End) -> None:
+        """Begin the next generation, in which every task starts again, unless the run has failed too often."""
+        if self._run.outcome or self._run.generation > generation:
+            return  # another agent has acted on this failure
+        run, end = self._run, ends.root_cause(self._run.folder, generation, own)
+        saved = max(run.folder.saved_steps, default=-1)
+        tried = [*attempt_limits.of_gang(run.folder, generation), _attempt(end, saved)]
+        if count := attempt_limits.too_many(tried, *attempt_limits.limits(run.folder)):
+            self._fail(end, count)
+            return
+        step = max(run.newest_step, step_record.newest(run.folder, generation))
+        # A task that is reported by another is silent: its standby process is ready, but nobody would open its gate.
+        complete = own.task == self._task.name and standby_cluster.complete(run.folder, self._spec, generation)
+        began = run.begin_generation(
+            generation + 1,
+            **self._failure(generation, end, step, saved),
+            error=end.error,
+            pause_s=attempt_limits.pause_s(tried),
+            left_out=membership.left_out(run.folder, generation),
+            standby_ports=1 - standby_cluster.ports(run.folder, generation) if complete else None,
+        )
+        if began:
+            run.folder.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
+
+    def change_members(self, generation: int, left_out: Collection[str], end: End, event: str) -> None:
+        """Begin the next generation without these tasks, for the reason `end`; this never counts as a failure."""
+        run = self._run
+        step = max(run.newest_step, step_record.newest(run.folder, generation), 0)
+        record = self._failure(generation, end, step, max(run.folder.saved_steps, default=-1))
+        record["kind"] = attempt_limits.PLANNED
+        if run.begin_generation(generation + 1, **record, left_out=frozenset(left_out)):
+            run.folder.event(end.task, event, step=step, cause=end.cause)
+
+    def restart_alone(self, end: End) -> float:
+        """Record that this task restarts alone, unless it has failed too often; return how long to pause before.
+
+        An evaluator never fails the run.
+        """
+        tried = [*attempt_limits.of_task(self._run.folder, self._task.name), _attempt(end)]
+        count = attempt_limits.too_many(tried, *attempt_limits.limits(self._run.folder))
+        if count and self._task.role != Role.EVALUATOR:
+            self._fail(end, count)
+            return 0.0
+        pause_s = attempt_limits.pause_s(tried)
+        detail = {
+            "cause": end.cause,
+            "error": end.error,
+            "failed_at": end.at,
+            "pause_s": pause_s,
+            **_attempt(end).to_json(),
+        }
+        self._run.folder.event(self._task.name, "restarted", step=self._run.newest_step, **detail)
+        return pause_s
+
+    def _failure(self, generation: int, end: End, step: int, saved: int) -> dict[str, Any]:
+        """Return the fields of the next generation about the end of this one."""
+        return {
+            "task": end.task,
+            "cause": end.cause,
+            "step": step,
+            "failed_at": end.at,
+            "kind": end.kind,
+            "last_step": end.last_step,
+            "saved": saved,
+            "runtime_s": round(end.runtime_s, 3),
+            "single_steps_from": self._single_steps_from(generation, end),
+        }
+
+    def _single_steps_from(self, generation: int, end: End) -> int | None:
+        """Return the step from which the next generation runs single steps.
+
+        After a kill, or a failure before any step, that is the same step as in this generation.
+        """
+        if end.kind in (PROGRAM_FAILURE, LOST_CONTACT) and end.last_step >= 0:
+            return end.last_step
+        begun = self._run.begun(generation)
+        return begun.single_steps_from if begun else None
+
+    def _fail(self, end: End, count: int) -> None:
+        """End the run because it has failed too often."""
+        step = end.last_step
+        if step < 0:  # it did no step in this attempt: use the others' steps
+            step = max(self._run.newest_step, step_record.newest(self._run.folder, self._run.generation), 0)
+        after = f" after step {step}" if step else ""
+        verb, where = ("failed", "") if end.kind != EXTERNAL else ("ended from outside", f" on {end.host}")
+        error = f"{verb} {counted(count, 'time')} without progress{after}{where}: {end.reported}"
+        self._run.end("failed", task=end.task, exit_code=EXIT_FAILED, step=step, error=error)
+
+
+def _attempt(end: End, saved: int = -1) -> EndedAttempt:
+    return EndedAttempt(end.kind, end.last_step, saved, round(end.runtime_s, 3))

@@ -21,6 +21,7 @@ import json
 import secrets
 import selectors
 import socket
+import threading
 import time
 from typing import Any
 
@@ -144,6 +145,7 @@ class Channel:
         return message
 
 
+TICK_S = 0.1
 HANDSHAKE_S = 5.0
 """Longest time from a connection to the proof."""
 MAX_UNPROVED = 64
@@ -162,7 +164,7 @@ class Peer:
 
 
 class Server:
-    """The listening side of authenticated connections. Subclasses act on their events."""
+    """The listening side of authenticated connections. Its thread serves all; subclasses act on their events."""
 
     def __init__(self, listener: socket.socket, token: str, max_peers: int) -> None:
         self._listener, self._token = listener, token
@@ -171,6 +173,30 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+
+    def start(self) -> None:
+        """Start to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close every connection and the listener, after a last tick."""
+        self._stopped = True
+        self._thread.join(HANDSHAKE_S)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._serve()
+            self.on_tick()
+        self.on_tick()
+        for peer in list(self._peers.values()):
+            self._close(peer)
+        self._selector.close()
+        self._listener.close()
+
+    def on_tick(self) -> None:
+        """Act on the passing of time, or on anything that has happened; called at least every `TICK_S`."""
 
     def on_open(self, peer: Peer) -> None:
         """Act on a peer that has proved itself; raise `Refused` to close the connection."""
@@ -181,9 +207,9 @@ class Server:
     def on_close(self, peer: Peer) -> None:
         """Act on the end of a connection."""
 
-    def serve(self, timeout_s: float) -> None:
-        """Accept connections, receive and send for at most `timeout_s`, or until something happened."""
-        for key, events in self._selector.select(timeout_s):
+    def _serve(self) -> None:
+        """Accept connections, receive and send for at most `TICK_S`, or until something happened."""
+        for key, events in self._selector.select(TICK_S):
             if key.fileobj is self._listener:
                 self._accept()
             elif peer := self._peers.get(key.fileobj):  # type: ignore[call-overload]
@@ -191,13 +217,6 @@ class Server:
         for peer in self._unproved():
             if time.monotonic() - peer.since > HANDSHAKE_S:
                 self._close(peer)
-
-    def shut_down(self) -> None:
-        """Close every connection and the listener."""
-        for peer in list(self._peers.values()):
-            self._close(peer)
-        self._selector.close()
-        self._listener.close()
 
     def _unproved(self) -> list[Peer]:
         return [peer for peer in self._peers.values() if not peer.channel.established]

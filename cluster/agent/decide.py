@@ -5,7 +5,7 @@
     frozen, or no new step                    as if it had died; see cluster/agent/watchdog.py
     exit code 1 to 4 of a training program    the program knows that another attempt is useless: the run fails, unless
                                               it is the evaluator's, which starts again after growing pauses
-    any other failure without progress        after `--max-restarts` times the run fails; see restarting.py
+    any other failure without progress        after `--max-restarts` times the run fails; see `Restarter`
 
 A script knows nothing of our exit codes. With 0 its work is done; the run succeeds once every script that trains has
 ended so. A signal killed it or it crashed: it starts again. Any other code is its own error, which another attempt
@@ -41,12 +41,17 @@ Well under the patience above: a heartbeat is due every second, and may be read 
 class Phase(Enum):
     """Where an agent is in an attempt.
 
-    STARTING -> RUNNING -> FAILED or DONE
-    DIED                -> FAILED or DONE
+    PAUSED -> STARTING -> RUNNING -> FAILED or DONE
+              STARTING -> INCOMPLETE
+              DIED                -> FAILED or DONE
     """
 
+    PAUSED = auto()
+    """The program failed by itself, and waits before it starts again."""
     STARTING = auto()
     """The program has not joined its cluster, so it has nothing to save."""
+    INCOMPLETE = auto()
+    """The rendezvous could not be held, or other tasks missed it."""
     RUNNING = auto()
     FAILED = auto()
     """The program has failed; a task that failed before it gets time to report that."""
@@ -54,6 +59,28 @@ class Phase(Enum):
     """The program's work is done, and the run's outcome is due."""
     DIED = auto()
     """The agent has come back after the whole task was killed."""
+
+
+@dataclass(frozen=True)
+class LeaveOut:
+    """Begin the next generation without these tasks."""
+
+    tasks: frozenset[str]
+    end: End
+
+
+@dataclass(frozen=True)
+class MissedRendezvous:
+    """A rendezvous that tasks missed, or that this task could not hold."""
+
+    error: str
+    exit_code: int
+    task: str = ""
+    """The missing task to name; empty for the agent's."""
+    without: LeaveOut | None = None
+    """How the run continues without the missing tasks; None if it needs them, or another agent decides that."""
+    is_queued_again: bool = False
+    """Whether the run's job is queued again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +97,8 @@ class Facts:
     is_over: bool = False
     """Whether the run has an outcome or a newer generation has begun."""
     stop_requested: bool = False
+    pause_is_over: bool = False
+    missed: MissedRendezvous | None = None
     grace_is_over: bool = False
     """Whether the program, asked to end, has had the time that scripts have for that."""
     state: str = ""
@@ -102,9 +131,11 @@ class Facts:
     stop_withdrawn: bool = False
 
 
-class Step(Enum):
+class BareAction(Enum):
     """An action that needs nothing else."""
 
+    START = auto()
+    """Start the program."""
     LEAVE = auto()
     """End the attempt: nothing is left to decide in this generation."""
     CONTINUE = auto()
@@ -119,6 +150,8 @@ class Step(Enum):
     """Enter the phase FAILED."""
     RESUME = auto()
     """Begin the next generation of a run whose tasks have saved for a stop that was withdrawn."""
+    QUEUE_AGAIN = auto()
+    """Stop the run until its job has nodes again."""
 
 
 @dataclass(frozen=True)
@@ -145,21 +178,21 @@ class EndRun:
     """The exit code and the error of a run that failed."""
 
 
-Action = Step | RestartAlone | RestartGang | EndRun
+Action = BareAction | RestartAlone | RestartGang | LeaveOut | EndRun
 STOP_RUN = EndRun(OutcomeState.STOPPED)
 
 
 def decide(facts: Facts) -> Action:
     """Return the next action."""
     if facts.is_over:
-        return Step.LEAVE  # another agent has decided
+        return BareAction.LEAVE  # another agent has decided
     if facts.stop_requested and facts.phase is Phase.STARTING:
         return STOP_RUN
     if facts.finding:
         return _after_finding(facts, facts.finding)
     if facts.code is None and facts.phase in (Phase.STARTING, Phase.RUNNING):
         return _while_running(facts)
-    return _AFTER[facts.phase](facts)
+    return _POLICY[facts.phase](facts)
 
 
 def _fail(exit_code: int, error: str, task: str = "") -> EndRun:
@@ -188,12 +221,29 @@ def records_outcome(facts: Facts) -> bool:
     return facts.role == Role.CHIEF or facts.chief_done_s > SILENT_S
 
 
+def _while_paused(facts: Facts) -> Action:
+    if not facts.stop_requested:
+        return BareAction.START if facts.pause_is_over else BareAction.CONTINUE
+    if facts.role.is_sidecar:
+        return BareAction.CONTINUE  # it has nothing to save
+    return BareAction.START if facts.restarts_alone else STOP_RUN  # the chief saves with a worker's help
+
+
+def _after_missed_rendezvous(facts: Facts) -> Action:
+    assert facts.missed
+    if facts.missed.without:
+        return facts.missed.without
+    if facts.missed.is_queued_again:
+        return BareAction.QUEUE_AGAIN
+    return _fail(facts.missed.exit_code, facts.missed.error, facts.missed.task)
+
+
 def _while_running(facts: Facts) -> Action:
     # An evaluator ends after the run, whose last checkpoint it evaluates.
     if facts.stop_requested and not facts.serves and facts.role != Role.EVALUATOR:
         # A training program may take as long as it needs to save.
-        return STOP_RUN if facts.scripted and facts.grace_is_over else Step.REQUEST_END
-    return Step.CONTINUE
+        return STOP_RUN if facts.scripted and facts.grace_is_over else BareAction.REQUEST_END
+    return BareAction.CONTINUE
 
 
 def _after_finding(facts: Facts, finding: Stall) -> Action:
@@ -218,31 +268,31 @@ def _after_program(facts: Facts) -> Action:
     if is_done or (facts.role.is_sidecar and facts.stop_requested):
         # The program reports whether it was done: any user code can end it with exit code 0, and TensorFlow's teardown
         # can fail after the work was done.
-        return Step.AWAIT_OUTCOME
+        return BareAction.AWAIT_OUTCOME
     if EXIT_FAILED <= facts.code <= EXIT_TIMEOUT and facts.role != Role.EVALUATOR:
         return _fail(facts.code, facts.end.reported)
     if facts.restarts_alone:
         return RestartAlone(facts.end)  # also if the run is to stop: the chief saves with the help of its workers
-    return STOP_RUN if facts.stop_requested else Step.REPORT_FAILURE
+    return STOP_RUN if facts.stop_requested else BareAction.REPORT_FAILURE
 
 
 def _after_script(facts: Facts, end: End) -> Action:
     if facts.stop_requested:
         return STOP_RUN
     if facts.code == 0:
-        return Step.AWAIT_OUTCOME
+        return BareAction.AWAIT_OUTCOME
     if is_own_error(facts):
-        return Step.AWAIT_REPORTS
-    return RestartAlone(end) if facts.restarts_alone else Step.REPORT_FAILURE
+        return BareAction.AWAIT_REPORTS
+    return RestartAlone(end) if facts.restarts_alone else BareAction.REPORT_FAILURE
 
 
 def _after_death(facts: Facts) -> Action:
     assert facts.end
     if facts.state in (TaskState.DONE, TaskState.STOPPED):
-        return Step.AWAIT_OUTCOME
+        return BareAction.AWAIT_OUTCOME
     if facts.restarts_alone:
         return RestartAlone(facts.end)
-    return STOP_RUN if facts.stop_requested else Step.REPORT_FAILURE
+    return STOP_RUN if facts.stop_requested else BareAction.REPORT_FAILURE
 
 
 def _after_failure(facts: Facts) -> Action:
@@ -259,7 +309,7 @@ def _after_failure(facts: Facts) -> Action:
             patience += min(facts.last_silence_s, SILENT_S)
         is_waiting = facts.failed_s <= patience or (facts.scripted and not facts.all_are_alive)
         if facts.silent_s > SILENT_HINT_S or is_waiting:
-            return Step.CONTINUE
+            return BareAction.CONTINUE
     if not is_own_error(facts) or facts.another_died:
         kind = LOST_CONTACT if is_own_error(facts) else facts.end.kind
         return RestartGang(replace(facts.end, kind=kind))
@@ -275,17 +325,19 @@ def _with_exit_code(end: End) -> str:
 
 def _when_done(facts: Facts) -> Action:
     if not records_outcome(facts):
-        return Step.CONTINUE
+        return BareAction.CONTINUE
     if facts.scripted:
         if not facts.all_are_done:
-            return Step.CONTINUE
+            return BareAction.CONTINUE
         return STOP_RUN if facts.stop_requested else EndRun(OutcomeState.SUCCEEDED)
     if facts.state != TaskState.STOPPED:
         return EndRun(OutcomeState.SUCCEEDED)
-    return Step.RESUME if facts.stop_withdrawn else STOP_RUN
+    return BareAction.RESUME if facts.stop_withdrawn else STOP_RUN
 
 
-_AFTER = {
+_POLICY = {
+    Phase.PAUSED: _while_paused,
+    Phase.INCOMPLETE: _after_missed_rendezvous,
     Phase.STARTING: _after_program,
     Phase.RUNNING: _after_program,
     Phase.FAILED: _after_failure,

@@ -12,11 +12,13 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from cluster.agent import rendezvous, task_ports
-from cluster.agent.board import Board
-from cluster.agent.restarting import Restarter
+from cluster.agent import rendezvous
+from cluster.agent.attempt import Attempt, Restarter
+from cluster.agent.decide import LeaveOut, MissedRendezvous
+from cluster.agent.run_view import RunView
 from cluster.contract import tf_config
 from cluster.contract.recovery import attempt_limits
 from cluster.contract.recovery.attempt_limits import EXTERNAL
@@ -26,6 +28,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop, TaskState
 from cluster.contract.spec import ClusterSpec, Role, Task
+from cluster.system.errors import ClusterError
 from cluster.system.messages import counted
 
 STEADY_S = 10.0
@@ -124,7 +127,7 @@ class Returns:
 class Members:
     """The tasks of the run as one agent sees them."""
 
-    def __init__(self, run: Board, everyone: ClusterSpec, task: Task) -> None:
+    def __init__(self, run: RunView, everyone: ClusterSpec, task: Task) -> None:
         self._run, self._everyone, self._task = run, everyone, task
         self._elasticity = Elasticity.of(run.folder)
         self._decides = self._elasticity is not None and task.role == Role.CHIEF
@@ -164,21 +167,32 @@ class Members:
             return {}
         return {"TF_CONFIG": tf_config.dumps(cluster, self._task) or ""}
 
-    def continue_without(
-        self, recovery: Restarter, generation: int, missing: Collection[str], timeout_s: float
-    ) -> bool:
-        """Begin a generation without the tasks that missed the rendezvous; return False if the run needs them."""
+    def describe_missed(self, generation: int, error: ClusterError, timeout_s: float) -> MissedRendezvous:
+        """Return what is known of a rendezvous that ended with this error."""
+        missing = error.missing if isinstance(error, rendezvous.Incomplete) else frozenset[str]()
+        return MissedRendezvous(
+            str(error),
+            error.exit_code,
+            min(missing, default=""),
+            without=self.continue_without(generation, missing, timeout_s) if missing else None,
+            is_queued_again=bool(missing) and self.are_queued_again(generation),
+        )
+
+    def continue_without(self, generation: int, missing: Collection[str], timeout_s: float) -> LeaveOut | None:
+        """Return how the run continues without tasks that missed the rendezvous.
+
+        None: it needs them, or another agent decides that.
+        """
         if not self._decides:
-            return False
+            return None
         assert self._elasticity
         absent = membership.left_out(self._run.folder, generation) | set(missing)
         if (left_out := leave_out(self._everyone, absent, self._elasticity.min_workers)) is None:
-            return False
+            return None
         cause = describe_change(self._everyone, left_out, missing, timeout_s)
         begun = self._run.begun(generation)
         at = begun.failure_time if begun else time.time()
-        recovery.change_members(generation, left_out, End(min(missing), EXTERNAL, cause, None, at), "left out")
-        return True
+        return LeaveOut(left_out, End(min(missing), EXTERNAL, cause, None, at))
 
     def are_queued_again(self, generation: int) -> bool:
         """Whether the job is queued again where tasks miss the rendezvous of a generation.
@@ -189,6 +203,49 @@ class Members:
             return False
         met = {event.generation for event in self._run.folder.events() if event.event == "cluster complete"}
         return generation < TRIES - 1 or bool(met & set(range(generation - TRIES + 1, generation)))
+
+    def meet(self, attempt: Attempt, listener: Task, timeout_s: float) -> None:
+        """Hold the rendezvous of an attempt with the other tasks.
+
+        Raises:
+            Abandoned: the attempt serves no purpose any more, or its program has ended or stands still.
+            ClusterError: tasks were missing, or this one could not listen.
+        """
+        generation, program = attempt.generation, attempt.program
+
+        def has_failed() -> bool:
+            attempt.finding = None if program.ended else attempt.watchdog.stopped(program.stopped_s)
+            return program.ended or attempt.finding is not None
+
+        waiting: dict[str, Any] = {
+            "timeout_s": timeout_s,
+            "abandon": lambda: self._run.is_over(generation) or self._run.stop_requested or has_failed(),
+            "report": lambda obstacle: attempt.heartbeat.update(obstacle=obstacle),
+        }
+        if attempt.restarts_alone and self._task.name in self._passed_rendezvous(generation):
+            # The other tasks passed it long ago and their TensorFlow servers hold their ports. This task's port may
+            # still be in use while the kernel frees the memory of its previous program.
+            rendezvous.listen(listener, **waiting).close()
+            return
+        rendezvous.wait(
+            attempt.spec,
+            listener,
+            self._run,
+            generation,
+            token=joining.generation_token(self._run.folder, generation),
+            # A task that restarts alone may have been killed after the others had met it, and one that lost its
+            # connection to the hub may not know that all have come: the others do not wait for it again.
+            passed=partial(self._passed_rendezvous, generation),
+            explain=partial(rendezvous.explain_missing, self._run.folder),
+            patience=partial(self.patience_s, timeout_s),
+            **waiting,
+        )
+        self._run.folder.event(self._task.name, "cluster complete", generation=generation)
+
+    def _passed_rendezvous(self, generation: int) -> frozenset[str]:
+        """Return the tasks of which an attempt has passed the rendezvous of this generation."""
+        complete = ("cluster complete", generation)
+        return frozenset(e.task for e in self._run.folder.events() if (e.event, e.generation) == complete)
 
     def take_in_returned(self, recovery: Restarter, generation: int) -> None:
         """Begin a generation with the tasks that have returned, at a checkpoint; to be called often."""
@@ -231,9 +288,9 @@ class Members:
                 abandon=is_over,
                 report=lambda obstacle: heartbeat.update(obstacle=obstacle),
             )
-        except task_ports.Abandoned:
+        except rendezvous.Abandoned:
             pass
-        except task_ports.PortTaken as error:
+        except rendezvous.PortTaken as error:
             heartbeat.update(obstacle=str(error))
             while not is_over():
                 time.sleep(LOOK_S)

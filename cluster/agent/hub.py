@@ -1,4 +1,4 @@
-"""The hub: in the chief's agent, accepts one connection from each other agent and sends a digest to all.
+"""The hub: in the chief's agent, accepts one connection from each other agent and sends a digest to all; its clients.
 
 One thread serves all connections. It sends a digest every `PULSE_S`, and within `TICK_S` after a change for which
 others wait: O(N) messages a second for N tasks, also while these join the rendezvous one by one.
@@ -6,25 +6,34 @@ others wait: O(N) messages a second for N tasks, also while these join the rende
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.agent.connection import HANDSHAKE_S, Peer, Refused, Server
+from cluster.agent.connection import READ_BYTES, TICK_S, Client, Peer, Refused, Server
 from cluster.contract.run import joining, membership
+from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.joining import Invitation
 from cluster.contract.run.records import Generation, Heartbeat, Outcome, StopRequest
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec
 
-TICK_S = 0.1
 PULSE_S = 1.0
 SILENCE_S = 3.0
 """A side that has received nothing for this long uses the folder alone; a message is sent every second."""
 BEAT_S = 1.5
 """A task without a message for this long has a newer heartbeat in the folder, if any."""
+LOOK_S = 0.5
+"""How often a client reads its task's own heartbeat; a new one is sent at once."""
+RETRY_S = 0.5
+LONGEST_RETRY_S = 5.0
+CONNECT_S = 3.0
 FEW = 32
 """Up to this many tasks are named in a digest; more are `MANY`."""
 MANY = None
@@ -179,11 +188,9 @@ class Hub(Server):
         self._lock = threading.Lock()
         """Guards the roster."""
         self._sent: dict[str, Any] = {}
-        self._sent_at = 0.0
-        self._stopped = False
+        self._sent_at = self._looked_at = 0.0
         self.news = News()
-        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
-        self._thread.start()
+        self.start()
 
     @property
     def fresh(self) -> bool:
@@ -199,21 +206,6 @@ class Hub(Server):
         """Report that the chief is at the rendezvous of a generation, and others reach it."""
         with self._lock:
             self._roster.join_rendezvous(number)
-
-    def close(self) -> None:
-        """Send a last digest, and close every connection."""
-        self._stopped = True
-        self._thread.join(HANDSHAKE_S)
-
-    def _run(self) -> None:
-        looked = 0.0
-        while not self._stopped:
-            self.serve(TICK_S)
-            if time.monotonic() - looked >= TICK_S:
-                looked = time.monotonic()
-                self._send_all()
-        self._send_all()
-        self.shut_down()
 
     def on_open(self, peer: Peer) -> None:
         """Accept the connection of a task that has proved itself; its newest connection counts.
@@ -244,9 +236,12 @@ class Hub(Server):
             with self._lock:
                 self._roster.closed(task)
 
-    def _send_all(self) -> None:
+    def on_tick(self) -> None:
         """Send the digest to every task if it is due."""
         now = time.monotonic()
+        if now - self._looked_at < TICK_S and not self._stopped:
+            return
+        self._looked_at = now
         with self._lock:
             try:
                 digest = self._roster.digest()
@@ -257,3 +252,113 @@ class Hub(Server):
             for peer in [each for each in self._peers.values() if each.channel.established]:
                 peer.channel.send(digest)
                 self._flush(peer)
+
+
+class HubClient:
+    """A task's end of its connection. Only its thread waits."""
+
+    def __init__(self, run: RunFolder, task: str, copy: Copy | None = None) -> None:
+        """Begin to connect, for this copy of the task if there may be several."""
+        self._run, self._task, self._copy = RunFolder(run.path), task, copy
+        self.news = News()
+        """The last digest of the hub."""
+        self._received_at = float("-inf")
+        self._message: dict[str, Any] = {"number": -1}
+        """The newest message, without the heartbeat."""
+        self._stopped = False
+        self._waker, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._keep, name="link", daemon=True)
+        self._thread.start()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the hub has sent a message recently."""
+        return time.monotonic() - self._received_at < SILENCE_S
+
+    def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
+        """Send a generation and the outcome to the hub."""
+        before, ended = self._message, outcome and outcome.to_json()
+        if (before["number"], before.get("outcome")) != (number, ended):
+            here = number == before["number"] and before.get("here", False)
+            self._replace_message(
+                {"number": number, "begun": begun and begun.to_json(), "outcome": ended, "here": here}
+            )
+
+    def join_rendezvous(self, number: int) -> None:
+        """Report that this task is at the rendezvous of a generation, and that the connections that it needs work."""
+        if number == self._message["number"] and not self._message.get("here"):
+            self._replace_message(self._message | {"here": True})
+
+    def close(self) -> None:
+        """Close the connection for good."""
+        self._stopped = True
+        self._wake()
+        self._thread.join(CONNECT_S + 1)
+
+    def _replace_message(self, message: dict[str, Any]) -> None:
+        self._message = message
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it has been woken often enough
+            self._waker.send(b"\0")
+
+    def _keep(self) -> None:
+        pause_s = RETRY_S
+        while not self._stopped:
+            began = time.monotonic()
+            with contextlib.suppress(OSError, EOFError, Refused, ValueError):
+                if self._copy and self._copy.is_superseded:
+                    return  # its connection would take the place of the newer copy's
+                if found := joining.invitation(self._run):
+                    self._hold(found)
+            self._received_at = float("-inf")
+            lasted = time.monotonic() - began > SILENCE_S
+            pause_s = RETRY_S if lasted else min(LONGEST_RETRY_S, pause_s * 1.5)
+            deadline = time.monotonic() + pause_s
+            while not self._stopped and (left_s := deadline - time.monotonic()) > 0:
+                self._await(left_s)
+
+    def _await(self, seconds: float, *clients: Client) -> bool:
+        """Wait until one of these can be read, or a message is to be sent."""
+        poll = select.poll()
+        for each in [self._woken.fileno(), *(client.fileno() for client in clients)]:
+            poll.register(each, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
+        if self._woken.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(READ_BYTES)
+        return any(each.fileno() in ready for each in clients)
+
+    def _hold(self, hub: Invitation) -> None:
+        """Exchange messages with the hub until the connection breaks."""
+        with Client((hub.host, hub.port), joining.token(self._run), self._task, CONNECT_S) as connection:
+            received_at = looked = sent_at = time.monotonic()
+            looked -= LOOK_S
+            sent: dict[str, Any] = {}
+            beat: Heartbeat | None = None
+            digests = connection.first
+            while not self._stopped:
+                now = time.monotonic()
+                for digest in digests:
+                    self._receive(digest)
+                    received_at = now
+                if now - received_at > SILENCE_S:
+                    raise TimeoutError
+                if self._message["number"] >= 0:
+                    if now - looked >= LOOK_S:
+                        looked, beat = now, self._run.heartbeat(self._task)
+                    message = self._message | {"beat": beat and beat.to_json()}
+                    if message != sent or now - sent_at >= PULSE_S:
+                        connection.send(message)  # or fail after the timeout: the hub takes nothing
+                        sent, sent_at = message, now
+                digests = connection.receive() if self._await(LOOK_S, connection) else []
+
+    def _receive(self, digest: dict[str, Any]) -> None:
+        """Process a message of the hub."""
+        if digest == REPLACED:
+            self._stopped = True  # a newer copy of this task has connected: this one uses the folder alone
+        else:
+            self.news, self._received_at = News.of(digest), time.monotonic()

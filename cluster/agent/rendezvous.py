@@ -16,20 +16,22 @@ of the time, since that takes N^2 connections.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.agent.connection import Client, Peer, Refused, Server
-from cluster.agent.task_ports import CONNECT_TIMEOUT_S, POLL_S, Abandoned, listen
+from cluster.agent.run_view import RunView
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import last_line
 from cluster.contract.spec import ClusterSpec, Task
-from cluster.system.errors import TimedOut
+from cluster.system.errors import ClusterError, TimedOut
+from cluster.system.ports import open_listener
 from cluster.system.processes import describe_exit
 
 GATHER_S = 3.0
@@ -42,10 +44,22 @@ DIALERS = 8
 """How many tasks one dials at a time."""
 AT_ONCE = 16
 """In a larger gang each looks and dials less often, so that all together do so as often."""
-ANSWER_S = 0.1
-"""How soon the listener ends once the rendezvous is over."""
 PASSED_S = 0.5
 """How often to ask who has passed."""
+CONNECT_TIMEOUT_S = 2.0
+POLL_S = 0.02
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""The first bytes of an HTTP/2 client: the preface and empty settings (RFC 9113, 3.4)."""
+_HTTP2_SETTINGS = b"\4"
+"""The type of the frame that an HTTP/2 server sends first, after its three bytes of length."""
+
+
+class PortTaken(ClusterError):
+    """Another program listens on the task's port."""
+
+
+class Abandoned(ClusterError):
+    """Waiting served no purpose any more: the run ended or a newer generation began."""
 
 
 class Incomplete(TimedOut):
@@ -56,22 +70,13 @@ class Incomplete(TimedOut):
         self.missing = frozenset(missing)
 
 
-class Gang(Protocol):
-    """The hub's part in a rendezvous, see `Board`."""
-
-    @property
-    def hub_is_current(self) -> bool: ...
-    def join_rendezvous(self, number: int) -> None: ...
-    def absent(self, number: int) -> frozenset[str] | None: ...
-
-
 @dataclass
 class Attendance:
     """The attendance as one task knows it; its listener and its dialer write it in their threads."""
 
     token: str
     others: frozenset[str]
-    gang: Gang | None = None
+    view: RunView | None = None
     generation: int = 0
     missing: dict[str, str] = field(init=False)
     """The tasks that this one has not reached, each with the latest reason."""
@@ -101,14 +106,14 @@ class Attendance:
 
     def exchange(self, first: frozenset[str], waited_s: float, timeout_s: float) -> frozenset[str]:
         """Exchange the attendance with the hub; return the tasks to dial from now on, of which `first` always are."""
-        if self.gang is None or not self.gang.hub_is_current:
+        if self.view is None or not self.view.hub_is_current:
             soon = len(self.others) > SMALL and waited_s - self.received_s < min(timeout_s / 4, HUB_S)
             return first if soon else self.others
         self.received_s = waited_s
         silent = first & self.missing.keys()
         if not silent:
-            self.gang.join_rendezvous(self.generation)
-        if (absent := self.gang.absent(self.generation)) is not None:
+            self.view.join_rendezvous(self.generation)
+        if (absent := self.view.absent(self.generation)) is not None:
             self.mark_present(self.others - absent - silent)
         if waited_s < (timeout_s / 2 if absent is None else min(timeout_s / 4, GATHER_S)):
             return first
@@ -118,7 +123,7 @@ class Attendance:
 def wait(
     spec: ClusterSpec,
     task: Task,
-    gang: Gang | None = None,
+    view: RunView | None = None,
     generation: int = 0,
     *,
     token: str,
@@ -134,7 +139,7 @@ def wait(
     Args:
         spec: the cluster.
         task: the member that calls.
-        gang: the connection to the hub; None without one.
+        view: the connection to the hub; None without one.
         generation: the generation that begins.
         token: the run's secret with the generation; tasks with another one, such as leftovers, do not count.
         timeout_s: seconds to wait for the others.
@@ -153,7 +158,7 @@ def wait(
     others = [member for member in spec.members if member.name != task.name]
     if not others:
         return
-    rendezvous = Attendance(token, frozenset(other.name for other in others), gang, generation)
+    rendezvous = Attendance(token, frozenset(other.name for other in others), view, generation)
     began = asked = time.monotonic()
     asked -= PASSED_S
     listener = listen(task, timeout_s=timeout_s, abandon=abandon, report=report)
@@ -174,12 +179,12 @@ def wait(
             if absent and time.monotonic() - began > limit_s:
                 raise Incomplete(_describe_missing(rendezvous, absent, limit_s, explain), absent)
             time.sleep(poll_s)
-        if gang:  # the last may have been dialed, and others still wait until the hub reports this task
-            gang.join_rendezvous(generation)
+        if view:  # the last may have been dialed, and others still wait until the hub reports this task
+            view.join_rendezvous(generation)
     finally:
         rendezvous.over.set()
         dialer.end()
-        answering.end()
+        answering.close()
 
 
 def dialed_first(spec: ClusterSpec, task: Task) -> frozenset[str]:
@@ -204,7 +209,7 @@ def await_turn(
         while not abandon():
             time.sleep(POLL_S)
     finally:
-        answering.end()
+        answering.close()
 
 
 def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
@@ -242,21 +247,11 @@ class _Answering(Server):
 
     def __init__(self, listener: socket.socket, task: Task, token: str, unconfirmed: set[str]) -> None:
         super().__init__(listener, _secret(token, task), len(unconfirmed))
-        self._unconfirmed, self._over = unconfirmed, False
-        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
-        self._thread.start()
+        self._unconfirmed = unconfirmed
+        self.start()
 
     def on_message(self, peer: Peer, message: dict[str, Any]) -> None:  # noqa: ARG002
         self._unconfirmed.discard(peer.channel.task)
-
-    def end(self) -> None:
-        self._over = True
-        self._thread.join(CONNECT_TIMEOUT_S + 1)
-
-    def _run(self) -> None:
-        while not self._over:
-            self.serve(ANSWER_S)
-        self.shut_down()
 
 
 class Dialer:
@@ -315,3 +310,69 @@ def _dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
 def _secret(token: str, answering: Task) -> str:
     """Return the secret that both sides prove to know; no other task's answer counts as this one's."""
     return f"{token} {answering.name}"
+
+
+def listen(
+    task: Task, *, timeout_s: float, abandon: Callable[[], bool], report: Callable[[str], None]
+) -> socket.socket:
+    """Listen on a task's address. Retries while the port is in use or the address is not available.
+
+    The kernel frees the port of a killed program only with its memory, and a machine can be off its network for a
+    while.
+
+    Raises:
+        PortTaken: another program used the port all the time.
+        Abandoned: `abandon` returned true.
+        TimedOut: the address was not available.
+    """
+    deadline, reported = time.monotonic() + timeout_s, ""
+    while True:
+        try:
+            # In a container the task's own name is its only interface; on one machine everything is on loopback.
+            listener = open_listener(task.host, task.port)
+        except OSError as error:
+            obstacle = _obstacle(task, error)
+            if str(obstacle) != reported:
+                report(reported := str(obstacle))
+            is_temporary = isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
+            if time.monotonic() > deadline or not is_temporary:
+                raise obstacle from error
+            if abandon():
+                raise Abandoned("waiting for the port was abandoned") from error
+            time.sleep(POLL_S)
+        else:
+            if reported:
+                report("")
+            return listener
+
+
+def _obstacle(task: Task, error: OSError) -> ClusterError:
+    """Return the error to raise if waiting does not help."""
+    problem = f"{task.name} cannot listen on {task.address}: {error.strerror or error}"
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return TimedOut(f"{problem}; is this machine on the cluster's network?")
+    port = f"ss -ltnp 'sport = :{task.port}'"
+    return PortTaken(f"{problem}; end the program that holds port {task.port} ({port} shows it) and start again")
+
+
+def await_servers(tasks: Sequence[Task], *, timeout_s: float, abandon: Callable[[], bool]) -> bool:
+    """Wait until the TensorFlow servers of all these tasks listen; return False after the timeout or when abandoned.
+
+    A gRPC client that connects a moment before its server listens waits for a second before it retries. The probe is
+    HTTP/2, which the listener of the rendezvous, possibly still there, does not speak: it sends something else first.
+    """
+    deadline = time.monotonic() + timeout_s
+    left = list(tasks)
+    while left and not abandon() and time.monotonic() < deadline:
+        left = [task for task in left if not _speaks_http2(task)]
+        if left:
+            time.sleep(POLL_S)
+    return not left
+
+
+def _speaks_http2(task: Task) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((task.host, task.port), CONNECT_TIMEOUT_S) as server:
+        server.settimeout(CONNECT_TIMEOUT_S)
+        server.sendall(_HTTP2_HELLO)
+        return server.recv(4, socket.MSG_WAITALL)[3:] == _HTTP2_SETTINGS
+    return False

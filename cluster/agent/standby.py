@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.agent.task_process import TaskProcess
-from cluster.contract import settings
+from cluster.contract import settings, tf_config
 from cluster.contract.recovery import standby_cluster
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import ClusterSpec, Task
 from cluster.system import memory
 
 STAGGER_S = 2.0
@@ -27,6 +29,8 @@ AGAIN_S = 15.0
 """How long after a standby process ended another one is started, the first time; each further time doubles it. By then
 the other agents have ended those of its cluster, too."""
 LONGEST_AGAIN_S = 600.0
+LOOK_S = 0.5
+"""How often an agent looks whether the cluster of the standby processes has lost one."""
 MEMORY_BYTES = 700 * 2**20
 """The memory of a program that has imported TensorFlow."""
 FIRST_TO_KILL = 1000
@@ -58,7 +62,7 @@ class Standby:
         """The number of the cluster that it forms with other standby processes, so that it can train with these alone;
         None: it forms none."""
         self._training_since: float | None = None
-        self._started_at = self._again_at = 0.0
+        self._started_at = self._again_at = self._cluster_looked_at = 0.0
         self._kills = self._kills_before = self._removed = 0
 
     @property
@@ -143,3 +147,28 @@ class Standby:
         """End the standby process."""
         if program := self.take(in_cluster=self.cluster is not None):
             program.end(0.0)
+
+    def leave_broken_cluster(self, run: RunFolder, task: Task, generation: int) -> None:
+        """Give up a standby process that has ended, and one of a cluster of which another has ended."""
+        number = self.cluster
+        if self.ended:
+            standby_cluster.withdraw(run, task.name)
+            if number is not None:
+                standby_cluster.replace_cluster(run, generation, number)
+        elif number is not None and time.monotonic() - self._cluster_looked_at >= LOOK_S:
+            self._cluster_looked_at = time.monotonic()
+            if standby_cluster.number(run, generation, number) > number:
+                self.remove()
+                standby_cluster.withdraw(run, task.name)
+
+
+def cluster_variables(run: RunFolder, spec: ClusterSpec, task: Task, generation: int) -> dict[str, str] | None:
+    """Return the variables of a standby process that forms a cluster with the others; None where it cannot."""
+    if "GPUS_GIVEN" in os.environ or not (standby_cluster.trains(task) and standby_cluster.possible(run, spec)):
+        return None
+    cluster = standby_cluster.of(run, spec, generation)
+    return {
+        "GENERATION": str(generation),
+        standby_cluster.VARIABLE: tf_config.dumps(cluster, cluster.task(task.name)) or "",
+        standby_cluster.NUMBER: str(standby_cluster.number(run, generation)),
+    }

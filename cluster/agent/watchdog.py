@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.agent.board import Board
 from cluster.agent.hub import SILENCE_S
+from cluster.agent.run_view import RunView
 from cluster.contract.recovery import ends, standby_cluster
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
@@ -56,7 +56,7 @@ class Stall:
 class Watchdog:
     """Watches one generation for one task's agent."""
 
-    def __init__(self, run: Board, spec: ClusterSpec, task: Task, generation: int) -> None:
+    def __init__(self, run: RunView, spec: ClusterSpec, task: Task, generation: int) -> None:
         """Begin to watch a complete cluster."""
         self._hang_timeout_s = run.folder.started.hang_timeout_s or HANG_TIMEOUT_S
         self._run = run

@@ -12,6 +12,8 @@ from cluster.system.errors import PrerequisiteError
 
 PORTS = range(20000, 32000)
 """Below the ports that Linux gives to outgoing connections, which could take a chosen one before its task does."""
+BACKLOG = 1024
+"""The most connections that wait to be accepted."""
 
 
 def free_ports(count: int) -> tuple[int, ...]:
@@ -62,3 +64,20 @@ def free_port(host: str, first: int) -> int:
     for port in _unused(host, first):
         return port
     raise PrerequisiteError(f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address.
+
+    Raises:
+        OSError: the port is in use, or the address is not this machine's.
+    """
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

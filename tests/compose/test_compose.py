@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent
+from cluster.agent import attempt
 from cluster.contract import settings, spec
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu.placement import Placement
@@ -111,7 +111,7 @@ def test_every_task_can_be_watched_stopped_and_brought_back(config):
         # An agent that was killed comes back; one that saw the run's end exits 0 and does not.
         assert "on-failure" == task["restart"], name
         assert "SIGTERM" == task["stop_signal"], name
-        assert seconds(task["stop_grace_period"]) >= agent.GRACE_S + 10, name
+        assert seconds(task["stop_grace_period"]) >= attempt.GRACE_S + 10, name
         assert ["CMD", "python", "-m", "cluster.agent.health"] == task["healthcheck"]["test"], name
         assert 10 <= seconds(task["healthcheck"]["interval"]) <= 15, name  # tasks start in less
         assert seconds(task["healthcheck"]["start_period"]) >= settings.SECONDS["RENDEZVOUS_TIMEOUT_S"].default, name

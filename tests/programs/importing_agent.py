@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 from cluster.agent.agent import Agent
-from cluster.agent.board import Board
+from cluster.agent.run_view import RunView
 from cluster.contract.run.folder import RunFolder
 
 if __name__ == "__main__":
     module, *program = sys.argv[1:]
     sys.exit(
-        Agent(Board(RunFolder(Path(os.environ["RUN_DIR"]))), os.environ["TASK"], program, 60.0, imports=module).main()
+        Agent(RunView(RunFolder(Path(os.environ["RUN_DIR"]))), os.environ["TASK"], program, 60.0, imports=module).main()
     )

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.agent.board import Board
 from cluster.agent.hub import SILENCE_S, News, Roster
+from cluster.agent.run_view import RunView
 from cluster.contract.run.copies import Superseded
 from cluster.contract.run.records import Generation, Outcome
 from cluster.contract.spec import ClusterSpec, Role, Task
@@ -39,7 +39,7 @@ class SimCopy:
             raise Superseded(f"a newer copy of {self._owner.name} has begun")
 
 
-class SimBoard(Board):
+class SimRunView(RunView):
     """What a simulated agent sees of the run."""
 
     def __init__(self, folder: SimFolder, owner: SimTask) -> None:
@@ -52,7 +52,7 @@ class SimBoard(Board):
         if task.role == Role.CHIEF:
             self._hub = SimHub(self._owner, spec)  # type: ignore[assignment]
         else:
-            self._link = SimLink(self._owner)  # type: ignore[assignment]
+            self._link = SimHubClient(self._owner)  # type: ignore[assignment]
 
 
 class End:
@@ -62,7 +62,7 @@ class End:
         self.owner, self.world, self.thread = owner, owner.world, owner.thread
         self.closed = False
         self.sent = 0
-        self.received: dict[tuple[SimLink, End], int] = {}
+        self.received: dict[tuple[SimHubClient, End], int] = {}
         """The newest message of each connection, which is between a link and a hub."""
         self.news = News()
 
@@ -79,7 +79,7 @@ class End:
     def close(self) -> None:
         self.closed = True
 
-    def send(self, link: SimLink, to: End, what: Any) -> None:
+    def send(self, link: SimHubClient, to: End, what: Any) -> None:
         """Let a message come to the other end of a connection: late, twice or not at all."""
         world, dice = self.world, self.world.random
         self.sent += 1
@@ -89,7 +89,7 @@ class End:
         if dice.random() < REPEATED_SHARE:
             world.at(dice.uniform(LATEST_S, REPEATED_AFTER_S), lambda: to.receive(self, link, number, what))
 
-    def receive(self, by: End, link: SimLink, number: int, what: Any) -> None:
+    def receive(self, by: End, link: SimHubClient, number: int, what: Any) -> None:
         """Refuse a message that has come before or too late, as `wire.Channel` does."""
         if self.gone or link.gone or (by.gone and self.world.hub not in (by, self)):
             return
@@ -99,7 +99,7 @@ class End:
             self.received[link, by] = number
             self.process(link, what)
 
-    def process(self, link: SimLink, what: Any) -> None:
+    def process(self, link: SimHubClient, what: Any) -> None:
         raise NotImplementedError
 
 
@@ -129,7 +129,7 @@ class SimHub(End):
                     self.send(link, link, digest)
         self.world.at(TICK_S, self._tick)
 
-    def process(self, link: SimLink, what: Any) -> None:
+    def process(self, link: SimHubClient, what: Any) -> None:
         self.roster.receive(link.owner.name, what)
 
     def beat(self, task: str) -> dict[str, Any] | None:
@@ -139,7 +139,7 @@ class SimHub(End):
         self.roster.join_rendezvous(number)
 
 
-class SimLink(End):
+class SimHubClient(End):
     """Replaces `Link`."""
 
     def __init__(self, owner: SimTask) -> None:
@@ -177,5 +177,5 @@ class SimLink(End):
             )
         self.world.at(TICK_S, self._tick)
 
-    def process(self, link: SimLink, what: Any) -> None:
+    def process(self, link: SimHubClient, what: Any) -> None:
         self.news, self.received_at = News.of(what), self.world.now

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent, attempt, board, elastic, rendezvous, restarting, task_ports, watchdog
+from cluster.agent import agent, attempt, elastic, rendezvous, run_view, watchdog
 from cluster.agent import standby as standing_by
 from cluster.agent.agent import Agent
-from cluster.agent.rendezvous import Attendance, Gang, Incomplete
-from cluster.agent.task_ports import Abandoned
+from cluster.agent.rendezvous import Abandoned, Attendance, Incomplete
+from cluster.agent.run_view import RunView
 from cluster.agent.task_process import Script, TaskProcess, Trainer
 from cluster.contract.recovery import ends, standby_cluster, step_record
 from cluster.contract.results import summary
 from cluster.contract.run import joining
 from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation import folder, standby
-from tests.simulation.gang import SimBoard
+from tests.simulation.gang import SimRunView
 from tests.simulation.training import SimProgram
 from tests.simulation.world import Now, SimTask
 
@@ -64,7 +64,7 @@ def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Age
         standby_s: after how much training it starts a standby process; None: never.
     """
     kind: type[TaskProcess] = Script if scripted else Trainer
-    made = Agent(SimBoard(task.world.folder, task), task.name, ["program"], RENDEZVOUS_S, kind=kind)
+    made = Agent(SimRunView(task.world.folder, task), task.name, ["program"], RENDEZVOUS_S, kind=kind)
     made._program = lambda environment: SimProgram(task.world, task, environment)  # type: ignore[method-assign,assignment,return-value]
     made.standby._start = made._program
     made.standby._enabled = standby_s is not None
@@ -75,7 +75,7 @@ def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Age
 def hold_rendezvous(
     spec: ClusterSpec,
     task: Task,
-    gang: Gang,
+    view: RunView,
     generation: int,
     *,
     token: str,
@@ -90,7 +90,7 @@ def hold_rendezvous(
     if not others:
         return
     world.operation("begin the rendezvous")
-    mine = Attendance(token, others, gang, generation)
+    mine = Attendance(token, others, view, generation)
     if world.tasks[task.name] is world.running:  # others reach the newest copy
         world.meetings[task.name] = mine
     first, began = rendezvous.dialed_first(spec, task), world.now
@@ -117,7 +117,7 @@ def hold_rendezvous(
 
 
 def listen(task: Task, *, abandon: Callable[[], bool], **_: Any) -> Any:
-    """Replace `ports.listen`: the port becomes free after a moment."""
+    """Replace `rendezvous.listen`: the port becomes free after a moment."""
     Now.world.sleep(POLL_S / 5)
     if abandon():
         raise Abandoned("waiting for the port was abandoned")
@@ -148,7 +148,7 @@ def write_summary(run: folder.SimFolder, outcome: Any) -> None:
 def install(patch: pytest.MonkeyPatch) -> None:
     """Replace what agents use of the system by the simulated world, until the patch is undone."""
     signals = types.SimpleNamespace(**vars(signal) | {"signal": lambda *_: None})
-    for module in (agent, attempt, board, elastic, watchdog, restarting, standing_by):
+    for module in (agent, attempt, run_view, elastic, watchdog, standing_by):
         patch.setattr(module, "time", Clock)
     for module in (agent, elastic):
         patch.setattr(module, "HeartbeatWriter", folder.SimHeartbeat)
@@ -158,8 +158,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agent, "signal", signals)
     patch.setattr(agent, "write_json", lambda *_: Now.world.operation("write"))
     patch.setattr(agent, "identity", lambda pid: {})
-    patch.setattr(task_ports, "listen", listen)
-    patch.setattr(task_ports, "await_servers", lambda *_, **__: True)
+    patch.setattr(rendezvous, "listen", listen)
+    patch.setattr(rendezvous, "await_servers", lambda *_, **__: True)
     patch.setattr(joining, "token", lambda run: "run")
     patch.setattr(rendezvous, "wait", hold_rendezvous)
     patch.setattr(rendezvous, "await_turn", await_turn)

@@ -13,14 +13,13 @@ import pytest
 
 from cluster.agent import agent, decide, elastic, watchdog
 from cluster.agent.agent import Agent
-from cluster.agent.attempt import Attempt
-from cluster.agent.restarting import Restarter
+from cluster.agent.attempt import Attempt, Restarter
 from cluster.agent.watchdog import Watchdog
 from cluster.contract.recovery import attempt_limits, ends, standby_cluster
 from cluster.contract.spec import ClusterSpec
 from tests.simulation import machine
 from tests.simulation.drawn import FOREVER_S, Drawn
-from tests.simulation.gang import SimBoard, SimCopy
+from tests.simulation.gang import SimCopy, SimRunView
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import Now, World
 
@@ -30,7 +29,7 @@ SEEDS_OF_A_MUTATION = 600
 
 def ignore_generations(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """Agents look at the outcome only."""
-    patch.setattr(SimBoard, "is_over", lambda self, generation: self.outcome is not None)
+    patch.setattr(SimRunView, "is_over", lambda self, generation: self.outcome is not None)
     return schedules()
 
 
@@ -58,8 +57,8 @@ def token_without_generation(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def news_of_earlier_generations(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """What the hub says of an earlier generation counts."""
-    patch.setattr(SimBoard, "hub_is_current", property(lambda self: self._side is not None and self._side.fresh))
-    patch.setattr(SimBoard, "absent", lambda self, number: self._news().absent)
+    patch.setattr(SimRunView, "hub_is_current", property(lambda self: self._side is not None and self._side.fresh))
+    patch.setattr(SimRunView, "absent", lambda self, number: self._news().absent)
     return schedules()
 
 
@@ -144,7 +143,7 @@ def nobody_restarts_alone(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def met_again(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A task that restarts alone waits for those that have met its previous attempt."""
-    patch.setattr(Agent, "_passed_rendezvous", lambda self, generation: frozenset())
+    patch.setattr(elastic.Members, "_passed_rendezvous", lambda self, generation: frozenset())
     return schedules()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 from dataclasses import dataclass
@@ -11,11 +12,10 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import Task
 from cluster.system.json_files import create_json, write_json
-from cluster.system.ports import PORTS
+from cluster.system.ports import PORTS, open_listener
 
 TOKEN_BYTES = 32
 PRIVATE = 0o600
-BACKLOG = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +93,7 @@ def hub_port(port: int) -> int:
 
 def _listen(host: str, *ports: int) -> socket.socket:
     """Listen on the first of these ports that is free, or on any."""
-    for port in (*ports, 0):
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            if not port:
-                raise
-        else:
-            return listener
-    raise AssertionError("the last port is any")
+    for port in ports:
+        with contextlib.suppress(OSError):
+            return open_listener(host, port)
+    return open_listener(host, 0)

@@ -18,10 +18,10 @@ from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.runtime.base import Shell
+from cluster.host.view import interrupts
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.host.view.status import read_status
-from cluster.system import interrupts
 from cluster.system.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -143,7 +143,7 @@ def _watch(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
     """Show a run until it ends; return its summary, or None if it continues as intended."""
 
     def show(value: dict[str, Any]) -> None:
-        interrupts.check()
+        interrupts.raise_if_hung_up()
         live.show(value)
 
     stops = "stops every script" if run.script else "saves and stops"

@@ -23,7 +23,8 @@ from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.runtime.payload import data_words
-from cluster.system import files, interrupts, json_files
+from cluster.host.view import interrupts
+from cluster.system import files, json_files
 from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import counted, short_path
 from cluster.system.terminal import print_lines

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.agent import agent
-from cluster.agent.board import Board
+from cluster.agent.run_view import RunView
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Generation
 from cluster.contract.run.summary_records import Summary
@@ -276,7 +276,7 @@ def test_a_task_that_comes_after_the_end_does_not_hold_it_up(make_run, monkeypat
     run = make_run(workers=1)
     run.end("stopped", task="chief")
     for task in ("worker-0", "chief"):
-        agent.Agent(Board(run), task, ["false"], rendezvous_timeout_s=1).main()
+        agent.Agent(RunView(run), task, ["false"], rendezvous_timeout_s=1).main()
     assert {"chief": None, "worker-0": None} == read_json(run.summary)["tasks"]
 
 

@@ -8,12 +8,14 @@ from cluster.agent.decide import (
     CULPRIT_PATIENCE_S,
     PEER_LOST_PATIENCE_S,
     SILENT_HINT_S,
+    BareAction,
     EndRun,
     Facts,
+    LeaveOut,
+    MissedRendezvous,
     Phase,
     RestartAlone,
     RestartGang,
-    Step,
     decide,
 )
 from cluster.agent.watchdog import SILENT_S, Stall
@@ -28,6 +30,7 @@ LOST = End("worker-0", LOST_CONTACT, "lost contact", None, 1.0, may_follow=True)
 FROZEN = Stall("worker-0", "no heartbeat for 8 s", "frozen")
 SILENT = Stall("worker-1", "no heartbeat for 12 s", "silent")
 HANG = Stall("worker-1", "no new step", "hang")
+CONTINUATION = LeaveOut(frozenset({"worker-1"}), KILLED)
 STOPPED = EndRun(OutcomeState.STOPPED)
 SUCCEEDED = EndRun(OutcomeState.SUCCEEDED)
 
@@ -42,19 +45,47 @@ def facts(phase: Phase, **known: Any) -> Facts:
 
 @pytest.mark.parametrize("phase", Phase)
 def test_after_the_end_of_a_run_or_generation_nothing_is_decided(phase):
-    assert Step.LEAVE == decide(facts(phase, is_over=True, code=1, finding=FROZEN, stop_requested=True))
+    assert BareAction.LEAVE == decide(facts(phase, is_over=True, code=1, finding=FROZEN, stop_requested=True))
 
 
 @pytest.mark.parametrize(
     ("known", "action"),
     [
-        ({}, Step.CONTINUE),
-        ({"stop_requested": True}, Step.REQUEST_END),
-        ({"stop_requested": True, "role": Role.EVALUATOR}, Step.CONTINUE),
-        ({"stop_requested": True, "serves": True}, Step.CONTINUE),
-        ({"stop_requested": True, "scripted": True}, Step.REQUEST_END),
+        ({}, BareAction.CONTINUE),
+        ({"pause_is_over": True}, BareAction.START),
+        ({"stop_requested": True}, STOPPED),
+        ({"stop_requested": True, "pause_is_over": True}, STOPPED),
+        ({"stop_requested": True, "role": Role.EVALUATOR, "restarts_alone": True}, BareAction.CONTINUE),
+        ({"stop_requested": True, "restarts_alone": True}, BareAction.START),  # the chief saves with its help
+    ],
+)
+def test_while_a_program_waits_to_start_again(known, action):
+    assert action == decide(facts(Phase.PAUSED, **known))
+
+
+@pytest.mark.parametrize(
+    ("missed", "action"),
+    [
+        ({}, failed(4, "missing worker-1")),
+        ({"task": "worker-1"}, failed(4, "missing worker-1", "worker-1")),
+        ({"task": "worker-1", "is_queued_again": True}, BareAction.QUEUE_AGAIN),
+        ({"task": "worker-1", "is_queued_again": True, "without": CONTINUATION}, CONTINUATION),
+    ],
+)
+def test_after_a_rendezvous_that_tasks_missed(missed, action):
+    assert action == decide(facts(Phase.INCOMPLETE, missed=MissedRendezvous("missing worker-1", 4, **missed)))
+
+
+@pytest.mark.parametrize(
+    ("known", "action"),
+    [
+        ({}, BareAction.CONTINUE),
+        ({"stop_requested": True}, BareAction.REQUEST_END),
+        ({"stop_requested": True, "role": Role.EVALUATOR}, BareAction.CONTINUE),
+        ({"stop_requested": True, "serves": True}, BareAction.CONTINUE),
+        ({"stop_requested": True, "scripted": True}, BareAction.REQUEST_END),
         ({"stop_requested": True, "scripted": True, "grace_is_over": True}, STOPPED),
-        ({"stop_requested": True, "grace_is_over": True}, Step.REQUEST_END),
+        ({"stop_requested": True, "grace_is_over": True}, BareAction.REQUEST_END),
         ({"stop_requested": True, "phase": Phase.STARTING}, STOPPED),
         ({"finding": FROZEN}, RestartGang(ERROR)),
         ({"finding": HANG}, RestartGang(ERROR)),
@@ -73,21 +104,24 @@ def test_while_the_program_runs(known, action):
 @pytest.mark.parametrize(
     ("known", "action"),
     [
-        ({"code": 0, "state": "done"}, Step.AWAIT_OUTCOME),
-        ({"code": -11, "state": "done"}, Step.AWAIT_OUTCOME),  # TensorFlow's teardown failed
-        ({"code": 0, "state": "stopped"}, Step.AWAIT_OUTCOME),
-        ({"code": 0, "state": "training"}, Step.REPORT_FAILURE),  # user code called exit
+        ({"code": 0, "state": "done"}, BareAction.AWAIT_OUTCOME),
+        ({"code": -11, "state": "done"}, BareAction.AWAIT_OUTCOME),  # TensorFlow's teardown failed
+        ({"code": 0, "state": "stopped"}, BareAction.AWAIT_OUTCOME),
+        ({"code": 0, "state": "training"}, BareAction.REPORT_FAILURE),  # user code called exit
         ({"code": 1}, failed(1, "ValueError: a bug")),
         ({"code": 4, "restarts_alone": True}, failed(4, "ValueError: a bug")),
         ({"code": 1, "role": Role.EVALUATOR, "restarts_alone": True}, RestartAlone(ERROR)),
-        ({"code": 70}, Step.REPORT_FAILURE),
-        ({"code": 75}, Step.REPORT_FAILURE),
-        ({"code": -9}, Step.REPORT_FAILURE),
-        ({"code": -9, "phase": Phase.STARTING}, Step.REPORT_FAILURE),
+        ({"code": 70}, BareAction.REPORT_FAILURE),
+        ({"code": 75}, BareAction.REPORT_FAILURE),
+        ({"code": -9}, BareAction.REPORT_FAILURE),
+        ({"code": -9, "phase": Phase.STARTING}, BareAction.REPORT_FAILURE),
         ({"code": -9, "stop_requested": True}, STOPPED),
         ({"code": -9, "restarts_alone": True}, RestartAlone(ERROR)),
         ({"code": -9, "restarts_alone": True, "stop_requested": True}, RestartAlone(ERROR)),
-        ({"code": -9, "role": Role.EVALUATOR, "restarts_alone": True, "stop_requested": True}, Step.AWAIT_OUTCOME),
+        (
+            {"code": -9, "role": Role.EVALUATOR, "restarts_alone": True, "stop_requested": True},
+            BareAction.AWAIT_OUTCOME,
+        ),
     ],
 )
 def test_when_a_training_program_has_ended(known, action):
@@ -97,13 +131,13 @@ def test_when_a_training_program_has_ended(known, action):
 @pytest.mark.parametrize(
     ("known", "action"),
     [
-        ({"code": 0}, Step.AWAIT_OUTCOME),
+        ({"code": 0}, BareAction.AWAIT_OUTCOME),
         ({"code": 0, "stop_requested": True}, STOPPED),
-        ({"code": 1}, Step.AWAIT_REPORTS),
-        ({"code": 75, "restarts_alone": True}, Step.AWAIT_REPORTS),
-        ({"code": -6}, Step.REPORT_FAILURE),
-        ({"code": -6, "others_failed": True}, Step.AWAIT_REPORTS),  # TensorFlow aborts when another task failed
-        ({"code": -9, "others_failed": True}, Step.REPORT_FAILURE),
+        ({"code": 1}, BareAction.AWAIT_REPORTS),
+        ({"code": 75, "restarts_alone": True}, BareAction.AWAIT_REPORTS),
+        ({"code": -6}, BareAction.REPORT_FAILURE),
+        ({"code": -6, "others_failed": True}, BareAction.AWAIT_REPORTS),  # TensorFlow aborts when another task failed
+        ({"code": -9, "others_failed": True}, BareAction.REPORT_FAILURE),
         ({"code": -9, "restarts_alone": True}, RestartAlone(ERROR)),
     ],
 )
@@ -114,9 +148,9 @@ def test_when_a_script_has_ended(known, action):
 @pytest.mark.parametrize(
     ("known", "action"),
     [
-        ({}, Step.REPORT_FAILURE),
-        ({"state": "done"}, Step.AWAIT_OUTCOME),
-        ({"state": "stopped"}, Step.AWAIT_OUTCOME),
+        ({}, BareAction.REPORT_FAILURE),
+        ({"state": "done"}, BareAction.AWAIT_OUTCOME),
+        ({"state": "stopped"}, BareAction.AWAIT_OUTCOME),
         ({"stop_requested": True}, STOPPED),
         ({"restarts_alone": True}, RestartAlone(KILLED)),
         ({"restarts_alone": True, "stop_requested": True}, RestartAlone(KILLED)),
@@ -131,12 +165,12 @@ def test_when_the_whole_task_was_killed(known, action, scripted):
     ("end", "known", "action"),
     [
         (KILLED, {}, RestartGang(KILLED)),
-        (ERROR, {"failed_s": CULPRIT_PATIENCE_S}, Step.CONTINUE),
+        (ERROR, {"failed_s": CULPRIT_PATIENCE_S}, BareAction.CONTINUE),
         (ERROR, {"failed_s": CULPRIT_PATIENCE_S + 0.1}, RestartGang(ERROR)),
         (ERROR, {"has_peers": False}, RestartGang(ERROR)),
-        (LOST, {"failed_s": PEER_LOST_PATIENCE_S}, Step.CONTINUE),
+        (LOST, {"failed_s": PEER_LOST_PATIENCE_S}, BareAction.CONTINUE),
         (LOST, {"failed_s": PEER_LOST_PATIENCE_S + 0.1}, RestartGang(LOST)),
-        (LOST, {"failed_s": 9.0, "silent_s": SILENT_HINT_S + 0.1}, Step.CONTINUE),
+        (LOST, {"failed_s": 9.0, "silent_s": SILENT_HINT_S + 0.1}, BareAction.CONTINUE),
         (LOST, {"failed_s": 9.0, "finding": SILENT}, RestartGang(LOST)),
         (LOST, {"stop_requested": True}, STOPPED),
     ],
@@ -148,11 +182,11 @@ def test_a_task_that_failed_before_gets_time_to_report_that(end, known, action):
 @pytest.mark.parametrize(
     ("known", "action"),
     [
-        ({"failed_s": 3.0}, Step.CONTINUE),
+        ({"failed_s": 3.0}, BareAction.CONTINUE),
         ({"failed_s": 3.1}, failed(1, "exit code 1: ValueError: a bug")),
-        ({"failed_s": 3.1, "others_failed": True}, Step.CONTINUE),
-        ({"failed_s": 3.1, "all_are_alive": False}, Step.CONTINUE),
-        ({"failed_s": 6.0, "last_silence_s": 5.0}, Step.CONTINUE),
+        ({"failed_s": 3.1, "others_failed": True}, BareAction.CONTINUE),
+        ({"failed_s": 3.1, "all_are_alive": False}, BareAction.CONTINUE),
+        ({"failed_s": 6.0, "last_silence_s": 5.0}, BareAction.CONTINUE),
         ({"failed_s": 8.1, "last_silence_s": 5.0}, failed(1, "exit code 1: ValueError: a bug")),
         ({"failed_s": SILENT_S + 3.1, "last_silence_s": 100.0}, failed(1, "exit code 1: ValueError: a bug")),
         ({"failed_s": 3.1, "stop_requested": True}, STOPPED),
@@ -180,14 +214,14 @@ def test_a_script_s_error_after_the_death_of_another_task_restarts_the_gang(know
     [
         ({"role": Role.CHIEF, "state": "done"}, SUCCEEDED),
         ({"role": Role.CHIEF, "state": "stopped"}, STOPPED),
-        ({"role": Role.CHIEF, "state": "stopped", "stop_withdrawn": True}, Step.RESUME),
-        ({"state": "done"}, Step.CONTINUE),
+        ({"role": Role.CHIEF, "state": "stopped", "stop_withdrawn": True}, BareAction.RESUME),
+        ({"state": "done"}, BareAction.CONTINUE),
         ({"state": "done", "chief_done_s": SILENT_S + 0.1}, SUCCEEDED),
         ({"state": "done", "finding": SILENT}, RestartGang(ERROR)),
-        ({"role": Role.CHIEF, "scripted": True}, Step.CONTINUE),
+        ({"role": Role.CHIEF, "scripted": True}, BareAction.CONTINUE),
         ({"role": Role.CHIEF, "scripted": True, "all_are_done": True}, SUCCEEDED),
         ({"role": Role.CHIEF, "scripted": True, "all_are_done": True, "stop_requested": True}, STOPPED),
-        ({"scripted": True, "all_are_done": True}, Step.CONTINUE),
+        ({"scripted": True, "all_are_done": True}, BareAction.CONTINUE),
     ],
 )
 def test_when_the_work_is_done_one_agent_records_the_outcome(known, action):

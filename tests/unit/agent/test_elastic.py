@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cluster.agent import agent, elastic, rendezvous
-from cluster.agent.board import Board
+from cluster.agent.attempt import Restarter
 from cluster.agent.decide import Phase
 from cluster.agent.elastic import AGAIN_S, GONE_S, LONGEST_S, STEADY_S, Members, Returns
-from cluster.agent.restarting import Restarter
+from cluster.agent.run_view import RunView
 from cluster.contract import spec
 from cluster.contract.recovery import attempt_limits
 from cluster.contract.recovery.attempt_limits import PLANNED
@@ -206,8 +206,9 @@ def without(make_run) -> RunFolder:
     run = make_run(workers=2)
     record(run, min_workers=1, grow=True)
     chief = run.load_cluster().task("chief")
-    members, recovery = Members(Board(run), run.load_cluster(), chief), Restarter(Board(run), run.load_cluster(), chief)
-    assert members.continue_without(recovery, 0, {"worker-1"}, timeout_s=60)
+    change = Members(RunView(run), run.load_cluster(), chief).continue_without(0, {"worker-1"}, timeout_s=60)
+    assert change
+    Restarter(RunView(run), run.load_cluster(), chief).change_members(0, change.tasks, change.end, "left out")
     assert (1, {"worker-1"}) == (run.generation, membership.left_out(run))
     return run
 
@@ -217,10 +218,7 @@ def test_only_the_chief_leaves_a_task_out(make_run):
     record(run, min_workers=0)
     cluster = run.load_cluster()
     worker = cluster.task("worker-0")
-    assert not Members(Board(run), cluster, worker).continue_without(
-        Restarter(Board(run), cluster, worker), 0, {"worker-1"}, 60
-    )
-    assert 0 == run.generation
+    assert not Members(RunView(run), cluster, worker).continue_without(0, {"worker-1"}, 60)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +231,7 @@ def test_a_job_is_queued_again_for_a_lost_task_unless_its_cluster_is_never_compl
     run = make_run(workers=2)
     for each in complete:
         run.event("chief", "cluster complete", generation=each)
-    members = Members(Board(run), run.load_cluster(), run.load_cluster().task("worker-0"))
+    members = Members(RunView(run), run.load_cluster(), run.load_cluster().task("worker-0"))
     assert not members.are_queued_again(generation)  # by an engine that has no queue
     monkeypatch.setenv("LOST_THEN", AfterStop.REQUEUE)
     assert again == members.are_queued_again(generation)
@@ -241,13 +239,13 @@ def test_a_job_is_queued_again_for_a_lost_task_unless_its_cluster_is_never_compl
 
 def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without):
     cluster, chief = without.load_cluster(), without.load_cluster().task("chief")
-    assert not Members(Board(without), cluster, chief).continue_without(
-        Restarter(Board(without), cluster, chief), 1, {"worker-0"}, 60
-    )
+    assert not Members(RunView(without), cluster, chief).continue_without(1, {"worker-0"}, 60)
     record(without, min_workers=0)
-    members = Members(Board(without), cluster, chief)
-    assert members.continue_without(Restarter(Board(without), cluster, chief), 1, {"worker-0"}, 60)
-    assert {"worker-0", "worker-1"} == membership.left_out(without)
+    members = Members(RunView(without), cluster, chief)
+    change = members.continue_without(1, {"worker-0"}, 60)
+    assert change
+    assert {"worker-0", "worker-1"} == change.tasks
+    Restarter(RunView(without), cluster, chief).change_members(1, change.tasks, change.end, "left out")
     alone = members.cluster(2)
     assert ((), "") == (alone.members, members.variables(alone)["TF_CONFIG"])
 
@@ -259,16 +257,16 @@ def test_a_loss_never_counts_as_a_failure_of_the_program(without):
 
 def test_the_agent_of_a_task_that_was_left_out_reports_no_death(without):
     HeartbeatWriter(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")
-    killed = agent.Agent(Board(without), "worker-1", ["false"], rendezvous_timeout_s=1)
+    killed = agent.Agent(RunView(without), "worker-1", ["false"], rendezvous_timeout_s=1)
     killed._report_own_death()
     assert (1, None) == (without.generation, without.outcome)
 
 
 def test_sigterm_to_a_task_that_was_left_out_ends_its_agent_alone(without):
     with pytest.raises(SystemExit):
-        agent.Agent(Board(without), "worker-1", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
+        agent.Agent(RunView(without), "worker-1", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
     assert not without.stop_requested
-    agent.Agent(Board(without), "worker-0", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
+    agent.Agent(RunView(without), "worker-0", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
     assert without.stop_requested
 
 
@@ -279,7 +277,7 @@ def returned(without) -> Iterator[RunFolder]:
     cluster = without.load_cluster()
     worker = cluster.task("worker-1")
     arguments = (1, over.is_set, worker)
-    thread = threading.Thread(target=Members(Board(without), cluster, worker).await_turn, args=arguments)
+    thread = threading.Thread(target=Members(RunView(without), cluster, worker).await_turn, args=arguments)
     thread.start()
     wait_for(lambda: (beat := without.heartbeat("worker-1")) and beat.state == "waiting", "worker-1 to wait")
     yield without
@@ -292,8 +290,8 @@ def look(run: RunFolder, saved: int) -> None:
     (run.checkpoints / f"ckpt-{saved}.json").touch()
     cluster = run.load_cluster()
     members, recovery = (
-        Members(Board(run), cluster, cluster.task("chief")),
-        Restarter(Board(run), cluster, cluster.task("chief")),
+        Members(RunView(run), cluster, cluster.task("chief")),
+        Restarter(RunView(run), cluster, cluster.task("chief")),
     )
     members.take_in_returned(recovery, run.generation)
 
@@ -333,7 +331,7 @@ def test_a_task_that_waits_answers_only_its_generation(returned):
 
 
 def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without):
-    chief = agent.Agent(Board(without), "chief", ["false"], rendezvous_timeout_s=1)
+    chief = agent.Agent(RunView(without), "chief", ["false"], rendezvous_timeout_s=1)
     HeartbeatWriter(without, without.load_cluster().task("chief"), 1).update(state="stopped")
     without.request_stop("invoke scale", then="scale")
     without.withdraw_stop()
@@ -345,7 +343,7 @@ def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without):
 
 def test_a_frozen_task_that_returns_acts_on_nothing(without):
     """Its generation is over, however its program has ended."""
-    zombie = agent.Agent(Board(without), "worker-1", ["false"], rendezvous_timeout_s=1)
+    zombie = agent.Agent(RunView(without), "worker-1", ["false"], rendezvous_timeout_s=1)
     attempt = zombie._attempt_in(0)
     attempt.begin(Phase.RUNNING)
     zombie._watch(attempt)
@@ -355,7 +353,7 @@ def test_a_frozen_task_that_returns_acts_on_nothing(without):
 def test_only_the_others_wait_for_the_chief_s_decision(without):
     cluster = without.load_cluster()
     waits = [
-        Members(Board(without), cluster, cluster.task(name)).patience_s(60, [missing])
+        Members(RunView(without), cluster, cluster.task(name)).patience_s(60, [missing])
         for name, missing in (("chief", "worker-1"), ("worker-0", "worker-1"), ("worker-0", "chief"))
     ]
     assert 60 == waits[0] == waits[2]  # without the chief nobody decides

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import board, connection, hub
-from cluster.agent.board import Board
+from cluster.agent import connection, hub, run_view
 from cluster.agent.connection import Channel
 from cluster.agent.hub import urgent
+from cluster.agent.run_view import RunView
 from cluster.contract.run import joining
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
@@ -29,13 +29,13 @@ def run(make_run) -> RunFolder:
 
 
 @pytest.fixture
-def join(run) -> Iterator[Callable[[str], Board]]:
+def join(run) -> Iterator[Callable[[str], RunView]]:
     """Returns the board of a task that is connected to the others."""
     boards = []
 
-    def connect(name: str) -> Board:
+    def connect(name: str) -> RunView:
         spec = run.load_cluster()
-        boards.append(Board(RunFolder(run.path)))
+        boards.append(RunView(RunFolder(run.path)))
         boards[-1].connect(spec, spec.task(name), "127.0.0.1")
         _ = boards[-1].generation
         return boards[-1]
@@ -48,10 +48,10 @@ def join(run) -> Iterator[Callable[[str], Board]]:
 @pytest.fixture
 def blind(monkeypatch):
     """Agents that read the folder only where no hub is heard."""
-    monkeypatch.setattr(board, "READ_S", FAR_S)
+    monkeypatch.setattr(run_view, "READ_S", FAR_S)
 
 
-def linked(board: Board) -> Board:
+def linked(board: RunView) -> RunView:
     """Wait until a board hears the hub."""
     wait_for(lambda: board.is_relieved, "the hub")
     _ = board.generation, board.outcome, board.stop_requested  # read once
@@ -129,7 +129,7 @@ def test_a_hub_that_is_gone_is_noticed_at_once_and_found_again(run, join):
 
 
 def test_a_frozen_hub_is_noticed_by_its_silence(run, join, monkeypatch):
-    monkeypatch.setattr(board, "SILENCE_S", 0.5)
+    monkeypatch.setattr(hub, "SILENCE_S", 0.5)
     monkeypatch.setattr(hub, "PULSE_S", 0.1)
     chief = join("chief")
     worker = linked(join("worker-0"))
@@ -155,9 +155,9 @@ def test_a_resumed_copy_shares_neither_token_nor_port_with_the_original(run, joi
     copy.reopen()
     assert joining.invitation(copy) is None
     assert joining.token(copy) != joining.token(run)
-    chief = Board(copy)
+    chief = RunView(copy)
     chief.connect(copy.load_cluster(), copy.load_cluster().task("chief"), "127.0.0.1")
-    worker = Board(copy)
+    worker = RunView(copy)
     worker.connect(copy.load_cluster(), copy.load_cluster().task("worker-1"), "127.0.0.1")
     _ = worker.generation
     wait_for(lambda: worker.is_relieved, "the copy's own hub")
@@ -184,6 +184,7 @@ def test_strangers_and_the_slow_keep_nobody_out(run, join, monkeypatch):
 def test_a_peer_that_takes_nothing_is_closed_and_holds_up_nobody(run, join, monkeypatch):
     monkeypatch.setattr(hub, "PULSE_S", 0.0)
     monkeypatch.setattr(hub, "TICK_S", 0.01)
+    monkeypatch.setattr(connection, "TICK_S", 0.01)
     monkeypatch.setattr(connection, "MAX_UNSENT", 500_000)
     chief = join("chief")
     found = joining.invitation(run)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import connection, rendezvous, task_ports
+from cluster.agent import connection, rendezvous
 from cluster.contract import spec
 from cluster.contract.spec import ClusterSpec, Task
 from cluster.system.errors import EXIT_TIMEOUT, TimedOut
@@ -148,16 +148,16 @@ def test_tasks_of_different_generations_do_not_meet():
     left_over = arrive(cluster, "worker-0", "run/0", abandon=over.is_set)
     assert "is not worker-0 of this generation" in str(arrive(cluster, "chief", "run/1", timeout_s=0.5).end())
     over.set()
-    assert isinstance(left_over.end(), task_ports.Abandoned)
+    assert isinstance(left_over.end(), rendezvous.Abandoned)
 
 
 def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself():
     cluster = spec.build(1, ports=free_ports(2))
     worker = cluster.task("worker-0")
-    listener = task_ports.listen(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)
+    listener = rendezvous.listen(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)
     answering = rendezvous._Answering(listener, worker, "run/0", set())
     error = arrive(cluster, "chief", timeout_s=0.4).end()
-    answering.end()
+    answering.close()
     assert "worker-0 (answers, but cannot reach this task)" in str(error)
 
 
@@ -165,7 +165,7 @@ def test_a_port_that_stays_taken_is_an_error_in_the_end(three):
     reported: list[str] = []
     with listening(three, "worker-0"):
         error = arrive(three, "worker-0", timeout_s=0.4, report=reported.append).end()
-    assert isinstance(error, task_ports.PortTaken)
+    assert isinstance(error, rendezvous.PortTaken)
     port = three.task("worker-0").port
     assert f"worker-0 cannot listen on {three.task('worker-0').address}: Address already in use" in str(error)
     assert f"ss -ltnp 'sport = :{port}'" in str(error)
@@ -191,7 +191,7 @@ def test_the_barrier_is_left_when_waiting_lost_its_purpose(three):
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
     over.set()
-    assert isinstance(chief.end(), task_ports.Abandoned)
+    assert isinstance(chief.end(), rendezvous.Abandoned)
 
 
 def connect_to(task: Task) -> socket.socket:
@@ -236,13 +236,13 @@ def test_an_answer_of_another_task_does_not_count(three):
 
 def test_a_server_that_speaks_http2_is_there(three):
     with listening(three, "chief", b"\0\0\0\4"):
-        assert task_ports.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
+        assert rendezvous.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
 
 
 def test_the_barrier_s_own_listener_is_no_server(three):
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
-    assert not task_ports.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
+    assert not rendezvous.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)
     assert chief.thread.is_alive()
     over.set()
     chief.end()
@@ -250,7 +250,7 @@ def test_the_barrier_s_own_listener_is_no_server(three):
 
 def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three):
     began = time.monotonic()
-    assert not task_ports.await_servers(
+    assert not rendezvous.await_servers(
         [three.task("chief")], timeout_s=600, abandon=lambda: time.monotonic() > began + 0.1
     )
     assert time.monotonic() < began + 300
@@ -270,7 +270,7 @@ def test_a_task_that_has_not_its_address_yet_tries_again(three, monkeypatch):
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
             bind(self, address)
 
-    monkeypatch.setattr(task_ports.socket, "socket", Flapping)
+    monkeypatch.setattr(rendezvous.socket, "socket", Flapping)
     assert [None] * 3 == [
         arrival.end() for arrival in [arrive(three, name) for name in ("chief", "worker-0", "worker-1")]
     ]
@@ -334,7 +334,7 @@ def gathered(monkeypatch) -> Callable[..., Gathering]:
 def test_where_a_hub_is_heard_each_greets_two(gathered):
     cluster = spec.build(7, ports=free_ports(8))
     gathering = gathered(cluster)
-    arrivals = [arrive(cluster, task.name, gang=gathering.of(task.name)) for task in cluster.tasks]
+    arrivals = [arrive(cluster, task.name, view=gathering.of(task.name)) for task in cluster.tasks]
     assert [None] * 8 == [arrival.end() for arrival in arrivals]
     assert len(set(gathering.dialed)) <= 2 * 8
 
@@ -380,7 +380,7 @@ def test_those_who_are_still_absent_at_the_hub_are_greeted_if_they_are_few():
 
 def test_who_does_not_hear_the_hub_is_let_in(three, gathered):
     gathering = gathered(three, unconnected=("worker-0",))
-    arrivals = [arrive(three, task.name, gang=gathering.of(task.name)) for task in three.tasks]
+    arrivals = [arrive(three, task.name, view=gathering.of(task.name)) for task in three.tasks]
     assert [None] * 3 == [arrival.end() for arrival in arrivals]
 
 
@@ -394,14 +394,14 @@ def test_who_was_met_by_greetings_alone_says_so_to_the_hub_before_it_leaves(thre
         def join_rendezvous(self, _number: int) -> None:
             come.add(self.name)
 
-    arrivals = [arrive(two, name, gang=Hub(None, name)) for name in names]
+    arrivals = [arrive(two, name, view=Hub(None, name)) for name in names]
     assert [None] * 2 == [arrival.end() for arrival in arrivals]
     assert set(names) == come
 
 
 def test_who_is_absent_at_the_hub_is_named_with_the_reason(three, gathered):
     gathering = gathered(three)
-    arrivals = [arrive(three, name, timeout_s=1, gang=gathering.of(name)) for name in ("chief", "worker-0")]
+    arrivals = [arrive(three, name, timeout_s=1, view=gathering.of(name)) for name in ("chief", "worker-0")]
     for arrival in arrivals:
         error = arrival.end()
         assert isinstance(error, rendezvous.Incomplete)
@@ -414,7 +414,7 @@ def test_a_task_that_answers_is_not_missing(gathered):
     cluster = spec.build(3, ports=free_ports(4))
     gathering = gathered(cluster)
     names = ("chief", "worker-0", "worker-2")
-    arrivals = [arrive(cluster, name, timeout_s=1, gang=gathering.of(name)) for name in names]
+    arrivals = [arrive(cluster, name, timeout_s=1, view=gathering.of(name)) for name in names]
     errors = [arrival.end() for arrival in arrivals]
     assert [{"worker-1"}] * 3 == [error.missing for error in errors if isinstance(error, rendezvous.Incomplete)]
 
@@ -422,7 +422,7 @@ def test_a_task_that_answers_is_not_missing(gathered):
 def test_whom_a_task_cannot_reach_it_names_although_the_hub_has_everybody(three, gathered):
     gathering = gathered(three)
     gathering.absent.discard("worker-1")  # it has come, but its port is not to be reached
-    error = arrive(three, "worker-0", timeout_s=1, gang=gathering.of("worker-0")).end()
+    error = arrive(three, "worker-0", timeout_s=1, view=gathering.of("worker-0")).end()
     assert isinstance(error, rendezvous.Incomplete)
     assert {"chief", "worker-1"} == error.missing
     assert "worker-0" in gathering.absent

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.agent import agent, task_process
-from cluster.agent.board import Board
+from cluster.agent.run_view import RunView
 from cluster.contract.run.summary_records import Summary
 from cluster.host.control import foreground
 from cluster.host.launch.user_files import lay_out
@@ -190,7 +190,7 @@ def test_a_killed_worker_under_ps_starts_again_alone(start_scripts):
 @pytest.mark.parametrize(("age_s", "shortly"), [(5.0, True), (500.0, False)])
 def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(make_run, skew_s, age_s, shortly):
     run = make_run(workers=1, ps=1)
-    chief = agent.Agent(Board(run), "chief", [], 1.0, kind=task_process.Script)
+    chief = agent.Agent(RunView(run), "chief", [], 1.0, kind=task_process.Script)
     now = time.time() + skew_s
     restarted = {"task": "worker-0", "event": "restarted", "generation": 0, "time": now - age_s, "detail": {}}
     append_json(run.events_log, restarted)

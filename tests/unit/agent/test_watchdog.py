@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.agent import watchdog
-from cluster.agent.board import Board
 from cluster.agent.hub import News
+from cluster.agent.run_view import RunView
 from cluster.contract.recovery import ends
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S, HeartbeatWriter
@@ -80,7 +80,7 @@ def beats(run: RunFolder, **values: dict[str, Any]) -> None:
 
 def watch(run: RunFolder, task: str = "chief") -> watchdog.Watchdog:
     spec = run.load_cluster()
-    return watchdog.Watchdog(Board(run), spec, spec.task(task), run.generation)
+    return watchdog.Watchdog(RunView(run), spec, spec.task(task), run.generation)
 
 
 def after(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Stall | None:
@@ -204,7 +204,7 @@ def test_where_the_folder_hides_a_first_heartbeat_the_hub_decides(
     make_run, clock, monkeypatch, unlinked, silent, alive
 ):
     monkeypatch.setattr(RunFolder, "script", {"script": "train.py"})
-    monkeypatch.setattr(Board, "_news", lambda self: News(unlinked=unlinked))
+    monkeypatch.setattr(RunView, "_news", lambda self: News(unlinked=unlinked))
     dog = watch(make_run(workers=1), "chief")
     dog.suspect_others()
     clock.now += watchdog.SILENCE_S  # the hub may still count a task as connected that is gone

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.agent.board import Board
-from cluster.agent.restarting import Restarter
+from cluster.agent.attempt import Restarter
+from cluster.agent.run_view import RunView
 from cluster.contract.recovery import attempt_limits, ends, step_record
 from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, EndedAttempt
 from cluster.contract.run.folder import RunFolder
@@ -135,7 +135,7 @@ class Story:
         first = max(run.saved_steps, default=0)
         record = step_record.StepRecord(run, "chief", generation)
         ends_at = first + self.kills.pop() if self.kills else self.total + 1
-        recovery = Restarter(Board(run), run.load_cluster(), run.load_cluster().task("chief"))
+        recovery = Restarter(RunView(run), run.load_cluster(), run.load_cluster().task("chief"))
         try:
             loop.Loop(
                 first,
@@ -198,7 +198,7 @@ def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run, seed):
 def test_two_tasks_that_fail_together_count_once(make_run):
     run = make_run(workers=1)
     spec = run.load_cluster()
-    chief, worker = (Restarter(Board(run), spec, spec.task(name)) for name in ("chief", "worker-0"))
+    chief, worker = (Restarter(RunView(run), spec, spec.task(name)) for name in ("chief", "worker-0"))
     for generation in range(3):
         for recovery in (chief, worker):
             recovery.restart_gang(generation, recovery.end(generation, PROGRAM_FAILURE, "it died"))
@@ -211,7 +211,7 @@ def test_two_tasks_that_fail_together_count_once(make_run):
 
 def test_a_failure_before_any_step_leaves_it_where_the_next_attempts_go_step_by_step(make_run):
     run = make_run(workers=0)
-    chief = Restarter(Board(run), run.load_cluster(), run.load_cluster().task("chief"))
+    chief = Restarter(RunView(run), run.load_cluster(), run.load_cluster().task("chief"))
     chief.restart_gang(0, chief.end(0, PROGRAM_FAILURE, "a failure before the first step"))
     assert range(0) == step_record.single_steps(run, 1, 25)
     step_record.StepRecord(run, "chief", 1).done(26)
@@ -239,7 +239,7 @@ def test_the_culprit_is_the_task_that_failed_first(make_run):
 def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw(make_run):
     run = make_run(workers=2, ps=1)
     spec = run.load_cluster()
-    recovery = Restarter(Board(run), spec, spec.task("worker-0"))
+    recovery = Restarter(RunView(run), spec, spec.task("worker-0"))
     worked = step_record.StepRecord(run, "worker-0", 0)
     for step in (10, 20, 30, 40, 50, 60):
         recovery.restart_alone(recovery.end(0, PROGRAM_FAILURE, "it died"))

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.agent import board as board_module
-from cluster.agent.board import Board
+from cluster.agent.run_view import RunView
 from cluster.contract.run import copies
 from cluster.contract.run.copies import Copy, Superseded
 from cluster.contract.run.folder import RunFolder
@@ -44,8 +44,8 @@ def test_an_agent_knows_its_copy_by_its_environment(run, monkeypatch):
     ],
 )
 def test_an_older_copy_claims_nothing(run, claim):
-    older = Board(run, Copy.begin(run, "worker-0"))
-    newer = Board(run, Copy.begin(run, "worker-0"))
+    older = RunView(run, Copy.begin(run, "worker-0"))
+    newer = RunView(run, Copy.begin(run, "worker-0"))
     with pytest.raises(Superseded):
         claim(older)
     assert (0, None, False) == (run.generation, run.outcome, run.stop_requested)
@@ -55,9 +55,9 @@ def test_an_older_copy_claims_nothing(run, claim):
 def test_an_older_copy_does_not_take_the_newer_one_s_connection(run, monkeypatch):
     monkeypatch.setattr(board_module, "RETRY_S", 0.05)
     spec = run.load_cluster()
-    chief, older = Board(run), Board(run, Copy.begin(run, "worker-0"))
+    chief, older = RunView(run), RunView(run, Copy.begin(run, "worker-0"))
     chief.connect(spec, spec.task("chief"), "127.0.0.1")
-    newer = Board(run, Copy.begin(run, "worker-0"))
+    newer = RunView(run, Copy.begin(run, "worker-0"))
     newer.connect(spec, spec.task("worker-0"), "127.0.0.1")
     try:
         wait_for(lambda: newer._link.fresh, "the newer copy's connection")

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 from invoke import Config, Context
 
-from cluster.agent import rendezvous, task_ports
-from cluster.agent.board import Board
-from cluster.agent.restarting import Restarter
+from cluster.agent import rendezvous
+from cluster.agent.attempt import Restarter
+from cluster.agent.run_view import RunView
 from cluster.agent.task_process import describe_end
 from cluster.contract import compatibility, spec
 from cluster.contract.recovery.attempt_limits import PROGRAM_FAILURE
@@ -283,14 +283,14 @@ def _() -> Provoked:
 
 def cannot_listen(host: str, port: int) -> Provoked:
     task = replace(spec.build(1, ports=free_ports(2)).task("worker-0"), host=host, port=port)
-    return refused(lambda: task_ports.listen(task, timeout_s=0, abandon=lambda: False, report=lambda obstacle: None))
+    return refused(lambda: rendezvous.listen(task, timeout_s=0, abandon=lambda: False, report=lambda obstacle: None))
 
 
 @provokes("failed 4 times", EXIT_FAILED)
 def _(make_run: Callable[..., RunFolder]) -> Provoked:
     run = make_run(workers=1)
     cluster = run.load_cluster()
-    policy = Restarter(Board(run), cluster, cluster.task("worker-0"))
+    policy = Restarter(RunView(run), cluster, cluster.task("worker-0"))
     policy._fail(End("worker-0", PROGRAM_FAILURE, "ended with exit code 1", "ValueError: x", 0.0, last_step=5), 4)
     return run.outcome.error, run.outcome.exit_code
 

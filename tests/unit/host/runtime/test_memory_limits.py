@@ -7,7 +7,7 @@ import pytest
 
 from cluster.agent import standby
 from cluster.agent.agent import Agent
-from cluster.agent.board import Board
+from cluster.agent.run_view import RunView
 from cluster.contract.recovery import attempt_limits
 from cluster.host.image import engine
 from cluster.host.launch import planning, startup
@@ -157,7 +157,7 @@ def test_an_agent_reports_whether_memory_killed_its_program(
     make_run, kernel, monkeypatch, code, kills, standby_kills, kind, cause
 ):
     kernel(V2)
-    attempt = Agent(Board(make_run(workers=0)), "chief", [], 1.0)._attempt_in(0)
+    attempt = Agent(RunView(make_run(workers=0)), "chief", [], 1.0)._attempt_in(0)
     kernel({"memory.events": f"oom_kill {kills}\n"})
     monkeypatch.setattr(standby.Standby, "kills", standby_kills)
     end = attempt._end_of(Ended(), code)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import select
-import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cluster.agent.connection import READ_BYTES, Client, Refused
-from cluster.agent.hub import REPLACED, SILENCE_S, Hub, News
-from cluster.contract.run import joining
+from cluster.agent.hub import Hub, HubClient, News
 from cluster.contract.run.copies import Copy
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.joining import Invitation
 from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Outcome
 from cluster.contract.spec import ClusterSpec, Role, Task
 
@@ -23,126 +17,9 @@ T = TypeVar("T")
 
 READ_S = 2.0
 """How often an agent reads the folder for changes that the hub would report."""
-LOOK_S = 0.5
-"""How often the task's own heartbeat is read; a new one is sent at once."""
-PULSE_S = 1.0
-"""How often a message is sent even without a change."""
-RETRY_S = 0.5
-LONGEST_RETRY_S = 5.0
-CONNECT_S = 3.0
 
 
-class Link:
-    """A task's end of its connection. Only its thread waits."""
-
-    def __init__(self, run: RunFolder, task: str, copy: Copy | None = None) -> None:
-        """Begin to connect, for this copy of the task if there may be several."""
-        self._run, self._task, self._copy = RunFolder(run.path), task, copy
-        self.news = News()
-        """The last digest of the hub."""
-        self._received_at = float("-inf")
-        self._message: dict[str, Any] = {"number": -1}
-        """The newest message, without the heartbeat."""
-        self._stopped = False
-        self._waker, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
-        self._thread = threading.Thread(target=self._keep, name="link", daemon=True)
-        self._thread.start()
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the hub has sent a message recently."""
-        return time.monotonic() - self._received_at < SILENCE_S
-
-    def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
-        """Send a generation and the outcome to the hub."""
-        before, ended = self._message, outcome and outcome.to_json()
-        if (before["number"], before.get("outcome")) != (number, ended):
-            here = number == before["number"] and before.get("here", False)
-            self._replace_message(
-                {"number": number, "begun": begun and begun.to_json(), "outcome": ended, "here": here}
-            )
-
-    def join_rendezvous(self, number: int) -> None:
-        """Report that this task is at the rendezvous of a generation, and that the connections that it needs work."""
-        if number == self._message["number"] and not self._message.get("here"):
-            self._replace_message(self._message | {"here": True})
-
-    def close(self) -> None:
-        """Close the connection for good."""
-        self._stopped = True
-        self._wake()
-        self._thread.join(CONNECT_S + 1)
-
-    def _replace_message(self, message: dict[str, Any]) -> None:
-        self._message = message
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it has been woken often enough
-            self._waker.send(b"\0")
-
-    def _keep(self) -> None:
-        pause_s = RETRY_S
-        while not self._stopped:
-            began = time.monotonic()
-            with contextlib.suppress(OSError, EOFError, Refused, ValueError):
-                if self._copy and self._copy.is_superseded:
-                    return  # its connection would take the place of the newer copy's
-                if found := joining.invitation(self._run):
-                    self._hold(found)
-            self._received_at = float("-inf")
-            lasted = time.monotonic() - began > SILENCE_S
-            pause_s = RETRY_S if lasted else min(LONGEST_RETRY_S, pause_s * 1.5)
-            deadline = time.monotonic() + pause_s
-            while not self._stopped and (left_s := deadline - time.monotonic()) > 0:
-                self._await(left_s)
-
-    def _await(self, seconds: float, *clients: Client) -> bool:
-        """Wait until one of these can be read, or a message is to be sent."""
-        poll = select.poll()
-        for each in [self._woken.fileno(), *(client.fileno() for client in clients)]:
-            poll.register(each, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
-        if self._woken.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._woken.recv(READ_BYTES)
-        return any(each.fileno() in ready for each in clients)
-
-    def _hold(self, hub: Invitation) -> None:
-        """Exchange messages with the hub until the connection breaks."""
-        with Client((hub.host, hub.port), joining.token(self._run), self._task, CONNECT_S) as connection:
-            received_at = looked = sent_at = time.monotonic()
-            looked -= LOOK_S
-            sent: dict[str, Any] = {}
-            beat: Heartbeat | None = None
-            digests = connection.first
-            while not self._stopped:
-                now = time.monotonic()
-                for digest in digests:
-                    self._receive(digest)
-                    received_at = now
-                if now - received_at > SILENCE_S:
-                    raise TimeoutError
-                if self._message["number"] >= 0:
-                    if now - looked >= LOOK_S:
-                        looked, beat = now, self._run.heartbeat(self._task)
-                    message = self._message | {"beat": beat and beat.to_json()}
-                    if message != sent or now - sent_at >= PULSE_S:
-                        connection.send(message)  # or fail after the timeout: the hub takes nothing
-                        sent, sent_at = message, now
-                digests = connection.receive() if self._await(LOOK_S, connection) else []
-
-    def _receive(self, digest: dict[str, Any]) -> None:
-        """Process a message of the hub."""
-        if digest == REPLACED:
-            self._stopped = True  # a newer copy of this task has connected: this one uses the folder alone
-        else:
-            self.news, self._received_at = News.of(digest), time.monotonic()
-
-
-class Board:
+class RunView:
     """The run folder, of which less is read while the hub is connected.
 
     Every write goes to the folder, which decides who was first. A generation or outcome that the hub reports came from
@@ -156,7 +33,7 @@ class Board:
         """The copy of the task that this agent is of."""
         self._hub: Hub | None = None
         """In the chief's agent."""
-        self._link: Link | None = None
+        self._link: HubClient | None = None
         """In any other agent."""
         self._read: dict[str, tuple[float, Any]] = {}
         self._ended: Outcome | None = None
@@ -174,7 +51,7 @@ class Board:
             if task.role == Role.CHIEF:
                 self._hub = Hub(self.folder, spec, host)
             else:
-                self._link = Link(self.folder, task.name, self._copy)
+                self._link = HubClient(self.folder, task.name, self._copy)
 
     def disconnect(self) -> None:
         """Close this agent's connections. Everything is read from the folder again."""
@@ -184,7 +61,7 @@ class Board:
             side.close()
 
     @property
-    def _side(self) -> Hub | Link | None:
+    def _side(self) -> Hub | HubClient | None:
         return self._hub or self._link
 
     # Reads that are less frequent with a connection

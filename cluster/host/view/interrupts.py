@@ -24,7 +24,7 @@ class HungUp(BaseException):
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C, and note SIGHUP for `check`."""
+    """Handle SIGTERM like Ctrl-C, and note SIGHUP for `raise_if_hung_up`."""
     _hung_up.clear()
     terminals = [number for number in (1, 2) if os.isatty(number)]
 
@@ -42,7 +42,7 @@ def handled() -> Iterator[None]:
         yield
 
 
-def check() -> None:
+def raise_if_hung_up() -> None:
     """Stop watching if the terminal is gone.
 
     Raises:
