@@ -49,7 +49,7 @@ def _recoveries(bench: Bench, number: int, how: str, victims: tuple[str, ...], r
     found = []
     for victim in victims:
         bench.await_step(run, run.newest_step + CALM_STEPS)
-        ready = partial(standby_cluster.complete, run, run.load_cluster(), run.generation)
+        ready = partial(standby_cluster.is_complete, run, run.load_cluster(), run.generation)
         if how == READY and not wait_until(ready, LIMIT_S):
             raise RunFailed(f"the standby processes of {name} do not become ready")
         result = chaos.inject(run, chaos.Fault("kill", victim))

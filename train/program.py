@@ -57,7 +57,7 @@ class Program:
         self._setup = custom.prepare(self._task_context())
         self._steps = custom.rehearse_steps(self._setup)
         number = int(os.environ[standby_cluster.NUMBER])
-        standby_cluster.report(self.run, self.task.name, self.heartbeat.current.generation, number)
+        standby_cluster.report_ready(self.run, self.task.name, self.heartbeat.current.generation, number)
 
     def begin(self) -> None:
         """Join the generation that the environment now names."""

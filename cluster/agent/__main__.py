@@ -15,7 +15,7 @@ from cluster.agent.agent import Agent
 from cluster.agent.run_view import RunView
 from cluster.agent.task_process import Script
 from cluster.contract import settings, tf_config
-from cluster.contract.run.copies import Copy
+from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
             tf_config.parse(text)
         timeout_s = settings.seconds("RENDEZVOUS_TIMEOUT_S")
         folder = RunFolder(Path(run_dir))
-        run = RunView(folder, Copy.given(folder, task))
+        run = RunView(folder, TaskCopy.given(folder, task))
         if arguments[:1] == ["--script"]:
             return Agent(run, task, [sys.executable, *arguments[1:]], timeout_s, kind=Script).main()
         if arguments[:1] == ["--"]:

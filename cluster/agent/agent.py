@@ -86,7 +86,7 @@ class Agent:
         then = os.environ.get("STOP_THEN", "")
         signal.signal(signal.SIGTERM, lambda *_: self._act_on_terminate(then))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # `invoke up` turns a Ctrl-C into a stop request
-        standby_cluster.withdraw(self.run.folder, self.task.name)  # an agent that died had a standby process
+        standby_cluster.withdraw_report(self.run.folder, self.task.name)  # an agent that died had a standby process
         self.run.connect(self.spec, self.task, self._listener.host)
         self._report_own_death()
         self._import()
@@ -139,7 +139,7 @@ class Agent:
         beat = self.run.heartbeat(self.task.name)
         if self.run.outcome or (beat and beat.generation == self.run.generation and beat.importing):
             return  # the run has ended, or the import has killed this agent before
-        restarts = attempt_limits.restarts(self.run.folder, self.task.name)
+        restarts = attempt_limits.count_restarts(self.run.folder, self.task.name)
         heartbeat = HeartbeatWriter(self.run.folder, self.task, self.run.generation, restarts)
         heartbeat.update(importing=True)
         heartbeat.start()
@@ -161,7 +161,7 @@ class Agent:
     def _attempt(self, generation: int) -> None:
         """Run the program once in this generation, and act on its end."""
         self.spec = self.members.cluster(generation)  # which may leave out other tasks
-        restarts = attempt_limits.restarts(self.run.folder, self.task.name)
+        restarts = attempt_limits.count_restarts(self.run.folder, self.task.name)
         attempt = self._attempt_in(generation)
         attempt.heartbeat = HeartbeatWriter(self.run.folder, self.task, generation, restarts).start()
         if not self._pause(attempt):
@@ -169,8 +169,8 @@ class Agent:
             return
         variables = {"GENERATION": str(generation), "RESTARTS": str(restarts), **self.members.variables(self.spec)}
         self.run.folder.programs(self.task.name).unlink(missing_ok=True)  # of the previous attempt
-        standby_cluster.withdraw(self.run.folder, self.task.name)
-        formed = standby_cluster.begins(self.run.folder, self.task, generation)
+        standby_cluster.withdraw_report(self.run.folder, self.task.name)
+        formed = standby_cluster.starts_with_standby(self.run.folder, self.task, generation)
         program = self.standby.take(in_cluster=formed)
         if formed and program is None:
             attempt.heartbeat.stop()
@@ -292,7 +292,7 @@ class Agent:
             return False
         if action is BareAction.REPORT_FAILURE:
             assert facts.end
-            ends.record(self.run.folder, generation, facts.end)  # first: a host that is lost now leaves no record
+            ends.record_end(self.run.folder, generation, facts.end)  # first: a host that is lost now leaves no record
         if facts.finding:
             self._report_finding(facts.finding, attempt, facts.end)
         if facts.phase is Phase.RUNNING and facts.code is not None and facts.scripted:
@@ -396,4 +396,4 @@ class Agent:
         request = self.run.folder.stop_request
         continues = outcome.state == OutcomeState.STOPPED and request and request.then != AfterStop.END
         if self.task.role == Role.CHIEF and not continues:
-            summary.write(self.run.folder, outcome=outcome)
+            summary.write_summary(self.run.folder, outcome=outcome)

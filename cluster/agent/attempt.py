@@ -171,7 +171,7 @@ class Attempt:
         out_of_memory = self._memory_kills.include(program, code, self._standby.kills)
         member = self.task in self.spec.members
         lost_contact = code == EXIT_PEER_LOST and member and not self.scripted
-        kind = LOST_CONTACT if lost_contact else ends.kind_of(code, out_of_memory=out_of_memory)
+        kind = LOST_CONTACT if lost_contact else ends.classify_code(code, out_of_memory=out_of_memory)
         cause = "lost contact with the cluster" if lost_contact else describe_end(code, out_of_memory=out_of_memory)
         # After a kill for memory the last lines are about something else; exit code 0 is not an error.
         error = None if out_of_memory or code == 0 else program.error(code)
@@ -230,7 +230,7 @@ class Attempt:
 
     def _another_died(self) -> bool:
         """Whether a task reported that it was killed or crashed, and has not begun the next generation yet."""
-        others = [end for end in ends.recorded(self.run.folder, self.generation) if end.task != self.task.name]
+        others = [end for end in ends.recorded_ends(self.run.folder, self.generation) if end.task != self.task.name]
         return any(not end.may_follow for end in others)
 
     def _worker_restarted(self) -> bool:
@@ -276,7 +276,7 @@ class Restarter:
             beat = self._run.heartbeat(task.name)
             return beat.step if beat else -1
         if self._spec.restarts_alone(task):  # written by the chief, in whatever generation
-            progress = step_record.read(self._run.folder, task.name)
+            progress = step_record.read_step(self._run.folder, task.name)
             return progress.step if progress else -1
         return step_record.last_step(self._run.folder, "chief" if self._spec.serves(task) else task.name, generation)
 
@@ -286,20 +286,20 @@ class Restarter:
             return  # another agent has acted on this failure
         run, end = self._run, ends.root_cause(self._run.folder, generation, own)
         saved = max(run.folder.saved_steps, default=-1)
-        tried = [*attempt_limits.of_gang(run.folder, generation), _attempt(end, saved)]
-        if count := attempt_limits.too_many(tried, *attempt_limits.limits(run.folder)):
+        tried = [*attempt_limits.attempts_of_gang(run.folder, generation), _attempt(end, saved)]
+        if count := attempt_limits.count_over_limit(tried, *attempt_limits.restart_limits(run.folder)):
             self._fail(end, count)
             return
-        step = max(run.newest_step, step_record.newest(run.folder, generation))
+        step = max(run.newest_step, step_record.newest_step(run.folder, generation))
         # A task that is reported by another is silent: its standby process is ready, but nobody would open its gate.
-        complete = own.task == self._task.name and standby_cluster.complete(run.folder, self._spec, generation)
+        complete = own.task == self._task.name and standby_cluster.is_complete(run.folder, self._spec, generation)
         began = run.begin_generation(
             generation + 1,
             **self._failure(generation, end, step, saved),
             error=end.error,
             pause_s=attempt_limits.pause_s(tried),
             left_out=membership.left_out(run.folder, generation),
-            standby_ports=1 - standby_cluster.ports(run.folder, generation) if complete else None,
+            standby_ports=1 - standby_cluster.port_set(run.folder, generation) if complete else None,
         )
         if began:
             run.folder.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
@@ -307,7 +307,7 @@ class Restarter:
     def change_members(self, generation: int, left_out: Collection[str], end: End, event: str) -> None:
         """Begin the next generation without these tasks, for the reason `end`; this never counts as a failure."""
         run = self._run
-        step = max(run.newest_step, step_record.newest(run.folder, generation), 0)
+        step = max(run.newest_step, step_record.newest_step(run.folder, generation), 0)
         record = self._failure(generation, end, step, max(run.folder.saved_steps, default=-1))
         record["kind"] = attempt_limits.PLANNED
         if run.begin_generation(generation + 1, **record, left_out=frozenset(left_out)):
@@ -318,8 +318,8 @@ class Restarter:
 
         An evaluator never fails the run.
         """
-        tried = [*attempt_limits.of_task(self._run.folder, self._task.name), _attempt(end)]
-        count = attempt_limits.too_many(tried, *attempt_limits.limits(self._run.folder))
+        tried = [*attempt_limits.attempts_of_task(self._run.folder, self._task.name), _attempt(end)]
+        count = attempt_limits.count_over_limit(tried, *attempt_limits.restart_limits(self._run.folder))
         if count and self._task.role != Role.EVALUATOR:
             self._fail(end, count)
             return 0.0
@@ -362,7 +362,7 @@ class Restarter:
         """End the run because it has failed too often."""
         step = end.last_step
         if step < 0:  # it did no step in this attempt: use the others' steps
-            step = max(self._run.newest_step, step_record.newest(self._run.folder, self._run.generation), 0)
+            step = max(self._run.newest_step, step_record.newest_step(self._run.folder, self._run.generation), 0)
         after = f" after step {step}" if step else ""
         verb, where = ("failed", "") if end.kind != EXTERNAL else ("ended from outside", f" on {end.host}")
         error = f"{verb} {counted(count, 'time')} without progress{after}{where}: {end.reported}"

@@ -155,7 +155,7 @@ MAX_UNSENT = 2**20
 READ_BYTES = 2**16
 
 
-class Peer:
+class PeerConnection:
     """A connection."""
 
     def __init__(self, connection: socket.socket, token: str) -> None:
@@ -169,7 +169,7 @@ class Server:
     def __init__(self, listener: socket.socket, token: str, max_peers: int) -> None:
         self._listener, self._token = listener, token
         self._max_unproved = MAX_UNPROVED + max_peers
-        self._peers: dict[socket.socket, Peer] = {}
+        self._peers: dict[socket.socket, PeerConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -198,13 +198,13 @@ class Server:
     def on_tick(self) -> None:
         """Act on the passing of time, or on anything that has happened; called at least every `TICK_S`."""
 
-    def on_open(self, peer: Peer) -> None:
+    def on_open(self, peer: PeerConnection) -> None:
         """Act on a peer that has proved itself; raise `Refused` to close the connection."""
 
-    def on_message(self, peer: Peer, message: dict[str, Any]) -> None:
+    def on_message(self, peer: PeerConnection, message: dict[str, Any]) -> None:
         """Act on a message; raise `Refused` or ValueError to close the connection."""
 
-    def on_close(self, peer: Peer) -> None:
+    def on_close(self, peer: PeerConnection) -> None:
         """Act on the end of a connection."""
 
     def _serve(self) -> None:
@@ -218,7 +218,7 @@ class Server:
             if time.monotonic() - peer.since > HANDSHAKE_S:
                 self._close(peer)
 
-    def _unproved(self) -> list[Peer]:
+    def _unproved(self) -> list[PeerConnection]:
         return [peer for peer in self._peers.values() if not peer.channel.established]
 
     def _accept(self) -> None:
@@ -227,11 +227,11 @@ class Server:
             if len(unproved := self._unproved()) >= self._max_unproved:
                 self._close(min(unproved, key=lambda peer: peer.since))
             connection.setblocking(False)
-            peer = self._peers[connection] = Peer(connection, self._token)
+            peer = self._peers[connection] = PeerConnection(connection, self._token)
             self._selector.register(connection, selectors.EVENT_READ)
             self._flush(peer)
 
-    def _exchange(self, peer: Peer, events: int) -> None:
+    def _exchange(self, peer: PeerConnection, events: int) -> None:
         try:
             if events & selectors.EVENT_READ:
                 if not (data := peer.connection.recv(READ_BYTES)):
@@ -249,7 +249,7 @@ class Server:
             return
         self._flush(peer)
 
-    def _flush(self, peer: Peer) -> None:
+    def _flush(self, peer: PeerConnection) -> None:
         """Send as much as the connection takes; the rest waits until it takes more."""
         try:
             while peer.channel.unsent:
@@ -264,7 +264,7 @@ class Server:
             self._selector.modify(peer.connection, wanted)
         return None
 
-    def _close(self, peer: Peer) -> None:
+    def _close(self, peer: PeerConnection) -> None:
         if self._peers.pop(peer.connection, None) is None:
             return
         self._selector.unregister(peer.connection)

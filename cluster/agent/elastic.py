@@ -275,7 +275,7 @@ class Members:
 
     def await_turn(self, generation: int, is_over: Callable[[], bool], listener: Task) -> None:
         """Wait, as a task that this generation leaves out, until that is over."""
-        restarts = attempt_limits.restarts(self._run.folder, self._task.name)
+        restarts = attempt_limits.count_restarts(self._run.folder, self._task.name)
         heartbeat = HeartbeatWriter(self._run.folder, self._task, generation, restarts).start()
         heartbeat.update(state=TaskState.WAITING)
         if not self._waits:

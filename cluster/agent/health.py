@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import look_once
+from cluster.contract.run.heartbeat import read_live_heartbeats
 from cluster.contract.run.records import TaskState
 
 
 def check(run: RunFolder, task: str) -> tuple[bool, str]:
     """Return whether the task is healthy, and its state in words."""
-    beat = look_once(run, task).get(task)
+    beat = read_live_heartbeats(run, task).get(task)
     if beat is None:
         return False, f"{task} has no heartbeat yet"
     return beat.state not in (TaskState.LOST, TaskState.FAILED), f"{task} is {beat.state} at step {beat.step}"

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.agent.connection import READ_BYTES, TICK_S, Client, Peer, Refused, Server
+from cluster.agent.connection import READ_BYTES, TICK_S, Client, PeerConnection, Refused, Server
 from cluster.contract.run import joining, membership
-from cluster.contract.run.copies import Copy
+from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.joining import Invitation
 from cluster.contract.run.records import Generation, Heartbeat, Outcome, StopRequest
@@ -183,7 +183,7 @@ class Hub(Server):
     def __init__(self, run: RunFolder, spec: ClusterSpec, host: str) -> None:
         """Listen at `host`, and record where."""
         self._names = [task.name for task in spec.tasks]
-        super().__init__(*joining.invite(run, spec.tasks[0], host), len(spec.tasks))
+        super().__init__(*joining.open_hub_listener(run, spec.tasks[0], host), len(spec.tasks))
         self._roster = Roster(RunFolder(run.path), self._names)
         self._lock = threading.Lock()
         """Guards the roster."""
@@ -207,7 +207,7 @@ class Hub(Server):
         with self._lock:
             self._roster.join_rendezvous(number)
 
-    def on_open(self, peer: Peer) -> None:
+    def on_open(self, peer: PeerConnection) -> None:
         """Accept the connection of a task that has proved itself; its newest connection counts.
 
         Raises:
@@ -224,12 +224,12 @@ class Hub(Server):
         if self._sent:
             peer.channel.send(self._sent)
 
-    def on_message(self, peer: Peer, message: dict[str, Any]) -> None:
+    def on_message(self, peer: PeerConnection, message: dict[str, Any]) -> None:
         """Process a message of an agent."""
         with self._lock:
             self._roster.receive(peer.channel.task, message)
 
-    def on_close(self, peer: Peer) -> None:
+    def on_close(self, peer: PeerConnection) -> None:
         """Note that a task has no connection any more, unless it has a newer one."""
         task, others = peer.channel.task, [each.channel for each in self._peers.values()]
         if peer.channel.established and not any(each.established and each.task == task for each in others):
@@ -257,7 +257,7 @@ class Hub(Server):
 class HubClient:
     """A task's end of its connection. Only its thread waits."""
 
-    def __init__(self, run: RunFolder, task: str, copy: Copy | None = None) -> None:
+    def __init__(self, run: RunFolder, task: str, copy: TaskCopy | None = None) -> None:
         """Begin to connect, for this copy of the task if there may be several."""
         self._run, self._task, self._copy = RunFolder(run.path), task, copy
         self.news = News()
@@ -312,7 +312,7 @@ class HubClient:
             with contextlib.suppress(OSError, EOFError, Refused, ValueError):
                 if self._copy and self._copy.is_superseded:
                     return  # its connection would take the place of the newer copy's
-                if found := joining.invitation(self._run):
+                if found := joining.read_invitation(self._run):
                     self._hold(found)
             self._received_at = float("-inf")
             lasted = time.monotonic() - began > SILENCE_S
@@ -334,7 +334,7 @@ class HubClient:
 
     def _hold(self, hub: Invitation) -> None:
         """Exchange messages with the hub until the connection breaks."""
-        with Client((hub.host, hub.port), joining.token(self._run), self._task, CONNECT_S) as connection:
+        with Client((hub.host, hub.port), joining.run_token(self._run), self._task, CONNECT_S) as connection:
             received_at = looked = sent_at = time.monotonic()
             looked -= LOOK_S
             sent: dict[str, Any] = {}

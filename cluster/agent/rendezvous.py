@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.agent.connection import Client, Peer, Refused, Server
+from cluster.agent.connection import Client, PeerConnection, Refused, Server
 from cluster.agent.run_view import RunView
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import last_line
@@ -250,7 +250,7 @@ class _Answering(Server):
         self._unconfirmed = unconfirmed
         self.start()
 
-    def on_message(self, peer: Peer, message: dict[str, Any]) -> None:  # noqa: ARG002
+    def on_message(self, peer: PeerConnection, message: dict[str, Any]) -> None:  # noqa: ARG002
         self._unconfirmed.discard(peer.channel.task)
 
 

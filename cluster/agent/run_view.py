@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cluster.agent.hub import Hub, HubClient, News
-from cluster.contract.run.copies import Copy
+from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Outcome
 from cluster.contract.spec import ClusterSpec, Role, Task
@@ -26,7 +26,7 @@ class RunView:
     a record there and counts at once, since these never change; a folder on another machine may show it late.
     """
 
-    def __init__(self, folder: RunFolder, copy: Copy | None = None) -> None:
+    def __init__(self, folder: RunFolder, copy: TaskCopy | None = None) -> None:
         self.folder = folder
         """The run. It learns generations from the hub before it shows them."""
         self._copy = copy

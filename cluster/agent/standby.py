@@ -152,23 +152,23 @@ class Standby:
         """Give up a standby process that has ended, and one of a cluster of which another has ended."""
         number = self.cluster
         if self.ended:
-            standby_cluster.withdraw(run, task.name)
+            standby_cluster.withdraw_report(run, task.name)
             if number is not None:
                 standby_cluster.replace_cluster(run, generation, number)
         elif number is not None and time.monotonic() - self._cluster_looked_at >= LOOK_S:
             self._cluster_looked_at = time.monotonic()
-            if standby_cluster.number(run, generation, number) > number:
+            if standby_cluster.newest_number(run, generation, number) > number:
                 self.remove()
-                standby_cluster.withdraw(run, task.name)
+                standby_cluster.withdraw_report(run, task.name)
 
 
 def cluster_variables(run: RunFolder, spec: ClusterSpec, task: Task, generation: int) -> dict[str, str] | None:
     """Return the variables of a standby process that forms a cluster with the others; None where it cannot."""
-    if "GPUS_GIVEN" in os.environ or not (standby_cluster.trains(task) and standby_cluster.possible(run, spec)):
+    if "GPUS_GIVEN" in os.environ or not (standby_cluster.trains(task) and standby_cluster.is_possible(run, spec)):
         return None
-    cluster = standby_cluster.of(run, spec, generation)
+    cluster = standby_cluster.spec_of_generation(run, spec, generation)
     return {
         "GENERATION": str(generation),
         standby_cluster.VARIABLE: tf_config.dumps(cluster, cluster.task(task.name)) or "",
-        standby_cluster.NUMBER: str(standby_cluster.number(run, generation)),
+        standby_cluster.NUMBER: str(standby_cluster.newest_number(run, generation)),
     }

@@ -139,7 +139,7 @@ class TaskProcess(ABC):
         Without one, return its last line, labelled as such; None after a signal, which needs no explanation.
         """
         self._await_log(1.0)
-        if (error := ends.error_in(self._lines, code)) or code < 0 or not self._lines:
+        if (error := ends.find_error(self._lines, code)) or code < 0 or not self._lines:
             return error
         return f"{processes.describe_exit(code)}, last line: {self._lines[-1].strip()}"
 
@@ -223,7 +223,7 @@ def temporary_folder(run: RunFolder, task: Task) -> Path:
 
     The name follows from the run's token, so that nobody else on the machine can create it.
     """
-    digest = hashlib.sha256(joining.token(run).encode()).hexdigest()
+    digest = hashlib.sha256(joining.run_token(run).encode()).hexdigest()
     return Path(tempfile.gettempdir(), f"{task.name}-{digest[:12]}")
 
 

@@ -49,7 +49,7 @@ class Frozen:
     def find(self, run: RunFolder) -> dict[str, int] | None:
         """Return the identity of the process; None if there is none."""
         if self.kind == "supervisor":
-            owned = owner.read(run)
+            owned = owner.read_owner(run)
             assert owned
             assert owned.supervisor
             return _identity(_children(owned.supervisor["pid"]))
@@ -112,12 +112,12 @@ def test_a_frozen_standby_process_must_be_replaced_in_its_generation(clusters):
     run = clusters.up("standby", "--workers=1", "--detach", "--", *ENDLESS)
     _await_standby(run)
     processes.kill(Frozen("standby", "worker-0").find(run), signal.SIGSTOP)
-    wait_for(lambda: not standby_cluster.complete(run, run.load_cluster(), 0), "the end of their cluster", BOUND_S)
+    wait_for(lambda: not standby_cluster.is_complete(run, run.load_cluster(), 0), "the end of their cluster", BOUND_S)
     _await_standby(run)
     processes.kill(Frozen("program", "chief").find(run), signal.SIGKILL)
     step = step_of(run)
     wait_for(lambda: run.generation == 1 and step_of(run) > step, "new steps", BOUND_S)
-    assert standby_cluster.begins_generation(run, 1)
+    assert standby_cluster.is_standby_generation(run, 1)
     clusters.invoke("stop", "standby", timeout_s=BOUND_S)
 
 
@@ -141,8 +141,8 @@ def _await_standby(run: RunFolder) -> None:
 
     def ready() -> bool:
         cluster, generation = run.load_cluster(), run.generation
-        if standby_cluster.possible(run, cluster):
-            return standby_cluster.complete(run, cluster.without(_left_out(run)), generation)
+        if standby_cluster.is_possible(run, cluster):
+            return standby_cluster.is_complete(run, cluster.without(_left_out(run)), generation)
         return all(Frozen("standby", task.name).find(run) for task in cluster.tasks if ("standby", task.name) != NONE)
 
     wait_for(ready, "the standby processes", SLOW_MACHINE_S)

@@ -71,7 +71,7 @@ def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(c
         run = start(clusters, "formed", *words)
     for generation, victim in enumerate(("worker-0", "chief")):
         wait_for(
-            lambda at=generation: standby_cluster.complete(run, run.load_cluster(), at),
+            lambda at=generation: standby_cluster.is_complete(run, run.load_cluster(), at),
             "the cluster of the standby processes",
             SLOW_MACHINE_S,
         )

@@ -34,7 +34,7 @@ CHECKPOINT = 2
 
 if standby_cluster.VARIABLE in os.environ:
     _generation, _number = int(os.environ["GENERATION"]), int(os.environ[standby_cluster.NUMBER])
-    standby_cluster.report(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"], _generation, _number)
+    standby_cluster.report_ready(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"], _generation, _number)
 if "STANDBY_PROCESS" in os.environ:  # the attempt is known only once it begins
     os.environ |= json.loads(os.fdopen(int(os.environ["GATE_FD"]), "rb").readline() or sys.exit(EXIT_PEER_LOST))
 run = RunFolder(Path(os.environ["RUN_DIR"]))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.contract.recovery.ends import End
-from cluster.contract.recovery.step_record import Progress
+from cluster.contract.recovery.step_record import RecordedStep
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import first_heartbeat
 from cluster.contract.run.launch_records import Started
@@ -292,6 +292,6 @@ def recorded_ends(run: SimFolder, generation: int) -> list[End]:
     return [end for (number, task), end in run.ends.items() if number == generation and (number, task) in seen]
 
 
-def read_progress(run: SimFolder, task: str) -> Progress | None:
+def read_progress(run: SimFolder, task: str) -> RecordedStep | None:
     run.world.operation("read")
     return run.steps.get(task)

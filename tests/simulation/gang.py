@@ -55,14 +55,14 @@ class SimRunView(RunView):
             self._link = SimHubClient(self._owner)  # type: ignore[assignment]
 
 
-class End:
+class SimEnd:
     """One end of the connections, of one incarnation of an agent."""
 
     def __init__(self, owner: SimTask) -> None:
         self.owner, self.world, self.thread = owner, owner.world, owner.thread
         self.closed = False
         self.sent = 0
-        self.received: dict[tuple[SimHubClient, End], int] = {}
+        self.received: dict[tuple[SimHubClient, SimEnd], int] = {}
         """The newest message of each connection, which is between a link and a hub."""
         self.news = News()
 
@@ -79,7 +79,7 @@ class End:
     def close(self) -> None:
         self.closed = True
 
-    def send(self, link: SimHubClient, to: End, what: Any) -> None:
+    def send(self, link: SimHubClient, to: SimEnd, what: Any) -> None:
         """Let a message come to the other end of a connection: late, twice or not at all."""
         world, dice = self.world, self.world.random
         self.sent += 1
@@ -89,7 +89,7 @@ class End:
         if dice.random() < REPEATED_SHARE:
             world.at(dice.uniform(LATEST_S, REPEATED_AFTER_S), lambda: to.receive(self, link, number, what))
 
-    def receive(self, by: End, link: SimHubClient, number: int, what: Any) -> None:
+    def receive(self, by: SimEnd, link: SimHubClient, number: int, what: Any) -> None:
         """Refuse a message that has come before or too late, as `wire.Channel` does."""
         if self.gone or link.gone or (by.gone and self.world.hub not in (by, self)):
             return
@@ -103,7 +103,7 @@ class End:
         raise NotImplementedError
 
 
-class SimHub(End):
+class SimHub(SimEnd):
     """Replaces `Hub`."""
 
     def __init__(self, owner: SimTask, spec: ClusterSpec) -> None:
@@ -139,7 +139,7 @@ class SimHub(End):
         self.roster.join_rendezvous(number)
 
 
-class SimHubClient(End):
+class SimHubClient(SimEnd):
     """Replaces `Link`."""
 
     def __init__(self, owner: SimTask) -> None:

@@ -123,14 +123,14 @@ def damaged_records_stay(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def kills_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A program that was killed counts as one that failed by itself, and no failure is forgiven."""
-    patch.setattr(ends, "kind_of", lambda code, *, out_of_memory: attempt_limits.PROGRAM_FAILURE)
-    patch.setattr(attempt_limits, "limits", lambda run: (0, attempt_limits.MAX_EXTERNAL_RESTARTS))
+    patch.setattr(ends, "classify_code", lambda code, *, out_of_memory: attempt_limits.PROGRAM_FAILURE)
+    patch.setattr(attempt_limits, "restart_limits", lambda run: (0, attempt_limits.MAX_EXTERNAL_RESTARTS))
     return schedules()
 
 
 def failures_do_not_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A program that fails by itself starts again without a limit."""
-    patch.setattr(attempt_limits, "too_many", lambda tried, *limits: 0)
+    patch.setattr(attempt_limits, "count_over_limit", lambda tried, *limits: 0)
     patch.setattr(attempt_limits, "pause_s", lambda tried: 0.0)
     return schedules()
 
@@ -212,13 +212,13 @@ def same_ports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def ready_or_not(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A generation begins with standby processes whether or not they are ready."""
-    patch.setattr(standby_cluster, "complete", lambda *_: True)
+    patch.setattr(standby_cluster, "is_complete", lambda *_: True)
     return schedules(hasty, drawn=replace(FORMED, standby_s=None))
 
 
 def each_for_itself(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """Each agent decides by itself whether its generation begins with standby processes: if it has had one."""
-    patch.setattr(standby_cluster, "begins", lambda run, task, generation: generation > 0)
+    patch.setattr(standby_cluster, "starts_with_standby", lambda run, task, generation: generation > 0)
     return schedules(hasty, drawn=replace(FORMED, faults=[*FORMED.faults, (12.0, "kill standby", "worker-0", 0.0)]))
 
 
@@ -238,7 +238,7 @@ def dead_ones_are_waited_for(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
             restart(self, generation, own)
 
     patch.setattr(Restarter, "restart_gang", restart_others)
-    patch.setattr(standby_cluster, "withdraw", lambda *_: None)  # as if it had died a moment ago
+    patch.setattr(standby_cluster, "withdraw_report", lambda *_: None)  # as if it had died a moment ago
     return schedules(drawn=replace(FORMED, faults=[(12.0, "kill standby", "worker-0", 0.0), *FORMED.faults]))
 
 

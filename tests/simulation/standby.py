@@ -51,7 +51,7 @@ class StandbyCluster:
 
     def _report(self, program: SimProgram) -> None:
         if program.runs and program.standby:
-            standby_cluster.report(Now.world.folder, program.owner.name, self.generation, program.cluster_number)
+            standby_cluster.report_ready(Now.world.folder, program.owner.name, self.generation, program.cluster_number)
             program.owner.cache.forget(f"standby/{program.owner.name}")
 
     def left(self, program: SimProgram) -> None:
@@ -87,7 +87,7 @@ def port(environment: Mapping[str, str], spec: ClusterSpec, task: Task) -> int:
     return int(cluster[role][index].rpartition(":")[2])
 
 
-class Record:
+class SimRecord:
     """The record of a task's standby process: what `standby_cluster` does with a path."""
 
     def __init__(self, run: Any, task: str) -> None:
@@ -120,16 +120,16 @@ class Record:
         return default if hidden else self._run.standby[self._task]
 
 
-class Records:
+class SimRecords:
     """Replaces the module `records` there."""
 
     @staticmethod
-    def read_record(record: Record, check: Callable[[Any], Any], default: Any) -> Any:
+    def read_record(record: SimRecord, check: Callable[[Any], Any], default: Any) -> Any:
         value = record.read(None)
         return default if value is None else check(value)
 
 
-class Memory:
+class SimMemory:
     """Replaces the module `memory` in `cluster.agent.standby`: there is always enough."""
 
     available_bytes = headroom_bytes = staticmethod(lambda: 2**50)
@@ -138,23 +138,23 @@ class Memory:
     in_kernel_log = staticmethod(lambda _pid, _since_s: False)
 
 
-def possible(_run: RunFolder, spec: ClusterSpec) -> bool:
-    """Replace `standby_cluster.possible`: all synchronous training of these schedules can."""
+def is_possible(_run: RunFolder, spec: ClusterSpec) -> bool:
+    """Replace `standby_cluster.is_possible`: all synchronous training of these schedules can."""
     return spec.kind.synchronous
 
 
-def write_json(record: Record, value: dict[str, Any], *, durable: bool) -> None:
+def write_json(record: SimRecord, value: dict[str, Any], *, durable: bool) -> None:
     assert not durable
     record.write(json.loads(json.dumps(value)))
 
 
-def create_json(record: Record, value: dict[str, Any]) -> None:
+def create_json(record: SimRecord, value: dict[str, Any]) -> None:
     record.create(value)
 
 
-def path(run: RunFolder, task: str) -> Record:
-    return Record(run, Path(task).name)
+def path(run: RunFolder, task: str) -> SimRecord:
+    return SimRecord(run, Path(task).name)
 
 
-def replaced(run: RunFolder, generation: int, number: int) -> Record:
-    return Record(run, f"replaced-{generation}-{number}")
+def replaced(run: RunFolder, generation: int, number: int) -> SimRecord:
+    return SimRecord(run, f"replaced-{generation}-{number}")

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 
 from cluster.contract.recovery import standby_cluster
-from cluster.contract.recovery.step_record import Progress
+from cluster.contract.recovery.step_record import RecordedStep
 from cluster.contract.run.records import Heartbeat, TaskState
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_PEER_LOST
@@ -315,7 +315,7 @@ class Training:
         generation = session[0].generation
         for each in session:
             if each.code is None and each.owner.task.role != Role.PS:
-                self.world.folder.steps[each.owner.name] = Progress(generation, self.step)
+                self.world.folder.steps[each.owner.name] = RecordedStep(generation, self.step)
         for each in self._leaders(session):
             each.beat("training", self.step)
         if self.step % self.save_every:

@@ -38,4 +38,4 @@ def save(run: RunFolder, *steps: int) -> None:
 def end(run: RunFolder, state: str, **cause: Any) -> dict[str, Any]:
     """Record an outcome and write the summary."""
     run.end(state, **cause)
-    return summary.write(run, settle_s=0).to_json()
+    return summary.write_summary(run, settle_s=0).to_json()

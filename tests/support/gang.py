@@ -55,7 +55,7 @@ class Gang:
     @property
     def keeper(self) -> dict[str, int]:
         """What identifies the run's first process."""
-        owned = owner.read(self.run)
+        owned = owner.read_owner(self.run)
         assert owned
         assert owned.supervisor
         return owned.supervisor

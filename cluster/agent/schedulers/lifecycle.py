@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
-from cluster.contract.run.copies import Copy
+from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import OutcomeState
 from cluster.system import processes
@@ -21,7 +21,7 @@ COPY_S = 0.5
 """How often a copy of a task looks for a newer one."""
 
 
-def run_agent(command: Sequence[str], run: RunFolder, copy: Copy) -> int | None:
+def run_agent(command: Sequence[str], run: RunFolder, copy: TaskCopy) -> int | None:
     """Run a task's agent until it ends, and pass on a request to end; return its exit code, negative for a signal.
 
     None: a newer copy of the task has begun elsewhere, the agent was ended, and the run continues without it.
@@ -38,7 +38,7 @@ def run_agent(command: Sequence[str], run: RunFolder, copy: Copy) -> int | None:
             return None
 
 
-def go_on(run: RunFolder) -> None:
+def continue_run(run: RunFolder) -> None:
     """Begin the next generation of a run whose tasks have all ended."""
     run.begin_generation(run.generation + 1, resumed=True)
     for beat in (run.path / "status").glob("*.json"):
@@ -46,7 +46,7 @@ def go_on(run: RunFolder) -> None:
     run.reopen()
 
 
-def await_begin(run: RunFolder, timeout_s: float) -> None:
+def await_layout(run: RunFolder, timeout_s: float) -> None:
     """Return once the chief has laid out the run's folder, or opened it again.
 
     Raises:
@@ -60,7 +60,7 @@ def await_begin(run: RunFolder, timeout_s: float) -> None:
         raise TimedOut(f"{run.path} was not laid out in {timeout_s:g} s; see the log of the chief's container")
 
 
-def exit_code(run: RunFolder) -> int:
+def result_code(run: RunFolder) -> int:
     """Return the exit code by which a controller knows how the run ended, and whether to start the task again."""
     outcome = run.outcome
     if outcome is None or outcome.state == OutcomeState.STOPPED:

@@ -25,10 +25,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.agent.schedulers.lifecycle import await_begin, exit_code, go_on, run_agent
+from cluster.agent.schedulers.lifecycle import await_layout, continue_run, result_code, run_agent
 from cluster.contract import settings, spec, tf_config
 from cluster.contract.run import launch_records, records
-from cluster.contract.run.copies import Copy
+from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import Started
 from cluster.contract.spec import Role
@@ -46,15 +46,15 @@ def main() -> int:
         if task == Role.CHIEF:
             begin(run, Path(os.environ["RECORDS_DIR"]))
         else:
-            await_begin(run, settings.seconds("RENDEZVOUS_TIMEOUT_S"))
+            await_layout(run, settings.seconds("RENDEZVOUS_TIMEOUT_S"))
         if not given:
             _replace_tf_config(run, task)
-        copy = Copy.begin(run, task)
+        copy = TaskCopy.begin(run, task)
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     code = run_agent([sys.executable, "-m", "cluster.agent"], run, copy)
-    return EXIT_INTERRUPTED if code is None else processes.as_exit_code(code) or exit_code(run)
+    return EXIT_INTERRUPTED if code is None else processes.as_exit_code(code) or result_code(run)
 
 
 def begin(run: RunFolder, given: Path) -> None:
@@ -69,7 +69,7 @@ def begin(run: RunFolder, given: Path) -> None:
     if run.cluster.exists():
         if run.has_stopped:
             write_json(run.cluster, cluster.to_json())
-            go_on(run)
+            continue_run(run)
         return
     run.path.mkdir(parents=True, exist_ok=True)
     run.create()

@@ -21,7 +21,7 @@ from pathlib import Path
 from cluster.agent.schedulers import lifecycle
 from cluster.contract import settings
 from cluster.contract.results import summary
-from cluster.contract.run.copies import Copy
+from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import Role
@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
     """Run the agent of the task that the environment names; return the container's exit code."""
     run, task = RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
-    copy = Copy.begin(run, task)
+    copy = TaskCopy.begin(run, task)
     try:
         rejoin(run, task)
     except ClusterError as error:
@@ -56,9 +56,9 @@ def rejoin(run: RunFolder, task: str) -> None:
         return
     if task == Role.CHIEF:
         summary.await_last_heartbeats(run, summary.SETTLE_S)
-        lifecycle.go_on(run)
+        lifecycle.continue_run(run)
     else:
-        lifecycle.await_begin(run, settings.seconds("RENDEZVOUS_TIMEOUT_S"))
+        lifecycle.await_layout(run, settings.seconds("RENDEZVOUS_TIMEOUT_S"))
 
 
 def secret_variables(folder: Path) -> dict[str, str]:
@@ -66,7 +66,7 @@ def secret_variables(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.glob("*")) if path.is_file()}
 
 
-def keep(command: list[str], run: RunFolder, copy: Copy) -> int:
+def keep(command: list[str], run: RunFolder, copy: TaskCopy) -> int:
     """Run the agent to its end, or until another copy of the task has begun; return the container's exit code."""
     if (code := lifecycle.run_agent(command, run, copy)) is None:
         return EXIT_DONE

@@ -31,12 +31,12 @@ from typing import TypeVar
 
 from cluster.agent import elastic
 from cluster.agent.schedulers import lifecycle
-from cluster.agent.schedulers.lifecycle import exit_code, go_on
+from cluster.agent.schedulers.lifecycle import continue_run, result_code
 from cluster.contract import settings, tf_config
 from cluster.contract.run import launch_records, membership, records
-from cluster.contract.run.copies import Copy
+from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import TASK_LOST, RunFolder
-from cluster.contract.run.launch_records import Place
+from cluster.contract.run.launch_records import TaskAddress
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system import processes
@@ -101,7 +101,7 @@ def _task(run: RunFolder, command: list[str]) -> int:
     if config := tf_config.dumps(cluster, task):
         os.environ["TF_CONFIG"] = config
     os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
-    copy = Copy.begin(run, task.name)
+    copy = TaskCopy.begin(run, task.name)
     os.environ["LOST_THEN"] = AfterStop.REQUEUE
     watch = Replacements(run, places(run)) if task.role == Role.CHIEF and run.started.grow else None
     if watch:
@@ -138,7 +138,7 @@ def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
         raise UsageError(f"the job has more tasks than the {len(tasks)} of {run.name}; start it with `invoke up`")
     node = os.environ["SLURMD_NODENAME"]
     host = node_address(node)
-    place = Place(node=node, host=host, port=task_port(host, number), job=os.environ["SLURM_JOB_ID"])
+    place = TaskAddress(node=node, host=host, port=task_port(host, number), job=os.environ["SLURM_JOB_ID"])
     write_json(places(run) / f"{names[number]}.json", place.to_json())
     cluster = assemble(run) if number == 0 else await_cluster(run, names[number])
     return cluster, cluster.task(names[number])
@@ -187,13 +187,15 @@ def assemble(run: RunFolder) -> ClusterSpec:
     cluster, folder, tasks = run.load_cluster(), places(run), []
     deadline, is_elastic = _deadline(), run.started.min_workers is not None
     for task in cluster.tasks:
-        place = _await(partial(records.read_record, folder / f"{task.name}.json", Place.from_json, None), deadline)
+        place = _await(
+            partial(records.read_record, folder / f"{task.name}.json", TaskAddress.from_json, None), deadline
+        )
         if place is None and not (is_elastic and task.role == Role.WORKER):
             raise TimedOut(f"{task.name} did not start on its node, or {UNSEEN}")
         tasks.append(replace(task, host=place.host, port=place.port) if place else task)
     cluster = replace(cluster, tasks=tuple(tasks))
     if run.heartbeats() and (run.outcome is None or run.has_stopped):  # of an earlier attempt
-        go_on(run)
+        continue_run(run)
     write_json(folder / "cluster.json", cluster.to_json())
     return cluster
 
@@ -205,7 +207,7 @@ def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
         TimedOut: the chief has made none, or without this task.
     """
     folder = places(run)
-    own = records.read_record(folder / f"{name}.json", Place.from_json)
+    own = records.read_record(folder / f"{name}.json", TaskAddress.from_json)
 
     def complete() -> ClusterSpec | None:
         cluster = records.read_record(folder / "cluster.json", launch_records.cluster, None)
@@ -229,7 +231,7 @@ def _await(find: Callable[[], T | None], deadline: float) -> T | None:
     return found
 
 
-def keep_agent(command: Sequence[str], run: RunFolder, copy: Copy) -> int:
+def keep_agent(command: Sequence[str], run: RunFolder, copy: TaskCopy) -> int:
     """Run the agent, again where it was killed, alone or in its container; return its own code."""
     while (code := lifecycle.run_agent(command, run, copy)) is not None:
         if code >= 0 and code != processes.as_exit_code(-signal.SIGKILL):
@@ -248,7 +250,7 @@ def result(run: RunFolder) -> int:
         run.end("failed", task="chief", exit_code=EXIT_FAILED, error=error)
     elif outcome is None or (run.has_stopped and run.after_stop == AfterStop.REQUEUE):
         return EXIT_PEER_LOST
-    return exit_code(run)
+    return result_code(run)
 
 
 class Replacements:
@@ -302,7 +304,10 @@ class Replacements:
         """Put the place of a task that has started into the cluster."""
         path = self._folder / "cluster.json"
         cluster = records.read_record(path, launch_records.cluster)
-        task, place = cluster.task(name), records.read_record(self._folder / f"{name}.json", Place.from_json, None)
+        task, place = (
+            cluster.task(name),
+            records.read_record(self._folder / f"{name}.json", TaskAddress.from_json, None),
+        )
         if place and (place.host, place.port) != (task.host, task.port):
             moved = replace(task, host=place.host, port=place.port)
             tasks = tuple(moved if each.name == name else each for each in cluster.tasks)

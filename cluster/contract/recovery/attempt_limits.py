@@ -33,7 +33,7 @@ STEADY_S = 600.0
 LONGEST_PAUSE_S = 30.0
 
 
-def without_progress(attempts: Sequence[EndedAttempt], kinds: Collection[str] = (PROGRAM_FAILURE,)) -> int:
+def count_without_progress(attempts: Sequence[EndedAttempt], kinds: Collection[str] = (PROGRAM_FAILURE,)) -> int:
     """Return how many attempts have failed in one of these ways since the newest progress."""
     count, best, best_then, saved_then = 0, -1, -1, -1
     for attempt in attempts:
@@ -48,7 +48,7 @@ def without_progress(attempts: Sequence[EndedAttempt], kinds: Collection[str] = 
     return count
 
 
-def too_many(
+def count_over_limit(
     attempts: Sequence[EndedAttempt], max_restarts: int, max_external_restarts: int = MAX_EXTERNAL_RESTARTS
 ) -> int:
     """Return the number of attempts without progress, including the last, if it exceeds the limit; otherwise 0."""
@@ -58,7 +58,7 @@ def too_many(
         ((EXTERNAL,), max_external_restarts),
     )
     for kinds, most in limits:
-        if attempts[-1].kind in kinds and (count := without_progress(attempts, kinds)) > most:
+        if attempts[-1].kind in kinds and (count := count_without_progress(attempts, kinds)) > most:
             return count
     return 0
 
@@ -67,17 +67,17 @@ def pause_s(attempts: Sequence[EndedAttempt]) -> float:
     """Return how long to wait after the last of these attempts; 0 unless it failed by itself or lost contact."""
     if attempts[-1].kind not in (PROGRAM_FAILURE, LOST_CONTACT):
         return 0.0
-    count = max(1, without_progress(attempts, (PROGRAM_FAILURE, LOST_CONTACT)))
+    count = max(1, count_without_progress(attempts, (PROGRAM_FAILURE, LOST_CONTACT)))
     return float(min(LONGEST_PAUSE_S, settings.seconds("RESTART_PAUSE_S") * 2 ** min(count - 1, 30)))
 
 
-def of_gang(run: RunFolder, generation: int) -> list[Generation]:
+def attempts_of_gang(run: RunFolder, generation: int) -> list[Generation]:
     """Return the attempts before this generation, since `up` or `scale` began the first of them."""
     since = first_generation(run)
     return [record for record in run.generations() if record.task and since < record.generation <= generation]
 
 
-def of_task(run: RunFolder, task: str) -> list[EndedAttempt]:
+def attempts_of_task(run: RunFolder, task: str) -> list[EndedAttempt]:
     """Return the attempts of a task that restarts alone, since `up` or `scale`."""
     return [EndedAttempt.from_json(event.detail) for event in restarted_alone(run, task)]
 
@@ -89,7 +89,7 @@ def restarted_alone(run: RunFolder, task: str) -> list[Event]:
     return [e for e in events if e.generation >= first]
 
 
-def restarts(run: RunFolder, task: str) -> int:
+def count_restarts(run: RunFolder, task: str) -> int:
     """Return how often a task's program was restarted since `up` or `scale`, alone or with the gang."""
     return run.generation - first_generation(run) + len(restarted_alone(run, task))
 
@@ -99,7 +99,7 @@ def first_generation(run: RunFolder) -> int:
     return max((record.generation for record in run.generations() if not record.task), default=0)
 
 
-def limits(run: RunFolder) -> tuple[int, int]:
+def restart_limits(run: RunFolder) -> tuple[int, int]:
     """Return the values of `--max-restarts` and `--max-external-restarts` that the run was started with."""
     started = run.started
     own, external = started.max_restarts, started.max_external_restarts

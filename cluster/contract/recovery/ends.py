@@ -69,12 +69,12 @@ class End(Record):
         return self.error or self.cause
 
 
-def kind_of(code: int, *, out_of_memory: bool) -> str:
+def classify_code(code: int, *, out_of_memory: bool) -> str:
     """Return `PROGRAM_FAILURE` or `EXTERNAL` for a program that ended with this code, negative for a signal."""
     return PROGRAM_FAILURE if code >= 0 or code in OWN_SIGNALS or out_of_memory else EXTERNAL
 
 
-def record(run: RunFolder, generation: int, end: End) -> None:
+def record_end(run: RunFolder, generation: int, end: End) -> None:
     """Report an end in this generation to the other agents."""
     with contextlib.suppress(OSError):  # a full disk
         create_json(run.control / "ends" / f"{generation}-{end.task}.json", end.to_json())
@@ -91,12 +91,12 @@ def root_cause(run: RunFolder, generation: int, own: End) -> End:
 
     An end that no agent has recorded is of a task that is silent, frozen or hangs: it was so before the others noticed.
     """
-    known = recorded(run, generation)
+    known = recorded_ends(run, generation)
     unknown = [] if own.task in (end.task for end in known) else [own]
     return min([*unknown, *known], key=lambda end: (end.kind == LOST_CONTACT, end.may_follow))
 
 
-def recorded(run: RunFolder, generation: int) -> list[End]:
+def recorded_ends(run: RunFolder, generation: int) -> list[End]:
     """Return the ends that agents have reported in this generation, in that order.
 
     It is the order of the files' times, which the file system's clock gave them: the agents' clocks may differ.
@@ -105,7 +105,7 @@ def recorded(run: RunFolder, generation: int) -> list[End]:
     return [end for path in paths if (end := records.read_record(path, End.from_json, None))]
 
 
-def error_in(lines: Sequence[str], code: int) -> str | None:
+def find_error(lines: Sequence[str], code: int) -> str | None:
     """Return the error that a program reported in the last lines of its output; None if they contain none.
 
     Args:

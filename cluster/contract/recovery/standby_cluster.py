@@ -37,7 +37,7 @@ class _Ready(Record):
     number: Count
 
 
-def possible(run: RunFolder, spec: ClusterSpec) -> bool:
+def is_possible(run: RunFolder, spec: ClusterSpec) -> bool:
     """Whether standby processes of this run can form their cluster ahead.
 
     They cannot hold a second copy of the data of a GPU, a TPU or a stage, and while the training calls the user's code
@@ -53,15 +53,15 @@ def trains(task: Task) -> bool:
     return not task.role.is_sidecar
 
 
-def ports(run: RunFolder, generation: int) -> int:
+def port_set(run: RunFolder, generation: int) -> int:
     """Return the set of ports, 0 or 1, of a generation's cluster."""
     record = run.begun(generation)
     return record.standby_ports or 0 if record else 0
 
 
-def of(run: RunFolder, spec: ClusterSpec, generation: int) -> ClusterSpec:
+def spec_of_generation(run: RunFolder, spec: ClusterSpec, generation: int) -> ClusterSpec:
     """Return the cluster that the standby processes of a generation form."""
-    if ports(run, generation):
+    if port_set(run, generation):
         return spec
     return replace(spec, tasks=tuple(replace(task, port=_other(task.port)) for task in spec.tasks))
 
@@ -72,7 +72,7 @@ def _other(port: int) -> int:
     return port + 1
 
 
-def number(run: RunFolder, generation: int, known: int = 0) -> int:
+def newest_number(run: RunFolder, generation: int, known: int = 0) -> int:
     """Return the number of the newest cluster of a generation's standby processes, which is `known` or a later one."""
     while _replaced(run, generation, known).exists():
         known += 1
@@ -84,19 +84,19 @@ def replace_cluster(run: RunFolder, generation: int, number: int) -> None:
     create_json(_replaced(run, generation, number), {})
 
 
-def report(run: RunFolder, task: str, generation: int, number: int) -> None:
+def report_ready(run: RunFolder, task: str, generation: int, number: int) -> None:
     """Report that a task's standby process is ready."""
     path = _path(run, task)
     path.parent.mkdir(exist_ok=True)
     write_json(path, {"generation": generation, "number": number}, durable=False)
 
 
-def withdraw(run: RunFolder, task: str) -> None:
+def withdraw_report(run: RunFolder, task: str) -> None:
     """Withdraw the report: the process has ended, or is in use."""
     _path(run, task).unlink(missing_ok=True)
 
 
-def complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
+def is_complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
     """Whether the standby processes of all tasks are ready to follow the programs of a generation."""
     reports = [
         records.read_record(_path(run, task.name), _Ready.from_json, None) for task in spec.tasks if trains(task)
@@ -105,12 +105,12 @@ def complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
     return len(numbers) == 1 and all(each and each.generation == generation for each in reports)
 
 
-def begins(run: RunFolder, task: Task, generation: int) -> bool:
+def starts_with_standby(run: RunFolder, task: Task, generation: int) -> bool:
     """Whether a task's program in a generation is to be a standby process that is ready."""
-    return trains(task) and begins_generation(run, generation)
+    return trains(task) and is_standby_generation(run, generation)
 
 
-def begins_generation(run: RunFolder, generation: int) -> bool:
+def is_standby_generation(run: RunFolder, generation: int) -> bool:
     """Whether a generation begins with standby processes."""
     record = run.begun(generation)
     return record is not None and record.standby_ports is not None

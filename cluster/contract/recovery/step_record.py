@@ -23,7 +23,7 @@ _READS = 5
 
 
 @dataclass(frozen=True)
-class Progress:
+class RecordedStep:
     """The last step that a task did."""
 
     generation: int
@@ -50,7 +50,7 @@ class StepRecord:
                 os.pwrite(self._descriptor, _line(self._generation, step), 0)
 
 
-def read(run: RunFolder, task: str) -> Progress | None:
+def read_step(run: RunFolder, task: str) -> RecordedStep | None:
     """Return a task's record; None if there is none."""
     for _ in range(_READS):
         try:
@@ -61,17 +61,17 @@ def read(run: RunFolder, task: str) -> Progress | None:
         with contextlib.suppress(ValueError):
             generation, step = (int(word) for word in line.split()[:2])
             if line == _line(generation, step):
-                return Progress(generation, step)
+                return RecordedStep(generation, step)
     return None
 
 
 def last_step(run: RunFolder, task: str, generation: int) -> int:
     """Return the last step of a task in this generation; -1 if it did none."""
-    progress = read(run, task)
+    progress = read_step(run, task)
     return progress.step if progress and progress.generation == generation else -1
 
 
-def newest(run: RunFolder, generation: int) -> int:
+def newest_step(run: RunFolder, generation: int) -> int:
     """Return the last step of any task in this generation; -1 if none did any."""
     names = [task.name for task in run.load_cluster().tasks]
     return max(last_step(run, name, generation) for name in names)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from cluster.contract.run.records import Ledger
+from cluster.contract.run.records import TimeLedger
 
 PARTS = ("start", "compile", "input", "compute", "save", "evaluate", "lost", "restart", "other")
 
 
 def split(
-    started: float, ended: float, ledgers: Sequence[Ledger], failures: Mapping[int, float]
+    started: float, ended: float, ledgers: Sequence[TimeLedger], failures: Mapping[int, float]
 ) -> dict[str, float] | None:
     """Return the seconds of each part of `PARTS`; together they are the time from `started` to `ended`.
 
@@ -55,7 +55,7 @@ def split(
     return _with_other(seconds, ended - started)
 
 
-def checkpoint_every_s(newest_first: Iterable[Ledger]) -> float | None:
+def checkpoint_every_s(newest_first: Iterable[TimeLedger]) -> float | None:
     """Return the planned seconds between checkpoints, from the newest ledger with a save; None if planned in steps."""
     saves = next((ledger.saves for ledger in newest_first if ledger.saves), {})
     return saves.get("every_s")
@@ -78,7 +78,7 @@ def _percent(part_s: float, wall_s: float) -> int:
     return round(100 * part_s / wall_s) if wall_s > 0 else 0
 
 
-def _with_lost_steps(ledger: Ledger, next_first: int) -> dict[str, float]:
+def _with_lost_steps(ledger: TimeLedger, next_first: int) -> dict[str, float]:
     """Return the seconds of a ledger; steps after `next_first`, where the next generation continued, are `lost`."""
     seconds = {name: getattr(ledger.seconds, name) for name in ("input", "compute", "save", "evaluate")}
     repeated = min(ledger.timed_steps, max(0, ledger.step - next_first))

@@ -19,7 +19,7 @@ SETTLE_S = 20.0
 """How long to wait for the other tasks' last heartbeats; a task that was killed for good never sends one."""
 
 
-def write(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome | None = None) -> Summary:
+def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome | None = None) -> Summary:
     """Write `summary.json` for a run that has an outcome, even if its folder does not show it yet; return it."""
     outcome = outcome or run.outcome
     assert outcome is not None

@@ -36,7 +36,7 @@ def lock_path(run: RunFolder) -> Path:
 
 
 @contextlib.contextmanager
-def hold(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[None]:
+def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[None]:
     """Hold the claim on a run.
 
     Args:
@@ -68,7 +68,7 @@ def hold(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[No
         os.close(descriptor)
 
 
-def held(run: RunFolder) -> bool:
+def is_held(run: RunFolder) -> bool:
     """Return whether another command holds the claim. Creates no file."""
     path = lock_path(run)
     if path in _mine:
@@ -83,9 +83,9 @@ def held(run: RunFolder) -> bool:
         os.close(descriptor)
 
 
-def scaling(run: RunFolder) -> bool:
+def is_scaling(run: RunFolder) -> bool:
     """Return whether another command is scaling the run. A command that was killed does not continue."""
-    return run.after_stop == AfterStop.SCALE and held(run)
+    return run.after_stop == AfterStop.SCALE and is_held(run)
 
 
 def _lock(descriptor: int, path: Path, timeout_s: float) -> bool:

@@ -34,7 +34,7 @@ class _Newest(Record):
 
 
 @dataclass(frozen=True)
-class Copy:
+class TaskCopy:
     """One copy of a task."""
 
     run: RunFolder
@@ -42,7 +42,7 @@ class Copy:
     name: str
 
     @classmethod
-    def begin(cls, run: RunFolder, task: str) -> Copy:
+    def begin(cls, run: RunFolder, task: str) -> TaskCopy:
         """Record a new copy of a task as its newest; `environment` is for its agent."""
         copy = cls(run, task, secrets.token_hex(8))
         make_folder(copy._path.parent)
@@ -50,7 +50,7 @@ class Copy:
         return copy
 
     @classmethod
-    def given(cls, run: RunFolder, task: str) -> Copy | None:
+    def given(cls, run: RunFolder, task: str) -> TaskCopy | None:
         """Return the copy that this process belongs to; None where nothing starts a task twice."""
         name = os.environ.get(VARIABLE)
         return cls(run, task, name) if name else None

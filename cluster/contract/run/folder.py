@@ -25,12 +25,12 @@ from cluster.contract.run.records import (
     Event,
     Generation,
     Heartbeat,
-    Ledger,
     Outcome,
     OutcomeState,
     StopRequest,
+    TimeLedger,
 )
-from cluster.contract.run.summary_records import Result, Summary
+from cluster.contract.run.summary_records import RunResult, Summary
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
@@ -160,9 +160,9 @@ class RunFolder(Paths):
         return config if "script" in config else None
 
     @property
-    def result(self) -> Result:
+    def result(self) -> RunResult:
         """The result that the chief's program reported at its end; empty before."""
-        return records.read_record(self.control / "result.json", Result.from_json, Result())
+        return records.read_record(self.control / "result.json", RunResult.from_json, RunResult())
 
     @property
     def board_port(self) -> int | None:
@@ -271,10 +271,10 @@ class RunFolder(Paths):
             return None
         return records.read_record(path, Outcome.from_json, None, limit=records.TASK_BYTES)
 
-    def ledgers(self) -> list[Ledger]:
+    def ledgers(self) -> list[TimeLedger]:
         """Return the chief's ledger of each generation that has one."""
         paths = sorted((self.control / "ledgers").glob("*.json"))
-        ledgers = (records.read_record(path, Ledger.from_json, None, limit=records.TASK_BYTES) for path in paths)
+        ledgers = (records.read_record(path, TimeLedger.from_json, None, limit=records.TASK_BYTES) for path in paths)
         return [ledger for ledger in ledgers if ledger]
 
     def end(self, state: str, **why: Any) -> bool:

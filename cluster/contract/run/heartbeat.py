@@ -164,7 +164,7 @@ class LivenessMonitor:
         return self._silent_s.get(task, 0.0)
 
 
-def look_once(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
+def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
     """Return the newest heartbeats, with the state `lost` for silent tasks.
 
     A task whose heartbeat seems old, or from the future, is watched for `SECOND_LOOK_S` before it counts as lost.
@@ -184,12 +184,12 @@ def look_once(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
     return _shown(beats, doubtful)
 
 
-def silent(run: RunFolder) -> bool:
+def is_silent(run: RunFolder) -> bool:
     """Return whether no task of a run writes heartbeats: none has started yet, or all have ended.
 
     A run that is being scaled is not silent, although none of its tasks may be alive for a moment.
     """
-    if claim.scaling(run):
+    if claim.is_scaling(run):
         return False
     beats = run.heartbeats()
     if any(beat.state not in FINAL_STATES and not _seems_old(beat) for beat in beats.values()):
@@ -207,7 +207,7 @@ def final_state(run: RunFolder) -> str | None:
     if summary := run.load_summary():
         return summary.state
     outcome = run.outcome
-    if not outcome or (run.continues_elsewhere and (run.after_stop == AfterStop.REQUEUE or claim.scaling(run))):
+    if not outcome or (run.continues_elsewhere and (run.after_stop == AfterStop.REQUEUE or claim.is_scaling(run))):
         return None
     return outcome.state
 

@@ -33,12 +33,12 @@ class Token(Record):
     token: str
 
 
-def invitation(run: RunFolder) -> Invitation | None:
+def read_invitation(run: RunFolder) -> Invitation | None:
     """Return how to reach the hub; None without a valid record."""
     return records.read_record(run.gang, Invitation.from_json, None, limit=records.TASK_BYTES)
 
 
-def token(run: RunFolder) -> str:
+def run_token(run: RunFolder) -> str:
     """Return the secret of the run's agents, which the first of them creates. `RunFolder.reopen` removes it.
 
     Raises:
@@ -56,10 +56,10 @@ def generation_token(run: RunFolder, generation: int) -> str:
     Raises:
         OSError: it cannot be written.
     """
-    return f"{token(run)}/{generation}"
+    return f"{run_token(run)}/{generation}"
 
 
-def invite(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
+def open_hub_listener(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
     """Listen for the other agents, and record where; return the listener and the token.
 
     The port of an earlier hub of this run is used again if possible: others may see an old record.
@@ -72,12 +72,12 @@ def invite(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
     Raises:
         OSError: no port is free, or the record cannot be written.
     """
-    before = invitation(run)
+    before = read_invitation(run)
     usual = 0 if task.port in PORTS else hub_port(task.port)
     listener = _listen(host, before.port if before else usual, usual)
     try:
         write_json(run.gang, {"host": task.host, "port": listener.getsockname()[1]})
-        return listener, token(run)
+        return listener, run_token(run)
     except OSError:
         listener.close()
         raise

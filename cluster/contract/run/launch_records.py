@@ -23,7 +23,7 @@ from cluster.contract.strategies import STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(Record):
+class TaskAddress(Record):
     """The node and address of a task of a job, and the job's number."""
 
     node: str

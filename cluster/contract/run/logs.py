@@ -112,7 +112,7 @@ def _parts(log: Path) -> tuple[Path, Path, Path]:
     return log.with_name(f"{log.name}.first"), log.with_name(f"{log.name}.previous"), log
 
 
-class Reader:
+class LogReader:
     """Reads a log as it grows."""
 
     def __init__(self, log: Path) -> None:

@@ -62,7 +62,7 @@ def record_path(run: RunFolder) -> Path:
     return run.path.parent / ".running" / f"{run.name}.owner"
 
 
-def begin(run: RunFolder, runtime: str) -> Owner:
+def create_owner(run: RunFolder, runtime: str) -> Owner:
     """Record that the run is about to start; return the record."""
     owner = Owner(runtime, secrets.token_hex(16))
     write_json(record_path(run), owner.to_json())
@@ -74,7 +74,7 @@ def record_supervisor(run: RunFolder, owner: Owner, supervisor: dict[str, Any]) 
     write_json(record_path(run), replace(owner, supervisor=supervisor).to_json())
 
 
-def read(run: RunFolder) -> Owner | None:
+def read_owner(run: RunFolder) -> Owner | None:
     """Return the record; None if nothing of the run is left or the record is damaged."""
     try:
         owner = Owner.from_json(read_json(record_path(run)))
@@ -83,11 +83,11 @@ def read(run: RunFolder) -> Owner | None:
     return owner if owner.token else None
 
 
-def forget(run: RunFolder) -> None:
+def remove_owner(run: RunFolder) -> None:
     """Remove the record of a run that has left nothing."""
     remove(record_path(run))
 
 
-def recorded(runs_dir: Path) -> list[RunFolder]:
+def recorded_runs(runs_dir: Path) -> list[RunFolder]:
     """Return the runs that have a record, whether or not their folders still exist."""
     return [RunFolder(runs_dir / path.stem) for path in sorted((runs_dir / ".running").glob("*.owner"))]

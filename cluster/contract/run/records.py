@@ -264,7 +264,7 @@ class Activity(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ledger(Record):
+class TimeLedger(Record):
     """The chief's time in one generation: `control/ledgers/<generation>.json`."""
 
     generation: Count
@@ -288,7 +288,7 @@ class CheckpointFile(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(Record):
+class CheckpointRecord(Record):
     """The files of a finished checkpoint: `checkpoints/ckpt-<step>.json`."""
 
     files: dict[str, CheckpointFile]

@@ -20,7 +20,7 @@ EVALUATED = "eval_"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(Record):
+class RunResult(Record):
     """The result that the chief's program reports at its end: `control/result.json`."""
 
     steps: Count | None = None

@@ -66,7 +66,7 @@ def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[
         pass
     except Exception as error:
         print(f"{run.name} cannot be stopped: {' '.join(str(error).split())}", file=sys.stderr)
-    with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+    with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
         teardown.remove_run(run, sh, also=also)
         teardown.record_end(run)
 
@@ -143,7 +143,7 @@ def _is_run(run: RunFolder) -> bool:
     """Return whether a folder is a run, or the remains of a killed command's."""
     if run.path.is_symlink():
         return False  # the folder that a link leads to is not ours to delete
-    return not claim.held(run) if run.incomplete else run.cluster.exists()
+    return not claim.is_held(run) if run.incomplete else run.cluster.exists()
 
 
 def _ended(run: RunFolder) -> float:
@@ -159,7 +159,7 @@ def delete(old_runs: Iterable[OldRun]) -> list[str]:
     errors = []
     for old in old_runs:
         try:
-            with claim.hold(old.run, "deleted"):
+            with claim.hold_claim(old.run, "deleted"):
                 if teardown.in_progress(old.run):
                     raise UsageError(f"run {old.run.name!r} is in progress again; it stays")
                 old.run.delete()

@@ -191,7 +191,7 @@ def kill(run: RunFolder, sh: Shell) -> Summary:
     with interrupts.ignored("ending every task"):
         run.end("stopped", task="user")  # before the claim: a scaling command releases it then
         try:
-            with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+            with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
                 teardown.kill_run(run, sh)
         finally:
             teardown.record_end(run)  # no agent is left to write it
@@ -225,11 +225,11 @@ def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
     if monitor.silence_s <= LOST_AFTER_S:
         return
     # While the supervisor imports for all tasks it can be too busy to write their heartbeats, for long under load.
-    owned = owner.read(run)
+    owned = owner.read_owner(run)
     starting = not run.outcome and (not monitor.begun or (owned is not None and owned.alive))
     runtime = registry.of(run)
     patience_s = START_TIMEOUT_S if starting and not runtime.is_remote else LOST_AFTER_S  # a scheduler says if it lives
-    if claim.scaling(run):
+    if claim.is_scaling(run):
         patience_s = SCALE_PATIENCE_S
     if monitor.silence_s <= patience_s or (runtime.is_remote and runtime.alive(run)):
         return
@@ -238,4 +238,4 @@ def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
         cause = "every task saved and ended to be scaled, but `invoke scale` ended before it started them again"
         write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})
     if run.end("failed", error=cause, exit_code=EXIT_FAILED) or run.outcome:
-        summary.write(run, settle_s=0)
+        summary.write_summary(run, settle_s=0)

@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import look_once
+from cluster.contract.run.heartbeat import read_live_heartbeats
 from cluster.contract.run.records import FINAL_STATES, TraceAnswer, TraceRequest
 from cluster.contract.spec import Role
 from cluster.host.runtime import tensorboard
@@ -91,7 +91,7 @@ def _check(run: RunFolder, name: str) -> None:
         raise UsageError(
             "Keras's fit under parameter servers reports no single steps; use --loop custom to trace there"
         )
-    beat = look_once(run, name).get(name)
+    beat = read_live_heartbeats(run, name).get(name)
     state = beat.state if beat else "not started"
     if state not in WORKING:
         then = f"see `invoke logs {name}`" if state in {*FINAL_STATES, "lost"} else "try again once it trains"

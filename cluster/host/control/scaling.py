@@ -46,7 +46,7 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
         TimedOut: it did not stop, and continues as it was.
     """
     before = membership.cluster(run)
-    with claim.hold(run, "scaled"):
+    with claim.hold_claim(run, "scaled"):
         planned = plan(run, workers, ps, trust=trust)
         startup.check_machine(planned, ending=len(before.tasks))
         planned.runtime.prepare(planned, sh, renew=False)
@@ -143,7 +143,7 @@ def _swap(planned: Plan, sh: Shell) -> bool:
         _end_here(run)
         raise
     if not run.load_summary():  # somebody stopped it for good when no agent was left to record it
-        summary.write(run, settle_s=0)
+        summary.write_summary(run, settle_s=0)
     return False
 
 
@@ -182,7 +182,7 @@ def _end_here(run: RunFolder) -> None:
     """Record that a run has stopped and could not be started again, for those who watch it."""
     with contextlib.suppress(Exception):  # what went wrong first is what is reported
         run.end("stopped", task="chief")
-        summary.write(run, settle_s=0)
+        summary.write_summary(run, settle_s=0)
         print_lines(f"{run.name} is stopped; `invoke up --resume {run.name}` continues from its newest checkpoint")
 
 

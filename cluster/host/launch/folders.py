@@ -50,7 +50,7 @@ def free_folder(name: str) -> RunFolder:
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     folders = (RunFolder(runs_dir() / each) for each in names)
     free = (run for run in folders if run.incomplete or not os.path.lexists(run.path))
-    return next(run for run in free if not claim.held(run))
+    return next(run for run in free if not claim.is_held(run))
 
 
 def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
@@ -65,7 +65,7 @@ def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
         UsageError: the folder is taken, or the run is in progress.
     """
     name = run.name
-    if not os.path.lexists(run.path) or (run.incomplete and not claim.held(run)):
+    if not os.path.lexists(run.path) or (run.incomplete and not claim.is_held(run)):
         return
     if not resumes and not replaces:
         raise claim.Taken(

@@ -64,13 +64,13 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         UsageError: another command has taken the run. Nothing was started.
     """
     check_machine(plan)
-    with claim.hold(plan.run, "resumed" if plan.resumes else "started"):
+    with claim.hold_claim(plan.run, "resumed" if plan.resumes else "started"):
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
         for command in [] if plan.data else _data_commands(plan):
             sh(command)
         stages = {} if plan.payload.script else plan.try_configuration()
         plan.runtime.prepare(plan, sh)
-        if owner.read(plan.run):  # it has ended, but some of it may still be about to
+        if owner.read_owner(plan.run):  # it has ended, but some of it may still be about to
             teardown.remove_run(plan.run, sh)
         _write_folder(plan, began, stages.get("record"))
         _start_tasks(plan, sh, on_error=partial(_record_end, plan.run))

@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.contract.results import summary
 from cluster.contract.run import claim, owner
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import final_state, silent
+from cluster.contract.run.heartbeat import final_state, is_silent
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime, Shell
 from cluster.system.errors import EXIT_FAILED, ClusterError, PrerequisiteError
@@ -20,12 +20,12 @@ def in_progress(run: RunFolder) -> bool:
     """Whether the run still trains, or should: also before its first heartbeat."""
     if not run.cluster.exists() or run.load_summary():
         return False
-    return _alive(run) or (final_state(run) is None and not silent(run))
+    return _alive(run) or (final_state(run) is None and not is_silent(run))
 
 
 def _alive(run: RunFolder) -> bool:
     """Whether what was started of the run still runs, whether or not its tasks write heartbeats."""
-    return owner.read(run) is not None and registry.of(run).alive(run)
+    return owner.read_owner(run) is not None and registry.of(run).alive(run)
 
 
 def kill_run(run: RunFolder, sh: Shell) -> None:
@@ -52,7 +52,7 @@ def remove_run(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[R
     _record_outcome(run, "stopped")  # first: should this be interrupted, the run does not seem to continue
     for runtime in dict.fromkeys([*also, registry.of(run)]):
         runtime.remove(run, sh, grace_s)
-    owner.forget(run)
+    owner.remove_owner(run)
 
 
 def remove_ended(run: RunFolder, sh: Shell) -> str:
@@ -61,7 +61,7 @@ def remove_ended(run: RunFolder, sh: Shell) -> str:
     What became of the run is not to be lost over that. A run that another command has resumed is left alone.
     """
     try:
-        with claim.hold(run, "ended", wait_s=claim.WAIT_S):
+        with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
             return try_remove(run, sh) if run.summary.exists() else ""
     except claim.Taken:
         return ""
@@ -88,7 +88,7 @@ def record_end(run: RunFolder, state: str = "stopped", error: str = "") -> None:
     _record_outcome(run, state, error)
     with contextlib.suppress(Exception):  # a damaged folder must not keep anybody from ending the run
         if run.cluster.exists() and not run.summary.exists():
-            summary.write(run, settle_s=0)
+            summary.write_summary(run, settle_s=0)
 
 
 def _record_outcome(run: RunFolder, state: str, error: str = "") -> None:
@@ -119,7 +119,7 @@ class Leftovers:
 
 def find_leftovers(runs_dir: Path) -> Leftovers:
     """Return the runs of a folder of which a process, a container or a network is left."""
-    recorded = owner.recorded(runs_dir)
+    recorded = owner.recorded_runs(runs_dir)
     names = {run.name for run in recorded} | {path.parent.name for path in runs_dir.glob("*/compose.json")}
     found: dict[str, list[Runtime]] = {}
     unreachable: dict[str, str] = {}

@@ -190,7 +190,7 @@ class Runtime(ABC):
     def start(self, work: Workload, sh: Shell) -> None:
         """Start every task, and return at once when that has begun.
 
-        `owner.begin` records it first, so that what a failed start leaves behind is found.
+        `owner.create_owner` records it first, so that what a failed start leaves behind is found.
         """
 
     # A run that was started
@@ -301,7 +301,7 @@ class ScheduledRuntime(Runtime):
 
 def recorded_runtime(run: RunFolder) -> str:
     """Return the name of the runtime that a run was started on; empty where its records are damaged."""
-    if owned := owner.read(run):
+    if owned := owner.read_owner(run):
         return owned.runtime
     rendered = run.composed
     return str(rendered.get("x-runtime") or rendered.get("runtime") or "")

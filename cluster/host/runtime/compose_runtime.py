@@ -228,7 +228,7 @@ class Compose(ContainerRuntime):
 
     def start(self, work: Workload, sh: Shell) -> None:
         self.open_folders(work)
-        owner.begin(work.run, self.name)
+        owner.create_owner(work.run, self.name)
         sh(compose_services.up_command(work.run.compose, work.cluster))
 
     def alive(self, run: RunFolder) -> bool:

@@ -102,7 +102,7 @@ START_S = 60.0
 
 def start(run: RunFolder) -> None:
     """Start the run's supervisor in the background, in a separate session."""
-    owned = owner.begin(run, "local")
+    owned = owner.create_owner(run, "local")
     with open_file(run.log("supervisor"), "ab") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "cluster.host.runtime.supervisor", str(run.path)],
@@ -129,19 +129,19 @@ def _environment(run: RunFolder) -> dict[str, str]:
 
 def running(run: RunFolder) -> bool:
     """Whether the run's supervisor is alive."""
-    owned = owner.read(run)
+    owned = owner.read_owner(run)
     return owned is not None and owned.alive
 
 
 def processes_left(run: RunFolder, table: processes.ProcessTable | None = None) -> list[int]:
     """Return the ids of the run's processes, in a look at all processes that several runs can share."""
-    owned = owner.read(run)
+    owned = owner.read_owner(run)
     return owned.processes(table or processes.ProcessTable()) if owned else []
 
 
 def kill(run: RunFolder) -> int:
     """Kill every process of the run; return how many there were."""
-    owned = owner.read(run)
+    owned = owner.read_owner(run)
     killed = processes.kill_all(owned.processes, f"run {run.name}") if owned else 0
     remove_abandoned()
     return killed
@@ -179,7 +179,7 @@ class Supervisor:
         # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
         if not self.run.load_summary() and not self.run.continues_elsewhere:
             self.run.end("failed", error="the agents ended without an outcome; see logs/")
-            summary.write(self.run, settle_s=0)
+            summary.write_summary(self.run, settle_s=0)
 
     def _preload(self) -> None:
         """Import once what every task needs; its agent and its program are then copies of this process."""
@@ -215,11 +215,11 @@ class Supervisor:
         del self.agents[name]
         if code == 0:
             return
-        kind = ends.kind_of(code, out_of_memory=False)
-        saved, step = max(self.run.saved_steps, default=-1), step_record.newest(self.run, self.run.generation)
+        kind = ends.classify_code(code, out_of_memory=False)
+        saved, step = max(self.run.saved_steps, default=-1), step_record.newest_step(self.run, self.run.generation)
         tried = self._failures[name]
         tried.append(EndedAttempt(kind, step, saved))
-        if count := attempt_limits.too_many(tried, *attempt_limits.limits(self.run)):
+        if count := attempt_limits.count_over_limit(tried, *attempt_limits.restart_limits(self.run)):
             why = f"{processes.describe_exit(code)} on {socket.gethostname()}; see {self.run.log(name)}"
             cause = f"its agent failed {counted(count, 'time')} without progress: {why}"
             self.run.end("failed", task=name, exit_code=EXIT_FAILED, error=cause)

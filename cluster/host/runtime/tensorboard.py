@@ -94,7 +94,7 @@ def start(
     while_waiting: Callable[[], object] = lambda: None,
 ) -> int:
     """Start TensorBoard unless it runs, wait until it answers and return its port: a named, `preferred` or free one."""
-    with claim.hold(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
+    with claim.hold_claim(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
         other = running(runs_dir)
         if other is not None and port in (None, other):
             return other
@@ -127,7 +127,7 @@ def stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
     """End our TensorBoard; return whether one ran."""
     if _record(runs_dir) is None:
         return False
-    with claim.hold(RunFolder(runs_dir / ".tensorboard"), "ended", wait_s=START_TIMEOUT_S):
+    with claim.hold_claim(RunFolder(runs_dir / ".tensorboard"), "ended", wait_s=START_TIMEOUT_S):
         return _stop(runs_dir, sh)
 
 

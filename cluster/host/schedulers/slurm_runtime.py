@@ -18,7 +18,7 @@ from typing import Any
 from cluster.contract.findings import Finding
 from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.launch_records import Place
+from cluster.contract.run.launch_records import TaskAddress
 from cluster.host.gpu.placement import NO_DEVICE
 from cluster.host.runtime import inherited, resources
 from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
@@ -119,10 +119,10 @@ class SlurmFaults(FaultInjector):
                 f"srun on {node or 'a node'} of job {job or 'none'}: {' '.join(complained.split())[:200]}"
             )
 
-    def _place(self, task: str) -> Place | None:
+    def _place(self, task: str) -> TaskAddress | None:
         """Return where a task was last; a replacement of it is in another job."""
         attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
-        return records.read_record(attempts[-1], Place.from_json) if attempts else None
+        return records.read_record(attempts[-1], TaskAddress.from_json) if attempts else None
 
     def pause(self, task: str) -> None:
         """Stop the agent first: otherwise it would end the frozen program."""
@@ -200,7 +200,7 @@ class Slurm(ScheduledRuntime):
         path = work.run.control / "job.sh"
         with open_file(path, "wb") as file:
             file.write(self.render(work)["script"].encode())
-        owner.begin(work.run, self.name)
+        owner.create_owner(work.run, self.name)
         sh(f"{_sbatch(work)} {shlex.quote(str(path))}")
 
     def scheduler_status(self, run: RunFolder) -> str:

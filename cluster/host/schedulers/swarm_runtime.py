@@ -134,7 +134,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     def start(self, work: Workload, sh: Shell) -> None:
         """Deploy the stack, and see every task placed."""
         self.open_folders(work)
-        owner.begin(work.run, self.name)
+        owner.create_owner(work.run, self.name)
         for command in _deploy(work):
             sh(command)
         _await_places(swarm_stack.stack_name(work.run.path), {task.name for task in work.cluster.tasks})

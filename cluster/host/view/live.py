@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.logs import Reader, rendered
+from cluster.contract.run.logs import LogReader, rendered
 from cluster.host.view.status import live_lines, progress
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
@@ -43,7 +43,7 @@ class Live:
     LINE_EVERY_S = 5.0
 
     def __init__(self, run: RunFolder | None = None) -> None:
-        self._output = Reader(run.log("chief")) if run else None
+        self._output = LogReader(run.log("chief")) if run else None
         if run and self._output and run.generation:  # resumed: it has printed before
             list(self._output.lines(ended=False))
         self._console: Console | None = None
@@ -116,7 +116,7 @@ class Live:
             self._screen = None
 
 
-def new_lines(reader: Reader, *, ended: bool, terminal: bool, styled: bool = False) -> Iterator[str]:
+def new_lines(reader: LogReader, *, ended: bool, terminal: bool, styled: bool = False) -> Iterator[str]:
     """Yield the lines that a program has printed since the last call, each as a terminal shows it in the end.
 
     Once it has ended, the last line may lack its end. Lines for a terminal are without TensorFlow's start-up messages,
@@ -143,7 +143,7 @@ def print_logs(run: RunFolder, names: list[str], follow: bool) -> None:
     terminal = sys.stdout.isatty()
     coloured = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = max(len(name) for name in names)
-    readers, silent = {name: Reader(run.log(name)) for name in names}, set(names)
+    readers, silent = {name: LogReader(run.log(name)) for name in names}, set(names)
     while True:
         ended = (
             not follow or run.load_summary() is not None

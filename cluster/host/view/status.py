@@ -10,9 +10,9 @@ from typing import Any
 from cluster.contract.results import goodput, stragglers
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import final_state, look_once
+from cluster.contract.run.heartbeat import final_state, read_live_heartbeats
 from cluster.contract.run.logs import last_line
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, Ledger, TaskState
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState, TimeLedger
 from cluster.contract.run.summary_records import Paces
 from cluster.host.runtime import registry, tensorboard
 from cluster.host.view.columns import MIN_ROOM, bar, chosen_columns, columns, plain_lines, sparkline
@@ -32,7 +32,7 @@ def read_status(
         DamagedError: the run's description is damaged.
     """
     spec, config = run.load_cluster(), run.load_config()
-    beats = look_once(run) if beats is None else beats
+    beats = read_live_heartbeats(run) if beats is None else beats
     summary = run.load_summary()
     paces = {name: beat.recent_pace for name, beat in beats.items() if beat.state == TaskState.TRAINING}
     chief = beats.get("chief") or Heartbeat(task="chief", state=TaskState.STARTING, updated_at=0.0)
@@ -71,7 +71,9 @@ def _heard(beats: dict[str, Heartbeat]) -> bool:
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    read = (records.read_record(run.ledger(number), Ledger.from_json, None) for number in range(run.generation, -1, -1))
+    read = (
+        records.read_record(run.ledger(number), TimeLedger.from_json, None) for number in range(run.generation, -1, -1)
+    )
     ledgers = (ledger for ledger in read if ledger)
     for saved in reversed(run.saved_steps):
         with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from cluster.contract.recovery import step_record
-from cluster.contract.recovery.step_record import Progress
+from cluster.contract.recovery.step_record import RecordedStep
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import registry
 from cluster.host.runtime.injector import FaultInjector
@@ -91,9 +91,9 @@ class Injection:
         return total is not None and self._progress.step > total - CLOSING_STEPS
 
     @property
-    def _progress(self) -> Progress:
+    def _progress(self) -> RecordedStep:
         """The newest step, by the chief's own record: its heartbeat is up to a second old."""
-        return step_record.read(self._run, "chief") or Progress(0, 0)
+        return step_record.read_step(self._run, "chief") or RecordedStep(0, 0)
 
     @property
     def _ended(self) -> bool:
@@ -149,7 +149,7 @@ class Injection:
 
         self._await(due, RECOVERY_S if shot.phase in LAST_PHASES else PHASE_S)
 
-    def _goes_on(self, before: Progress) -> bool:
+    def _goes_on(self, before: RecordedStep) -> bool:
         """Whether the run has recovered, or had nothing to recover from."""
         now = self._progress
         undisturbed = self._synchronous and now.step > before.step + RECOVERED_STEPS

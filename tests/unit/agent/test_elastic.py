@@ -251,8 +251,8 @@ def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without):
 
 
 def test_a_loss_never_counts_as_a_failure_of_the_program(without):
-    assert [PLANNED] == [attempt.kind for attempt in attempt_limits.of_gang(without, 1)]
-    assert 1 == attempt_limits.restarts(without, "chief")
+    assert [PLANNED] == [attempt.kind for attempt in attempt_limits.attempts_of_gang(without, 1)]
+    assert 1 == attempt_limits.count_restarts(without, "chief")
 
 
 def test_the_agent_of_a_task_that_was_left_out_reports_no_death(without):

@@ -116,7 +116,7 @@ def test_without_a_hub_the_folder_is_read_each_time(run, join):
 def test_a_hub_that_is_gone_is_noticed_at_once_and_found_again(run, join):
     chief = join("chief")
     worker = linked(join("worker-0"))
-    before = joining.invitation(run)
+    before = joining.read_invitation(run)
     chief.disconnect()
     began = time.monotonic()
     wait_for(lambda: not worker.is_relieved, "the end of the connection")
@@ -125,7 +125,7 @@ def test_a_hub_that_is_gone_is_noticed_at_once_and_found_again(run, join):
     assert 1 == worker.generation
     join("chief")
     linked(worker)
-    assert before == joining.invitation(run)  # whose port was free again
+    assert before == joining.read_invitation(run)  # whose port was free again
 
 
 def test_a_frozen_hub_is_noticed_by_its_silence(run, join, monkeypatch):
@@ -141,7 +141,7 @@ def test_a_frozen_hub_is_noticed_by_its_silence(run, join, monkeypatch):
 def test_only_the_owner_may_read_the_token(run, join):
     join("chief")
     assert 0o600 == stat.S_IMODE(run.token.stat().st_mode)
-    token = joining.token(run)
+    token = joining.run_token(run)
     assert len(token) == 2 * joining.TOKEN_BYTES
     shown = [run.cluster, run.config, run.events_log, *run.path.glob("logs/*")]
     assert not any(token in each.read_text() for each in shown if each.exists())
@@ -153,8 +153,8 @@ def test_a_resumed_copy_shares_neither_token_nor_port_with_the_original(run, joi
     copy = RunFolder(run.path.with_name("copy"))
     shutil.copytree(run.path, copy.path)
     copy.reopen()
-    assert joining.invitation(copy) is None
-    assert joining.token(copy) != joining.token(run)
+    assert joining.read_invitation(copy) is None
+    assert joining.run_token(copy) != joining.run_token(run)
     chief = RunView(copy)
     chief.connect(copy.load_cluster(), copy.load_cluster().task("chief"), "127.0.0.1")
     worker = RunView(copy)
@@ -169,7 +169,7 @@ def test_a_resumed_copy_shares_neither_token_nor_port_with_the_original(run, joi
 def test_strangers_and_the_slow_keep_nobody_out(run, join, monkeypatch):
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.3)
     join("chief")
-    found = joining.invitation(run)
+    found = joining.read_invitation(run)
     assert found
     strangers = [socket.create_connection((found.host, found.port)) for _ in range(connection.MAX_UNPROVED + 10)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -187,12 +187,12 @@ def test_a_peer_that_takes_nothing_is_closed_and_holds_up_nobody(run, join, monk
     monkeypatch.setattr(connection, "TICK_S", 0.01)
     monkeypatch.setattr(connection, "MAX_UNSENT", 500_000)
     chief = join("chief")
-    found = joining.invitation(run)
+    found = joining.read_invitation(run)
     assert found
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.connect((found.host, found.port))
-        channel = Channel(joining.token(run), "worker-1")
+        channel = Channel(joining.run_token(run), "worker-1")
         while not channel.established:
             channel.receive(slow.recv(4096))
             slow.sendall(channel.unsent)

@@ -47,8 +47,8 @@ from cluster.contract.recovery import standby_cluster
 train(5)
 if GENERATION == 0 and NAME == "worker-0":
     until(lambda: (run.path / "standby").exists())
-    until(lambda: standby_cluster.complete(run, run.load_cluster().without(["worker-0"]), 0))
-    standby_cluster.report(run, "worker-0", 0, 0)
+    until(lambda: standby_cluster.is_complete(run, run.load_cluster().without(["worker-0"]), 0))
+    standby_cluster.report_ready(run, "worker-0", 0, 0)
     die()
 if GENERATION == 0: work()
 train(6), meet(), finish()
@@ -56,7 +56,7 @@ train(6), meet(), finish()
 
 
 def ready(gang: Gang, generation: int) -> bool:
-    return standby_cluster.complete(gang.run, gang.run.load_cluster(), generation)
+    return standby_cluster.is_complete(gang.run, gang.run.load_cluster(), generation)
 
 
 def read_text(path: Path) -> str:
@@ -141,23 +141,23 @@ def test_a_run_goes_on_where_one_of_these_died_at_the_last_moment(start_gang):
 def test_only_some_trainings_can_prepare_a_cluster(make_run, config, topology, possible):
     run = make_run(**topology)
     write_json(run.config, config)
-    assert possible is standby_cluster.possible(run, run.load_cluster())
+    assert possible is standby_cluster.is_possible(run, run.load_cluster())
 
 
 def test_only_standby_processes_of_the_same_cluster_can_train(make_run):
     run = make_run(workers=1)
     cluster = run.load_cluster()
     for task in ("chief", "worker-0"):
-        standby_cluster.report(run, task, 0, standby_cluster.number(run, 0))
-    assert standby_cluster.complete(run, cluster, 0)
+        standby_cluster.report_ready(run, task, 0, standby_cluster.newest_number(run, 0))
+    assert standby_cluster.is_complete(run, cluster, 0)
     for _ in range(2):  # as each agent whose standby process ended does
         standby_cluster.replace_cluster(run, 0, 0)
-    assert 1 == standby_cluster.number(run, 0)
-    standby_cluster.report(run, "chief", 0, 1)
-    assert not standby_cluster.complete(run, cluster, 0)
-    standby_cluster.report(run, "worker-0", 0, 1)
-    assert standby_cluster.complete(run, cluster, 0)
-    assert 0 == standby_cluster.number(run, 1)
+    assert 1 == standby_cluster.newest_number(run, 0)
+    standby_cluster.report_ready(run, "chief", 0, 1)
+    assert not standby_cluster.is_complete(run, cluster, 0)
+    standby_cluster.report_ready(run, "worker-0", 0, 1)
+    assert standby_cluster.is_complete(run, cluster, 0)
+    assert 0 == standby_cluster.newest_number(run, 1)
 
 
 def test_a_standby_process_that_died_is_not_used(start_gang):

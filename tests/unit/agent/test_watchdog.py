@@ -175,9 +175,9 @@ def test_a_task_whose_agent_reported_its_end_is_not_silent(make_run, clock):
     clock.now += 4.0
     assert ("worker-0", 4.0) == dog.longest_silent()
     lost = ends.End("worker-0", ends.LOST_CONTACT, "lost contact", None, 0.0, may_follow=True)
-    ends.record(run, 0, lost)
+    ends.record_end(run, 0, lost)
     assert ("worker-1", 4.0) == dog.longest_silent()
-    ends.record(run, 0, dataclasses.replace(lost, task="worker-1"))
+    ends.record_end(run, 0, dataclasses.replace(lost, task="worker-1"))
     assert ("", 0.0) == dog.longest_silent()
 
 

@@ -75,7 +75,7 @@ class Toy(Runtime):
         return [f"play with {name}" for name in rendered["tasks"]]
 
     def start(self, work: Workload, sh: Shell) -> None:
-        owner.begin(work.run, self.name)
+        owner.create_owner(work.run, self.name)
         self.agents[work.run.name] = [
             subprocess.Popen(
                 task["command"], cwd=ROOT, env=os.environ | task["environment"], preexec_fn=processes.die_with_parent
@@ -145,7 +145,7 @@ def test_a_runtime_from_outside_runs_a_cluster(toy, script):
         assert EXIT_DONE == ending.down(folders.runs_dir(), None, 30, sh)  # of all that is left
         assert not toy.alive(run)
         assert "stopped" == run.load_summary().state
-        assert owner.read(run) is None
+        assert owner.read_owner(run) is None
     finally:
         toy.remove(run, sh, 0)
     assert [] == sh

@@ -172,8 +172,8 @@ class Injected:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with every look at a task's newest step."""
-    read, looks = injection.step_record.read, []
-    monkeypatch.setattr(injection.step_record, "read", lambda *words: looks.append(words) or read(*words))
+    read, looks = injection.step_record.read_step, []
+    monkeypatch.setattr(injection.step_record, "read_step", lambda *words: looks.append(words) or read(*words))
     return looks
 
 

@@ -12,7 +12,6 @@ from cluster.host.control import profile as tracing
 from cluster.host.launch import folders, startup, teardown
 from cluster.host.options.request import OPTIONS
 from cluster.host.runtime import tensorboard as board
-from cluster.host.view import interrupts
 from cluster.host.view.live import print_logs
 from cluster.host.view.status import read_status, status_table
 from cluster.system.errors import RunFailed, UsageError

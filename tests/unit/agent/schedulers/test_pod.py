@@ -41,7 +41,7 @@ def test_the_chief_lays_out_a_new_run(run, given):
     assert 8 == run.load_config()["global_batch"]
     assert run.started.time > 0
     assert 1 == len(run.generations())
-    lifecycle.await_begin(run, 0)
+    lifecycle.await_layout(run, 0)
 
 
 def test_a_pod_that_comes_back_leaves_a_run_under_way_alone(run, given):
@@ -64,10 +64,10 @@ def test_a_run_that_stopped_goes_on_with_the_cluster_of_the_manifests(run, given
     run.request_stop("chief")
     run.end("stopped", task="chief")
     with pytest.raises(TimedOut) as raised:
-        lifecycle.await_begin(run, 0)
+        lifecycle.await_layout(run, 0)
     assert EXIT_TIMEOUT == raised.value.exit_code
     pod.begin(run, records_of(tmp_path / "larger", workers=2))
-    lifecycle.await_begin(run, 0)
+    lifecycle.await_layout(run, 0)
     assert (None, False, 1) == (run.outcome, run.stop_requested, run.generation)
     assert 3 == len(run.load_cluster().tasks)
 
@@ -87,7 +87,7 @@ def test_the_exit_code_says_whether_to_start_again(run, given, outcome, code):
     pod.begin(run, given)
     if outcome:
         run.end(outcome.pop("state"), task="chief", **outcome)
-    assert code == lifecycle.exit_code(run)
+    assert code == lifecycle.result_code(run)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from cluster.agent.schedulers import lifecycle, service
-from cluster.contract.run.copies import Copy
+from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop
 from cluster.system.errors import EXIT_DONE, EXIT_PEER_LOST, TimedOut
@@ -33,23 +33,23 @@ def stopped(run: RunFolder, then: str) -> None:
 @pytest.mark.parametrize(("then", "code"), [(AfterStop.REQUEUE, EXIT_PEER_LOST), ("", EXIT_DONE)])
 def test_only_a_run_that_is_to_go_on_starts_again(run, then, code):
     stopped(run, then)
-    assert code == service.keep(agent(""), run, Copy.begin(run, "chief"))
+    assert code == service.keep(agent(""), run, TaskCopy.begin(run, "chief"))
 
 
 def test_an_agent_that_was_killed_is_started_again_by_the_swarm(run):
     kill = f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
-    assert 137 == service.keep(agent(kill), run, Copy.begin(run, "chief"))
+    assert 137 == service.keep(agent(kill), run, TaskCopy.begin(run, "chief"))
 
 
 def test_an_older_copy_of_a_task_ends_without_stopping_the_run(run, tmp_path, monkeypatch):
     monkeypatch.setattr(lifecycle, "COPY_S", 0.02)
     begun = tmp_path / "begun"
-    older = Copy.begin(run, "worker-0")
+    older = TaskCopy.begin(run, "worker-0")
     assert not older.is_superseded
 
     def start_another() -> None:
         wait_for(begun.exists, "the agent")
-        Copy.begin(run, "worker-0")
+        TaskCopy.begin(run, "worker-0")
 
     other = threading.Thread(target=start_another)
     other.start()

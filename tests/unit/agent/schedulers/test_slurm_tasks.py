@@ -11,7 +11,7 @@ from cluster.agent.schedulers import lifecycle, slurm
 from cluster.agent.schedulers.slurm import Replacements
 from cluster.contract import spec
 from cluster.contract.run import launch_records, records
-from cluster.contract.run.copies import Copy
+from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import TASK_LOST, RunFolder
 from cluster.contract.run.records import AfterStop
 from cluster.system import processes
@@ -151,7 +151,7 @@ def test_an_agent_that_is_killed_is_started_again(tmp_path, make_run, monkeypatc
     monkeypatch.setattr(lifecycle.signal, "signal", lambda *_: None)
     run = make_run()
     words: list[Any] = ["bash", "-c", f"[ -e {tmp_path}/again ] && exit 3; touch {tmp_path}/again; kill -9 $$"]
-    assert 3 == slurm.keep_agent(words, run, Copy.begin(run, "chief"))
+    assert 3 == slurm.keep_agent(words, run, TaskCopy.begin(run, "chief"))
 
 
 @pytest.mark.parametrize(("by", "requeued"), [(TASK_LOST, [["scontrol", "requeue", "7"]]), (slurm.TIME_LIMIT, [])])

@@ -38,7 +38,7 @@ def own(last_step: int, saved: int = -1) -> EndedAttempt:
     ],
 )
 def test_failures_are_counted_since_the_newest_progress(tried, count):
-    assert count == attempt_limits.without_progress(tried)
+    assert count == attempt_limits.count_without_progress(tried)
 
 
 MOST = attempt_limits.MAX_EXTERNAL_RESTARTS
@@ -66,7 +66,7 @@ LOST = [EndedAttempt(LOST_CONTACT, 5)] * (attempt_limits.MAX_LOST_CONTACTS + 1)
     ],
 )
 def test_too_many_attempts_without_progress_end_the_run(tried, limits, count):
-    assert count == attempt_limits.too_many(tried, *limits)
+    assert count == attempt_limits.count_over_limit(tried, *limits)
 
 
 def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch):
@@ -83,11 +83,11 @@ def test_failures_before_a_resume_do_not_count(make_run):
     for number in (1, 2):
         run.begin_generation(number, task="worker-0", cause="killed", kind=PROGRAM_FAILURE, last_step=5)
     run.event("worker-0", "restarted", kind=PROGRAM_FAILURE, last_step=5)
-    assert [5, 5] == [attempt.last_step for attempt in attempt_limits.of_gang(run, 2)]
-    assert 3 == attempt_limits.restarts(run, "worker-0")
+    assert [5, 5] == [attempt.last_step for attempt in attempt_limits.attempts_of_gang(run, 2)]
+    assert 3 == attempt_limits.count_restarts(run, "worker-0")
     run.begin_generation(3, resumed=True)
-    assert [] == attempt_limits.of_gang(run, 3) == attempt_limits.of_task(run, "worker-0")
-    assert 0 == attempt_limits.restarts(run, "worker-0")
+    assert [] == attempt_limits.attempts_of_gang(run, 3) == attempt_limits.attempts_of_task(run, "worker-0")
+    assert 0 == attempt_limits.count_restarts(run, "worker-0")
 
 
 # Attempts of a run, without processes
@@ -229,7 +229,7 @@ def test_the_culprit_is_the_task_that_failed_first(make_run):
     aborted = ends.End("worker-0", PROGRAM_FAILURE, "exit code 134", None, at=99.5, may_follow=True)
     later = ends.End("worker-2", PROGRAM_FAILURE, "exit code 70", "InternalError", at=101.0)
     for end in (lost, aborted, first, later):
-        ends.record(run, 0, end)
+        ends.record_end(run, 0, end)
     assert first == ends.root_cause(run, 0, later)
     assert aborted == ends.root_cause(make_run("other", workers=3), 0, aborted)
     (run.control / "ends" / "0-worker-3.json").write_text("{")

@@ -27,8 +27,8 @@ PROGRESS = "print('step 2/50 epoch 0.20 loss', flush=True)\n"
     ],
 )
 def test_whose_doing_an_end_is(code, kind):
-    assert kind == ends.kind_of(code, out_of_memory=False)
-    assert PROGRAM_FAILURE == ends.kind_of(code, out_of_memory=True)
+    assert kind == ends.classify_code(code, out_of_memory=False)
+    assert PROGRAM_FAILURE == ends.classify_code(code, out_of_memory=True)
 
 
 def error_of(tmp_path: Path, lines: str) -> tuple[int, str | None]:
@@ -74,7 +74,7 @@ def test_a_crash_in_native_code_names_the_call(tmp_path, number):
 
 def test_what_native_code_says_before_it_aborts_is_the_error():
     said = ["step 2", "F0000 00:00:17 7 tensor.cc:5] Check failed: a == b (1 vs. 2)", "*** stack ***"]
-    assert "Check failed: a == b (1 vs. 2)" == ends.error_in(said, -signal.SIGABRT)
+    assert "Check failed: a == b (1 vs. 2)" == ends.find_error(said, -signal.SIGABRT)
 
 
 def test_lines_that_tensorflow_logs_behind_an_error_are_no_part_of_it():
@@ -86,7 +86,7 @@ def test_lines_that_tensorflow_logs_behind_an_error_are_no_part_of_it():
         "  b",
         "W0000 00:00:1700000000.1 7 a.cc:1] careful",
     ]
-    assert "ValueError: a b" == ends.error_in(lines, 70)
+    assert "ValueError: a b" == ends.find_error(lines, 70)
 
 
 AUTO_SHARD = """\

@@ -75,7 +75,7 @@ def test_the_summary_counts_a_restart_from_the_injected_fault(run):
     why = {"task": "chief", "cause": "killed", "failed_at": started + 5, "step": 1}
     write_json(run.control / "generations" / "1.json", {"generation": 1, "time": started + 6} | why)
     write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 20})
-    split = summary.write(run, settle_s=0).goodput_split
+    split = summary.write_summary(run, settle_s=0).goodput_split
     assert (1.0, 1.0, 6.0) == (split["start"], split["compile"], split["restart"])
 
 
@@ -159,4 +159,4 @@ def test_goodput_is_the_share_of_time_in_steps_that_count(run):
         append_json(run.metrics("chief"), {"time": started + at, "step": step, "examples_per_s": 960.0})
     run.end("succeeded")
     write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 4})
-    assert 0.5 == summary.write(run, settle_s=0).goodput
+    assert 0.5 == summary.write_summary(run, settle_s=0).goodput

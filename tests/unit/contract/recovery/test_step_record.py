@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.contract.recovery import step_record
-from cluster.contract.recovery.step_record import Progress, StepRecord
+from cluster.contract.recovery.step_record import RecordedStep, StepRecord
 
 
 def test_the_newest_step_outlives_a_sigkill(make_run):
@@ -25,8 +25,8 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
 """
     done = subprocess.run([sys.executable, "-c", lines], check=False, cwd=Path(__file__).parents[4])
     assert -signal.SIGKILL == done.returncode
-    assert Progress(3, 12345) == step_record.read(run, "chief")
-    assert 12345 == step_record.last_step(run, "chief", 3) == step_record.newest(run, 3)
+    assert RecordedStep(3, 12345) == step_record.read_step(run, "chief")
+    assert 12345 == step_record.last_step(run, "chief", 3) == step_record.newest_step(run, 3)
     assert -1 == step_record.last_step(run, "chief", 4)
 
 
@@ -38,22 +38,22 @@ def test_a_torn_record_is_none(make_run, damage):
     StepRecord(run, "chief", 1).done(12)
     path = run.control / "steps" / "chief"
     path.write_bytes(damage)
-    assert step_record.read(run, "chief") is None
+    assert step_record.read_step(run, "chief") is None
     StepRecord(run, "chief", 1).done(13)
     if len(damage) <= 40:
-        assert Progress(1, 13) == step_record.read(run, "chief")
+        assert RecordedStep(1, 13) == step_record.read_step(run, "chief")
 
 
 def test_a_record_that_cannot_be_written_ends_nothing(make_run):
     run = make_run(workers=0)
     (run.control / "steps").write_text("in the way")
     StepRecord(run, "chief", 1).done(12)
-    assert step_record.read(run, "chief") is None
+    assert step_record.read_step(run, "chief") is None
 
 
 def test_single_steps_are_those_after_the_last_recorded_one(make_run):
     run = make_run(workers=0)
-    assert (None, -1) == (step_record.read(run, "chief"), step_record.newest(run, 0))
+    assert (None, -1) == (step_record.read_step(run, "chief"), step_record.newest_step(run, 0))
     assert range(0) == step_record.single_steps(run, 0, 25)
     assert range(26, 51) == step_record.single_steps(run, 1, 25, lambda mine: [mine, 26])  # others see it already
     run.begin_generation(1, task="chief", single_steps_from=26)

@@ -12,7 +12,7 @@ def test_a_run_that_ended_has_a_card_until_it_goes_on(make_run):
     run = make_run("one", workers=1)
     write_json(run.control / "result.json", {"steps": 7, "metrics": {"eval_accuracy": 0.5}, "weights_sha256": "ab"})
     run.end("succeeded")
-    summary.write(run, settle_s=0)
+    summary.write_summary(run, settle_s=0)
     text = run.card.read_text()
     assert text.startswith("# `one`: succeeded\n")
     for part in ("`eval_accuracy`: 0.5000", "`ab`", "chief, worker-0", "invoke rerun one"):
@@ -25,7 +25,7 @@ def test_a_run_that_ended_has_a_card_until_it_goes_on(make_run):
 def test_the_card_of_a_run_that_can_go_on_says_so(make_run, state):
     run = make_run("one", workers=0)
     run.end(state, task="chief", error="no more luck")
-    summary.write(run, settle_s=0)
+    summary.write_summary(run, settle_s=0)
     assert "invoke up --resume one" in run.card.read_text()
     assert (state == "failed") is ("`no more luck`" in run.card.read_text())
 

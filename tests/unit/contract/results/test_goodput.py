@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 
 from cluster.contract.results import goodput
-from cluster.contract.run.records import Activity, Ledger
+from cluster.contract.run.records import Activity, TimeLedger
 
 
-def ledger(generation: int, began: float, first_step_at: float | None, updated_at: float, **values: Any) -> Ledger:
+def ledger(generation: int, began: float, first_step_at: float | None, updated_at: float, **values: Any) -> TimeLedger:
     """Return the chief's ledger of a generation, in seconds from the run's start."""
     seconds = Activity(**{"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0} | values.pop("seconds", {}))
     known = {"first": 0, "step": 0, "timed_steps": 0, "seconds": seconds} | values
-    return Ledger(generation=generation, began=began, first_step_at=first_step_at, updated_at=updated_at, **known)
+    return TimeLedger(generation=generation, began=began, first_step_at=first_step_at, updated_at=updated_at, **known)
 
 
-def split(ended: float, *ledgers: Ledger, failures: dict[int, float] | None = None) -> dict[str, float]:
+def split(ended: float, *ledgers: TimeLedger, failures: dict[int, float] | None = None) -> dict[str, float]:
     """Return the parts that are not 0, once they are all there and add up."""
     parts = goodput.split(0.0, ended, ledgers, failures or {})
     assert parts is not None

@@ -83,7 +83,7 @@ def runs(make_run) -> tuple[RunFolder, RunFolder]:
     for run in (calm, going):
         damage.fill(run)
     calm.end("succeeded", task="chief")
-    summary.write(calm, settle_s=0)
+    summary.write_summary(calm, settle_s=0)
     return calm, going
 
 
@@ -176,7 +176,7 @@ def live(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
     calm = make_run("calm", workers=1)
     damage.fill(calm)
     calm.end("succeeded", task="chief")
-    summary.write(calm, settle_s=0)
+    summary.write_summary(calm, settle_s=0)
     before = contents(calm)
     gang = start_gang("work()", workers=1)
     for task in ("chief", "worker-0"):

@@ -12,7 +12,7 @@ import pytest
 from cluster.contract.run import heartbeat
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.summary_records import Result
+from cluster.contract.run.summary_records import RunResult
 from cluster.system.json_files import RESERVE, read_json, write_json
 from tests.support.waiting import together, wait_for
 
@@ -216,7 +216,7 @@ def test_a_generation_that_a_power_failure_left_empty_has_not_begun(run, left):
 def test_an_outcome_and_a_stop_that_were_left_empty_are_none(run, left):
     for name in ("outcome", "stop", "result"):
         (run.control / f"{name}.json").write_bytes(left[:1])
-    assert (None, False, Result()) == (run.outcome, run.stop_requested, run.result)
+    assert (None, False, RunResult()) == (run.outcome, run.stop_requested, run.result)
     assert run.end("failed")
     assert run.request_stop("a test")
     assert ("failed", True) == (run.outcome.state, run.stop_requested)

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.agent.task_process import Script
 from cluster.contract.run import logs
-from cluster.contract.run.logs import GAP, LINE_BYTES, Reader
+from cluster.contract.run.logs import GAP, LINE_BYTES, LogReader
 from tests.support.waiting import wait_for
 
 
@@ -28,7 +28,7 @@ def copied(data: bytes, log: Path, noise: tuple[bytes, ...] = ()) -> list[str]:
     return last
 
 
-def read(reader: Reader, *, ended: bool = True) -> list[bytes]:
+def read(reader: LogReader, *, ended: bool = True) -> list[bytes]:
     return list(reader.lines(ended=ended))
 
 
@@ -74,7 +74,7 @@ def test_of_a_log_without_end_the_beginning_and_the_end_are_kept(log, monkeypatc
     for number in range(1000):
         logs.append(log, b"line %d\n" % number)
     assert {"chief.log", "chief.log.first", "chief.log.previous"} == {path.name for path in log.parent.iterdir()}
-    lines = read(Reader(log))
+    lines = read(LogReader(log))
     at = lines.index(GAP.strip())
     numbers = [int(line.split()[1]) for line in lines[:at]]
     assert numbers == list(range(len(numbers)))
@@ -85,7 +85,7 @@ def test_of_a_log_without_end_the_beginning_and_the_end_are_kept(log, monkeypatc
 
 def test_whoever_follows_a_log_misses_and_repeats_nothing(log, monkeypatch):
     monkeypatch.setattr(logs, "PART_BYTES", 1000)
-    reader, seen, numbers = Reader(log), [], itertools.count(1)
+    reader, seen, numbers = LogReader(log), [], itertools.count(1)
     for size in itertools.islice(itertools.cycle([0, 1, 5, 30]), 60):
         for number in itertools.islice(numbers, size):
             logs.append(log, b"line %d\n" % number)
@@ -95,7 +95,7 @@ def test_whoever_follows_a_log_misses_and_repeats_nothing(log, monkeypatch):
 
 
 def test_half_a_line_is_shown_once_it_is_whole_or_the_last(log):
-    reader = Reader(log)
+    reader = LogReader(log)
     assert [] == read(reader, ended=False)
     log.write_bytes(b"one\nha")
     assert [b"one"] == read(reader, ended=False)
@@ -113,7 +113,7 @@ def test_of_a_huge_log_the_end_is_read(log, monkeypatch):
         file.truncate(10**12)
         file.seek(10**12)
         file.write(b"\nend\n")
-    reader = Reader(log)
+    reader = LogReader(log)
     lines = read(reader, ended=False)
     assert (GAP.strip(), b"end") == (lines[0], lines[-1])
     assert len(lines) < 15
@@ -137,7 +137,7 @@ def test_two_programs_of_a_task_print_to_one_log(log, monkeypatch):
         threading.Thread(target=lambda at=at: [logs.append(log, b"%d " % at * 50 + b"\n") for _ in range(300)])
         for at in range(3)
     ]
-    reader, seen = Reader(log), []
+    reader, seen = LogReader(log), []
     for writer in writers:
         writer.start()
     wait_for(lambda: seen.extend(read(reader)) or not any(writer.is_alive() for writer in writers), "the writers")
@@ -175,4 +175,4 @@ def test_the_state_of_a_progress_bar_is_logged_before_its_line_ends(log, monkeyp
         wait_for(lambda: log.exists() and "2/9 ---" == logs.last_line(log), "the second state")
         program.close()
         copying.join()
-    assert [b"Epoch 1/2\r", b"\b\b\r1/9 ---\b\b\r2/9 ---\b\b\r3/9"] == read(Reader(log))
+    assert [b"Epoch 1/2\r", b"\b\b\r1/9 ---\b\b\r2/9 ---\b\b\r3/9"] == read(LogReader(log))

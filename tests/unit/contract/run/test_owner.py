@@ -113,7 +113,7 @@ def test_a_damaged_record_owns_nothing(make_run, record):
     run = make_run(workers=0)
     owner.record_path(run).parent.mkdir(exist_ok=True)
     owner.record_path(run).write_text(record)
-    assert owner.read(run) is None
+    assert owner.read_owner(run) is None
     assert [] == supervisor.processes_left(run)
     assert 0 == supervisor.kill(run)
 

@@ -224,7 +224,7 @@ def _(make_run: Callable[..., RunFolder]) -> Provoked:
     run = make_run("mine")
 
     def twice() -> None:
-        with claim.hold(run, "started"), claim.hold(run, "resumed", wait_s=0):
+        with claim.hold_claim(run, "started"), claim.hold_claim(run, "resumed", wait_s=0):
             pass
 
     return refused(twice)
@@ -234,7 +234,7 @@ def _(make_run: Callable[..., RunFolder]) -> Provoked:
 def _(make_run: Callable[..., RunFolder], program: Callable[[str, str], Path]) -> Provoked:
     program("docker", 'echo "Cannot connect to the Docker daemon. Is the docker daemon running?" >&2; exit 1')
     run = make_run("mine")
-    owner.begin(run, "docker")
+    owner.create_owner(run, "docker")
     write_json(run.compose, {"runtime": "docker", "tasks": {}})
     return refused(lambda: teardown.find_leftovers(run.path.parent).check(None))
 

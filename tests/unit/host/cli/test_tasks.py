@@ -110,7 +110,7 @@ def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys,
 def test_down_ends_every_run_that_is_left_and_tensorboard(make_run, monkeypatch, capsys):
     left, stopped = make_run("left"), []
     make_run("ended")
-    owner.begin(left, "local")
+    owner.create_owner(left, "local")
     monkeypatch.setattr(engine, "ask", lambda *words: (127, "docker is not installed"))
     monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run == left else [])
     monkeypatch.setattr(supervisor, "kill", stopped.append)

@@ -110,7 +110,7 @@ def test_a_run_in_progress_stays(old, monkeypatch):
 
 def test_a_run_that_another_command_holds_stays(old):
     run = old("one")
-    with claim.hold(run, "resumed"):
+    with claim.hold_claim(run, "resumed"):
         assert 1 == clean(older="7d", yes=True)
     assert run.path.exists()
 
@@ -127,7 +127,7 @@ def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(old, m
     assert run.path == folders.free_folder("one").path
     assert [] == listing.rows(run.path.parent)
     assert [run] == [old.run for old in ending.find_old(run.path.parent, 0)]
-    with claim.hold(run, "started"):
+    with claim.hold_claim(run, "started"):
         monkeypatch.setattr(claim, "_mine", set())  # by another process, which is about to complete it
         with pytest.raises(claim.Taken):
             folders.check_folder(run, resumes=False, replaces=False)

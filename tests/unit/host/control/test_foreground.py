@@ -9,7 +9,7 @@ import pytest
 
 from cluster.contract.run import heartbeat, owner
 from cluster.contract.run.folder import LOST_AFTER_S
-from cluster.contract.run.heartbeat import LONGEST_LOOK_S, LivenessMonitor, look_once, silent
+from cluster.contract.run.heartbeat import LONGEST_LOOK_S, LivenessMonitor, is_silent, read_live_heartbeats
 from cluster.host.control import foreground
 from cluster.host.image import engine
 from cluster.system import processes
@@ -112,7 +112,7 @@ def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run, supervised):
     """It writes the heartbeats of all tasks while it imports what they need, and hardly can on a loaded machine."""
     run, clock = make_run(), [0.0]
     this = processes.identity(os.getpid())
-    owner.record_supervisor(run, owner.begin(run, "local"), this if supervised else this | {"start_ticks": 0})
+    owner.record_supervisor(run, owner.create_owner(run, "local"), this if supervised else this | {"start_ticks": 0})
     beat(run, "chief", age_s=0, state="starting")
     monitor = LivenessMonitor(run, lambda: clock[0])
     monitor.look()
@@ -129,16 +129,16 @@ def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run, supervised):
 @pytest.mark.parametrize("age_s", [60, -60, 1e6])
 def test_whoever_asks_once_looks_twice_and_calls_lost_what_does_not_change(make_run, monkeypatch, age_s):
     run = make_run()
-    assert silent(run)
+    assert is_silent(run)
     monkeypatch.setattr(heartbeat, "SECOND_LOOK_S", 0.05)
     for state, shown in (("training", "lost"), ("done", "done")):
         beat(run, "chief", state, age_s=age_s)
-        assert shown == look_once(run)["chief"].state
+        assert shown == read_live_heartbeats(run)["chief"].state
     beat(run, "chief", age_s=age_s)
-    assert silent(run)
+    assert is_silent(run)
     monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: beat(run, "chief", age_s=age_s - 1))
-    assert "training" == look_once(run)["chief"].state
-    assert not silent(run)
+    assert "training" == read_live_heartbeats(run)["chief"].state
+    assert not is_silent(run)
 
 
 def test_watching_asks_no_engine(make_run, monkeypatch):

@@ -60,7 +60,7 @@ def invoke(tmp_path) -> Iterator[Up]:
     for command in commands:
         command.kill()
         command.communicate()
-    for run in owner.recorded(tmp_path / "runs"):
+    for run in owner.recorded_runs(tmp_path / "runs"):
         supervisor.kill(run)
 
 
@@ -172,7 +172,7 @@ def test_what_has_no_dry_run_refuses_invoke_s_own(invoke, tmp_path):
 def test_a_run_that_is_being_started_is_ended_once_it_is(make_run, start_gang):
     gang = start_gang("train(2), work()", workers=0)
     ended = threading.Thread(target=lambda: ending.end(gang.run, "a test", 0, Commands()))
-    with claim.hold(gang.run, "started"):
+    with claim.hold_claim(gang.run, "started"):
         ended.start()
         wait_for(lambda: gang.run.stop_requested, "the request to stop")
         assert supervisor.running(gang.run) or gang.run.outcome  # nobody kills what somebody else is at work on
@@ -184,7 +184,7 @@ def test_a_run_that_is_being_started_is_ended_once_it_is(make_run, start_gang):
 def test_a_run_is_scaled_by_nobody_while_another_is_at_work_on_it(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
-    with claim.hold(gang.run, "resumed"), pytest.raises(claim.Taken, match="is being resumed by process"):
+    with claim.hold_claim(gang.run, "resumed"), pytest.raises(claim.Taken, match="is being resumed by process"):
         scaling.scale(gang.run, "1", "", Commands())
     assert not gang.run.stop_requested
 
@@ -202,26 +202,26 @@ def test_a_claim_ends_with_its_process(make_run):
     lines = (
         "import sys, time; from pathlib import Path\n"
         "from cluster.contract.run import claim; from cluster.contract.run.folder import RunFolder\n"
-        "with claim.hold(RunFolder(Path(sys.argv[1])), 'started'):\n print('held', flush=True)\n time.sleep(600)"
+        "with claim.hold_claim(RunFolder(Path(sys.argv[1])), 'started'):\n print('held', flush=True)\n time.sleep(600)"
     )
     command = [sys.executable, "-c", lines, str(run.path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout
         assert "held\n" == holder.stdout.readline()
-        assert claim.held(run)
+        assert claim.is_held(run)
         message = f"run 'run' is being started by process {holder.pid}"
-        with pytest.raises(claim.Taken, match=message), claim.hold(run, "ended", wait_s=0):
+        with pytest.raises(claim.Taken, match=message), claim.hold_claim(run, "ended", wait_s=0):
             pass
         holder.send_signal(signal.SIGKILL)
-    with claim.hold(run, "ended"):
+    with claim.hold_claim(run, "ended"):
         pass
-    assert not claim.held(run)
+    assert not claim.is_held(run)
 
 
 def test_a_claim_that_cannot_be_made_says_what_to_do(tmp_path):
     (tmp_path / "runs").write_text("a file")
     run = RunFolder(tmp_path / "runs" / "one")
-    with pytest.raises(PrerequisiteError, match="set RUNS_DIR"), claim.hold(run, "started"):
+    with pytest.raises(PrerequisiteError, match="set RUNS_DIR"), claim.hold_claim(run, "started"):
         pass
 
 

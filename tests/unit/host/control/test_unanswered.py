@@ -90,19 +90,19 @@ def test_down_ends_local_runs_and_names_those_in_an_engine_that_is_gone(client, 
     gang = start_gang("train(2), work()", workers=0)
     contained = make_run("contained")
     assert EXIT_DONE == code_of("down", context, run="contained")  # nothing was in an engine
-    owner.begin(contained, "docker")
+    owner.create_owner(contained, "docker")
     assert EXIT_PREREQUISITE == code_of("down", context, timeout="0")
     assert [] == supervisor.processes_left(gang.run)
     (error,) = capsys.readouterr().err.splitlines()
     assert "contained" in error
     assert "Cannot connect" in error
     assert EXIT_PREREQUISITE == code_of("down", context, run="contained", timeout="0")
-    assert owner.read(contained)  # the next `down` knows of it
+    assert owner.read_owner(contained)  # the next `down` knows of it
 
 
 def test_down_goes_on_behind_a_run_that_cannot_be_ended(client, context, start_gang, make_run, capsys):
     first = make_run("a-first")
-    owner.begin(first, "docker")
+    owner.create_owner(first, "docker")
     project = compose_services.project(first.path)
     fails = "*' down '*) echo broken >&2; exit 9;;"
     client(f"{ANSWERS}\ncase \"$*\" in 'network ls'*) printf '{project}\\t\\n';; {fails} esac")
@@ -111,7 +111,7 @@ def test_down_goes_on_behind_a_run_that_cannot_be_ended(client, context, start_g
     assert [] == supervisor.processes_left(gang.run)
     shown = capsys.readouterr()
     assert "later is down" in shown.out
-    assert owner.read(first)
+    assert owner.read_owner(first)
 
 
 def test_down_ends_what_a_removed_folder_left(client, context, tmp_path, capsys):
@@ -127,7 +127,7 @@ def test_down_ends_what_a_removed_folder_left(client, context, tmp_path, capsys)
 
 def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(make_run, capsys):
     run = make_run(workers=0)
-    owner.begin(run, "docker")
+    owner.create_owner(run, "docker")
     end(run, "succeeded")
 
     def sh(command: str) -> None:
@@ -137,7 +137,7 @@ def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(make_r
     shown = capsys.readouterr()
     assert "succeeded: " in shown.out
     assert "invoke down run" in shown.err
-    assert owner.read(run)
+    assert owner.read_owner(run)
 
 
 def test_a_tensorboard_that_does_not_start_ends_no_run(start_gang, capsys, monkeypatch):
@@ -187,7 +187,7 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(client, context
     _, down = (line for line in calls.read_text().splitlines() if " up " in line or " down " in line)
     assert f"--project-name {compose_services.project(run.path)} " in down
     assert "stopped" == read_json(run.summary)["state"]
-    assert owner.read(run) is None
+    assert owner.read_owner(run) is None
 
 
 def test_of_two_that_start_containers_the_loser_ends_nothing(client, tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def test_leftovers_are_the_runs_of_this_folder_that_live(make_run, monkeypatch):
     make_run("ended")
     gone, contained = RunFolder(left.path.with_name("gone")), RunFolder(left.path.with_name("contained"))
     for run, runtime in ((left, "local"), (gone, "local"), (contained, "docker")):
-        owner.begin(run, runtime)
+        owner.create_owner(run, runtime)
     monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run in (left, gone) else [])
     monkeypatch.setattr(engine, "ask", lambda *words: (1, "no engine"))
     found = teardown.find_leftovers(folders.runs_dir())

@@ -54,7 +54,7 @@ def run(tmp_path) -> RunFolder:
     folder = RunFolder(tmp_path / "runs" / "a-run")
     folder.create()
     write_json(folder.compose, {"runtime": "slurm", "script": ""})
-    owner.begin(folder, "slurm")
+    owner.create_owner(folder, "slurm")
     return folder
 
 
@@ -112,7 +112,7 @@ def test_what_is_left_is_found_by_the_name_of_its_job(run, monkeypatch):
     site(run, monkeypatch, "down")
     assert runtime.find_leftovers(run.path.parent, ["a-run"]).unreachable
     assert not runtime.find_leftovers(run.path.parent, ["another"]).unreachable  # Slurm is not asked for nothing
-    owner.forget(run)
+    owner.remove_owner(run)
     there = site(run, monkeypatch, "down")
     assert not slurm.Slurm().find_leftovers(run.path.parent, ["a-run"]).unreachable
     assert 0 == there.questions

@@ -75,7 +75,7 @@ def run(tmp_path) -> RunFolder:
     """A run on a Swarm."""
     folder = RunFolder(tmp_path / "runs" / "a-run")
     folder.create()
-    owner.begin(folder, "swarm")
+    owner.create_owner(folder, "swarm")
     return folder
 
 

@@ -148,4 +148,4 @@ def test_the_exit_code_reports_how_the_run_ended(ended, code):
 def test_a_run_that_claims_to_start_after_its_end_took_no_time(run):
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"time": time.time() + 60})
     run.end("succeeded")
-    assert 0.0 == summary.write(run, settle_s=0).wall_s
+    assert 0.0 == summary.write_summary(run, settle_s=0).wall_s

@@ -60,7 +60,7 @@ def test_the_cause_must_have_the_error_once_and_the_call(keras, tmp_path, capsys
     with pytest.raises(ValueError, match="must end in") as raised:
         exec(compile(script.read_text(), str(script), "exec"), {"keras": keras, "__name__": "__main__"})
     hook.explain(raised.type, raised.value, raised.tb)
-    cause = ends.error_in(capsys.readouterr().err.splitlines(), 1)
+    cause = ends.find_error(capsys.readouterr().err.splitlines(), 1)
     assert cause is not None
     assert cause.startswith("ValueError: The filepath provided must end in")
     assert 1 == cause.count("must end in")
