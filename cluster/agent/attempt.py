@@ -153,6 +153,8 @@ class Attempt:
         if finding:
             stopped = finding.stopped or (finding.kind == "frozen" and program.is_stopped)
             return self._with_finding(facts, finding, stopped=stopped)
+        if self.phase is Phase.RUNNING and (self.serves or self.task.role == Role.EVALUATOR):
+            facts = self._observe_chief(facts)
         return replace(facts, grace_is_over=0.0 < self.grace_ends < time.monotonic())
 
     def _with_finding(self, facts: Facts, finding: Stall, *, stopped: bool = False) -> Facts:
@@ -205,24 +207,29 @@ class Attempt:
 
     def _observe_work(self, facts: Facts) -> Facts:
         """Observe after the program's work is done whether the others still work and the chief's is done."""
-        facts = replace(facts, state=self.state)
-        is_chief = self.task.role == Role.CHIEF
-        if not is_chief:
-            chief = self.run.heartbeat(Role.CHIEF.value)
-            done = chief is not None and (chief.state, chief.generation) == (facts.state, self.generation)
-            done &= facts.state in (TaskState.DONE, TaskState.STOPPED)  # a sidecar that died reports neither
-            self._chief_done_s = self._chief_done_s + POLL_S if done else 0.0
-            facts = replace(facts, chief_done_s=self._chief_done_s)
-        finding = self.watchdog.examine() if self.scripted or not is_chief else None
+        facts = self._observe_chief(replace(facts, state=self.state))
+        finding = self.watchdog.examine() if self.scripted or self.task.role != Role.CHIEF else None
         if finding and finding.task != self.task.name:  # its program has ended
             return self._with_finding(facts, finding)
+        return facts
+
+    def _observe_chief(self, facts: Facts) -> Facts:
+        """Observe for how long the chief's work has been done without an outcome, and which outcome is due."""
+        if self.task.role != Role.CHIEF:
+            chief = self.watchdog.newest_beat(Role.CHIEF.value)
+            # A sidecar that died, or a program that never ends by itself, reports neither state.
+            state = chief.state if chief and chief.state in (TaskState.DONE, TaskState.STOPPED) else ""
+            if self.phase is Phase.DONE and state != facts.state:
+                state = ""
+            self._chief_done_s = self._chief_done_s + POLL_S if state else 0.0
+            facts = replace(facts, chief_done_s=self._chief_done_s, chief_state=state)
         if not decide.records_outcome(facts):
             return facts
         if self.scripted:
             training = {task.name for task in self.spec.tasks if not self.spec.serves(task)}
             return replace(facts, all_are_done=training <= self._tasks_in(TaskState.DONE))
-        withdrawn = facts.state == TaskState.STOPPED and self.run.folder.stop_withdrawn(self.generation)
-        return replace(facts, stop_withdrawn=withdrawn)
+        withdrawn = TaskState.STOPPED in (facts.state, facts.chief_state)
+        return replace(facts, stop_withdrawn=withdrawn and self.run.folder.stop_withdrawn(self.generation))
 
     def _tasks_in(self, state: TaskState) -> set[str]:
         beats = self.run.heartbeats().values()

@@ -126,6 +126,8 @@ class Facts:
 
     chief_done_s: float = 0.0
     """For how long the chief's work has been done without an outcome."""
+    chief_state: str = ""
+    """The state in which the chief's work has ended."""
     all_are_done: bool = False
     """Whether every script that trains has ended with 0."""
     stop_withdrawn: bool = False
@@ -239,6 +241,8 @@ def _after_missed_rendezvous(facts: Facts) -> Action:
 
 
 def _while_running(facts: Facts) -> Action:
+    if facts.chief_done_s > SILENT_S:  # its agent stands still, and this program would not end by itself
+        return _when_done(replace(facts, state=facts.chief_state))
     # An evaluator ends after the run, whose last checkpoint it evaluates.
     if facts.stop_requested and not facts.serves and facts.role != Role.EVALUATOR:
         # A training program may take as long as it needs to save.

@@ -292,6 +292,10 @@ NEVER_RECORDS = Drawn(
 """The chief's agent is frozen, while its program trains to the end."""
 
 
+NOBODY_ENDS = replace(NEVER_RECORDS, topology={"workers": 1, "ps": 1, "evaluator": True})
+"""The same, where the programs of the other tasks do not end by themselves."""
+
+
 STALE = Drawn(
     {"workers": 2}, scripted=False, steps=25, save_every=5, faults=[(15.0, "kill program", "worker-0", 0.0)],
     linked=True, stale_s=60.0,

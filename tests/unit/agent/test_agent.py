@@ -360,27 +360,6 @@ def test_kills_at_one_step_that_never_end_fail_the_run(start_gang):
         assert known in cause["error"]
 
 
-def test_a_worker_of_parameter_servers_that_cannot_work_fails_the_run(start_gang):
-    lines = "if NAME == 'worker-0': sys.exit(70)\n" + SERVERS_SERVE + "train(3), work()"
-    gang = start_gang(lines, workers=2, ps=1)
-    summary = gang.summary()
-    assert ("failed", "worker-0", 0) == (summary["state"], summary["cause"]["task"], gang.run.generation)
-    assert 3 == len(gang.events("restarted"))
-
-
-def test_an_abort_that_follows_from_another_crash_is_not_the_culprit(start_gang):
-    lines = """
-train(3)
-if GENERATION: meet(), finish()
-if NAME == 'worker-0': meet(), die(6)
-until(lambda: (run.control / 'ends' / '0-worker-0.json').exists())
-die(11)
-"""
-    gang = start_gang(lines, workers=1)
-    assert [(1, "chief")] == restarts(gang.summary())
-    assert "program failure" == record(gang.run, 1).kind
-
-
 # Pauses
 
 
@@ -401,30 +380,6 @@ def test_a_stop_ends_a_pause_of_the_gang(start_gang):
     gang.run.request_stop("a test")
     assert "stopped" == gang.summary()["state"]
     assert time.monotonic() - began < float(LONG_PAUSE_S) / 2
-
-
-@pytest.mark.usefixtures("long_pause")
-def test_a_stop_ends_a_pause_of_the_evaluator(start_gang):
-    gang = start_gang("if NAME == 'evaluator': sys.exit('no data')\ntrain(3), work()", workers=0, evaluator=True)
-    wait_for(lambda: pausing(gang, "evaluator") and gang.beat("chief").step == 3, "the evaluator's pause")
-    began = time.monotonic()
-    gang.run.request_stop("a test")
-    assert ("stopped", 0) == (gang.summary()["state"], gang.summary()["tasks"]["chief"])
-    assert time.monotonic() - began < float(LONG_PAUSE_S) / 2
-
-
-@pytest.mark.usefixtures("long_pause")
-def test_a_stop_brings_back_a_worker_that_the_chief_saves_with(start_gang):
-    lines = """
-if NAME == 'worker-0' and not RESTARTS: until(lambda: run.newest_step == 3), sys.exit(70)
-if NAME != 'chief': serve()
-train(3), until(lambda: run.heartbeats()['worker-0'].state == 'training', timeout_s=300), work()
-"""
-    gang = start_gang(lines, workers=1, ps=1)
-    wait_for(lambda: pausing(gang, "worker-0") and gang.beat("chief").step == 3, "the worker's pause")
-    gang.run.request_stop("a test")
-    summary = gang.summary()
-    assert ("stopped", 3, 0) == (summary["state"], summary["steps"], summary["tasks"]["chief"])
 
 
 # A task that is killed with its agent

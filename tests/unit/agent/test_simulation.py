@@ -154,7 +154,9 @@ def test_an_older_copy_whose_rendezvous_timed_out_fails_nothing(simulated):
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=HELD_UP), 50)}
 
 
-@pytest.mark.parametrize("drawn", [mutations.NEVER_JOINS, mutations.NEVER_BEGINS, mutations.NEVER_RECORDS])
+@pytest.mark.parametrize(
+    "drawn", [mutations.NEVER_JOINS, mutations.NEVER_BEGINS, mutations.NEVER_RECORDS, mutations.NOBODY_ENDS]
+)
 def test_a_run_survives_or_names_a_process_that_is_frozen_permanently(simulated, drawn):
     for schedule in islice(schedules(drawn=drawn), 30):
         schedule.run()
