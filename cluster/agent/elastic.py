@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,6 @@ from cluster.contract.recovery import attempt_limits
 from cluster.contract.recovery.attempt_limits import EXTERNAL
 from cluster.contract.recovery.ends import End
 from cluster.contract.run import joining, membership
-from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop, TaskState
 from cluster.contract.spec import ClusterSpec, Role, Task
@@ -45,20 +43,6 @@ PROBE_S = 0.5
 """How long a task that has returned gets to answer the chief."""
 DECISION_S = 5.0
 """How much longer than the chief's agent may take to decide the others wait for it."""
-
-
-@dataclass(frozen=True)
-class Elasticity:
-    """The requested number of workers that is enough, and whether returning workers are taken in automatically."""
-
-    min_workers: int
-    grow: bool = False
-
-    @classmethod
-    def of(cls, run: RunFolder) -> Elasticity | None:
-        """Return the elasticity that a run was started with; None if it needs every task."""
-        started = run.started
-        return None if started.min_workers is None else cls(started.min_workers, started.grow)
 
 
 def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) -> frozenset[str] | None:
@@ -129,8 +113,10 @@ class Members:
 
     def __init__(self, run: RunView, everyone: ClusterSpec, task: Task) -> None:
         self._run, self._everyone, self._task = run, everyone, task
-        self._elasticity = Elasticity.of(run.folder)
-        self._decides = self._elasticity is not None and task.role == Role.CHIEF
+        started = run.folder.started
+        self._min_workers, self._grow = started.min_workers, started.grow
+        """The number of workers that is enough, None if the run needs all; whether returning workers are taken in."""
+        self._decides = self._min_workers is not None and task.role == Role.CHIEF
         self._returns: Returns | None = None
         self._looked = -LOOK_S
         self._waits = False
@@ -157,13 +143,13 @@ class Members:
         missing only if its hub is silent, too: it passes the rendezvous later than those that it waits for.
         """
         chief_is_gone = Role.CHIEF.value in missing and not self._run.hub_is_current
-        if self._elasticity is None or self._decides or chief_is_gone:
+        if self._min_workers is None or self._decides or chief_is_gone:
             return timeout_s
         return 2 * timeout_s + DECISION_S  # the chief may have come as late as it could
 
     def variables(self, cluster: ClusterSpec) -> dict[str, str]:
         """Return the variables that an attempt's program gets for the cluster of its generation."""
-        if self._elasticity is None or self._task not in cluster.tasks:
+        if self._min_workers is None or self._task not in cluster.tasks:
             return {}
         return {"TF_CONFIG": tf_config.dumps(cluster, self._task) or ""}
 
@@ -183,11 +169,10 @@ class Members:
 
         None: it needs them, or another agent decides that.
         """
-        if not self._decides:
+        if not self._decides or self._min_workers is None:
             return None
-        assert self._elasticity
         absent = membership.left_out(self._run.folder, generation) | set(missing)
-        if (left_out := leave_out(self._everyone, absent, self._elasticity.min_workers)) is None:
+        if (left_out := leave_out(self._everyone, absent, self._min_workers)) is None:
             return None
         cause = describe_change(self._everyone, left_out, missing, timeout_s)
         begun = self._run.begun(generation)
@@ -250,7 +235,7 @@ class Members:
     def take_in_returned(self, recovery: Restarter, generation: int) -> None:
         """Begin a generation with the tasks that have returned, at a checkpoint; to be called often."""
         now = time.monotonic()
-        if not self._decides or now - self._looked < LOOK_S or not (self._elasticity and self._elasticity.grow):
+        if not self._decides or now - self._looked < LOOK_S or not self._grow:
             return
         self._looked = now
         if not (left_out := membership.left_out(self._run.folder, generation)):

@@ -91,7 +91,11 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
             f"--callbacks {callbacks} with --strategy pipeline on {len(cluster.members)} tasks: none has the whole "
             "model that callbacks are given; use --workers 0, or leave it out"
         )
-    _check_undivided(config)
+    if ":" in (name := config.get("optimizer", {}).get("name", "")):
+        raise UsageError(
+            f"--optimizer.name {name} with --strategy pipeline, whose stages update apart: use an optimizer of Keras, "
+            "such as adam"
+        )
     if pipeline.get("schedule") == "pipedream":
         if cluster.pipelines > 1:
             raise UsageError(
@@ -105,15 +109,6 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
             raise UsageError(
                 "--optimizer.clip-norm with --schedule pipedream: no stage waits for the others' norms; use 1f1b"
             )
-
-
-def _check_undivided(config: dict[str, Any]) -> None:
-    """Check that a configuration for stages has no update that needs the gradients of the whole model."""
-    if ":" in (name := config.get("optimizer", {}).get("name", "")):
-        raise UsageError(
-            f"--optimizer.name {name} with --strategy pipeline, whose stages update apart: use an optimizer of Keras, "
-            "such as adam"
-        )
 
 
 def check_precision(cluster: ClusterSpec, precision: str) -> None:

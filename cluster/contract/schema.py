@@ -24,25 +24,19 @@ MAX_NUMBER = 1e30
 MAX_SECONDS = 1e11
 
 
-def count(value: Any) -> int:
-    """A whole number, at least 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
-        raise unexpected("a whole number from 0", value)
-    return value
+def _whole(expected: str, low: int, high: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise unexpected(expected, value)
+        return value
+
+    return check
 
 
-def step(value: Any) -> int:
-    """The number of finished steps; -1 for none."""
-    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= MAX_COUNT:
-        raise unexpected("a number of steps", value)
-    return value
-
-
-def code(value: Any) -> int:
-    """An exit code."""
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > 2**31:
-        raise unexpected("an exit code", value)
-    return value
+count = _whole("a whole number from 0", 0, MAX_COUNT)
+step = _whole("a number of steps", -1, MAX_COUNT)
+"""The number of finished steps; -1 for none."""
+code = _whole("an exit code", -(2**31), 2**31)
 
 
 def number(value: Any) -> float:
