@@ -12,8 +12,6 @@ import pytest
 
 from cluster.agent import agent
 from cluster.agent.run_view import RunView
-from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Generation
 from cluster.contract.run.summary_records import Summary
 from cluster.host.control import foreground
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
@@ -322,10 +320,6 @@ def restarts(summary: dict[str, Any]) -> list[tuple[int, str]]:
     return [(restart["generation"], restart["task"]) for restart in summary["restarts"]]
 
 
-def record(run: RunFolder, generation: int) -> Generation:
-    return run.generations()[generation]
-
-
 @pytest.mark.parametrize(
     ("end", "error"),
     [
@@ -340,14 +334,6 @@ def test_a_program_that_fails_at_one_step_again_and_again_fails_the_run(start_ga
     assert "failed" == summary["state"]
     assert {"task": "worker-0", "exit_code": 1, "step": 5, "error": error}.items() <= summary["cause"].items()
     assert [(1, "worker-0"), (2, "worker-0"), (3, "worker-0")] == restarts(summary)
-
-
-def test_kills_from_outside_at_one_step_do_not_end_the_run(start_gang):
-    lines = "if GENERATION < 2 and NAME == 'chief': work()\ntrain(5)\nif GENERATION < 2: die()\nmeet(), finish()"
-    gang = start_gang(lines, workers=1, max_restarts=0)
-    summary = gang.summary()
-    assert ("succeeded", 2) == (summary["state"], len(summary["restarts"]))
-    assert {("external", 5, 0.0)} == {(g.kind, g.last_step, g.pause_s) for g in gang.run.generations() if g.task}
 
 
 def test_kills_at_one_step_that_never_end_fail_the_run(start_gang):
