@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.agent import board as board_module
+from cluster.agent import hub as hub_module
 from cluster.agent.run_view import RunView
 from cluster.contract.run import copies
 from cluster.contract.run.copies import Superseded, TaskCopy
@@ -53,7 +53,7 @@ def test_an_older_copy_claims_nothing(run, claim):
 
 
 def test_an_older_copy_does_not_take_the_newer_one_s_connection(run, monkeypatch):
-    monkeypatch.setattr(board_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(hub_module, "RETRY_S", 0.05)
     spec = run.load_cluster()
     chief, older = RunView(run), RunView(run, TaskCopy.begin(run, "worker-0"))
     chief.connect(spec, spec.task("chief"), "127.0.0.1")
