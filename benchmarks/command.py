@@ -104,7 +104,7 @@ def check_plots() -> None:
 
 def _possible(names: Sequence[str], runtime: str, *, named: bool, log: Callable[[str], object]) -> list[str]:
     """Return the benchmarks possible here: without an engine not its images, unless they were requested by name."""
-    chosen, why = registry.choose(runtime)
+    chosen, why = registry.choose_runtime(runtime)
     if chosen.name == "docker" or named:
         return list(names)
     for name in NEEDS_ENGINE:

@@ -50,7 +50,7 @@ def measure(bench: Bench) -> list[Figure]:
                 bench.await_step(run, bench.steps(STEPS))
                 found[name].append(parts([_calls(run, task.name) for task in run.load_cluster().tasks]))
             finally:
-                supervisor.kill(run)
+                supervisor.kill_run(run)
     titles = {
         "own": "a task computes its own gradients",
         "slower": "a task waits for the gradients of the other",

@@ -117,7 +117,7 @@ def _run(folder: Path, count: int, measured: Measured, hosts: Sequence[Host] = (
     run = _prepare(folder, count, hosts)
     names = [task.name for task in run.load_cluster().tasks]
     began = time.monotonic()
-    supervisor.start(run)
+    supervisor.start_supervisor(run)
     try:
         _await(lambda: _trains(run, names, 0), "the start")
         measured.start_s.append(time.monotonic() - began)
@@ -137,10 +137,10 @@ def _run(folder: Path, count: int, measured: Measured, hosts: Sequence[Host] = (
         _await(lambda: run.outcome is not None, "the outcome")
         measured.stop_s.append(time.monotonic() - began)
         began = time.monotonic()
-        _await(lambda: not supervisor.running(run), "the end")
+        _await(lambda: not supervisor.is_running(run), "the end")
         measured.end_s.append(time.monotonic() - began)
     finally:
-        supervisor.kill(run)
+        supervisor.kill_run(run)
 
 
 def _prepare(folder: Path, count: int, hosts: Sequence[Host]) -> RunFolder:

@@ -39,7 +39,7 @@ def measure(bench: Bench) -> list[Figure]:
             try:
                 samples.append(rate(bench, run))
             finally:
-                supervisor.kill(run)
+                supervisor.kill_run(run)
             bench.log(f"    {stages} stages, M = {micro_batches}: {samples[-1]:.1f} examples/s")
     return _measured(rates, chosen)
 

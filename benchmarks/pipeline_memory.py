@@ -29,7 +29,7 @@ def measure(bench: Bench) -> list[Figure]:
                 bench.await_step(run, STEPS)
                 samples.append(_peak_mib(run))
             finally:
-                supervisor.kill(run)
+                supervisor.kill_run(run)
             bench.log(f"    {name}: {samples[-1]:.0f} MiB")
     title = (
         f"peak memory of stage 0 of {STAGES}, M={MICRO_BATCHES}: 1f1b, which holds {STAGES} micro-batches, over gpipe, "

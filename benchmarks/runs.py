@@ -96,7 +96,7 @@ class Bench:
         """Train alone on the machine for so many steps, and end the run at once; return the chief's rows."""
         run = self.up(name, *words, "--detach", steps=ENDLESS, overrides=overrides, STANDBY="0")
         rows = self.await_step(run, steps)
-        supervisor.kill(run)
+        supervisor.kill_run(run)
         return rows
 
     def await_step(self, run: RunFolder, steps: int) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ def _rate(bench: Bench, runs: Sequence[RunFolder], steps: int) -> float:
         return sum(GLOBAL_BATCH / step_seconds(bench.await_step(run, steps)) for run in runs)
     finally:
         for run in runs:
-            supervisor.kill(run)
+            supervisor.kill_run(run)
 
 
 def start(

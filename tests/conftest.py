@@ -146,12 +146,12 @@ def unavailable() -> Callable[[str], NoReturn]:
 
 
 @functools.cache
-def _engine() -> engine.Answer:
+def _engine() -> engine.Availability:
     return engine.probe()
 
 
 @pytest.fixture(scope="session")
-def require_engine() -> engine.Answer:
+def require_engine() -> engine.Availability:
     """The Docker Engine; a test that asks for it is skipped with the reason where none answers."""
     if not _engine().ready:
         _unavailable(_engine().detail)

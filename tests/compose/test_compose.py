@@ -20,13 +20,14 @@ import pytest
 
 from cluster.agent import attempt
 from cluster.contract import settings, spec
-from cluster.contract.spec import ClusterSpec
+from cluster.contract.run.folder import RunFolder
 from cluster.host.gpu.placement import Placement
 from cluster.host.runtime import compose_services
-from cluster.host.runtime.compose_runtime import task_environment
-from cluster.host.runtime.compose_services import FILES, Containers
-from cluster.host.runtime.payload import Payload
+from cluster.host.runtime.compose_services import FILES
+from cluster.host.runtime.payload import Payload, container_variables
+from cluster.host.runtime.resources import EGRESS, Memory, Network
 from cluster.system.paths import ROOT
+from tests.support.launching import workload
 
 EXAMPLE = FILES / "example.json"
 GPU_EXAMPLE = FILES / "example-gpu.json"
@@ -42,6 +43,15 @@ EVERY_TASK = ["chief", "worker-0", "worker-1", "ps-0", "ps-1", "evaluator"]
 Config = Callable[..., dict[str, Any]]
 
 
+@pytest.fixture(autouse=True)
+def caller(monkeypatch):
+    """A caller of `up` with user id 1000, and no variable that tasks inherit."""
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(os, "getgid", lambda: 1000)
+    for name in container_variables(way_out=True):
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="session")
 def compose_cli(unavailable):
     """Docker Compose; its `config` needs no engine. Without it a test is skipped, with CI=true it fails."""
@@ -55,16 +65,19 @@ def compose_cli(unavailable):
 def config(compose_cli, tmp_path) -> Config:
     """Returns the services and networks of a topology, as `docker compose config` understands them."""
 
-    def read(
-        command: list[str] | None = None, data_dir: str = "data", brought: dict[str, Any] | None = None, **topology: Any
-    ) -> dict[str, Any]:
-        run_dir, image = tmp_path / "runs" / "a-run", "tf-cluster/train:cpu"
-        containers = Containers(run_dir, tmp_path / data_dir, image, "1000:1000", MEMORY_BYTES, **(brought or {}))
+    def read(data_dir: str = "data", brought: dict[str, Any] | None = None, **topology: Any) -> dict[str, Any]:
         path = tmp_path / "compose.json"
-        path.write_text(json.dumps(compose_services.overlay(spec.build(**topology), containers, command or [])))
-        return read_config(compose_services.compose_command(path, "config", "--format", "json"))
+        path.write_text(rendered(tmp_path / "runs" / "a-run", tmp_path / data_dir, topology, brought or {}))
+        return read_config(compose_services.overlay_command(path, "config", "--format", "json"))
 
     return read
+
+
+def rendered(run_dir: Path, data_dir: Path, topology: dict[str, Any], brought: dict[str, Any], **layout: Any) -> str:
+    """Return the overlay of a run, as JSON."""
+    cluster, memory = spec.build(**topology), Memory("", MEMORY_BYTES)
+    work = workload(RunFolder(run_dir), cluster=cluster, data_dir=data_dir, memory=memory, **brought)
+    return json.dumps(compose_services.render_overlay(work), **layout)
 
 
 def read_config(command: str) -> dict[str, Any]:
@@ -143,9 +156,11 @@ def test_hostile_words_stay_words(config, tmp_path):
     nasty = ["${X:-y}", "$$", "\n- privileged: true", "'\" \\", "# no comment", "!!int 1", "a: b", "\x1b[2J"]
     nasty += ["\t", "{}", "*a", "~"]
     environment = {f"V{at}": word for at, word in enumerate(nasty)}
-    read = config(nasty, data_dir="a:b ${X:-y} '\"#", brought={"environment": environment}, workers=0)
+    env = tuple(f"{name}={word}" for name, word in environment.items())
+    payload = Payload(Path("/theirs/train.py"), tuple(nasty), env=env)
+    read = config(data_dir="a:b ${X:-y} '\"#", brought={"payload": payload}, workers=0)
     task = read["services"]["chief"]
-    assert nasty == [word.replace("$$", "$") for word in task["command"]]
+    assert ["--script", "/script/train.py", *nasty] == [word.replace("$$", "$") for word in task["command"]]
     assert environment.items() <= {name: word.replace("$$", "$") for name, word in task["environment"].items()}.items()
     assert f"{tmp_path}/a:b ${{X:-y}} '\"#" == task["volumes"][1]["source"].replace("$$", "$")
     assert "privileged" not in task
@@ -160,13 +175,9 @@ def test_hostile_words_stay_words(config, tmp_path):
 SCRIPT = Payload(Path("/theirs/train.py"), ("--epochs", "1"), (), None, Path("/packages/kept"))
 
 
-def brought(cluster: ClusterSpec, *, way_out: bool = True) -> dict[str, Any]:
-    return {"mounts": SCRIPT.mounts(), "environment": task_environment(SCRIPT, cluster), "way_out": way_out}
-
-
 def test_a_script_gets_its_folders_read_only_and_a_way_out(config, monkeypatch, tmp_path):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
-    read = config(SCRIPT.mounted().command(), brought=brought(spec.build(2)), workers=2)
+    read = config(brought={"payload": SCRIPT}, workers=2)
     assert (True, False) == tuple(read["networks"][name].get("internal", False) for name in ("cluster", "egress"))
     for name in ("chief", "worker-0", "worker-1"):
         task = read["services"][name]
@@ -185,7 +196,7 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(config, monkeypatch, 
 
 
 def test_the_built_in_trainer_gets_a_way_out_where_it_is_requested(config):
-    read = config(brought=brought(spec.build(1), way_out=False) | {"egress": True}, workers=1)
+    read = config(brought={"network": Network(EGRESS)}, workers=1)
     for name in ("chief", "worker-0"):
         task = read["services"][name]
         assert {"cluster": None, "egress": None} == task["networks"]
@@ -197,8 +208,7 @@ def test_a_secret_is_in_a_file_and_nowhere_else(config, tmp_path):
     key = tmp_path / "key"
     key.write_text("precious\n")
     payload = Payload(secrets={"WANDB_API_KEY": key})
-    given = {"mounts": payload.mounts(), "environment": task_environment(payload, spec.build(1))}
-    read = config(brought=given, workers=1)
+    read = config(brought={"payload": payload}, workers=1)
     for name in ("chief", "worker-0"):
         task = read["services"][name]
         mounted = {volume["source"]: (volume["target"], volume.get("read_only")) for volume in task["volumes"]}
@@ -282,11 +292,11 @@ def test_a_project_s_name_is_legal_and_of_one_folder(name):
 
 def example(*, gpus: bool) -> str:
     """Return the overlay of an example, with paths that mean nothing on any machine."""
-    cluster: ClusterSpec = spec.build(1, 1, devices=2) if gpus else spec.build(2, 1, evaluator=True)
+    topology = {"workers": 1, "ps": 1, "devices": 2} if gpus else {"workers": 2, "ps": 1, "evaluator": True}
     folder = Path("/path/to/this/checkout")
-    image, more = ("tf-cluster/train:gpu", with_gpus()) if gpus else ("tf-cluster/train:cpu", {})
-    containers = Containers(folder / "runs" / "example", folder / "data", image, "1000:1000", MEMORY_BYTES, **more)
-    text = json.dumps(compose_services.overlay(cluster, containers, []), indent=2) + "\n"
+    text = (
+        rendered(folder / "runs" / "example", folder / "data", topology, with_gpus() if gpus else {}, indent=2) + "\n"
+    )
     files = json.dumps(f"{FILES}/".replace("$", "$$"))[1:-1]
     return text.replace(files, "")  # the templates are next to the example
 

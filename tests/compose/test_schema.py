@@ -15,11 +15,12 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from cluster.contract import spec
+from cluster.contract.run.folder import RunFolder
 from cluster.host.gpu.placement import Placement
 from cluster.host.runtime import compose_services
-from cluster.host.runtime.compose_runtime import task_environment
-from cluster.host.runtime.compose_services import FILES, Containers
+from cluster.host.runtime.compose_services import FILES
 from cluster.host.runtime.payload import Payload
+from tests.support.launching import workload
 
 TOPOLOGIES = {
     "chief alone": {"workers": 0},
@@ -49,12 +50,9 @@ def rendered(topology: dict[str, Any], *, gpus: bool = False, scripted: bool = F
     cluster = spec.build(**topology)
     named = [task.name for task in cluster.tasks if gpus and task.role.value in ("chief", "worker")]
     placed = Placement({name: (str(2 * at), str(2 * at + 1)) for at, name in enumerate(named)}, "all")
-    brought = (SCRIPT.mounts(), task_environment(SCRIPT, cluster), True) if scripted else ()
-    containers = Containers(
-        Path("/runs/a-run"), Path("/data"), "tf-cluster/train:gpu", "1000:1000", 2**30, *brought, gpus=placed
-    )
-    words = SCRIPT.mounted().command() if scripted else []
-    made = {"x-runtime": "docker", **compose_services.overlay(cluster, containers, words)} | placed.record()
+    payload = SCRIPT if scripted else Payload()
+    work = workload(RunFolder(Path("/runs/a-run")), cluster=cluster, payload=payload, gpus=placed)
+    made = {"x-runtime": "docker", **compose_services.render_overlay(work)} | placed.record()
     return json.loads(json.dumps(made))
 
 

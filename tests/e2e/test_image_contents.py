@@ -62,10 +62,10 @@ def test_labels_must_report_what_is_inside(image):
 
 @pytest.mark.parametrize("image", [TRAIN, BOARD])
 def test_the_manifest_must_name_image_and_base(image):
-    found = images.inspect(image)
+    found = images.inspect_image(image)
     assert found["id"].startswith("sha256:")
     assert found["base_digest"].startswith("sha256:")
-    assert images.inspect(found["id"])["base"] == found["base"] != ""
+    assert images.inspect_image(found["id"])["base"] == found["base"] != ""
 
 
 @pytest.mark.parametrize(("image", "target"), LOCKED)
@@ -100,7 +100,7 @@ def test_nothing_to_build_with_must_be_left():
 def test_certificates_must_be_the_bases(image):
     folders = ". /usr/local/share/ca-certificates /run/secrets"
     script = f"cd /etc/ssl/certs; sha256sum ca-certificates.crt; find {folders} 2>&1 || :"
-    assert sh(images.inspect(image)["base"], script) == sh(image, script)
+    assert sh(images.inspect_image(image)["base"], script) == sh(image, script)
 
 
 @functools.cache
@@ -126,7 +126,9 @@ def run(command: str) -> None:
 @pytest.mark.parametrize("image", [pytest.param(TRAIN, marks=pytest.mark.long), BOARD])
 def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(image):
     """An engine packs a layer either folder by folder or sorted by path, see docs/internals/decisions/0011."""
-    base = json.loads(docker(f"image inspect --format='{{{{json .RootFS.Layers}}}}' {images.inspect(image)['base']}"))
+    base = json.loads(
+        docker(f"image inspect --format='{{{{json .RootFS.Layers}}}}' {images.inspect_image(image)['base']}")
+    )
     built = layers_of(image)[len(base) :]
     assert "/opt/venv/bin/python" in built[0]
     for layer in built[1:]:
@@ -155,5 +157,5 @@ def test_an_image_must_hold_the_code_that_tasks_run_and_no_other():
 @pytest.mark.parametrize("image", images.IMAGES)
 def test_building_from_nothing_must_give_the_same_bytes(image):
     """As the image in use, which the cache may have made."""
-    verdict = reproduction.examine(image, "cpu", images.name(image, "cpu"), run)
+    verdict = reproduction.reproduce_image(image, "cpu", images.image_name(image, "cpu"), run)
     assert verdict.identical, "\n".join(verdict.lines())

@@ -88,7 +88,7 @@ def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters, strate
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
     print(f"STORM_SEED={seed}")
     run = start(clusters, f"any-{strategy}", *words)
-    results = chaos.inject_all(run, FAULTS, seed, [], print)
+    results = chaos.inject_all(run, FAULTS, seed, [])
     assert [None] * FAULTS == [result.ended for result in results]
     if strategy == "ps":
         assert max(result.steps_lost or 0 for result in results) <= 20  # since the last checkpoint
@@ -150,7 +150,7 @@ def test_faults_five_steps_apart_must_let_the_run_move_on(clusters):
         wait_for(lambda at=generation: five_steps_after(run, at) is not False, "five steps, or the end", SLOW_MACHINE_S)
         if first := five_steps_after(run, generation):
             firsts.append(first[0])
-            registry.of(run).faults(run).signal(next(kills), signal.SIGKILL, "program")
+            registry.find_runtime(run).faults(run).signal(next(kills), signal.SIGKILL, "program")
             wait_for(
                 lambda at=generation: run.generation > at or run.summary.exists(),
                 "the kill to be noticed",

@@ -179,7 +179,7 @@ class Actions:
         assert not left, f"processes of {left} are left"
         assert not self.processes(), f"processes are left: {self.processes()}"
         assert not (files := list(self.tmp.iterdir())), f"temporary files are left: {files}"
-        listed = {row["run"] for row in listing.rows(self.runs_dir)}
+        listed = {row["run"] for row in listing.list_runs(self.runs_dir)}
         for run in self.folders():
             assert (run.name in listed) != run.incomplete, f"{run.name} is listed: {run.name in listed}"
             if run.name in listed:

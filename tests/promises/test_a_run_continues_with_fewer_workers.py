@@ -44,7 +44,7 @@ def check_bits(clusters: Clusters, run: RunFolder) -> None:
 
 
 def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(clusters, monkeypatch):
-    start = supervisor.start
+    start = supervisor.start_supervisor
 
     def start_without(run: RunFolder) -> None:
         run.away("worker-0").parent.mkdir()
@@ -53,7 +53,7 @@ def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(cluster
 
     monkeypatch.setenv("RUNS_DIR", str(clusters.runs_dir))
     monkeypatch.setenv("DATA_DIR", str(DATA))
-    monkeypatch.setattr(supervisor, "start", start_without)
+    monkeypatch.setattr(supervisor, "start_supervisor", start_without)
     request = Request(
         name="short",
         workers=2,
@@ -87,7 +87,7 @@ def test_a_lost_worker_that_returns_must_be_taken_in(clusters):
 def test_a_storm_with_lost_workers_must_lose_no_run_and_change_no_bit(clusters):
     run = begin(clusters, "stormy", *ELASTIC, "--grow")
     kinds = ["lose", "kill", "lose", "corrupt"]
-    assert [None] * 8 == [result.ended for result in chaos.inject_all(run, 8, 5, kinds, print, SLOW_MACHINE_S)]
+    assert [None] * 8 == [result.ended for result in chaos.inject_all(run, 8, 5, kinds, SLOW_MACHINE_S)]
     assert [change for change in membership.changes(run) if change.lost]
     check_bits(clusters, run)
 

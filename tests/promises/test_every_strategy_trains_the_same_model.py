@@ -40,7 +40,7 @@ def test_a_case_of_every_strategy_must_be_ok_on_cpu(data, tmp_path, monkeypatch)
     monkeypatch.setattr(verify, "CASES", SAMPLE)
     for limit in ("CASE_LIMIT_S", "LIMIT_S"):
         monkeypatch.setattr(verify, limit, 1200.0)  # others use this machine, too
-    check(verify.examine(print), SAMPLE)
+    check(verify.verify_strategies(print), SAMPLE)
     assert [] == list(tmp_path.iterdir())
 
 

@@ -89,7 +89,7 @@ def take(run: RunFolder, folder: Path, log: Callable[[str], None]) -> list[Path]
         finally:
             tensorboard.stop(runs_dir, _no_shell)
         path = runs_dir / "report.html"
-        path.write_text(page.render(run))
+        path.write_text(page.render_page(run))
         for scheme, number in (("light", 1), ("dark", 0)):
             shoot(f"report-{scheme}", path.as_uri(), REPORT, f"--blink-settings=preferredColorScheme={number}")
     return taken

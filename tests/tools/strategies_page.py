@@ -30,7 +30,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 if __name__ == "__main__":
-    trained = verify.examine(print)
-    if verify.failed(trained):
-        sys.exit("\n".join(verify.lines(trained)))
+    trained = verify.verify_strategies(print)
+    if verify.count_failed(trained):
+        sys.exit("\n".join(verify.table_lines(trained)))
     documents.renew([PAGE], BEGIN, table(trained))

@@ -43,13 +43,13 @@ def start_run() -> Iterator[Callable[[RunFolder], Gang]]:
 
     def start(run: RunFolder) -> Gang:
         started.append(run)
-        supervisor.start(run)
+        supervisor.start_supervisor(run)
         return Gang(run)
 
     yield start
     for run in started:
         with contextlib.suppress(FileNotFoundError):
-            supervisor.kill(run)
+            supervisor.kill_run(run)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def recorded_configuration(monkeypatch):
 @pytest.fixture
 def stopped_run(monkeypatch) -> Callable[..., RunFolder]:
     """Starts a run of local processes, up to the processes themselves, and stops it; takes a request's options."""
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
 
     def start(**requested: Any) -> RunFolder:
         planned = planning.plan(Request(**{"runtime": "local", "tensorboard_port": "0"} | requested))

@@ -20,12 +20,12 @@ from cluster.system.messages import short_path
 LOCKS = ("host", "train-cpu", "tensorboard")
 
 
-def examine(port: int = tensorboard.PORT) -> list[Finding]:
+def examine_machine(port: int = tensorboard.PORT) -> list[Finding]:
     """Return the findings about this machine. Nothing is changed, and only `gpus` starts a container."""
     found = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
     for runtime in registry.RUNTIMES.values():
         found += runtime.examine()
-    return found + gpus.examine()
+    return found + gpus.examine_gpus()
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:

@@ -122,12 +122,11 @@ class Explained:
             return "evaluates every new checkpoint, outside the cluster"
         if self.likely.served:
             return DUTIES.get(member.role, "unknown")
+        work = "trains on its part of every batch" if len(self.members) > 1 else "trains alone"
         if self.likely.staged:
             work = "holds a stage of the model"
         elif member.role == "ps":
             work = "nothing: this strategy has no parameter servers"
-        else:
-            work = "trains on its part of every batch" if len(self.members) > 1 else "trains alone"
         saves = member in self.of("chief", "master", "worker")[:1]
         return f"{work} and saves checkpoints" if saves else work
 
@@ -150,27 +149,22 @@ class Explained:
     @plain_lines
     def lines(self, *, lint: bool) -> list[str]:
         """Return it as lines of text: the cluster and its mistakes, or with `lint` only the latter."""
-        rows = [(each.state, each.check, "; ".join(filter(None, (each.detail, each.fix)))) for each in self.findings]
-        verdict = columns(rows) if rows else [f"{self.source}: nothing is wrong"]
-        return verdict if lint else [*self._drawn(), "", *verdict]
-
-    def _drawn(self) -> list[str]:
+        verdict = columns(finding.row for finding in self.findings) or [f"{self.source}: nothing is wrong"]
+        if lint:
+            return verdict
         if not self._shown:
-            return [f"{self.source}: no cluster could be read"]
-        rows = [("TASK", "ADDRESS", "WHAT IT DOES")]
+            return [f"{self.source}: no cluster could be read", "", *verdict]
+        tasks = [("TASK", "ADDRESS", "WHAT IT DOES")]
         for member in self._shown:
             mark = " (this task)" if (member.role, member.index) == (self.role, self.index) else ""
-            rows.append((member.name + mark, member.address, self.duty(member)))
+            tasks.append((member.name + mark, member.address, self.duty(member)))
         likely = "" if self.strategy else ", as far as TF_CONFIG shows"
+        head = f"{self.source}: {counted(len(self.members), 'task')}, {self.likely.class_name}{likely}"
         together = SERVED if self.likely.served else STAGED if self.likely.staged else SUMMED
-        return [
-            f"{self.source}: {counted(len(self.members), 'task')}, {self.likely.class_name}{likely}",
-            *columns(rows),
-            *(together if len(self.members) > 1 else ALONE),
-        ]
+        return [head, *columns(tasks), *(together if len(self.members) > 1 else ALONE), "", *verdict]
 
 
-def of_text(text: str, source: str, strategy: str = "") -> Explained:
+def explain_text(text: str, source: str, strategy: str = "") -> Explained:
     """Return the explanation of a TF_CONFIG's text."""
     explained = Explained(source, strategies.requested(strategy) if strategy else None)
     _read(text, explained)
@@ -179,21 +173,21 @@ def of_text(text: str, source: str, strategy: str = "") -> Explained:
     return explained
 
 
-def of_cluster(cluster: ClusterSpec, source: str, task: str = "") -> Explained:
+def explain_cluster(cluster: ClusterSpec, source: str, task: str = "") -> Explained:
     """Return the explanation of one of our clusters, from the TF_CONFIG that one of its tasks gets."""
     member = cluster.task(task) if task else cluster.tasks[0]
     text = tf_config.dumps(cluster, member)
     if text is None:
         alone = Member(member.role.value, 0, "in no cluster: TF_CONFIG is not set")
         return Explained(source, cluster.kind, [alone])
-    explained = of_text(text, source, cluster.strategy)
+    explained = explain_text(text, source, cluster.strategy)
     if not task:
         explained.members += [Member("evaluator", each.index, "in no cluster") for each in cluster.of(Role.EVALUATOR)]
         explained.role = ""
     return explained
 
 
-def read_file(name: str) -> str:
+def read_tf_config(name: str) -> str:
     """Return the text of a file, or of standard input for `-`."""
     if name == "-":
         return sys.stdin.read(MAX_BYTES)
@@ -214,7 +208,12 @@ def _read(text: str, into: Explained) -> None:
         detail = str(error)[:100]
         if isinstance(error, json.JSONDecodeError):
             detail = f"line {error.lineno}, column {error.colno}: {error.msg}" if text.strip() else "it is empty"
-        into.fail("json", detail, _repair(text))
+        fix = "correct it there"
+        if not text.strip():
+            fix = "set TF_CONFIG, or unset it where one process trains alone"
+        elif "'" in text.replace('"', ""):
+            fix = "use json.dumps, which writes double quotes, and give the value alone, from { to }"
+        into.fail("json", detail, fix)
         return
     if isinstance(value, str):
         into.fail("json", "the JSON is a string that holds JSON: it was encoded twice", "encode it once")
@@ -224,15 +223,6 @@ def _read(text: str, into: Explained) -> None:
         _read_task(value.get("task"), into)
     else:
         into.fail("json", f"it is {_kind(value)}", 'write {"cluster": {...}, "task": {...}}')
-
-
-def _repair(text: str) -> str:
-    """Return how a text becomes JSON."""
-    if not text.strip():
-        return "set TF_CONFIG, or unset it where one process trains alone"
-    if "'" in text.replace('"', ""):
-        return "use json.dumps, which writes double quotes, and give the value alone, from { to }"
-    return "correct it there"
 
 
 def _read_cluster(cluster: Any, into: Explained) -> None:
@@ -284,7 +274,10 @@ def _check_roles(config: Explained) -> None:
     counts = Counter(member.role for member in config.members)
     for role in counts:
         if role not in ROLES:
-            config.fail("roles", f"TensorFlow has no task type {role!r}", _known_roles(role))
+            known = ROLES[:-1]
+            close = difflib.get_close_matches(role.lower(), known, n=1)
+            fix = f"write {close[0]!r}" if close else f"use {', '.join(known)}"
+            config.fail("roles", f"TensorFlow has no task type {role!r}", fix)
         indices = {member.index for member in config.of(role)}
         if indices != set(range(len(indices))):
             config.warn("roles", f"{role} lists only the indices {sorted(indices)[:8]}", "list all")
@@ -296,11 +289,6 @@ def _check_roles(config: Explained) -> None:
         config.fail("chief", f"there are {len(chiefs)} chiefs: {', '.join(chiefs)}", "keep one; others are workers")
     elif counts["master"]:
         config.warn("chief", "'master' is the chief of TensorFlow 1", "write 'chief'")
-
-
-def _known_roles(role: str) -> str:
-    close = difflib.get_close_matches(role.lower(), ROLES[:-1], n=1)
-    return f"write {close[0]!r}" if close else f"use {', '.join(ROLES[:-1])}"
 
 
 def _check_task(config: Explained) -> None:
@@ -367,16 +355,13 @@ def _check_name(config: Explained, member: Member) -> None:
         return
     labels = host.removesuffix(".").split(".")
     is_name = len(host) <= 253 and all(map(_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
-    if not is_name and not _is_ipv4(host):
+    is_ipv4 = re.fullmatch(r"(\d{1,3}\.){3}\d{1,3}", host) and all(int(label) < 256 for label in labels)
+    if not is_name and not is_ipv4:
         detail = f"{member.name}: {host[:100]!r} is neither a name that DNS takes nor an IPv4 address"
         config.fail("name", detail, "correct it; each part of a name has 1 to 63 letters, digits and '-' between them")
     elif "_" in host:
         detail = f"{member.name}: {host[:100]!r} has an underscore: containers resolve it, DNS and Kubernetes refuse it"
         config.warn("name", detail, "use '-' instead")
-
-
-def _is_ipv4(host: str) -> bool:
-    return re.fullmatch(r"(\d{1,3}\.){3}\d{1,3}", host) is not None and all(int(part) < 256 for part in host.split("."))
 
 
 def _check_machines(config: Explained) -> None:

@@ -44,11 +44,11 @@ print(json.dumps({"count": count.value, "error": cuda.cudaGetErrorString(code).d
 """Run in the image, without TensorFlow, which takes longer to start and reports less about the cause."""
 
 
-def examine() -> list[Finding]:
+def examine_gpus() -> list[Finding]:
     """Return the findings about GPUs. Nothing is changed; one container examines itself and is removed."""
     if shutil.which("nvidia-smi") is None:
         return [Finding("gpus", "ok", "none: no nvidia-smi on this machine")]
-    code, text = devices.ask(*QUERY)
+    code, text = devices.ask_nvidia_smi(*QUERY)
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     if code or not rows or any(len(row) != 4 for row in rows):
         why = (text.strip() or "it lists no GPU").splitlines()[-1]

@@ -19,19 +19,17 @@ from cluster.host.runtime.base import Shell
 from cluster.host.view.columns import plain_lines
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
-from cluster.system.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from cluster.system.errors import UsageError
 from cluster.system.messages import counted, short_path
 
 COMPARED = ("code", "locks", "image", "config", "own_code", "cluster", "data", "environment")
 """The parts of a manifest in which two runs may differ."""
-EXPECTED = ("cluster.tasks",)
-"""Addresses: local tasks get free ports."""
 CODE_HASHES = tuple(f"code.{part}_sha256" for part in manifest.CODE)
 """Where two runs agree in these, their commits differ in documentation or tests alone."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunComparison:
     """How far two runs are from each other."""
 
     verdict: str
@@ -47,21 +45,21 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """The verdict as lines of text."""
-        losses = f"the losses of {counted(self.steps_compared, 'logged step')}"
-        weights = "the final weights are the same bits" if self.same_weights else "the final weights differ"
+        """The comparison as lines of text."""
+        steps = counted(self.steps_compared, "logged step")
         if self.verdict == "identical":
-            return [f"identical: {losses} and the final weights are the same bits"]
+            return [f"identical: the losses of {steps} and the final weights are the same bits"]
         far = "the losses are the same"
         if self.from_step is not None:
             far = f"the losses differ by up to {self.max_relative:.1e} (relative), from step {self.from_step} on"
-        first = f"{self.verdict}: {far} over {counted(self.steps_compared, 'logged step')}; {weights}"
+        weights = "the final weights are the same bits" if self.same_weights else "the final weights differ"
+        first = f"{self.verdict}: {far} over {steps}; {weights}"
         return [first, *(f"differs: {difference}" for difference in self.differences)]
 
 
-def rerun(
+def repeat_run(
     run: RunFolder, runtime: str, sh: Shell, *, trust: bool = False, shown: bool = True
-) -> tuple[RunFolder, Verdict | None]:
+) -> tuple[RunFolder, RunComparison | None]:
     """Make a run again and compare.
 
     Args:
@@ -72,7 +70,7 @@ def rerun(
         shown: whether to show the new run while it trains.
 
     Returns:
-        The new run, and the verdict; None where it did not succeed.
+        The new run, and the comparison; None where it did not succeed.
     """
     _check(run)
     runtime = runtime or str(manifest.read_manifest(run).get("runtime", "auto"))
@@ -87,7 +85,7 @@ def rerun(
         raise
     if left := teardown.remove_ended(planned.run, sh):
         print(left, file=sys.stderr)
-    return planned.run, compare(run, planned.run) if ended.state == "succeeded" else None
+    return planned.run, compare_repeated(run, planned.run) if ended.state == "succeeded" else None
 
 
 def _check(run: RunFolder) -> None:
@@ -100,7 +98,7 @@ def _check(run: RunFolder) -> None:
         raise UsageError(f"run {run.name!r} is {state}: expected one that succeeded; finish it with --resume first")
 
 
-def compare(first: RunFolder, second: RunFolder) -> Verdict:
+def compare_repeated(first: RunFolder, second: RunFolder) -> RunComparison:
     """Compare two runs that succeeded."""
     losses, others = first.losses(), second.losses()
     apart = {
@@ -110,27 +108,19 @@ def compare(first: RunFolder, second: RunFolder) -> Verdict:
     from_step = next((step for step, difference in apart.items() if difference > 0), None)
     same = len({getattr(run.load_summary(), "weights_sha256", None) for run in (first, second)}) == 1
     kind = "identical" if same and from_step is None and losses.keys() == others.keys() else "different"
-    differences = [*_differences(first, second)] if kind != "identical" else []
-    return Verdict(kind, len(apart), max(apart.values(), default=0.0), from_step, same, differences)
-
-
-def exit_code(verdict: Verdict | None) -> int:
-    """Return 0 for a run that came out the same, 1 for any other."""
-    return EXIT_DONE if verdict and verdict.verdict == "identical" else EXIT_FAILED
+    differences = [*_differences(first, second)] if kind == "different" else []
+    return RunComparison(kind, len(apart), max(apart.values(), default=0.0), from_step, same, differences)
 
 
 @plain_lines
-def lines(second: RunFolder, verdict: Verdict | None) -> list[str]:
+def rerun_lines(second: RunFolder, compared: RunComparison | None) -> list[str]:
     """Return the lines that the command prints about a run that was made again."""
-    folder = short_path(second.path)
-    if verdict is None:
-        return ended_lines(second)
-    return [*verdict.lines, f"run folder   {folder}"]
+    return [*compared.lines, f"run folder   {short_path(second.path)}"] if compared else ended_lines(second)
 
 
-def to_json(second: RunFolder, verdict: Verdict | None) -> dict[str, Any]:
+def to_json(second: RunFolder, compared: RunComparison | None) -> dict[str, Any]:
     """Return the same for programs."""
-    return {"run": second.name, **(asdict(verdict) if verdict else {"verdict": "failed"})}
+    return {"run": second.name, **(asdict(compared) if compared else {"verdict": "failed"})}
 
 
 def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
@@ -139,7 +129,7 @@ def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
             yield f"tasks: {run.name} continued {change}"
     ones, others = (flatten(manifest.read_manifest(run)) for run in (first, second))
     same_code = all(ones.get(key, "") == others.get(key) for key in CODE_HASHES)
-    expected = (*EXPECTED, "code") if same_code else EXPECTED
+    expected = ("cluster.tasks", *(["code"] if same_code else []))  # local tasks get free ports
     for key in sorted(ones.keys() | others.keys()):
         if key.startswith(COMPARED) and not key.startswith(expected) and ones.get(key) != others.get(key):
             yield f"{key}: {ones.get(key)} there, {others.get(key)} here"

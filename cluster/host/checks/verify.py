@@ -79,7 +79,7 @@ CASES = tuple(
 
 
 @dataclass(frozen=True)
-class Ended:
+class CaseOutcome:
     """How a case's run ended."""
 
     code: int | None
@@ -93,7 +93,7 @@ class Ended:
     weights: str | None = None
 
 
-def examine(log: Callable[[str], object]) -> list[Row]:
+def verify_strategies(log: Callable[[str], object]) -> list[Row]:
     """Run every case, log a line about each, and return its row of `invoke verify --json`."""
     deadline, reference = time.monotonic() + LIMIT_S, None
     rows: list[Row] = []
@@ -103,39 +103,39 @@ def examine(log: Callable[[str], object]) -> list[Row]:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for case in CASES:
-            ended = train(case, runs, min(CASE_LIMIT_S, deadline - time.monotonic()))
+            ended = train_case(case, runs, min(CASE_LIMIT_S, deadline - time.monotonic()))
             if case == CASES[0] and not ended.problem:
                 reference = ended
-            row = judge(case, ended, reference)
+            row = judge_case(case, ended, reference)
             if row["status"] == OK and (first := same.setdefault(ended.weights, case)) != case:
                 row["detail"] += f", same weights as {first.name}"
             rows.append(row)
             log(f"{len(rows)}/{len(CASES)}  {case.name}: {row['status']}")
     finally:
         signal.signal(signal.SIGTERM, before)
-        if failed(rows):
+        if count_failed(rows):
             log(f"run folders of what failed, and the output of `up`: {runs}")
         else:
             shutil.rmtree(runs)
     return rows
 
 
-def failed(rows: list[Row]) -> int:
+def count_failed(rows: list[Row]) -> int:
     """Return how many rows failed."""
     return sum(row["status"] == FAILED for row in rows)
 
 
-def train(case: Case, runs: Path, limit_s: float) -> Ended:
+def train_case(case: Case, runs: Path, limit_s: float) -> CaseOutcome:
     """Run a case in a folder of runs; whatever it started has ended when this returns."""
     if limit_s <= 0:
-        return Ended(None, f"not started: all cases have {LIMIT_S:g} s together, and these are over")
+        return CaseOutcome(None, f"not started: all cases have {LIMIT_S:g} s together, and these are over")
     log, scratch, began = runs / f"{case.name}.log", runs / "tmp", time.monotonic()
     scratch.mkdir(exist_ok=True)  # a TensorFlow process that is ended leaves temporary files behind
     up = None
     with log.open("wb") as output:
         try:
             up = subprocess.Popen(
-                command(case),
+                case_command(case),
                 cwd=ROOT,
                 env=os.environ | {"RUNS_DIR": str(runs), "DATA_DIR": str(folders.data_dir()), "TMPDIR": str(scratch)},
                 stdin=subprocess.DEVNULL,
@@ -154,13 +154,13 @@ def train(case: Case, runs: Path, limit_s: float) -> Ended:
     return _read(RunFolder(runs / case.name), code, printed, time.monotonic() - began)
 
 
-def command(case: Case) -> list[str]:
+def case_command(case: Case) -> list[str]:
     """Return the command that runs a case."""
     options = f"up --name {case.name} --runtime local --tensorboard-port 0 {case.options} --loop {case.loop}"
     return [sys.executable, "-m", "invoke", *options.split(), "--", *TRAINING]
 
 
-def judge(case: Case, ended: Ended, reference: Ended | None) -> Row:
+def judge_case(case: Case, ended: CaseOutcome, reference: CaseOutcome | None) -> Row:
     """Return the row of a case that ended so; the reference is None where the first case failed."""
     parity = None
     if case.kind.hardware and ended.code == EXIT_PREREQUISITE:
@@ -185,7 +185,7 @@ def judge(case: Case, ended: Ended, reference: Ended | None) -> Row:
     }
 
 
-def lines(rows: list[Row]) -> list[str]:
+def table_lines(rows: list[Row]) -> list[str]:
     """Return the rows as a table for a terminal."""
     shown = [("STRATEGY", "LOOP", "KERAS", "STATUS", "PARITY", "DETAIL")]
     for row in rows:
@@ -194,7 +194,7 @@ def lines(rows: list[Row]) -> list[str]:
     return columns(shown, right=(4,))
 
 
-def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) -> Ended:
+def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) -> CaseOutcome:
     summary, result = run.load_summary(), run.result
     losses = run.losses()
     missing = [step for step in range(1, STEPS + 1) if step not in losses]
@@ -213,10 +213,10 @@ def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) 
         problem = f"the loss of step {missing[0]} is missing or not finite"
     metrics = {name: value for name, value in (summary.metrics if summary else {}).items() if value is not None}
     weights = summary.weights_sha256 if summary else None
-    return Ended(code, problem, seconds, result.keras, losses, metrics, weights)
+    return CaseOutcome(code, problem, seconds, result.keras, losses, metrics, weights)
 
 
-def _disagreement(ended: Ended, reference: Ended, parity: float | None) -> str:
+def _disagreement(ended: CaseOutcome, reference: CaseOutcome, parity: float | None) -> str:
     """Return in which way a training and the reference disagree; empty where they agree.
 
     Comparisons are written so that NaN disagrees.
@@ -237,7 +237,7 @@ def _disagreement(ended: Ended, reference: Ended, parity: float | None) -> str:
     return ""
 
 
-def _in_words(ended: Ended, parity: float | None) -> str:
+def _in_words(ended: CaseOutcome, parity: float | None) -> str:
     how = "asynchronous, so compared by its convergence: " if parity is None else ""
     accuracy, loss = (ended.metrics.get(name, math.nan) for name in ("eval_accuracy", "eval_loss"))
     results = f"accuracy {accuracy:.4f}, evaluation loss {loss:.4f}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from cluster.contract.recovery import restart_costs
@@ -38,35 +38,19 @@ STORM = "storm"
 
 @dataclass(frozen=True)
 class FaultKind:
-    """The properties of a kind of fault.
+    """The properties of a kind of fault."""
 
-    Attributes:
-        name: on the command line, and of the method that injects it.
-        lasts: whether it lasts until it is undone, which happens once the others have noticed it.
-        unnoticed: whether no other task acts on it, so that it is ended after some seconds.
-        ends: how the run may end because of it; None: it continues.
-        takes_whole: whether it can be injected into the task's agent too.
-        recorded: whether an event records it, from which everything is counted.
-        needs_trainer: why it needs the built-in trainer; empty where it does not.
-        draws: how often it is among the kinds that a storm draws from, where the run survives it.
-        whole_draws: the same for the whole task.
-        synchronous: whether a storm draws it for synchronous strategies alone, because it costs steps that others
-            cannot repeat.
-        elastic: whether a storm draws it only for runs that continue without a worker, see `--min-workers`; there it
-            lasts until they do.
-    """
-
-    name: str
-    lasts: bool = False
-    unnoticed: bool = False
-    ends: tuple[str | None, ...] = (None, "succeeded")
-    takes_whole: bool = False
-    recorded: bool = True
-    needs_trainer: str = ""
-    draws: int = 0
-    whole_draws: int = 0
-    synchronous: bool = False
-    elastic: bool = False
+    name: str  # on the command line, and of the method that injects it
+    lasts: bool = False  # until it is undone, which happens once the others have noticed it
+    unnoticed: bool = False  # no other task acts on it, so that it is ended after some seconds
+    ends: tuple[str | None, ...] = (None, "succeeded")  # how the run may end because of it; None: it continues
+    takes_whole: bool = False  # it can be injected into the task's agent, too
+    recorded: bool = True  # by an event, from which everything is counted
+    needs_trainer: str = ""  # why it needs the built-in trainer; empty where it does not
+    draws: int = 0  # how often it is among the kinds that a storm draws from, where the run survives it
+    whole_draws: int = 0  # the same for the whole task
+    synchronous: bool = False  # drawn for synchronous strategies alone: it costs steps that others cannot repeat
+    elastic: bool = False  # drawn only for runs that continue without a worker, and it lasts until they do
 
 
 KINDS: dict[str, FaultKind] = {
@@ -103,7 +87,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Result:
+class FaultCost:
     """The cost of a fault; times in seconds from the fault."""
 
     kind: str
@@ -143,7 +127,7 @@ class Result:
         )
 
 
-def check(run: RunFolder, fault: Fault) -> None:
+def check_fault(run: RunFolder, fault: Fault) -> None:
     """Check that a fault can be injected into a run.
 
     Raises:
@@ -155,98 +139,94 @@ def check(run: RunFolder, fault: Fault) -> None:
     run.load_cluster().task(fault.task)
     if fault.whole and not kind.takes_whole:
         raise UsageError(f"--whole with {fault.kind}: it is for kill, which else kills the task's program alone")
-    registry.of(run).faults(run).check(fault.kind, fault.task)
+    registry.find_runtime(run).faults(run).check(fault.kind, fault.task)
     if kind.needs_trainer and run.script:
         raise UsageError(f"{fault.kind} with a script: {kind.needs_trainer}")
     if not in_progress(run):
         raise UsageError(f"run {run.name!r} is not in progress; start one with `invoke up --detach`")
 
 
-def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) -> Result:
+def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) -> FaultCost:
     """Inject a fault, and return once the run has recovered or ended.
 
     Raises:
         UsageError: the run does not allow it.
         TimedOut: the run neither recovered nor ended.
     """
-    injector, kind = registry.of(run).faults(run), KINDS[fault.kind]
+    injector = registry.find_runtime(run).faults(run)
     _await(lambda: _ready(run, fault), run, timeout_s, f"{fault.task} to train and step {fault.at_step}")
     if run.summary.exists():
         raise UsageError(f"run {run.name!r} ended before step {fault.at_step}; nothing was injected")
-    before = _Before(run)
+    watch = _Watch(run, fault)
     try:
-        if kind.recorded:  # all times are measured from this event
+        if watch.kind.recorded:  # all times are measured from this event
             run.event(fault.task, "fault", step=run.newest_step, kind=fault.kind, whole=fault.whole)
         injector.inject(fault.kind, fault.task, whole=fault.whole)
-        if before.nobody_acts_on(fault):
-            deadline = before.time + SLOW_S
-            _await(lambda: time.time() > deadline, run, timeout_s, f"the end of {fault}")
+        if watch.unnoticed:
+            _await(lambda: time.time() > watch.time + SLOW_S, run, timeout_s, f"the end of {fault}")
             injector.undo(fault.task)
-        elif kind.lasts:
-            _await(lambda: before.noticed(fault), run, timeout_s, f"anybody to notice {fault}")
+        elif watch.kind.lasts:
+            _await(watch.has_been_noticed, run, timeout_s, f"anybody to notice {fault}")
             injector.undo(fault.task)
-        _await(lambda: before.recovered(fault), run, timeout_s, f"the run to recover from {fault}")
+        _await(watch.has_recovered, run, timeout_s, f"the run to recover from {fault}")
     finally:
         injector.undo(fault.task)
-    result = before.result(fault)
-    append_json(run.path / "chaos.jsonl", {"time": before.time, **asdict(result)})
-    return result
+    cost = watch.cost()
+    append_json(run.path / "chaos.jsonl", {"time": watch.time, **asdict(cost)})
+    return cost
 
 
-class _Before:
+class _Watch:
     """The state of a run when a fault was injected, and what has happened since."""
 
-    def __init__(self, run: RunFolder) -> None:
-        self._run = run
+    def __init__(self, run: RunFolder, fault: Fault) -> None:
+        self._run, self._fault, self.kind = run, fault, KINDS[fault.kind]
         self.time = time.time()
-        self.step = run.newest_step
-        self.generation = run.generation
-        workers = [task.name for task in membership.cluster(run).of(Role.WORKER)]
-        least = run.started.min_workers
-        self._dispensable = workers if least is not None and len(workers) > least else []
-        """The tasks without any one of which the run continues."""
+        self.step, self.generation = run.newest_step, run.generation
+        cluster, least = membership.cluster(run), run.started.min_workers
+        workers = [task.name for task in cluster.of(Role.WORKER)]
+        dispensable = least is not None and len(workers) > least and fault.task in workers
+        self.is_left_out = self.kind.elastic and dispensable
+        """Whether the run continues without the task."""
+        self.unnoticed = self.kind.unnoticed or (self.kind.lasts and len(cluster.tasks) == 1)
+        """Whether no agent restarts the task because of the fault."""
 
-    def nobody_acts_on(self, fault: Fault) -> bool:
-        """Whether a lasting fault is one for which no agent restarts the task."""
-        alone = len(membership.cluster(self._run).tasks) == 1
-        return KINDS[fault.kind].unnoticed or (KINDS[fault.kind].lasts and alone)
-
-    def noticed(self, fault: Fault) -> bool:
-        """Whether any agent has acted; where the run continues without the task, whether it does."""
-        if KINDS[fault.kind].elastic and fault.task in self._dispensable:
-            return fault.task in membership.left_out(self._run)
+    def has_been_noticed(self) -> bool:
+        """Return whether any agent has acted; where the run continues without the task, whether it does."""
+        if self.is_left_out:
+            return self._fault.task in membership.left_out(self._run)
         acted = ("restarted", "frozen", "silent", "hang")
-        recent = [e for e in self._run.events() if e.time > self.time and e.event in acted]
-        return self._run.generation > self.generation or any(e.task == fault.task for e in recent)
+        recent = [event for event in self._run.events() if event.time > self.time and event.event in acted]
+        return self._run.generation > self.generation or any(event.task == self._fault.task for event in recent)
 
-    def costs(self) -> list[Restart]:
+    def has_recovered(self) -> bool:
+        if self._run.summary.exists():
+            return True
+        if costs := self._restarts():
+            return costs[-1].resumed_s is not None or costs[-1].script_started_s is not None
+        return self.unnoticed and bool(self._new_step_at())
+
+    def _restarts(self) -> list[Restart]:
         alone = [Role.WORKER, *(role for role in Role if role.is_sidecar)]
         return restart_costs.costs(self._run, self.time, alone)
 
-    def recovered(self, fault: Fault) -> bool:
-        if self._run.summary.exists():
-            return True
-        if costs := self.costs():
-            return costs[-1].resumed_s is not None or costs[-1].script_started_s is not None
-        return self.nobody_acts_on(fault) and bool(self.new_step_after(self.time + SLOW_S))
+    def _new_step_at(self) -> float | None:
+        """Return when a new step was reported after the end of a fault that nobody acts on."""
+        beats, ended = self._run.heartbeats().values(), self.time + SLOW_S
+        return min((b.updated_at for b in beats if b.step > self.step and b.updated_at > ended), default=None)
 
-    def new_step_after(self, moment: float) -> float | None:
-        beats = self._run.heartbeats().values()
-        times = [beat.updated_at for beat in beats if beat.step > self.step and beat.updated_at > moment]
-        return min(times, default=None)
-
-    def result(self, fault: Fault) -> Result:
-        costs, ended = self.costs(), self._run.load_summary()
+    def cost(self) -> FaultCost:
+        costs, ended = self._restarts(), self._run.load_summary()
         resumed_s: float | None
         if ended:
             resumed_s = self._run.outcome.time - self.time if self._run.outcome else 0.0
         elif costs:
             resumed_s = costs[-1].resumed_s
         else:
-            resumed_s = (self.new_step_after(self.time + SLOW_S) or time.time()) - self.time
-        return Result(
-            fault.kind,
-            fault.task,
+            resumed_s = (self._new_step_at() or time.time()) - self.time
+        return FaultCost(
+            self._fault.kind,
+            self._fault.task,
             self.step,
             costs[0].detected_s if costs else None,
             None if resumed_s is None else round(resumed_s, 3),
@@ -268,7 +248,7 @@ def _await(condition: Callable[[], object], run: RunFolder, timeout_s: float, wh
         raise TimedOut(f"waited {timeout_s:g} s for {what}; see `invoke status`")
 
 
-def storm(
+def run_storm(
     run: RunFolder, count: int, seed: int, kinds: Sequence[str], timeout_s: float, limit_s: float = float("inf")
 ) -> int:
     """Inject faults, wait for the end of the run, report the result; return the exit code.
@@ -281,12 +261,12 @@ def storm(
     for kind in kinds or ("kill",):
         if kind in KINDS and None not in KINDS[kind].ends:
             raise UsageError(f"--kinds {kind}: it ends the run, and the storm with it; inject it alone")
-        check(run, Fault(kind, "chief"))
+        check_fault(run, Fault(kind, "chief"))
     if run.script:
         raise UsageError(
             "storm with a script: a script reports no steps between which to inject faults; kill its tasks one by one"
         )
-    results = inject_all(run, count, seed, kinds, print_lines, timeout_s, limit_s)
+    results = inject_all(run, count, seed, kinds, timeout_s, limit_s)
     print_lines(f"{counted(len(results), 'fault')} injected; waiting for the run's end")
     ended = foreground.show_until_end(run)
     foreground.print_end(run)
@@ -307,56 +287,48 @@ def inject_all(
     count: int,
     seed: int,
     kinds: Sequence[str],
-    log: Callable[[str], None],
     timeout_s: float = RECOVERY_TIMEOUT_S,
     limit_s: float = float("inf"),
-) -> list[Result]:
+) -> list[FaultCost]:
     """Inject faults of some kinds, or of all that fit the run, some steps apart, until the run has no room for more.
 
     `seed` determines the faults; when they are injected depends on the run.
     """
     deadline = time.monotonic() + limit_s
     draw = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
-    results: list[Result] = []
+    results: list[FaultCost] = []
     for number in range(1, count + 1):
-        fault = _drawn(run, draw, kinds)
+        fault = _draw_fault(run, draw, kinds)
         chief = run.heartbeat("chief")
         last_step = (chief and chief.steps_total) or float("inf")  # not reported yet
         if run.load_summary() or run.newest_step + STEPS_BETWEEN[1] >= last_step:
             break
         if time.monotonic() > deadline:
-            log(f"{limit_s / 60:g} minutes are over")
+            print_lines(f"{limit_s / 60:g} minutes are over")
             break
-        log(f"fault {number}/{count}: {fault} at step {fault.at_step}")
+        print_lines(f"fault {number}/{count}: {fault} at step {fault.at_step}")
         try:
             results.append(inject(run, fault, timeout_s))
         except UsageError:
             break  # it ended while waiting for the step
-        log(f"  {results[-1].description}")
+        print_lines(f"  {results[-1].description}")
         if results[-1].ended:
             break
     return results
 
 
-def _drawn(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> Fault:
+def _draw_fault(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> Fault:
     spec = membership.cluster(run)
+    workers = [task.name for task in spec.of(Role.WORKER)]
+    choices = [(kind, False) for kind in kinds]
+    if not kinds:  # each kind that the run survives, as often as it weighs, and whether it is one of the whole task
+        elastic = run.started.min_workers is not None and bool(workers)
+        survived = registry.find_runtime(run).faults(run).storm
+        for kind in KINDS.values():
+            if kind.name in survived and kind.synchronous <= spec.kind.synchronous and kind.elastic <= elastic:
+                choices += [(kind.name, False)] * kind.draws + [(kind.name, True)] * kind.whole_draws
+    name, whole = draw.choice(choices)
     tasks = [task.name for task in spec.tasks if not task.role.is_sidecar]
-    if kinds:
-        kind, whole = draw.choice(kinds), False
-    else:
-        survived = registry.of(run).faults(run).storm
-        elastic = run.started.min_workers is not None and bool(spec.of(Role.WORKER))
-        kind, whole = draw.choice(_choices(survived, synchronous=spec.kind.synchronous, elastic=elastic))
-    if KINDS[kind].elastic:  # the chief is never left out
-        tasks = [task.name for task in spec.of(Role.WORKER)] or tasks
-    return Fault(kind, draw.choice(tasks), run.newest_step + draw.randint(*STEPS_BETWEEN), whole)
-
-
-def _choices(survived: Collection[str], *, synchronous: bool, elastic: bool) -> list[tuple[str, bool]]:
-    """List each kind of fault as often as it weighs, and whether it is one of the whole task."""
-    choices: list[tuple[str, bool]] = []
-    for kind in KINDS.values():
-        fits = (synchronous or not kind.synchronous) and (elastic or not kind.elastic)
-        if kind.name in survived and fits:
-            choices += [(kind.name, False)] * kind.draws + [(kind.name, True)] * kind.whole_draws
-    return choices
+    if KINDS[name].elastic:  # the chief is never left out
+        tasks = workers or tasks
+    return Fault(name, draw.choice(tasks), run.newest_step + draw.randint(*STEPS_BETWEEN), whole)

@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.contract import spec
@@ -23,7 +22,7 @@ from cluster.system.terminal import error_text, print_lines
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
-def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
+def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
     """End a run, or without a name every run and TensorBoard; return the exit code, that of the first failure.
 
     A run may save and stop in `timeout_s` before it is ended. One that cannot be ended does not prevent ending the
@@ -38,7 +37,7 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
         with failures:
             if run.name in left.unreachable:
                 continue
-            end(run, "invoke down", timeout_s, sh, also=left.found.get(run.name, ()))
+            end_run(run, "invoke down", timeout_s, sh, also=left.found.get(run.name, ()))
             where = short_path(run.path) if run.path.exists() else "gone"
             print_lines(f"{run.name} is down; its folder is {where}")
     with failures:
@@ -50,7 +49,7 @@ def down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
     return failures.code
 
 
-def end(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
+def end_run(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
     """Ask a run to save and stop if it is in progress, and end whatever is left of it, however damaged its folder is.
 
     `also` are runtimes that have something of it, whatever its records say.
@@ -94,15 +93,6 @@ class _Failures:
         return True
 
 
-@dataclass(frozen=True)
-class OldRun:
-    """A run that can be deleted."""
-
-    run: RunFolder
-    ended: float
-    """Seconds since the epoch."""
-
-
 def parse_age(text: str) -> float:
     """Return the seconds of an age such as `7d`, `12h`, `30m` or `2w`."""
     match = re.fullmatch(r"([0-9]{1,6})([mhdw])", text.strip())
@@ -111,20 +101,18 @@ def parse_age(text: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def find_old(runs_dir: Path, older_s: float) -> list[OldRun]:
+def find_old_runs(runs_dir: Path, older_s: float) -> list[RunFolder]:
     """Return the runs that ended at least `older_s` ago and are not in progress; the oldest first."""
     found = []
     for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
         run = RunFolder(path)
-        if path.name.startswith(".") or not _is_run(run):
-            continue
-        ended = _ended(run)
-        if time.time() - ended >= older_s and not teardown.in_progress(run):
-            found.append(OldRun(run, ended))
-    return sorted(found, key=lambda old: old.ended)
+        is_run = not path.name.startswith(".") and _is_run(run)
+        if is_run and time.time() - end_time(run) >= older_s and not teardown.in_progress(run):
+            found.append(run)
+    return sorted(found, key=end_time)
 
 
-def find_ended(runs_dir: Path, name: str) -> OldRun:
+def find_ended_run(runs_dir: Path, name: str) -> RunFolder:
     """Return the run of this name.
 
     Raises:
@@ -136,7 +124,7 @@ def find_ended(runs_dir: Path, name: str) -> OldRun:
         raise UsageError(f"no run {name!r} in {short_path(runs_dir)}{nearest(name, known) if known else ''}")
     if teardown.in_progress(run):
         raise UsageError(f"run {name!r} is in progress; `invoke down {name}` before it is deleted")
-    return OldRun(run, _ended(run))
+    return run
 
 
 def _is_run(run: RunFolder) -> bool:
@@ -146,23 +134,23 @@ def _is_run(run: RunFolder) -> bool:
     return not claim.is_held(run) if run.incomplete else run.cluster.exists()
 
 
-def _ended(run: RunFolder) -> float:
-    """Return when a run ended, or else last did something, by the files that its commands and tasks write."""
+def end_time(run: RunFolder) -> float:
+    """Return when a run ended, or else last did something, by its files, in seconds since the epoch."""
     if run.summary.exists():  # a report or an export of a later day does not make it younger
         return run.outcome.time if run.outcome else run.summary.lstat().st_mtime
     paths = [run.path, run.summary, run.events_log, run.cluster, run.control, *(run.path / "status").glob("*.json")]
     return max((path.lstat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
-def delete(old_runs: Iterable[OldRun]) -> list[str]:
+def delete_runs(runs: Iterable[RunFolder]) -> list[str]:
     """Delete runs, unless they were resumed since they were listed; return the errors of those that stay."""
     errors = []
-    for old in old_runs:
+    for run in runs:
         try:
-            with claim.hold_claim(old.run, "deleted"):
-                if teardown.in_progress(old.run):
-                    raise UsageError(f"run {old.run.name!r} is in progress again; it stays")
-                old.run.delete()
+            with claim.hold_claim(run, "deleted"):
+                if teardown.in_progress(run):
+                    raise UsageError(f"run {run.name!r} is in progress again; it stays")
+                run.delete()
         except (ClusterError, OSError) as error:
-            errors.append(f"{old.run.name}: {' '.join(str(error).split())}")
+            errors.append(f"{run.name}: {' '.join(str(error).split())}")
     return errors

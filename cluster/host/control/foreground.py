@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cluster.contract.results import summary
@@ -51,14 +51,21 @@ def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_
     Raises:
         TimedOut: it has none after `timeout_s`.
     """
-    deadline, monitor = time.monotonic() + timeout_s, LivenessMonitor(run)
-    while (ended := run.load_summary()) is None:
-        on_status(read_status(run, monitor.look(), with_board=False))
-        _notice_silence(run, monitor)
+    deadline = time.monotonic() + timeout_s
+    for value in _statuses(run):
+        on_status(value)
         if time.monotonic() > deadline:
             raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it continues, see `invoke status`")
+    return records.read_record(run.summary, Summary.from_json)
+
+
+def _statuses(run: RunFolder) -> Iterator[dict[str, Any]]:
+    """Yield the status of a run until it has a summary, and end it if nothing of it is alive."""
+    monitor = LivenessMonitor(run)
+    while not run.load_summary():
+        yield read_status(run, monitor.look(), with_board=False)
+        _notice_silence(run, monitor)
         time.sleep(POLL_S)
-    return ended
 
 
 def show_until_end(run: RunFolder, timeout_s: float = float("inf")) -> Summary:
@@ -74,17 +81,13 @@ def print_end(run: RunFolder) -> None:
 
 def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) -> bool:
     """Watch a run until every task trains; return False if it ended before."""
-    monitor = LivenessMonitor(run)
-    while not run.load_summary():
-        names = {task.name for task in membership.cluster(run).tasks}  # read every time: it may be scaled
-        value = read_status(run, monitor.look(), with_board=False)
+    under_way = {"training", "saving", "evaluating", "done"}
+    for value in _statuses(run):
         on_status(value)
-        under_way = {"training", "saving", "evaluating", "done"}
+        names = {task.name for task in membership.cluster(run).tasks}  # read every time: it may be scaled
         all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
         if all_train and (value["step"] or run.script):  # a script reports no steps
             return True
-        _notice_silence(run, monitor)
-        time.sleep(POLL_S)
     return False
 
 
@@ -132,7 +135,14 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
         raise
     if ended is None:
         return EXIT_DONE
+    return report_end(run, ended, sh)
+
+
+def report_end(run: RunFolder, ended: Summary, sh: Shell, headline: str = "") -> int:
+    """Remove what is left of a run that has ended, and print how it ended; return the exit code."""
     left = teardown.remove_ended(run, sh)
+    if headline:
+        print(headline)
     print_end(run)
     if left:
         print(left, file=sys.stderr)
@@ -227,7 +237,7 @@ def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
     # While the supervisor imports for all tasks it can be too busy to write their heartbeats, for long under load.
     owned = owner.read_owner(run)
     starting = not run.outcome and (not monitor.begun or (owned is not None and owned.alive))
-    runtime = registry.of(run)
+    runtime = registry.find_runtime(run)
     patience_s = START_TIMEOUT_S if starting and not runtime.is_remote else LOST_AFTER_S  # a scheduler says if it lives
     if claim.is_scaling(run):
         patience_s = SCALE_PATIENCE_S

@@ -43,7 +43,7 @@ CACHE_VERSION = "cache_version.txt"
 CACHE_TIMEOUT_S = 60.0
 
 
-def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) -> list[str]:
+def trace_task(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) -> list[str]:
     """Trace a task's next steps; return lines of text about the trace.
 
     Raises:
@@ -51,7 +51,7 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
         RunFailed: the run ended before, or the task could not.
         TimedOut: no trace after `timeout_s`.
     """
-    _check(run, name)
+    _check_task(run, name)
     request = TraceRequest(id=uuid.uuid4().hex, task=name, steps=steps, until=time.time() + timeout_s)
     _ask(run, request)
     print_wait(f"waiting until {name} has done {counted(steps, 'step')}")
@@ -65,12 +65,12 @@ def trace(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) 
         raise RunFailed(f"{name} cannot be traced: {answer.error}; end the other trace, then try again")
     refuse_links(run.tensorboard(name))
     unprepared = [folder for folder in run.traces(name) if not (folder / CACHE_VERSION).exists()]
-    prepared = [prepare(folder) for folder in unprepared]
+    prepared = [prepare_trace(folder) for folder in unprepared]
     failed = ["note         not prepared for the Profile tab in a container; `make setup` renews .venv"]
-    return [*lines(run, answer, steps), *([] if all(prepared) else failed)]
+    return [*trace_lines(run, answer, steps), *([] if all(prepared) else failed)]
 
 
-def _check(run: RunFolder, name: str) -> None:
+def _check_task(run: RunFolder, name: str) -> None:
     """Check that a task trains, in a run that is in progress."""
     spec = run.load_cluster()
     task = spec.task(name)
@@ -99,11 +99,11 @@ def _check(run: RunFolder, name: str) -> None:
 
 
 @plain_lines
-def lines(run: RunFolder, answer: TraceAnswer, steps: int) -> list[str]:
+def trace_lines(run: RunFolder, answer: TraceAnswer, steps: int) -> list[str]:
     """Return a trace as lines of text."""
     held = answer.last - answer.first + 1
     more = f", {counted(steps, 'step')} requested: whole calls of the training are traced" if held != steps else ""
-    port = tensorboard.running(run.path.parent)
+    port = tensorboard.running_port(run.path.parent)
     newest = [f"{run.name}/tensorboard/{answer.task}/{folder.name}" for folder in run.traces(answer.task)[-1:]]
     tab = urlencode(({"run": newest[0]} if newest else {}) | {"tag": TOOL})  # the default tool is about GPUs
     where = f"{tensorboard.address(port)}/?{tab}#profile" if port else "invoke tensorboard, then its Profile tab"
@@ -142,7 +142,7 @@ def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnsw
         time.sleep(POLL_S)
 
 
-def prepare(folder: Path) -> bool:
+def prepare_trace(folder: Path) -> bool:
     """Prepare a trace's folder for the Profile tab; return False where only the tab of a container lacks the trace."""
     command = [sys.executable, "-m", "cluster.host.control.profile", str(folder)]
     try:

@@ -8,7 +8,6 @@ claim on the run, and the run counts as stopped.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 
 from cluster.contract import spec
@@ -34,7 +33,7 @@ SHOWN_COUNTS = 3
 """How many suitable numbers of workers an error names."""
 
 
-def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = False) -> int:
+def scale_run(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = False) -> int:
     """Scale a run; return the exit code once every task trains again, or the run has ended instead.
 
     `workers` and `ps` are as typed; empty: as many as now. `trust`: the run's records may have been changed since this
@@ -47,16 +46,16 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
     """
     before = membership.cluster(run)
     with claim.hold_claim(run, "scaled"):
-        planned = plan(run, workers, ps, trust=trust)
+        planned = plan_scaling(run, workers, ps, trust=trust)
         startup.check_machine(planned, ending=len(before.tasks))
         planned.runtime.prepare(planned, sh, renew=False)
         print_lines(f"{run.name}: every task saves at the same step and ends, then it continues")
         began = time.monotonic()
-        stopped = stop(run)
+        stopped = stop_for_scaling(run)
         step, reached = _reached(run)
         swapped = stopped and _swap(planned, sh)
     if not swapped:
-        return _report_end(run, sh, "ended before it was scaled")
+        return _report_end(run, sh, f"{run.name} ended before it was scaled")
     after = planned.cluster
     counts: dict[str, int] = {}
     for when, cluster in (("before", before), ("after", after)):
@@ -69,12 +68,12 @@ def scale(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = Fal
     with Live() as live:
         trains = foreground.until_training(run, live.show)
     if not trains:
-        return _report_end(run, sh, f"was {done}, and ended before every task trained again")
+        return _report_end(run, sh, f"{run.name} was {done}, and ended before every task trained again")
     print_lines(f"{done}; every task trains again after {time.monotonic() - began:.1f} s")
     return EXIT_DONE
 
 
-def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
+def plan_scaling(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
     """Check that a run can be scaled to a size, and return the plan. Changes nothing.
 
     Raises:
@@ -108,7 +107,7 @@ def plan(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
     return planning.plan(requested, stops_first=True)
 
 
-def stop(run: RunFolder) -> bool:
+def stop_for_scaling(run: RunFolder) -> bool:
     """Make every task save and end; return False if the run has finished instead.
 
     Raises:
@@ -186,15 +185,8 @@ def _end_here(run: RunFolder) -> None:
         print_lines(f"{run.name} is stopped; `invoke up --resume {run.name}` continues from its newest checkpoint")
 
 
-def _report_end(run: RunFolder, sh: Shell, how: str) -> int:
-    """Report a run that ended while it was being scaled; return the exit code."""
-    ended = foreground.show_until_end(run)
-    left = teardown.remove_ended(run, sh)
-    print(f"{run.name} {how}")
-    foreground.print_end(run)
-    if left:
-        print(left, file=sys.stderr)
-    return foreground.exit_code(ended)
+def _report_end(run: RunFolder, sh: Shell, headline: str) -> int:
+    return foreground.report_end(run, foreground.show_until_end(run), sh, headline)
 
 
 def _workers(cluster: ClusterSpec) -> int:

@@ -57,27 +57,27 @@ class Machine:
         return _NVLINK.fullmatch(self.links.get((one, other), "")) is not None
 
 
-def ask(*words: str) -> tuple[int, str]:
+def ask_nvidia_smi(*words: str) -> tuple[int, str]:
     """Run `nvidia-smi`; return its exit code and output, or the reason why there is none."""
     code, printed, complained = processes.run(["nvidia-smi", *words], ANSWER_TIMEOUT_S)
     return code, printed if code == 0 else printed.strip() or complained.strip()
 
 
-def machine(what: str, *, with_instances: bool = False) -> Machine:
+def read_machine(what: str, *, with_instances: bool = False) -> Machine:
     """Return this machine's GPUs, which the option `what` needs, and its MIG instances if requested."""
-    code, text = ask(*QUERY)
+    code, text = ask_nvidia_smi(*QUERY)
     if code or not text.strip():
         why = (text.strip() or "nvidia-smi lists no GPU").splitlines()[-1]
         raise PrerequisiteError(
             f"{what}: no GPU was found on this machine ({why}); install NVIDIA's driver, or use --gpus none"
         )
-    gpus = inventory(text)
-    links = connections(ask(*TOPOLOGY)[1])  # empty if it failed
-    code, text = ask(*LIST) if with_instances else (1, "")
-    return Machine(gpus, instances(text) if code == 0 else (), links)
+    gpus = parse_inventory(text)
+    links = parse_links(ask_nvidia_smi(*TOPOLOGY)[1])  # empty if it failed
+    code, text = ask_nvidia_smi(*LIST) if with_instances else (1, "")
+    return Machine(gpus, parse_instances(text) if code == 0 else (), links)
 
 
-def inventory(text: str) -> tuple[Gpu, ...]:
+def parse_inventory(text: str) -> tuple[Gpu, ...]:
     """Return the GPUs that `nvidia-smi --query-gpu` printed."""
     found = []
     for line in filter(str.strip, text.splitlines()):
@@ -92,13 +92,13 @@ def inventory(text: str) -> tuple[Gpu, ...]:
     return tuple(sorted(found, key=lambda gpu: int(gpu.id)))
 
 
-def instances(text: str) -> tuple[Gpu, ...]:
+def parse_instances(text: str) -> tuple[Gpu, ...]:
     """Return the MIG instances that `nvidia-smi -L` printed."""
     found = (_INSTANCE.match(line) for line in text.splitlines())
     return tuple(Gpu(match[2], f"MIG {match[1]}", 0) for match in found if match)
 
 
-def connections(text: str) -> dict[tuple[str, str], str]:
+def parse_links(text: str) -> dict[tuple[str, str], str]:
     """Return how each two GPUs are connected, from the table that `nvidia-smi topo -m` printed."""
     rows = [[cell.strip() for cell in line.split("\t")] for line in _UNDERLINE.sub("", text).splitlines()]
     header = next((row[1:] for row in rows if row[1:2] == ["GPU0"]), [])

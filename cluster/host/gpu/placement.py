@@ -87,7 +87,7 @@ def ids_in(compose: Mapping[str, Any]) -> list[str]:
     return [gpu for ids in compose.get(GPUS, {}).values() for gpu in ids]
 
 
-def parse(gpus: str) -> GpuRequest | None:
+def parse_gpus(gpus: str) -> GpuRequest | None:
     """Parse `--gpus`; None if it requests none."""
     request = GpuRequest(f"--gpus {gpus}")
     if gpus in ("", "none"):
@@ -107,17 +107,17 @@ def parse(gpus: str) -> GpuRequest | None:
     return replace(request, ids=tuple(ids))
 
 
-def requested(gpus: str, recorded: Mapping[str, Any], previous_devices: int) -> GpuRequest | None:
+def choose_request(gpus: str, recorded: Mapping[str, Any], previous_devices: int) -> GpuRequest | None:
     """Return the present request, or else that of the resumed run."""
     if gpus or not recorded:
-        return parse(gpus)
+        return parse_gpus(gpus)
     # As many GPUs for each task as before, from the same ones if the run named them.
-    previous = parse(recorded["gpus"])
+    previous = parse_gpus(recorded["gpus"])
     ids = previous.ids if previous else ()
     return GpuRequest(f"--gpus {recorded['gpus']} of the run", ids, per_task=previous_devices)
 
 
-def place(
+def place_gpus(
     request: GpuRequest, machine: Machine, cluster: ClusterSpec, busy: Mapping[str, str] | None = None
 ) -> Placement:
     """Return which task gets which GPUs, none of which other runs train on (`busy`, with their names)."""

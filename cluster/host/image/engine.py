@@ -19,12 +19,14 @@ _ADVICE = re.compile(r"\s*(Run|See) 'docker [^']*--help'[^\n]*$")
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The engine's answer."""
+class Availability:
+    """Whether something that runs tasks, such as an engine, can be used on this machine."""
 
     ready: bool
-    detail: str
-    """Its version, or why it cannot be used."""
+    detail: str = ""
+    """What it is, such as the engine's version; or why it cannot be used."""
+    fix: str = ""
+    """What to do where it cannot be used."""
 
 
 def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
@@ -41,7 +43,7 @@ def patience_s(command: str) -> float | None:
     return COMPOSE_TIMEOUT_S if match[1] == "compose" else BUILD_TIMEOUT_S
 
 
-def probe() -> Answer:
+def probe() -> Availability:
     """Return whether a Docker Engine with Compose v2 answers."""
     code, text = ask("info", "--format", "{{json .ServerVersion}}")
     version = ""
@@ -51,21 +53,22 @@ def probe() -> Answer:
         except (ValueError, IndexError):
             code = 1
     if code != 0 or not version:
-        return Answer(False, f"no Docker Engine answers ({text.splitlines()[-1] if text else 'no output'})")
+        return unavailable(f"no Docker Engine answers ({text.splitlines()[-1] if text else 'no output'})")
     code, compose_version = ask("compose", "version", "--short")
     if code != 0:
-        return Answer(False, f"Docker Engine {version} has no Compose plugin (`docker compose version` fails)")
-    return Answer(True, f"Docker Engine {version}, Compose {compose_version}")
+        return unavailable(f"Docker Engine {version} has no Compose plugin (`docker compose version` fails)")
+    return Availability(True, f"Docker Engine {version}, Compose {compose_version}")
 
 
-def fix(detail: str) -> str:
-    """Return the remedy for an engine that cannot be used, given the reason."""
+def unavailable(detail: str) -> Availability:
+    """Return that no engine can be used, for a reason, with its fix."""
     said = detail.lower()
+    fix = "install and start Docker with Compose v2"
     if "permission denied" in said or "may not be run" in said:
-        return "let this user use Docker (`sudo usermod -aG docker $USER`, then log in again)"
-    if "cannot connect" in said or "is the docker daemon running" in said or "did not answer" in said:
-        return "start Docker (`sudo systemctl start docker`), or set DOCKER_HOST to where it answers"
-    return "install and start Docker with Compose v2"
+        fix = "let this user use Docker (`sudo usermod -aG docker $USER`, then log in again)"
+    elif "cannot connect" in said or "is the docker daemon running" in said or "did not answer" in said:
+        fix = "start Docker (`sudo systemctl start docker`), or set DOCKER_HOST to where it answers"
+    return Availability(False, detail, fix)
 
 
 def memory_bytes() -> int:
@@ -76,6 +79,5 @@ def memory_bytes() -> int:
 
 def demand(what: str) -> None:
     """Raise an error if no engine answers."""
-    answer = probe()
-    if not answer.ready:
-        raise PrerequisiteError(f"{what}: {answer.detail}; {fix(answer.detail)}")
+    if not (engine := probe()).ready:
+        raise PrerequisiteError(f"{what}: {engine.detail}; {engine.fix}")

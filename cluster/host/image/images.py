@@ -54,28 +54,19 @@ class Base:
     """Whether `base_commands` must run first."""
 
 
-def name(image: str, accelerator: str) -> str:
-    """Return the name of one of `IMAGES`."""
+def image_name(image: str, accelerator: str = "") -> str:
+    """Return the name of one of `IMAGES`; its prefix is IMAGE_NAMESPACE, or `tf-cluster`."""
     if image not in IMAGES:
         raise UsageError(f"--image {image!r} is unknown{nearest(image, IMAGES)}")
-    return train_image(accelerator) if image == "train" else tensorboard_image()
-
-
-def namespace() -> str:
-    """Return the prefix of the images' names: IMAGE_NAMESPACE, or `tf-cluster`."""
-    return os.environ.get("IMAGE_NAMESPACE") or "tf-cluster"
-
-
-def tensorboard_image() -> str:
-    """Return the name of the image that TensorBoard runs in."""
-    return f"{namespace()}/tensorboard:latest"
+    if image == "train" and accelerator not in ACCELERATORS:
+        raise UsageError(f"accelerator {accelerator!r} has no image{nearest(accelerator, ACCELERATORS)}")
+    tag = accelerator if image == "train" else "latest"
+    return f"{os.environ.get('IMAGE_NAMESPACE') or 'tf-cluster'}/{image}:{tag}"
 
 
 def train_image(accelerator: str) -> str:
     """Return the name of the image that tasks run in."""
-    if accelerator not in ACCELERATORS:
-        raise UsageError(f"accelerator {accelerator!r} has no image{nearest(accelerator, ACCELERATORS)}")
-    return f"{namespace()}/train:{accelerator}"
+    return image_name("train", accelerator)
 
 
 def default_base(requested: str = "") -> Base:
@@ -126,14 +117,14 @@ def base_commands() -> list[str]:
 
 def build_commands(accelerator: str, base: Base) -> list[str]:
     """Return the commands that build both images, after the base where it is missing; run them from the root."""
-    build = [build_command(image, accelerator, base, f"--tag={name(image, accelerator)}") for image in IMAGES]
+    build = [build_command(image, accelerator, base, f"--tag={image_name(image, accelerator)}") for image in IMAGES]
     return [*(base_commands() if base.missing else []), *build]
 
 
 def build_command(image: str, accelerator: str, base: Base, *options: str) -> str:
     """Return the command that builds one of `IMAGES`; run it from the root."""
-    name(image, accelerator)
-    labels = _labels(base, checkout.commit_time_s()) | {INPUTS_LABEL: inputs_sha256(base)}
+    image_name(image, accelerator)
+    labels = _labels(base) | {INPUTS_LABEL: inputs_sha256(base)}
     words = ["docker", "build", "--file=docker/Dockerfile"]
     # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
     words += [f"--build-arg=BASE_IMAGE={base.name}", f"--build-arg=SOURCE_DATE_EPOCH={checkout.commit_time_s()}"]
@@ -141,16 +132,11 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
     words += [f"--build-arg={proxy}" for proxy in _PROXIES if proxy in os.environ]
     words += [f"--build-arg=ACCELERATOR={accelerator}"] if image == "train" else []
     words += [f"--label={key}={value}" for key, value in labels.items()]
-    if bundle := _ca_bundle():
+    bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)  # the authorities that this machine trusts
+    if Path(bundle).is_file():
         quoted = bundle.replace('"', '""')  # the engine reads the value as a line of CSV
         words += [f'--secret=id=ca,"src={quoted}"' if set(',"\r\n') & set(bundle) else f"--secret=id=ca,src={bundle}"]
     return shlex.join([*words, f"--target={image}", *options, "."])
-
-
-def _ca_bundle() -> str:
-    """Return the file of the certificate authorities that this machine trusts; empty where it has none."""
-    bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)
-    return bundle if Path(bundle).is_file() else ""
 
 
 def inputs_sha256(base: Base) -> str:
@@ -159,7 +145,7 @@ def inputs_sha256(base: Base) -> str:
     Which image it is, and for which accelerator, is in its name. Of a file's mode only what git keeps counts: whether
     it is executable. The build sets the rest.
     """
-    settings = [json.dumps(_labels(base, checkout.commit_time_s())), *([] if base.digest else base.layers)]
+    settings = [json.dumps(_labels(base)), *([] if base.digest else base.layers)]
     files = [ROOT / "docker" / "Dockerfile", *_context()]
     names = [str(path.relative_to(ROOT)) for path in files]
     programs = [name for name, path in zip(names, files, strict=True) if path.stat().st_mode & stat.S_IXUSR]
@@ -171,7 +157,7 @@ def are_current(accelerator: str) -> bool:
 
     No registry is queried for a newer base; $BASE_IMAGE must name the same one if it is set.
     """
-    names = [name(image, accelerator) for image in IMAGES]
+    names = [image_name(image, accelerator) for image in IMAGES]
     code, text = engine.ask("image", "inspect", "--format={{json .Config.Labels}}", *names)
     labels = [json.loads(line) or {} for line in text.splitlines()] if code == 0 else [{}]
     recorded = [labels[0].get(f"{_OCI}base.{key}", "") for key in ("name", "digest")]
@@ -198,22 +184,19 @@ def _context() -> list[Path]:
     return sorted(path for path in inside if path.is_file() and "__pycache__" not in path.parts)
 
 
-def _labels(base: Base, date_s: int) -> dict[str, str]:
+def _labels(base: Base) -> dict[str, str]:
     """Return the OCI annotations that are known only when building; the Dockerfile has the others."""
     labels = {
         "revision": checkout.revision(),
-        "created": datetime.fromtimestamp(date_s, UTC).isoformat(),
+        "created": datetime.fromtimestamp(checkout.commit_time_s(), UTC).isoformat(),
         "base.name": base.name.partition("@")[0],
         "base.digest": base.digest,
     }
     return {f"{_OCI}{key}": value for key, value in labels.items() if value}
 
 
-def inspect(image: str) -> dict[str, str]:
-    """Return the record of an image in the manifest: its name, id, revision, base and the base's digest.
-
-    A base that was never in a registry has no digest there; the digest of its content stands for it.
-    """
+def inspect_image(image: str) -> dict[str, str]:
+    """Return the record of an image in the manifest, with the digest of its base, or else of the base's content."""
     code, text = engine.ask("image", "inspect", "--format={{json .}}", image)
     if code != 0:
         raise PrerequisiteError(
@@ -235,7 +218,7 @@ def pending_commands(accelerator: str) -> list[str]:
     if are_current(accelerator):
         return []
     found = build_commands(accelerator, default_base())
-    if engine.ask("image", "inspect", *(name(image, accelerator) for image in IMAGES))[0] == 0:
+    if engine.ask("image", "inspect", *(image_name(image, accelerator) for image in IMAGES))[0] == 0:
         # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
         return [command.replace("docker build", "docker build --quiet", 1) for command in found]
     return found

@@ -6,6 +6,7 @@ compute it from different things. Both builds have separate tags, which are remo
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import shlex
@@ -19,8 +20,6 @@ from cluster.system.messages import counted
 
 BOTH = "both"
 TAG = "tf-cluster/reproduction"
-Shell = Callable[[str], object]
-"""Runs a command."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ImageComparison:
     """Whether two images are the same."""
 
     image: str
@@ -50,12 +49,11 @@ class Verdict:
     @property
     def differing(self) -> list[int]:
         """The numbers of the layers that differ, from 1; empty where only the configuration does."""
-        ours, theirs = self.first.layers, self.second.layers
-        most = max(len(ours), len(theirs))
-        return [at + 1 for at in range(most) if ours[at : at + 1] != theirs[at : at + 1]]
+        pairs = itertools.zip_longest(self.first.layers, self.second.layers)
+        return [number for number, (first, second) in enumerate(pairs, 1) if first != second]
 
     def lines(self) -> list[str]:
-        """The verdict as lines of text."""
+        """Return the comparison as lines of text."""
         pair = f"{self.first.name} and {self.second.name}"
         if self.identical:
             shown = [f"layer {number}  {digest}" for number, digest in enumerate(self.first.layers, 1)]
@@ -64,12 +62,12 @@ class Verdict:
         return [f"different: {self.image} in {what}: {pair}"]
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Return the form of `--json`."""
         compared = [asdict(self.first), asdict(self.second)]
         return {"image": self.image, "identical": self.identical, "compared": compared, "differing": self.differing}
 
 
-def chosen(image: str, against: str) -> tuple[str, ...]:
+def choose_images(image: str, against: str) -> tuple[str, ...]:
     """Return which images are to be built."""
     if image not in (*images.IMAGES, BOTH):
         raise UsageError(f"--image {image!r} is unknown{nearest(image, (*images.IMAGES, BOTH))}")
@@ -78,9 +76,9 @@ def chosen(image: str, against: str) -> tuple[str, ...]:
     return images.IMAGES if image == BOTH else (image,)
 
 
-def examine(image: str, accelerator: str, against: str, sh: Shell) -> Verdict:
+def reproduce_image(image: str, accelerator: str, against: str, sh: Callable[[str], object]) -> ImageComparison:
     """Build an image from nothing, twice, or once to compare with an existing image."""
-    called = images.name(image, accelerator)
+    called = images.image_name(image, accelerator)
     engine.demand("building an image")
     other = _inspect(against, against) if against else None  # before a build of minutes
     base = images.default_base()
@@ -97,8 +95,8 @@ def examine(image: str, accelerator: str, against: str, sh: Shell) -> Verdict:
             sh(shlex.join(["docker", "image", "rm", tag]))
 
     if other:
-        return Verdict(called, built("a new build"), other)
-    return Verdict(called, built("the first build"), built("the second build"))
+        return ImageComparison(called, built("a new build"), other)
+    return ImageComparison(called, built("the first build"), built("the second build"))
 
 
 def _inspect(image: str, name: str) -> Contents:

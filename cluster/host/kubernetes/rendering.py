@@ -15,7 +15,8 @@ from cluster.host.kubernetes.kubernetes_objects import Manifest
 from cluster.host.launch import configuration, planning
 from cluster.host.launch.planning import build_cluster, check_elastic_batch, elastic_record
 from cluster.host.options.request import PRESET, Request, check_together
-from cluster.host.runtime import inherited, resources
+from cluster.host.runtime import resources
+from cluster.host.runtime.payload import parse_variables
 from cluster.host.runtime.resources import TASK_MEMORY_BYTES
 from cluster.system.errors import UsageError, nearest
 
@@ -122,5 +123,5 @@ def _memory_bytes(request: Request) -> int:
 
 
 def _environment(request: Request, gpus: int) -> dict[str, str]:
-    given = {name: os.environ[name] if value is None else value for name, value in inherited.parse(request.env).items()}
+    given = {name: os.environ[name] if value is None else value for name, value in parse_variables(request.env).items()}
     return ({"NCCL_DEBUG": "WARN"} if gpus else {}) | given

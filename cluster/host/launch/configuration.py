@@ -14,7 +14,7 @@ from cluster.contract import user_code
 from cluster.contract.spec import ClusterSpec
 from cluster.host.launch.folders import data_dir
 from cluster.host.options.request import PRESET, Request
-from cluster.host.runtime import inherited
+from cluster.host.runtime.payload import python_path
 from cluster.system.paths import ROOT
 
 
@@ -114,7 +114,7 @@ def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: S
     # The caller's modules are found next to the run file and where the caller is, although the program runs in the
     # checkout.
     here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]
-    path = [*here, *inherited.python_path(), *code_dirs, *([str(packages)] if packages else [])]
+    path = [*here, *python_path(), *code_dirs, *([str(packages)] if packages else [])]
     return user_code.run(
         [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],
         f"--preset {preset!r}",

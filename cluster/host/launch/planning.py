@@ -22,9 +22,9 @@ from cluster.host.launch.teardown import in_progress
 from cluster.host.launch.user_files import check_path, check_script
 from cluster.host.options.option import Needs
 from cluster.host.options.request import OPTIONS, Request, check_needs
-from cluster.host.runtime import inherited, registry
+from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime
-from cluster.host.runtime.payload import Payload
+from cluster.host.runtime.payload import Payload, parse_secrets
 from cluster.host.runtime.resources import Job, Memory, Network, parse_memory
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.messages import counted
@@ -52,7 +52,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     port, hang_timeout_s = request.board_port, request.count("hang_timeout")
     run = _run_folder(typed, stops_first=stops_first)
 
-    runtime, why_runtime = registry.choose(request.runtime or registry.AUTO, cluster.kind)
+    runtime, why_runtime = registry.choose_runtime(request.runtime or registry.AUTO, cluster.kind)
     job = _job(typed, request, runtime, cluster)
     gpus = Placement() if runtime.is_remote else _place(typed, previous, run, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
@@ -153,12 +153,14 @@ def check_gpus(option: str, request: Request, cluster: ClusterSpec, each: int = 
 def _place(typed: Request, previous: Previous, run: RunFolder, cluster: ClusterSpec) -> Placement:
     """Return which task gets which of this machine's GPUs."""
     recorded = previous.started.gpus
-    requested = placement.requested(typed.gpus, recorded, cluster.devices)
+    requested = placement.choose_request(typed.gpus, recorded, cluster.devices)
     if requested is None:
         return Placement()
     check_gpus(requested.text, typed, cluster)  # before nvidia-smi is asked
-    machine = devices.machine(requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids))
-    placed = placement.place(requested, machine, cluster, busy(run))
+    machine = devices.read_machine(
+        requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids)
+    )
+    placed = placement.place_gpus(requested, machine, cluster, busy(run))
     check_gpus(requested.text, typed, cluster, len(placed.of("chief")))
     return replace(placed, requested=typed.gpus or recorded["gpus"])
 
@@ -209,7 +211,7 @@ def _resolve(request: Request, previous: Previous, runtime: Runtime, cores: int)
     check_path("requirements", request.requirements)
     requirements = settings.expanded("requirements", request.requirements).absolute() if request.requirements else None
     env = tuple(request.env)
-    payload = Payload(requirements=requirements, env=env, secrets=inherited.parse_secrets(request.secret, env))
+    payload = Payload(requirements=requirements, env=env, secrets=parse_secrets(request.secret, env))
     config: dict[str, Any] = {}
     data = ""
     if request.script:

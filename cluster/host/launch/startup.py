@@ -119,7 +119,7 @@ def list_commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
     found = _data_commands(plan) + plan.runtime.commands(plan, plan.compose)
     if plan.tensorboard_port != 0:
-        found += tensorboard.commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
+        found += tensorboard.start_commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
     return found
 
 
@@ -185,8 +185,8 @@ def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
         PrerequisiteError: another program listens on the port, or no engine answers.
         TimedOut: it does not answer.
     """
-    runtime, _ = registry.choose(requested)
-    tensorboard.prepare(runs_dir(), runtime.board, sh)
+    runtime, _ = registry.choose_runtime(requested)
+    tensorboard.build_image(runs_dir(), runtime.board, sh)
     runs_dir().mkdir(parents=True, exist_ok=True)
     return tensorboard.start(runs_dir(), port, runtime.board, sh)
 

@@ -25,7 +25,7 @@ def in_progress(run: RunFolder) -> bool:
 
 def _alive(run: RunFolder) -> bool:
     """Whether what was started of the run still runs, whether or not its tasks write heartbeats."""
-    return owner.read_owner(run) is not None and registry.of(run).alive(run)
+    return owner.read_owner(run) is not None and registry.find_runtime(run).alive(run)
 
 
 def kill_run(run: RunFolder, sh: Shell) -> None:
@@ -50,7 +50,7 @@ def remove_run(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[R
         TimedOut: a process does not end.
     """
     _record_outcome(run, "stopped")  # first: should this be interrupted, the run does not seem to continue
-    for runtime in dict.fromkeys([*also, registry.of(run)]):
+    for runtime in dict.fromkeys([*also, registry.find_runtime(run)]):
         runtime.remove(run, sh, grace_s)
     owner.remove_owner(run)
 
@@ -124,10 +124,10 @@ def find_leftovers(runs_dir: Path) -> Leftovers:
     found: dict[str, list[Runtime]] = {}
     unreachable: dict[str, str] = {}
     for runtime in registry.RUNTIMES.values():
-        remains = runtime.find_leftovers(runs_dir, names)
-        for name in remains.names:
-            found.setdefault(name, []).append(runtime)
-        if remains.unreachable:
-            why = f"{runtime.tasks}, which may continue: {remains.unreachable}"
-            unreachable |= {run.name: why for run in recorded if registry.of(run) is runtime}
+        try:
+            for name in runtime.find_leftovers(runs_dir, names):
+                found.setdefault(name, []).append(runtime)
+        except PrerequisiteError as error:
+            why = f"{runtime.tasks}, which may continue: {error}"
+            unreachable |= {run.name: why for run in recorded if registry.find_runtime(run) is runtime}
     return Leftovers(dict(sorted(found.items())), unreachable)

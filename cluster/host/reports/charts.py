@@ -25,13 +25,10 @@ def read_curves(run: RunFolder) -> dict[str, Curve]:
     for row in run.rows("chief"):
         for name, value in row.items():
             known = name in curves or (len(curves) < MAX_CURVES and len(name) <= 60)
-            if name not in ("step", "epoch", "time") and known and _is_number(value):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+            if name not in ("step", "epoch", "time") and known and number:
                 curves.setdefault(name, []).append((row["step"], float(value)))
     return {name: thinned(curve, MAX_POINTS) for name, curve in curves.items()}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < 1e30
 
 
 def draw_curves(title: str, curves: Mapping[str, Curve]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {name: each for part in parts for name, each in part.items()}
 
 
-def made_of(run: RunFolder) -> dict[str, Any]:
+def collect_inputs(run: RunFolder) -> dict[str, Any]:
     """Return everything that can make two runs differ, with dotted keys."""
     manifest, cluster = listing.manifest(run), run.load_cluster()
     topology = {
@@ -33,36 +34,33 @@ def made_of(run: RunFolder) -> dict[str, Any]:
         "devices": cluster.devices,
     }
     kept = {name: manifest.get(name) for name in ("runtime", "code", "locks", "own_code", "data", "environment")}
-    return shareable(flatten({"config": run.load_config(), "cluster": topology, **kept}))
+    return without_secrets(flatten({"config": run.load_config(), "cluster": topology, **kept}))
 
 
-def shareable(values: Mapping[str, Any]) -> dict[str, Any]:
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return recorded values without those whose names mark them as secret."""
     return {name: value for name, value in values.items() if not _SECRET.search(name)}
 
 
-def compare(runs: Sequence[RunFolder]) -> dict[str, Any]:
+def compare_runs(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """Return the differences between runs, as `invoke compare --json` shows them.
 
     Raises:
         DamagedError: a run's description is damaged.
     """
-    parts = [made_of(run) for run in runs]
+    parts = [collect_inputs(run) for run in runs]
     names = dict.fromkeys(name for part in parts for name in part)
     differing = {name: [part.get(name) for part in parts] for name in names}
     differing = {name: values for name, values in differing.items() if any(each != values[0] for each in values)}
-    rows = [listing.row(run) for run in runs]
+    rows = [listing.describe_run(run) for run in runs]
+    metrics = [summary.metrics if (summary := run.load_summary()) else {} for run in runs]
+    reached = {name: [each.get(name) for each in metrics] for name in dict.fromkeys(itertools.chain(*metrics))}
     return {
         "runs": [run.name for run in runs],
         "differences": differing,
-        "results": {name: [row[name] for row in rows] for name in _RESULTS} | _metrics(runs),
+        "results": {name: [row[name] for row in rows] for name in _RESULTS} | reached,
         "weights": [_same_weights(runs[0], other) for other in runs[1:]],
     }
-
-
-def _metrics(runs: Sequence[RunFolder]) -> dict[str, list[float | None]]:
-    found = [summary.metrics if (summary := run.load_summary()) else {} for run in runs]
-    return {name: [each.get(name) for each in found] for name in dict.fromkeys(name for each in found for name in each)}
 
 
 def _same_weights(one: RunFolder, other: RunFolder) -> dict[str, Any]:
@@ -72,7 +70,7 @@ def _same_weights(one: RunFolder, other: RunFolder) -> dict[str, Any]:
 
 
 @plain_lines
-def lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[str]:
+def comparison_lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[str]:
     """Return a comparison as lines of text: the differences first, then the results."""
     shown = [(name, *map(_cell, values)) for name, values in value["differences"].items()]
     result = [(name, *map(_cell, values)) for name, values in value["results"].items()]

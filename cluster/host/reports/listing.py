@@ -22,17 +22,17 @@ SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC", "DISK", "
 """The columns that a narrow terminal does without, in this order."""
 
 
-def rows(runs_dir: Path) -> list[dict[str, Any]]:
+def list_runs(runs_dir: Path) -> list[dict[str, Any]]:
     """Return each run as `invoke runs --json` shows it, the newest first."""
     found = [RunFolder(path.parent) for path in runs_dir.glob("*/cluster.json")]
     return sorted(
-        (row(run) for run in found if not run.incomplete),
+        (describe_run(run) for run in found if not run.incomplete),
         key=lambda each: (each["started"] or 0, each["run"]),
         reverse=True,
     )
 
 
-def row(run: RunFolder) -> dict[str, Any]:
+def describe_run(run: RunFolder) -> dict[str, Any]:
     """Return a run's row; of damaged records only that they are damaged."""
     value: dict[str, Any] = {"run": run.name, "started": run.started.time, "disk_bytes": disk_bytes(run.path)}
     try:
@@ -100,7 +100,7 @@ def duration(wall_s: float | None) -> str:
     return f"{minutes} min {seconds:02} s" if minutes else f"{wall_s:.1f} s"
 
 
-def table(found: list[dict[str, Any]], width: int | None = None) -> list[str]:
+def table_lines(found: list[dict[str, Any]], width: int | None = None) -> list[str]:
     """Return the rows as lines of text, without the columns that do not fit into the terminal or `width`."""
     if not found:
         return ["no runs yet; start one with `invoke up`"]

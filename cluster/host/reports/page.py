@@ -20,7 +20,7 @@ from cluster.contract.run.records import Pace
 from cluster.contract.run.summary_records import EVALUATED, Paces
 from cluster.contract.schema import Record, dictionary
 from cluster.host.reports import charts, listing
-from cluster.host.reports.comparison import flatten, shareable
+from cluster.host.reports.comparison import flatten, without_secrets
 from cluster.host.reports.listing import or_dash
 from cluster.system.processes import describe_exit
 
@@ -28,7 +28,7 @@ MAX_ROWS = 200
 TEMPLATE = string.Template(Path(__file__).with_name("report.html").read_text())
 
 
-def render(run: RunFolder) -> str:
+def render_page(run: RunFolder) -> str:
     """Return the page.
 
     Args:
@@ -37,14 +37,14 @@ def render(run: RunFolder) -> str:
     Raises:
         DamagedError: the run's description is damaged.
     """
-    row = listing.row(run)
+    row = listing.describe_run(run)
     sections = [
         ("", _head(run, row)),
         ("Curves", _curves(run)),
         ("Cluster", _cluster(run)),
         ("Restarts", _restarts(run)),
         ("Where the time went", _time(run)),
-        ("Configuration", _table(shareable(flatten(run.load_config())).items())),
+        ("Configuration", _table(without_secrets(flatten(run.load_config())).items())),
         ("Environment", _environment(run)),
     ]
     body = "".join(f"<section>{f'<h2>{name}</h2>' if name else ''}{part}</section>" for name, part in sections if part)
@@ -128,7 +128,7 @@ def _environment(run: RunFolder) -> str:
     recorded = records.read_record(run.environment, dictionary(Record), {})
     manifest = listing.manifest(run)
     recorded |= {name: manifest[name] for name in ("runtime", "image", "code", "locks") if manifest.get(name)}
-    return _table(shareable(flatten(recorded)).items())
+    return _table(without_secrets(flatten(recorded)).items())
 
 
 def _table(pairs: Iterable[tuple[str, Any]]) -> str:

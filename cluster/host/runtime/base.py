@@ -22,6 +22,7 @@ from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu.placement import Placement
+from cluster.host.image.engine import Availability
 from cluster.host.runtime import resources
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.payload import Payload
@@ -54,26 +55,6 @@ class Workload:
         return "gpu" if self.job.gpus_per_task else self.gpus.accelerator
 
 
-@dataclass(frozen=True)
-class Availability:
-    """Whether a runtime can be used on this machine."""
-
-    ready: bool
-    detail: str = ""
-    """What runs the tasks, such as the engine's version; or why nothing does."""
-    fix: str = ""
-    """What to do where it cannot be used."""
-
-
-@dataclass(frozen=True)
-class RunsLeft:
-    """The runs of a folder of which a runtime still has something."""
-
-    names: frozenset[str] = frozenset()
-    unreachable: str = ""
-    """Why it cannot say, and what to do; empty where it can."""
-
-
 class Runtime(ABC):
     """Where the tasks of runs are: how they are described, started, found, disturbed and ended.
 
@@ -86,7 +67,7 @@ class Runtime(ABC):
         python: the version of Python that its tasks run with, for which the user's packages are installed.
         is_remote: whether its tasks run on machines that a scheduler chooses, with their own GPUs.
         job_options: what can be requested of that scheduler, fields of `Job`.
-        board: what runs TensorBoard next to it, a key of `tensorboard.BOARDS`.
+        board: what runs TensorBoard next to it, `tensorboard.PROCESS` or `CONTAINER`.
     """
 
     name: str
@@ -223,12 +204,15 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> RunsLeft:
+    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
         """Return the runs of a folder of which anything is left.
 
         Args:
             runs_dir: the folder of all runs.
             names: the runs that have records there; there may be others, whose folders are gone.
+
+        Raises:
+            PrerequisiteError: what runs the tasks does not answer, and what to do.
         """
 
     @abstractmethod
@@ -252,8 +236,15 @@ class ScheduledRuntime(Runtime):
     way_back: str
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, bool]] = {}
-        """When the scheduler was asked about each run last, and whether it had tasks of it."""
+        self._answers: dict[tuple[str, str], tuple[float, Any]] = {}
+        """When the scheduler was asked each question about each run last, and its answer."""
+
+    def look(self, question: Callable[..., Any], run: RunFolder, *arguments: Any) -> Any:
+        """Return the answer to a question about a run; one that is younger than `look_s` is used again."""
+        key, now = (question.__name__, str(run.path)), time.monotonic()
+        if key not in self._answers or now - self._answers[key][0] > self.look_s:
+            self._answers[key] = (now, question(run, *arguments))
+        return self._answers[key][1]
 
     @abstractmethod
     def scheduled_name(self, run: RunFolder) -> str:
@@ -277,26 +268,24 @@ class ScheduledRuntime(Runtime):
 
     def alive(self, run: RunFolder) -> bool:
         """Whether tasks of the run run, or are about to; also where the scheduler does not answer."""
-        name, now = self.scheduled_name(run), time.monotonic()
-        if name not in self._seen or now - self._seen[name][0] > self.look_s:
-            try:
-                self._seen[name] = (now, self.has_tasks(name))
-            except PrerequisiteError:
-                self._seen[name] = (now, True)
-        return self._seen[name][1]
+        return bool(self.look(self._ask_alive, run))
 
-    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> RunsLeft:
+    def _ask_alive(self, run: RunFolder) -> bool:
+        try:
+            return self.has_tasks(self.scheduled_name(run))
+        except PrerequisiteError:
+            return True
+
+    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
         """Return the runs that the scheduler has something of, by one question; none if no run can be one of its."""
         runs = [RunFolder(runs_dir / name) for name in names]
         # The record of a run is kept until nothing of it is left.
         ours = [run for run in runs if owner.record_path(run).exists() and recorded_runtime(run) == self.name]
-        if not ours:
-            return RunsLeft()
         try:
-            scheduled = self.scheduled()
+            scheduled = self.scheduled() if ours else ()
         except PrerequisiteError as error:
-            return RunsLeft(unreachable=f"{error}; {self.way_back}")
-        return RunsLeft(frozenset(run.name for run in ours if self.scheduled_name(run) in scheduled))
+            raise PrerequisiteError(f"{error}; {self.way_back}") from error
+        return {run.name for run in ours if self.scheduled_name(run) in scheduled}
 
 
 def recorded_runtime(run: RunFolder) -> str:

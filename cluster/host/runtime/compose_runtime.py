@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+import shlex
+from abc import abstractmethod
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from cluster.contract.findings import Finding
 from cluster.contract.run import owner, provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu import devices
 from cluster.host.image import engine, images
-from cluster.host.runtime import compose_services, inherited, resources
-from cluster.host.runtime.base import Availability, RunsLeft, Runtime, Shell, Workload
-from cluster.host.runtime.compose_services import RUN_LABEL, Containers, project, task_user
+from cluster.host.image.engine import Availability
+from cluster.host.runtime import compose_services, resources
+from cluster.host.runtime.base import Runtime, Shell, Workload
+from cluster.host.runtime.compose_services import RUN_LABEL, project
 from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
 from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Memory, Network
 from cluster.system import memory
-from cluster.system.errors import ClusterError
+from cluster.system.errors import ClusterError, PrerequisiteError
 
 PAUSE_TRIES = 5
 
@@ -137,12 +139,6 @@ class ContainerFaults(FaultInjector):
         return output
 
 
-def task_environment(payload: Payload, spec: ClusterSpec, *, egress: bool = False) -> dict[str, str | None]:
-    """Return the variables that containers get for a payload, and what they take over from the caller."""
-    seen = payload.mounted()
-    return inherited.for_container(way_out=egress or payload.script is not None) | seen.environment(spec, seen.path)
-
-
 class ContainerRuntime(Runtime):
     """Parts that containers of Compose and services of a Swarm share."""
 
@@ -153,33 +149,37 @@ class ContainerRuntime(Runtime):
         return payload.mounted()
 
     def image(self, work: Workload) -> dict[str, Any]:
-        return images.inspect(images.train_image(work.accelerator))
+        return images.inspect_image(images.train_image(work.accelerator))
 
-    def containers(self, work: Workload, environment: Mapping[str, str | None]) -> Containers:
-        """Return the needs of a run's containers from their host, once they can read that and nothing hidden."""
-        payload = work.payload
-        compose_services.check_readable(payload, task_user())
-        provenance.check_hidden([work.run.path.parent, work.data_dir, *(folder for folder, _ in payload.mounts())])
-        return Containers(
-            work.run.path,
-            work.data_dir,
-            images.train_image(work.accelerator),
-            task_user(),
-            work.memory.task_bytes,
-            payload.mounts(),
-            environment,
-            way_out=payload.script is not None,
-            egress=work.network.name == resources.EGRESS,
-            gpus=work.gpus,
-        )
+    def render(self, work: Workload) -> dict[str, Any]:
+        compose_services.check_readable(work.payload)
+        mounted = [folder for folder, _ in work.payload.mounts()]
+        provenance.check_hidden([work.run.path.parent, work.data_dir, *mounted])
+        return {"x-runtime": self.name, **self.describe(work)}
 
-    def open_folders(self, work: Workload) -> None:
-        """Make the folders of a run accessible to the tasks' user."""
+    @abstractmethod
+    def describe(self, work: Workload) -> dict[str, Any]:
+        """Return the run's services, as the engine's client reads them."""
+
+    def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
+        images.build_images(sh, work.accelerator, renew=renew)
+
+    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
+        return [*images.pending_commands(work.accelerator), *self.start_commands(work)]
+
+    @abstractmethod
+    def start_commands(self, work: Workload) -> list[str]:
+        """Return the commands that start the tasks."""
+
+    def start(self, work: Workload, sh: Shell) -> None:
         compose_services.let_tasks_read(work.run.path.parent, work.data_dir)
         compose_services.give_to_tasks(work.run.path)
         if work.payload.script:
             work.run.scratch.mkdir(parents=True, exist_ok=True)
             compose_services.give_to_tasks(work.run.scratch)
+        owner.create_owner(work.run, self.name)
+        for command in self.start_commands(work):
+            sh(command)
 
 
 class Compose(ContainerRuntime):
@@ -191,8 +191,7 @@ class Compose(ContainerRuntime):
     board = "docker"
 
     def probe(self) -> Availability:
-        answer = engine.probe()
-        return Availability(answer.ready, answer.detail, "" if answer.ready else engine.fix(answer.detail))
+        return engine.probe()
 
     def examine(self) -> list[Finding]:
         found = self.probe()
@@ -206,40 +205,32 @@ class Compose(ContainerRuntime):
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
         if (requested or previous) != resources.EGRESS:
             return super().network(requested, previous, way_out=way_out, serves=serves)
-        warning = f"warning: {resources.EXPOSED}: this machine has an address in the tasks' network (--network egress)"
+        warning = f"{resources.EXPOSED}: this machine has an address in the tasks' network (--network egress)"
         return Network(resources.EGRESS, resources.EGRESS, warning if serves else "")
 
-    def render(self, work: Workload) -> dict[str, Any]:
-        egress = work.network.name == resources.EGRESS
-        containers = self.containers(work, task_environment(work.payload, work.cluster, egress=egress))
-        command = self.seen(work.payload).command()
-        return {"x-runtime": self.name, **compose_services.overlay(work.cluster, containers, command)}
+    def describe(self, work: Workload) -> dict[str, Any]:
+        return compose_services.render_overlay(work)
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the limits count, whatever is free
         work.memory.check(len(work.cluster.tasks))
         if work.gpus.ids:
             devices.check_engine()
 
-    def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
-        images.build_images(sh, work.accelerator, renew=renew)
-
-    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
-        return [*images.pending_commands(work.accelerator), compose_services.up_command(work.run.compose, work.cluster)]
-
-    def start(self, work: Workload, sh: Shell) -> None:
-        self.open_folders(work)
-        owner.create_owner(work.run, self.name)
-        sh(compose_services.up_command(work.run.compose, work.cluster))
+    def start_commands(self, work: Workload) -> list[str]:
+        names = [task.name for task in work.cluster.tasks]
+        return [compose_services.overlay_command(work.run.compose, *compose_services.UP, *names)]
 
     def alive(self, run: RunFolder) -> bool:
         return compose_services.is_running(project(run.path))
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
+        # By the labels that the engine keeps, without the overlay: tasks can rewrite that, and Compose would do on the
+        # host, and with other projects, what it then says.
         words = ("down", "--timeout", str(grace_s), "--volumes", "--remove-orphans")
-        command = compose_services.end_command(run.path, *words)
+        command = shlex.join([*compose_services.COMPOSE, "--project-name", project(run.path), *words])
         compose_services.run_ending(command, sh, f"{run.name}: in containers, which may continue")
 
-    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> RunsLeft:
+    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
         """Return the runs that the engine has a container or a network of, by their labels.
 
         The folder of such a run may be gone: its name is a label, and that it is one of this folder shows in its
@@ -251,14 +242,14 @@ class Compose(ContainerRuntime):
         for words in (["network", "ls"], ["ps", "--all"]):
             code, text = engine.ask(*words, "--format", shown)
             if code:
-                return RunsLeft(frozenset(), f"{engine.probe().detail}; start the engine")
+                raise PrerequisiteError(f"{engine.probe().detail}; start the engine")
             for line in text.splitlines():
                 labelled, _, name = line.partition("\t")
                 if labelled in known:
                     found.add(known[labelled])
                 elif name == Path(name).name and project(runs_dir / name) == labelled:
                     found.add(name)
-        return RunsLeft(frozenset(found))
+        return found
 
     def faults(self, run: RunFolder) -> FaultInjector:
         return ContainerFaults(run)

@@ -11,22 +11,26 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cluster.contract import tf_config
-from cluster.contract.run.folder import RunFolder
-from cluster.contract.spec import ClusterSpec, Task
-from cluster.host.gpu.placement import NO_DEVICE, Placement
-from cluster.host.image import engine
-from cluster.host.runtime.payload import Payload
+from cluster.contract.spec import Task
+from cluster.host.gpu.placement import NO_DEVICE
+from cluster.host.image import engine, images
+from cluster.host.runtime.base import Workload
+from cluster.host.runtime.payload import Payload, container_variables
+from cluster.host.runtime.resources import EGRESS
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError
 from cluster.system.paths import ROOT
 
 FILES = ROOT / "compose"
+COMPOSE = ("docker", "compose", "--progress=quiet")
+OUR_COMPOSE = (*COMPOSE, "--project-directory", str(ROOT), "-f", str(FILES / "compose.yaml"))
+UP = ("up", "--detach", "--no-build", "--pull", "never")
+"""Start services whose images exist."""
 RUNS_MOUNT = "/runs"
 DATA_MOUNT = "/data"
 GPU_SHM = "1gb"
@@ -35,33 +39,13 @@ GPU_LIMITS = {"memlock": -1, "stack": 64 * 2**20}
 """NCCL locks the memory that GPUs read, and its threads want the stack that NVIDIA's own images are run with."""
 NETWORK_INTERFACE = "eth0"
 """What the cluster's network is called in a container: Compose attaches the first by name first."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
+"""For tasks without GPUs: an engine whose default runtime is NVIDIA's could hand over all of them."""
 RUN_LABEL = "tf-cluster.run"
 """The label of a run's containers and networks whose value is the run's name."""
 TASK_LABEL = "tf-cluster.task"
 UNPRIVILEGED = 10001
 """User and group of the images, for tasks that root starts."""
-
-
-@dataclass(frozen=True)
-class Containers:
-    """What the containers of a run need from the host."""
-
-    run_dir: Path
-    data_dir: Path
-    image: str
-    user: str
-    """`uid:gid`."""
-    memory_bytes: int
-    """What each of them may use of the machine's memory."""
-    mounts: Sequence[tuple[Path, str]] = ()
-    """Folders of the host that the tasks read, and where."""
-    environment: Mapping[str, str | None] = field(default_factory=dict)
-    """Variables that every task gets; None is the value that the caller of `docker compose` has."""
-    way_out: bool = False
-    """Whether the tasks may reach what lies outside of their cluster, as a script does that fetches its data."""
-    egress: bool = False
-    """Whether the tasks of the built-in trainer may, too, as where they report to a server."""
-    gpus: Placement = field(default_factory=Placement)
 
 
 def project(run_dir: Path) -> str:
@@ -80,17 +64,17 @@ def task_user() -> str:
     return f"{os.getuid() or UNPRIVILEGED}:{os.getgid() or UNPRIVILEGED}"
 
 
-def overlay(spec: ClusterSpec, containers: Containers, command: list[str]) -> dict[str, Any]:
-    """Return the overlay that adds the run's tasks, whose agents get `command`, to `compose/compose.yaml`."""
-    services = {task.name: _service(spec, task, containers, command) for task in spec.tasks}
-    labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
-    networks = dict.fromkeys(_networks(containers), labelled)
-    return {"name": project(containers.run_dir), "services": literal(services), "networks": literal(networks)}
+def render_overlay(work: Workload) -> dict[str, Any]:
+    """Return the overlay that adds the run's tasks to `compose/compose.yaml`."""
+    names = ["cluster", "egress"] if _has_way_out(work) else ["cluster"]  # as in `compose/compose.yaml`
+    services = {task.name: _service(work, task, names) for task in work.cluster.tasks}
+    networks = {name: {"labels": {RUN_LABEL: work.run.name}} for name in names}
+    return {"name": project(work.run.path), "services": literal(services), "networks": literal(networks)}
 
 
-def _networks(containers: Containers) -> list[str]:
-    """Return the names of the networks that every task is in, as in `compose/compose.yaml`."""
-    return ["cluster", "egress"] if containers.way_out or containers.egress else ["cluster"]
+def _has_way_out(work: Workload) -> bool:
+    """Return whether tasks may reach what is outside of their cluster, as a script that fetches its data does."""
+    return work.payload.script is not None or work.network.name == EGRESS
 
 
 def literal(value: Any) -> Any:
@@ -102,107 +86,75 @@ def literal(value: Any) -> Any:
     return value.replace("$", "$$") if isinstance(value, str) else value
 
 
-def _service(spec: ClusterSpec, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
-    gpus = containers.gpus
-    given = environment(spec, task, containers)
+def _service(work: Workload, task: Task, networks: Sequence[str]) -> dict[str, Any]:
     service: dict[str, Any] = {
         "extends": {"file": str(FILES / "templates.yaml"), "service": task.role.value},
-        "image": containers.image,
-        "hostname": task.host,
-        "user": containers.user,
-        "mem_limit": containers.memory_bytes,
-        "memswap_limit": containers.memory_bytes,  # of both together: no swap
-        "environment": given | _gpu_environment(gpus, task.name, given),
-        "volumes": volumes(containers),
-        "labels": labels(containers, task),
+        **describe_task(work, task),
+        "mem_limit": work.memory.task_bytes,
+        "memswap_limit": work.memory.task_bytes,  # of both together: no swap
     }
-    if ids := gpus.of(task.name):
-        service |= _reserve(ids) | {"shm_size": GPU_SHM, "ulimits": dict(GPU_LIMITS)}
-    if command:
-        service["command"] = command
-    if len(networks := _networks(containers)) > 1:
+    environment = service["environment"]
+    if ids := work.gpus.of(task.name):
+        environment |= work.gpus.environment(task.name, environment) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
+        device = {"driver": "nvidia", "device_ids": list(ids), "capabilities": ["gpu"]}
+        service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+        service |= {"shm_size": GPU_SHM, "ulimits": dict(GPU_LIMITS)}
+    elif work.gpus.ids:
+        environment |= NO_GPU
+    if len(networks) > 1:
         service["networks"] = networks
-    if containers.way_out:
+    if work.payload.script:
         service["extends"]["service"] = "script"
     return service
 
 
-def environment(spec: ClusterSpec, task: Task, containers: Containers) -> dict[str, str | None]:
-    """Return the variables of a task's container; None is the value that the caller of Docker's client has."""
-    own: dict[str, str | None] = {"TASK": task.name, "RUN_DIR": f"{RUNS_MOUNT}/{containers.run_dir.name}"}
-    own |= {"DATA_DIR": DATA_MOUNT, **containers.environment}
-    if text := tf_config.dumps(spec, task):
-        own["TF_CONFIG"] = text
-    return own
+def describe_task(work: Workload, task: Task) -> dict[str, Any]:
+    """Return the part of a task's service that Compose and Swarms share.
 
-
-def volumes(containers: Containers) -> list[dict[str, Any]]:
-    """Return the folders of the host that every task has mounted."""
-    found: list[dict[str, Any]] = [
-        {"type": "bind", "source": str(containers.run_dir), "target": f"{RUNS_MOUNT}/{containers.run_dir.name}"},
-        _read_only(containers.data_dir, DATA_MOUNT),
-        *(_read_only(source, target) for source, target in containers.mounts),
-    ]
-    if containers.way_out:
-        scratch = RunFolder(containers.run_dir).scratch
-        found.append({"type": "bind", "source": str(scratch), "target": "/tmp"})  # noqa: S108
-    return found
-
-
-def labels(containers: Containers, task: Task) -> dict[str, str]:
-    """Return the labels by which a task's container is found."""
-    return {RUN_LABEL: containers.run_dir.name, TASK_LABEL: task.name}
-
-
-def _gpu_environment(gpus: Placement, task: str, given: Collection[str]) -> dict[str, str]:
-    """Return the variables for a container's GPUs; where other tasks have some and it has none, that it has none."""
-    if not gpus.ids:
-        return {}
-    if not gpus.of(task):  # an engine whose default runtime is NVIDIA's could hand over all of them
-        return {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
-    return gpus.environment(task, given) | {"NCCL_SOCKET_IFNAME": NETWORK_INTERFACE}
-
-
-def _reserve(ids: Sequence[str]) -> dict[str, Any]:
-    """Return the part of a service that requests GPUs from the engine."""
-    device = {"driver": "nvidia", "device_ids": list(ids), "capabilities": ["gpu"]}
-    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
-
-
-def _read_only(source: Path, target: str) -> dict[str, Any]:
-    return {"type": "bind", "source": str(source), "target": target, "read_only": True}
+    In its environment, None is the value that the caller of Docker's client has.
+    """
+    seen = work.payload.mounted()
+    run_mount = f"{RUNS_MOUNT}/{work.run.name}"
+    environment: dict[str, str | None] = {"TASK": task.name, "RUN_DIR": run_mount, "DATA_DIR": DATA_MOUNT}
+    environment |= container_variables(way_out=_has_way_out(work)) | seen.environment(work.cluster, seen.path)
+    if text := tf_config.dumps(work.cluster, task):
+        environment["TF_CONFIG"] = text
+    volumes: list[dict[str, Any]] = [{"type": "bind", "source": str(work.run.path), "target": run_mount}]
+    for source, target in ((work.data_dir, DATA_MOUNT), *work.payload.mounts()):
+        volumes.append({"type": "bind", "source": str(source), "target": target, "read_only": True})
+    if work.payload.script:
+        volumes.append({"type": "bind", "source": str(work.run.scratch), "target": "/tmp"})  # noqa: S108
+    service = {
+        "image": images.train_image(work.accelerator),
+        "hostname": task.host,
+        "user": task_user(),
+        "environment": environment,
+        "volumes": volumes,
+        "labels": {RUN_LABEL: work.run.name, TASK_LABEL: task.name},
+    }
+    return service | ({"command": command} if (command := seen.command()) else {})
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
 
 
-def check_readable(payload: Payload, user: str) -> None:
+def check_readable(payload: Payload) -> None:
     """Check that containers can read what is mounted: where root starts them they run as another user."""
     if os.getuid() != 0:
         return
-    needed = [(payload.script, stat.S_IROTH)] if payload.script else []
-    for path, bits in [*needed, *((folder, stat.S_IROTH | stat.S_IXOTH) for folder, _ in payload.mounts())]:
+    for path in [*([payload.script] if payload.script else []), *(source for source, _ in payload.mounts())]:
         if path == payload.packages:
             continue  # perhaps not installed yet, and readable whatever the umask
-        if path in payload.secrets.values():
-            _check_secret(path, user)
-            continue
-        if path.stat().st_mode & bits != bits:
+        status, fix = path.stat(), "chmod -R o+rX"
+        bits = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
+        if path in payload.secrets.values():  # which need not be readable to others
+            bits, fix = stat.S_IRUSR if status.st_uid == UNPRIVILEGED else stat.S_IROTH, f"chown {UNPRIVILEGED}"
+        if status.st_mode & bits != bits:
             raise PrerequisiteError(
-                f"containers run as user {user}, who cannot read {path}: `chmod -R o+rX {shlex.quote(str(path))}`, "
+                f"containers run as user {task_user()}, who cannot read {path}: `{fix} {shlex.quote(str(path))}`, "
                 "or use --runtime local"
             )
-
-
-def _check_secret(path: Path, user: str) -> None:
-    """Check that containers can read a secret's file, which need not be readable to others."""
-    found = path.stat()
-    if not found.st_mode & (stat.S_IRUSR if found.st_uid == UNPRIVILEGED else stat.S_IROTH):
-        raise PrerequisiteError(
-            f"containers run as user {user}, who cannot read {path}: `chown {UNPRIVILEGED} {shlex.quote(str(path))}`, "
-            "or use --runtime local"
-        )
 
 
 def let_tasks_read(runs_dir: Path, data_dir: Path) -> None:
@@ -227,25 +179,9 @@ def give_to_tasks(folder: Path) -> None:
             os.chown(name, UNPRIVILEGED, UNPRIVILEGED, dir_fd=descriptor, follow_symlinks=False)
 
 
-def compose_command(overlay_path: Path, *words: str) -> str:
+def overlay_command(overlay_path: Path, *words: str) -> str:
     """Return a `docker compose` command on a run's services, as its overlay says."""
-    files = ["-f", str(FILES / "compose.yaml"), "-f", str(overlay_path)]
-    return shlex.join(["docker", "compose", "--progress=quiet", "--project-directory", str(ROOT), *files, *words])
-
-
-def end_command(run_dir: Path, *words: str) -> str:
-    """Return a `docker compose` command that ends what a run started.
-
-    By the labels that the engine keeps, without the overlay: tasks can rewrite that, and Compose would do on the host,
-    and with other projects, what it then says.
-    """
-    return shlex.join(["docker", "compose", "--progress=quiet", "--project-name", project(run_dir), *words])
-
-
-def up_command(overlay_path: Path, spec: ClusterSpec) -> str:
-    """Return the command that starts the tasks."""
-    names = [task.name for task in spec.tasks]
-    return compose_command(overlay_path, "up", "--detach", "--no-build", "--pull", "never", *names)
+    return shlex.join([*OUR_COMPOSE, "-f", str(overlay_path), *words])
 
 
 def is_running(compose_project: str) -> bool:
@@ -270,6 +206,5 @@ def tensorboard_command(runs_dir: Path, port: int, *words: str) -> str:
     """Return a command on the TensorBoard that shows `runs_dir` on 127.0.0.1:`port`."""
     settings = {"RUNS_DIR": str(runs_dir), "TENSORBOARD_PORT": str(port), "TASK_USER": task_user()}
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
-    command = ["docker", "compose", "--progress=quiet", "--project-directory", str(ROOT)]
-    command += ["-f", str(FILES / "compose.yaml"), "-p", tensorboard_project(runs_dir), "--profile", "tensorboard"]
-    return f"{variables} {shlex.join([*command, *words])}"
+    command = [*OUR_COMPOSE, "-p", tensorboard_project(runs_dir), "--profile", "tensorboard", *words]
+    return f"{variables} {shlex.join(command)}"

@@ -18,7 +18,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import Programs
 from cluster.contract.run.records import CheckpointRecord
 from cluster.contract.schema import dictionary
-from cluster.system.errors import UsageError
+from cluster.system.errors import ClusterError, UsageError
 from cluster.system.files import open_file
 
 SLOWED_SHARE = 0.2
@@ -41,6 +41,8 @@ class FaultInjector(ABC):
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
+        self._frozen: set[str] = set()
+        """The tasks that signals have stopped."""
 
     def check(self, kind: str, task: str) -> None:
         """Check that a kind of fault can be injected into a task, whether or not its program has begun."""
@@ -71,6 +73,11 @@ class FaultInjector(ABC):
     def kill(self, task: str, *more: str) -> None:
         """Kill the task's program, and whatever is named besides."""
         self.signal(task, signal.SIGKILL, *more, "program")
+
+    def pause(self, task: str) -> None:
+        """Stop the whole task, the agent first: otherwise it would end the frozen program."""
+        self._frozen.add(task)
+        self.signal(task, signal.SIGSTOP, "agent", "program")
 
     def stop(self, task: str) -> None:
         """Ask the task to end, as a machine that is shut down."""
@@ -105,6 +112,10 @@ class FaultInjector(ABC):
                 "small separate disk (mount -t tmpfs -o size=1g tmpfs DIR) and start the run there"
             )
 
-    def undo(self, task: str) -> None:  # noqa: ARG002  # the disk is everybody's
+    def undo(self, task: str) -> None:
         """Undo what was done to a task and still lasts."""
+        if task in self._frozen:
+            self._frozen.discard(task)
+            with contextlib.suppress(ClusterError):  # the program first: its agent would take it for frozen by itself
+                self.signal(task, signal.SIGCONT, "program", "agent")
         (self._run.path.parent / BALLAST).unlink(missing_ok=True)

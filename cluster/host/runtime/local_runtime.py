@@ -19,15 +19,17 @@ from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu import devices
 from cluster.host.gpu.placement import NO_DEVICE, Placement
-from cluster.host.runtime import resources, supervisor
-from cluster.host.runtime.base import Availability, RunsLeft, Runtime, Shell, Workload
+from cluster.host.image.engine import Availability
+from cluster.host.runtime import namespaces, resources, supervisor
+from cluster.host.runtime.base import Runtime, Shell, Workload
 from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
 from cluster.host.runtime.resources import HOST, PRIVATE, Network
 from cluster.system import processes
-from cluster.system.errors import ClusterError
+from cluster.system.errors import ClusterError, PrerequisiteError
 from cluster.system.ports import free_ports
 
 SLICE_S = 0.5
+INSTEAD = "containers, or a firewall, close them"
 
 
 class ProcessFaults(FaultInjector):
@@ -38,7 +40,6 @@ class ProcessFaults(FaultInjector):
 
     def __init__(self, run: RunFolder) -> None:
         super().__init__(run)
-        self._frozen: list[dict[str, int]] = []
         self._lost: list[Path] = []
         self._undone = threading.Event()
         self._slowing: threading.Thread | None = None
@@ -50,12 +51,6 @@ class ProcessFaults(FaultInjector):
 
     def reaches(self, task: str, which: str) -> bool:
         return processes.alive(self.processes(task)[which])
-
-    def pause(self, task: str) -> None:
-        """Stop the agent first: otherwise it would end the frozen program."""
-        self._frozen = [self.processes(task)[which] for which in ("agent", "program")]
-        for process in self._frozen:
-            processes.kill(process, signal.SIGSTOP)
 
     def lose(self, task: str) -> None:
         """Kill the whole task, which the supervisor does not bring back."""
@@ -94,8 +89,6 @@ class ProcessFaults(FaultInjector):
             self._slowing = None
         while self._lost:
             self._lost.pop().unlink(missing_ok=True)
-        while self._frozen:  # the program first: its agent would take it for frozen by itself
-            processes.kill(self._frozen.pop(), signal.SIGCONT)
         super().undo(task)
 
 
@@ -111,15 +104,35 @@ class LocalProcesses(Runtime):
         return Availability(True)
 
     def examine(self) -> list[Finding]:
-        found = Finding("memory", "ok", "enough for a chief and 2 workers")
+        room = Finding("memory", "ok", "enough for a chief and 2 workers")
         try:
             resources.check_free_memory(3)
         except ClusterError as error:
-            found = Finding("memory", "failed", str(error), "free memory, or start fewer tasks: --workers 0")
-        return [found, resources.examine_network()]
+            room = Finding("memory", "failed", str(error), "free memory, or start fewer tasks: --workers 0")
+        network = Finding("task network", "ok", "local tasks get a private one")
+        if refused := namespaces.refusal():
+            detail = f"local tasks are in this machine's own, for everybody to reach: {refused.why}"
+            network = Finding(network.check, "warning", detail, f"{refused.fix}; {INSTEAD}")
+        return [room, network]
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
-        return resources.network_of_processes(requested, previous, way_out=way_out, serves=serves)
+        resources.check_network(requested)
+        typed = requested or previous
+        if typed == HOST:
+            why = f"as requested (--network {HOST})"
+        elif way_out and not typed:
+            why = f"{way_out}; --network {PRIVATE} does without"
+        elif (refused := namespaces.refusal()) is None:
+            return Network(PRIVATE, typed)
+        elif typed:
+            raise PrerequisiteError(
+                f"--network {PRIVATE}: tasks can have no private network here: {refused.why}; {refused.fix}, or "
+                "leave it out"
+            )
+        else:
+            why = f"they can have no private network: {refused.why}; {refused.fix}, or {INSTEAD}"
+        warning = f"{resources.EXPOSED}: the tasks are in this machine's network, {why}"
+        return Network(HOST, typed, warning if serves else "")
 
     def ports(self, num_tasks: int) -> tuple[int, ...]:
         return free_ports(num_tasks)
@@ -144,18 +157,17 @@ class LocalProcesses(Runtime):
         return found
 
     def start(self, work: Workload, sh: Shell) -> None:  # noqa: ARG002
-        supervisor.start(work.run)
+        supervisor.start_supervisor(work.run)
 
     def alive(self, run: RunFolder) -> bool:
-        return supervisor.running(run)
+        return supervisor.is_running(run)
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002
-        supervisor.kill(run)
+        supervisor.kill_run(run)
 
-    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> RunsLeft:
+    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
         table = processes.ProcessTable()
-        left = (name for name in names if supervisor.processes_left(RunFolder(runs_dir / name), table))
-        return RunsLeft(frozenset(left))
+        return {name for name in names if supervisor.processes_left(RunFolder(runs_dir / name), table)}
 
     def faults(self, run: RunFolder) -> FaultInjector:
         return ProcessFaults(run)

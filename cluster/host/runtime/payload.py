@@ -1,20 +1,119 @@
-"""The user's own code in a run: a script, folders of modules, extra packages.
+"""The user's own part in a run: a script, folders of modules, extra packages, and environment variables.
 
 Local processes use these in place; containers get them mounted, read-only.
+
+Tasks inherit the variables that are listed here from the caller of `up`, and no others. So a run does not depend on
+variables that happen to be set, such as the TF_CONFIG of another cluster, and no secret reaches a task by accident.
+`--env` adds to the list.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.contract import settings
 from cluster.contract.settings import SECRET_FILES
 from cluster.contract.spec import ClusterSpec
-from cluster.host.runtime import inherited
+from cluster.system.errors import UsageError
+
+PREFIXES = ("TF_", "TFDS_", "TFHUB_", "KERAS_", "XLA_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "DNNL_", "ONEDNN_")
+DEVICE_PREFIXES = ("CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVIDIA_TF32_", "GRPC_", "TPU_", "PJRT_", "LIBTPU_")
+"""What TensorFlow, Keras and the libraries below them read: for every task."""
+
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+"""For every local task, and for the containers of a script, which may reach the network."""
+
+PROCESS = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR"),
+        *("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HF_HOME", "RUNS_DIR", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+        *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GOOGLE_APPLICATION_CREDENTIALS"),
+    }
+)
+"""What local tasks need besides, or locate this machine's files with."""
+
+NEVER_INHERITED = frozenset(
+    {
+        *("TF_CONFIG", "TASK", "RUN_DIR", "DATA_DIR", "GENERATION", "RESTARTS", "GATE_FD", "STANDBY_PROCESS"),
+        *("STOP_THEN", SECRET_FILES, "CLUSTER_JSON", "GPUS_PER_TASK", "RECORDS_DIR"),
+        *("REPLACED_TASK", "ATTEMPT", "LOST_THEN", "TASK_COPY"),
+        *("GPUS_GIVEN", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "TF_CLUSTER_TOKEN"),
+    }
+)
+"""What is set for each task, or must not be set: never inherited."""
+
+NEVER_SET = NEVER_INHERITED | {"PYTHONPATH", "RUNS_DIR"}
+"""What `--env` cannot set: these are set where `up` is called."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+
+def process_variables(names: Collection[str] = ()) -> dict[str, str]:
+    """Return the variables that local tasks inherit, with the additional ones of `--env`."""
+    listed = PROCESS | {*names, *PROXIES}
+    found = {}
+    for name, value in os.environ.items():
+        if name in listed or name.startswith("LC_") or _for_every_task(name):
+            found[name] = value
+    if "PYTHONPATH" in found:  # tasks run in another folder than the caller
+        found["PYTHONPATH"] = os.pathsep.join(python_path())
+    return found
+
+
+def container_variables(*, way_out: bool) -> dict[str, str | None]:
+    """Return the variables that containers inherit; those without a value get the caller's at the start."""
+    # A path of this machine means nothing there.
+    names = [name for name, value in os.environ.items() if _for_every_task(name) and not value.startswith("/")]
+    names += [name for name in PROXIES if name in os.environ and way_out]
+    return dict.fromkeys(names)
+
+
+def _for_every_task(name: str) -> bool:
+    return name not in NEVER_INHERITED and (name.startswith((*PREFIXES, *DEVICE_PREFIXES)) or name in settings.OF_TASKS)
+
+
+def python_path() -> list[str]:
+    """Return the caller's PYTHONPATH with absolute folders: our commands run in another folder than the caller."""
+    return [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def parse_variables(given: Sequence[str]) -> dict[str, str | None]:
+    """Return the variables that `--env NAME[=VALUE]` gives to tasks; None is the value that is set here."""
+    found: dict[str, str | None] = {}
+    for words in given:
+        name, equals, value = words.partition("=")
+        if not _NAME.fullmatch(name) or "\0" in value:
+            raise UsageError(f"--env {words!r}: expected NAME or NAME=VALUE; write it as --env NAME=VALUE")
+        if name in NEVER_SET:
+            raise UsageError(f"--env {name}: it is set for each task, or where you call `up`; leave it out")
+        if not equals and name not in os.environ:
+            raise UsageError(f"--env {name}: it is not set here; set it, or give a value with --env {name}=VALUE")
+        found[name] = value if equals else None
+    return found
+
+
+def parse_secrets(given: Sequence[str], env: Sequence[str] = ()) -> dict[str, Path]:
+    """Return the files of `--secret NAME=FILE`, by the variables, which `--env` must not give, too."""
+    found: dict[str, Path] = {}
+    for words in given:
+        name, _, file = words.partition("=")
+        if not _NAME.fullmatch(name) or not file:
+            raise UsageError(f"--secret {words!r}: expected NAME=FILE, such as WANDB_API_KEY=~/.wandb-key")
+        if name in NEVER_SET or name in parse_variables(env):
+            raise UsageError(f"--secret {name}: it is set for each task, or by --env; leave one of them out")
+        path = Path(file).expanduser().absolute()
+        if not (path.is_file() and os.access(path, os.R_OK)):
+            raise UsageError(f"--secret {name}: {path} is not a file that you can read; write the value into one")
+        found[name] = path
+    return found
+
 
 SCRIPT_MOUNT = "/script"
 CODE_MOUNT = "/code"
@@ -62,7 +161,7 @@ class Payload:
     @property
     def caller_variables(self) -> list[str]:
         """The variables that `--env NAME` takes from the caller: their values are in no file of the run."""
-        return [name for name, value in inherited.parse(self.env).items() if value is None]
+        return [name for name, value in parse_variables(self.env).items() if value is None]
 
     def command(self) -> list[str]:
         """Return the arguments of the agent; none for the built-in trainer."""
@@ -70,7 +169,7 @@ class Payload:
 
     def environment(self, spec: ClusterSpec, path: Sequence[str] = ()) -> dict[str, str | None]:
         """Return the variables of the tasks, with their PYTHONPATH; None is the value that the caller has."""
-        found = inherited.parse(self.env)
+        found = parse_variables(self.env)
         if path:
             found["PYTHONPATH"] = os.pathsep.join(path)
         if self.secrets:
@@ -89,11 +188,11 @@ class Payload:
 
     def local_path(self) -> list[str]:
         """Return PYTHONPATH for processes of this machine; empty if the caller's own is enough."""
-        return list(dict.fromkeys([*self.path, *inherited.python_path()])) if self.path else []
+        return list(dict.fromkeys([*self.path, *python_path()])) if self.path else []
 
     def needs_legacy_keras(self, spec: ClusterSpec) -> bool:
         """Whether tf.keras must be Keras 2: Keras 3's own `fit` does not know the strategy."""
-        chosen = LEGACY_KERAS in os.environ or LEGACY_KERAS in inherited.parse(self.env)
+        chosen = LEGACY_KERAS in os.environ or LEGACY_KERAS in parse_variables(self.env)
         return self.script is not None and spec.kind.legacy_fit and not chosen
 
     def to_json(self) -> dict[str, Any]:

@@ -17,23 +17,23 @@ RUNTIMES: dict[str, Runtime] = {each.name: each for each in (Compose(), LOCAL, S
 """In the order in which `auto` prefers them."""
 
 
-def get(name: str) -> Runtime:
+def get_runtime(name: str) -> Runtime:
     """Return the runtime of that name."""
     if name not in RUNTIMES:
         raise UsageError(f"--runtime {name!r} is not a runtime{nearest(name, [AUTO, *RUNTIMES])}")
     return RUNTIMES[name]
 
 
-def of(run: RunFolder) -> Runtime:
+def find_runtime(run: RunFolder) -> Runtime:
     """Return the runtime of a run that was started; the local one where its records are damaged."""
     return RUNTIMES.get(recorded_runtime(run), LOCAL)
 
 
-def choose(requested: str, strategy: Strategy | None = None) -> tuple[Runtime, str]:
+def choose_runtime(requested: str, strategy: Strategy | None = None) -> tuple[Runtime, str]:
     """Return the runtime for `--runtime`, and in words what it is and why; the strategy may need hardware."""
     hardware = strategy.hardware.upper() if strategy else ""
     if requested != AUTO:
-        return _requested(get(requested), strategy.name if strategy else "", hardware)
+        return _requested(get_runtime(requested), strategy.name if strategy else "", hardware)
     why = ""
     for runtime in (each for each in RUNTIMES.values() if each.automatic):
         if hardware and not runtime.reaches_hardware:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from cluster.contract.findings import Finding
 from cluster.contract.spec import parse_count
-from cluster.host.runtime import namespaces
 from cluster.system import memory
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
 from cluster.system.messages import counted
@@ -98,9 +96,8 @@ def shown_bytes(size_bytes: int) -> str:
 
 
 PRIVATE, HOST, ENCRYPTED, EGRESS = "private", "host", "encrypted", "egress"
-CHECK = "task network"
-EXPOSED = "TensorFlow's servers ask for no password, and all who reach this machine reach them"
-INSTEAD = "containers, or a firewall, close them"
+UNPROTECTED = "warning: TensorFlow's servers ask for no password, and"
+EXPOSED = f"{UNPROTECTED} all who reach this machine reach them"
 
 
 @dataclass(frozen=True)
@@ -121,38 +118,6 @@ def check_network(requested: str, *allowed: str) -> None:
     known = allowed or (PRIVATE, HOST)
     if requested and requested not in known:
         raise UsageError(f"--network {requested!r} is not a network here{nearest(requested, known)}")
-
-
-def network_of_processes(typed: str, previous: str, *, way_out: str, serves: bool) -> Network:
-    """Return the network of local tasks; see `Runtime.network` for the arguments."""
-    check_network(typed)
-    requested = typed or previous
-    if (requested or (HOST if way_out else PRIVATE)) == HOST:
-        why = f"as requested (--network {HOST})" if requested else f"{way_out}; --network {PRIVATE} does without"
-        return Network(HOST, requested, _warning(why) if serves else "")
-    refused = namespaces.refusal()
-    if refused is None:
-        return Network(PRIVATE, requested)
-    if requested:
-        raise PrerequisiteError(
-            f"--network {PRIVATE}: tasks can have no private network here: {refused.why}; {refused.fix}, or "
-            "leave it out"
-        )
-    why = f"they can have no private network: {refused.why}; {refused.fix}, or {INSTEAD}"
-    return Network(HOST, requested, _warning(why) if serves else "")
-
-
-def _warning(why: str) -> str:
-    return f"warning: {EXPOSED}: the tasks are in this machine's network, {why}"
-
-
-def examine_network() -> Finding:
-    """Return whether local tasks can have a private network here."""
-    refused = namespaces.refusal()
-    if refused is None:
-        return Finding(CHECK, "ok", "local tasks get a private one")
-    detail = f"local tasks are in this machine's own, for everybody to reach: {refused.why}"
-    return Finding(CHECK, "warning", detail, f"{refused.fix}; {INSTEAD}")
 
 
 _WORD = re.compile(r"[A-Za-z0-9_.:,@/+-]+")

@@ -34,7 +34,8 @@ from cluster.contract.run import launch_records, owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import EndedAttempt
-from cluster.host.runtime import inherited, namespaces
+from cluster.host.runtime import namespaces
+from cluster.host.runtime.payload import process_variables
 from cluster.host.runtime.resources import HOST, PRIVATE
 from cluster.system import fork_server, processes
 from cluster.system.errors import EXIT_FAILED, TimedOut
@@ -100,7 +101,7 @@ START_S = 60.0
 """Longest time until a live supervisor writes its first heartbeats: well under a second on an idle machine."""
 
 
-def start(run: RunFolder) -> None:
+def start_supervisor(run: RunFolder) -> None:
     """Start the run's supervisor in the background, in a separate session."""
     owned = owner.create_owner(run, "local")
     with open_file(run.log("supervisor"), "ab") as log:
@@ -124,10 +125,10 @@ def _environment(run: RunFolder) -> dict[str, str]:
     how = run.composed
     environments = [task["environment"].items() for task in how.get("tasks", {}).values()]
     same = dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
-    return inherited.for_process(how.get("inherits", ())) | same
+    return process_variables(how.get("inherits", ())) | same
 
 
-def running(run: RunFolder) -> bool:
+def is_running(run: RunFolder) -> bool:
     """Whether the run's supervisor is alive."""
     owned = owner.read_owner(run)
     return owned is not None and owned.alive
@@ -139,7 +140,7 @@ def processes_left(run: RunFolder, table: processes.ProcessTable | None = None) 
     return owned.processes(table or processes.ProcessTable()) if owned else []
 
 
-def kill(run: RunFolder) -> int:
+def kill_run(run: RunFolder) -> int:
     """Kill every process of the run; return how many there were."""
     owned = owner.read_owner(run)
     killed = processes.kill_all(owned.processes, f"run {run.name}") if owned else 0

@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.logs import last_line
 from cluster.host.image import images
 from cluster.host.runtime import compose_services
 from cluster.system import processes
@@ -35,7 +36,7 @@ ANSWER_S = 1.0
 POLL_S = 0.2
 PROGRAM = ROOT / "docker" / "board.py"
 """What runs in the image, too."""
-BOARDS = (PROCESS, CONTAINER) = ("local", "docker")
+PROCESS, CONTAINER = "local", "docker"
 """What runs TensorBoard; `Runtime.board` names one."""
 
 
@@ -44,40 +45,30 @@ def address(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def running(runs_dir: Path) -> int | None:
+def running_port(runs_dir: Path) -> int | None:
     """Return the port of the TensorBoard that shows this folder of runs, or None where none runs."""
     record = _record(runs_dir)
-    if record and record["runtime"] == PROCESS:
-        return int(record["port"]) if processes.alive(record["process"]) else None
-    if record and _container(runs_dir):
-        return int(record["port"])
-    return None
-
-
-def check_port(runs_dir: Path, port: int) -> None:
-    """Check that the port is free, or is our own TensorBoard's."""
-    if problem := port_problem(runs_dir, port):
-        raise PrerequisiteError("; ".join(problem))
+    if record is None:
+        return None
+    runs = processes.alive(record["process"]) if record["runtime"] == PROCESS else _container_runs(runs_dir)
+    return int(record["port"]) if runs else None
 
 
 def port_problem(runs_dir: Path, port: int) -> tuple[str, str] | None:
     """Return why the port cannot be used, and what to do about it; None if it is free, or our own TensorBoard's."""
-    if running(runs_dir) == port:
-        return None
-    error = bind_error(port)
-    if error is None:
+    if running_port(runs_dir) == port or (error := bind_error(port)) is None:
         return None
     what = "may not be used by this user" if isinstance(error, PermissionError) else "is in use by another program"
     return f"port 127.0.0.1:{port} {what} ({error.strerror})", f"choose another one: {OTHER_PORT}"
 
 
-def prepare(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
+def build_image(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
     """Build the image of TensorBoard where it is to run in a container and does not run yet."""
-    if board == CONTAINER and running(runs_dir) is None:
+    if board == CONTAINER and running_port(runs_dir) is None:
         images.build_images(sh)
 
 
-def commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
+def start_commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
     """Return the commands of `start`, to be shown or pasted; none for a process, which is started without a shell."""
     if board == PROCESS:
         return []
@@ -95,32 +86,25 @@ def start(
 ) -> int:
     """Start TensorBoard unless it runs, wait until it answers and return its port: a named, `preferred` or free one."""
     with claim.hold_claim(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
-        other = running(runs_dir)
+        other = running_port(runs_dir)
         if other is not None and port in (None, other):
             return other
-        port = port or _free_port(runs_dir, preferred or PORT)
-        check_port(runs_dir, port)
+        first = preferred or PORT
+        candidates = (first, *range(PORT, PORT + FREE_PORTS))  # where all are taken, the error says why the first is
+        port = port or next((number for number in candidates if not port_problem(runs_dir, number)), first)
+        if problem := port_problem(runs_dir, port):
+            raise PrerequisiteError("; ".join(problem))
         if other is not None:
             _stop(runs_dir, sh)
         record: dict[str, Any] = {"runtime": board, "port": port}
         if board == CONTAINER:
             write_json(_record_path(runs_dir), record)  # before: what is left of a start that fails is ours, too
-            sh(
-                compose_services.tensorboard_command(
-                    runs_dir, port, "up", "--detach", "--no-build", "--pull", "never", "tensorboard"
-                )
-            )
+            sh(compose_services.tensorboard_command(runs_dir, port, *compose_services.UP, "tensorboard"))
         else:
             record["process"] = processes.identity(_start_process(runs_dir, port))
             write_json(_record_path(runs_dir), record)
         _await_answer(runs_dir, port, record.get("process"), while_waiting)
         return port
-
-
-def _free_port(runs_dir: Path, first: int) -> int:
-    """Return the first port that can be used; where all are taken, the first, whose error says why."""
-    candidates = (first, *range(PORT, PORT + FREE_PORTS))
-    return next((port for port in candidates if not port_problem(runs_dir, port)), first)
 
 
 def stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
@@ -136,7 +120,7 @@ def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
     if record is None:
         return False
     if record["runtime"] == CONTAINER:
-        ended = _container(runs_dir)
+        ended = _container_runs(runs_dir)
         words = ("down", "--timeout", "5", "--volumes")
         command = compose_services.tensorboard_command(runs_dir, record["port"], *words)
         compose_services.run_ending(command, sh, "TensorBoard is in a container, which may continue")
@@ -163,7 +147,7 @@ def _record(runs_dir: Path) -> dict[str, Any] | None:
     return record if record.get("runtime") == CONTAINER or identified else None
 
 
-def _container(runs_dir: Path) -> bool:
+def _container_runs(runs_dir: Path) -> bool:
     return compose_services.is_running(compose_services.tensorboard_project(runs_dir))
 
 
@@ -182,12 +166,11 @@ def _start_process(runs_dir: Path, port: int) -> int:
 
 
 def _end_process(recorded: dict[str, int]) -> bool:
-    if not processes.kill(recorded, signal.SIGTERM):
-        return False
-    if not wait_until(lambda: not processes.alive(recorded), 5):
+    ended = processes.kill(recorded, signal.SIGTERM)
+    if ended and not wait_until(lambda: not processes.alive(recorded), 5):
         processes.kill(recorded, signal.SIGKILL)
         wait_until(lambda: not processes.alive(recorded), 5)
-    return True
+    return ended
 
 
 def _await_answer(
@@ -196,7 +179,8 @@ def _await_answer(
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process and not processes.alive(process):
-            raise PrerequisiteError(f"TensorBoard ended at once: {_last_line(runs_dir)}")
+            printed = last_line(runs_dir / ".tensorboard.log").strip() or "it printed nothing"
+            raise PrerequisiteError(f"TensorBoard ended at once: {printed}")
         try:
             with urllib.request.urlopen(f"{address(port)}/data/logdir", timeout=ANSWER_S):
                 return
@@ -207,11 +191,3 @@ def _await_answer(
         f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see {runs_dir / '.tensorboard.log'} "
         "or `docker logs` of its container, then `invoke tensorboard`"
     )
-
-
-def _last_line(runs_dir: Path) -> str:
-    try:
-        lines = (runs_dir / ".tensorboard.log").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

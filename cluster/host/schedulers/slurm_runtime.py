@@ -5,12 +5,9 @@ What the job runs on its nodes is `cluster/agent/schedulers/slurm.py`.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import shlex
-import signal
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -20,11 +17,13 @@ from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TaskAddress
 from cluster.host.gpu.placement import NO_DEVICE
-from cluster.host.runtime import inherited, resources
-from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
+from cluster.host.image.engine import Availability
+from cluster.host.runtime import resources
+from cluster.host.runtime.base import ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.injector import FaultInjector
+from cluster.host.runtime.payload import process_variables
 from cluster.host.runtime.resources import Network
-from cluster.host.schedulers.slurm_queue import CHECK_S, NOT_INSTALLED, JobState, Queue
+from cluster.host.schedulers.slurm_queue import CHECK_S, NOT_INSTALLED, Queue
 from cluster.system import processes
 from cluster.system.errors import ClusterError, TimedOut, UsageError
 from cluster.system.files import open_file
@@ -105,7 +104,6 @@ class SlurmFaults(FaultInjector):
     def __init__(self, run: RunFolder, job: Callable[[], str]) -> None:
         super().__init__(run)
         self._job = job
-        self._frozen: set[str] = set()
 
     def signal(self, task: str, number: int, *whose: str) -> None:
         found = self.processes(task)
@@ -123,18 +121,6 @@ class SlurmFaults(FaultInjector):
         """Return where a task was last; a replacement of it is in another job."""
         attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
         return records.read_record(attempts[-1], TaskAddress.from_json) if attempts else None
-
-    def pause(self, task: str) -> None:
-        """Stop the agent first: otherwise it would end the frozen program."""
-        self._frozen.add(task)
-        self.signal(task, signal.SIGSTOP, "agent", "program")
-
-    def undo(self, task: str) -> None:
-        if task in self._frozen:
-            self._frozen.discard(task)
-            with contextlib.suppress(ClusterError):
-                self.signal(task, signal.SIGCONT, "program", "agent")
-        super().undo(task)
 
 
 END_S = 90.0
@@ -154,7 +140,6 @@ class Slurm(ScheduledRuntime):
     def __init__(self) -> None:
         super().__init__()
         self._queue = Queue()
-        self._said: dict[str, tuple[float, str]] = {}
 
     def probe(self) -> Availability:
         code, printed, complained = self._queue.nodes()
@@ -177,8 +162,9 @@ class Slurm(ScheduledRuntime):
             raise UsageError(
                 f"--network {requested}: tasks of a Slurm job are in the network of their nodes; leave it out"
             )
-        exposed = "TensorFlow's servers ask for no password, and all who reach the nodes reach them"
-        warning = f"warning: {exposed}: see docs/guides/slurm.md" if serves else ""
+        warning = (
+            f"{resources.UNPROTECTED} all who reach the nodes reach them: see docs/guides/slurm.md" if serves else ""
+        )
         return Network(resources.HOST, requested or previous, warning)
 
     def render(self, work: Workload) -> dict[str, Any]:
@@ -204,10 +190,7 @@ class Slurm(ScheduledRuntime):
         sh(f"{_sbatch(work)} {shlex.quote(str(path))}")
 
     def scheduler_status(self, run: RunFolder) -> str:
-        name, now = job_name(run), time.monotonic()
-        if name not in self._said or now - self._said[name][0] > self.look_s:
-            self._said[name] = (now, _described(run, self._queue.newest(name)))
-        return self._said[name][1]
+        return str(self.look(_described, run, self._queue))
 
     def scheduled_name(self, run: RunFolder) -> str:
         return job_name(run)
@@ -235,8 +218,8 @@ def job_name(run: RunFolder) -> str:
     return f"tf-cluster-{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 
 
-def _described(run: RunFolder, job: JobState | None) -> str:
-    if job is None:
+def _described(run: RunFolder, queue: Queue) -> str:
+    if (job := queue.newest(job_name(run))) is None:
         return ""
     why = "" if job.reason == "None" else f": {job.reason}"  # the scheduler has not looked at it yet
     if job.in_progress:
@@ -260,7 +243,7 @@ def _sbatch(work: Workload) -> str:
 def _environment(work: Workload) -> dict[str, str]:
     """Return the variables of every task: nothing of the node that it will be on is known yet."""
     payload = work.payload
-    kept = inherited.for_process()
+    kept = process_variables()
     more = payload.environment(work.cluster, payload.local_path())
     given = {name: value for name, value in more.items() if value is not None}
     own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}

@@ -14,12 +14,12 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.contract.findings import Finding
-from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import images
+from cluster.host.image.engine import Availability
 from cluster.host.runtime import resources
-from cluster.host.runtime.base import Availability, ScheduledRuntime, Shell, Workload
-from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRuntime, task_environment
+from cluster.host.runtime.base import ScheduledRuntime, Shell, Workload
+from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRuntime
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.resources import Memory, Network, parse_memory
 from cluster.host.schedulers import swarm_stack
@@ -82,7 +82,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         return swarm_stack.probe_manager()
 
     def examine(self) -> list[Finding]:
-        if not swarm_stack.probe_manager().ready:
+        if not self.probe().ready:
             return []
         found = swarm_stack.list_nodes()
         away = [f"{node.name} ({node.why})" for node in found if not node.usable]
@@ -102,16 +102,12 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         open_to = "all who are on the network between the hosts (UDP port 4789) reach them"
         if typed == resources.ENCRYPTED:
             open_to = f"all who are on one of the hosts reach them, because the tasks are {way_out}"
-        warning = f"warning: TensorFlow's servers ask for no password, and {open_to}"
+        warning = f"{resources.UNPROTECTED} {open_to}"
         use = "; --network encrypted closes that, or a network that only the hosts are in" if not way_out else ""
         return Network(typed or resources.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
 
-    def render(self, work: Workload) -> dict[str, Any]:
-        payload = work.payload
-        secrets = payload.caller_variables  # whose values the Swarm keeps, not the stack
-        given = {key: value for key, value in task_environment(payload, work.cluster).items() if key not in secrets}
-        stack = swarm_stack.render_stack(work, self.containers(work, given), self.seen(payload).command())
-        return {"x-runtime": self.name, **stack}
+    def describe(self, work: Workload) -> dict[str, Any]:
+        return swarm_stack.render_stack(work)
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm places by what is free
         """Check that a host takes tasks at all; which one has what they reserve, only the Swarm can say."""
@@ -119,7 +115,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
             raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
-        images.build_images(sh, work.accelerator, renew=renew)
+        super().prepare(work, sh, renew=renew)
         image = images.train_image(work.accelerator)
         commands, unknown = swarm_stack.carry_commands(image)
         for command in commands:
@@ -128,16 +124,24 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
             print(_how_to_carry(image, unknown), file=sys.stderr)
 
     def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
-        image = images.train_image(work.accelerator)
-        return [*images.pending_commands(work.accelerator), *swarm_stack.carry_commands(image)[0], *_deploy(work)]
+        build, deploy = images.pending_commands(work.accelerator), self.start_commands(work)
+        return [*build, *swarm_stack.carry_commands(images.train_image(work.accelerator))[0], *deploy]
 
     def start(self, work: Workload, sh: Shell) -> None:
         """Deploy the stack, and see every task placed."""
-        self.open_folders(work)
-        owner.create_owner(work.run, self.name)
-        for command in _deploy(work):
-            sh(command)
+        super().start(work, sh)
         _await_places(swarm_stack.stack_name(work.run.path), {task.name for task in work.cluster.tasks})
+
+    def start_commands(self, work: Workload) -> list[str]:
+        name = swarm_stack.stack_name(work.run.path)
+        label = f"--label=com.docker.stack.namespace={name}"  # removed with the stack
+        create = []
+        for variable in work.payload.caller_variables:
+            words = ["docker", "secret", "create", label, swarm_stack.secret_name(name, variable), "-"]
+            create.append(f'printf %s "${variable}" | {shlex.join(words)}')
+        # A name that is not resolved means the same image on every host, which it was carried to or pulls by itself.
+        options = ["--detach=true", "--resolve-image=never", f"--compose-file={work.run.compose}"]
+        return [*create, shlex.join(["docker", "stack", "deploy", *options, name])]
 
     def scheduled_name(self, run: RunFolder) -> str:
         return swarm_stack.stack_name(run.path)
@@ -146,7 +150,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         try:
             return bool(swarm_stack.stack_tasks(name, "running", "ready"))
         except PrerequisiteError:  # the stack is unknown, or no Swarm answers
-            return not swarm_stack.probe_manager().ready
+            return not self.probe().ready
 
     def scheduled(self) -> Collection[str]:
         return swarm_stack.list_stacks()
@@ -166,18 +170,6 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
 
     def faults(self, run: RunFolder) -> FaultInjector:
         return SwarmFaults(run)
-
-
-def _deploy(work: Workload) -> list[str]:
-    name = swarm_stack.stack_name(work.run.path)
-    label = f"--label=com.docker.stack.namespace={name}"  # removed with the stack
-    create = []
-    for variable in work.payload.caller_variables:
-        words = ["docker", "secret", "create", label, swarm_stack.secret_name(name, variable), "-"]
-        create.append(f'printf %s "${variable}" | {shlex.join(words)}')
-    # A name that is not resolved means the same image on every host, which it was carried to or pulls by itself.
-    options = ["--detach=true", "--resolve-image=never", f"--compose-file={work.run.compose}"]
-    return [*create, shlex.join(["docker", "stack", "deploy", *options, name])]
 
 
 def _await_places(name: str, expected: Collection[str]) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 from cluster.contract import settings
 from cluster.contract.spec import Role, Task
-from cluster.host.gpu.placement import NO_DEVICE
 from cluster.host.image import engine
-from cluster.host.runtime import compose_services, resources
-from cluster.host.runtime.base import Availability, Workload
-from cluster.host.runtime.compose_services import RUN_LABEL, Containers
-from cluster.host.runtime.resources import Job
+from cluster.host.image.engine import Availability
+from cluster.host.runtime import compose_services
+from cluster.host.runtime.base import Workload
+from cluster.host.runtime.compose_services import RUN_LABEL
+from cluster.host.runtime.resources import ENCRYPTED, Job
 from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import last_output_line
 
@@ -60,14 +60,13 @@ def probe_manager() -> Availability:
     except ValueError:
         swarm = {}
     if code or not swarm:
-        detail = f"no Docker Engine answers ({last_output_line(text)})"
-        return Availability(False, detail, engine.fix(detail))
+        return engine.unavailable(f"no Docker Engine answers ({last_output_line(text)})")
     if swarm.get("LocalNodeState") != "active":
         fix = "`docker swarm init`, or set DOCKER_HOST to a manager's"
         return Availability(False, "this Docker Engine is in no Swarm", fix)
     if not swarm.get("ControlAvailable"):
-        detail = "this Docker Engine is a worker of its Swarm"
-        return Availability(False, detail, "set DOCKER_HOST to a manager's engine")
+        fix = "set DOCKER_HOST to a manager's engine"
+        return Availability(False, "this Docker Engine is a worker of its Swarm", fix)
     return Availability(True, f"a Swarm of {swarm.get('Nodes', 1)}")
 
 
@@ -165,50 +164,45 @@ def secret_name(stack: str, variable: str) -> str:
     return f"{stack}-{variable}"
 
 
-def render_stack(work: Workload, containers: Containers, command: list[str]) -> dict[str, Any]:
-    """Return the stack of a run, whose agents get `command`; the Swarm keeps the values of the caller's variables."""
-    secrets = work.payload.caller_variables
-    labelled = {"labels": {RUN_LABEL: containers.run_dir.name}}
-    network: dict[str, Any] = {"driver": "overlay", "internal": not containers.way_out, **labelled}
-    if work.network.name == resources.ENCRYPTED:
+def render_stack(work: Workload) -> dict[str, Any]:
+    """Return the stack of a run."""
+    labels = {RUN_LABEL: work.run.name}
+    network: dict[str, Any] = {"driver": "overlay", "internal": not work.payload.script, "labels": labels}
+    if work.network.name == ENCRYPTED:
         network["driver_opts"] = {"encrypted": "true"}
     rendered: dict[str, Any] = {
         "version": FORMAT,
-        "services": {task.name: _service(work, task, containers, command) for task in work.cluster.tasks},
+        "services": {task.name: _service(work, task) for task in work.cluster.tasks},
         "networks": {"cluster": network},
     }
-    if secrets:
-        of_run = stack_name(containers.run_dir)
-        rendered["secrets"] = {each: {"external": True, "name": secret_name(of_run, each)} for each in secrets}
+    if secrets := work.payload.caller_variables:
+        stack = stack_name(work.run.path)
+        rendered["secrets"] = {name: {"external": True, "name": secret_name(stack, name)} for name in secrets}
     literal: dict[str, Any] = compose_services.literal(rendered)
     return literal
 
 
-def _service(work: Workload, task: Task, containers: Containers, command: list[str]) -> dict[str, Any]:
-    job = work.job
+def _service(work: Workload, task: Task) -> dict[str, Any]:
+    job, secrets = work.job, work.payload.caller_variables
     gpus = int(job.gpus_per_task or 0) if task.role in (Role.CHIEF, Role.WORKER) else 0
-    environment = compose_services.environment(work.cluster, task, containers)
+    service = compose_services.describe_task(work, task)
+    environment = service["environment"]
+    for name in secrets:  # the Swarm keeps their values
+        del environment[name]
     if not settings.is_set("RENDEZVOUS_TIMEOUT_S"):
         environment["RENDEZVOUS_TIMEOUT_S"] = WAIT_S
     if gpus:
         environment |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
         environment |= {"NCCL_SOCKET_IFNAME": compose_services.NETWORK_INTERFACE}
-    else:  # an engine whose default runtime is NVIDIA's could hand over all of them
-        environment |= {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
-    labels = compose_services.labels(containers, task)
-    service: dict[str, Any] = {
-        "image": containers.image,
+    else:
+        environment |= compose_services.NO_GPU
+    service["volumes"] += _scratch(work, with_gpus=gpus > 0)
+    service |= {
         "entrypoint": ["python", "-m", "cluster.agent.schedulers.service"],
-        "command": command,
-        "hostname": task.host,
-        "user": containers.user,
         "init": True,
         "read_only": True,
         "cap_drop": ["ALL"],
-        "environment": environment,
-        "volumes": [*compose_services.volumes(containers), *_scratch(containers, with_gpus=gpus > 0)],
         "networks": ["cluster"],
-        "secrets": [{"source": each, "target": each} for each in work.payload.caller_variables],
         "stop_grace_period": "60s",  # longer than the agent gives its program to save
         "healthcheck": {  # a service has no address before its first success; a failure ends the container
             "test": ["CMD", "python", "-m", "cluster.agent.health"],
@@ -219,19 +213,20 @@ def _service(work: Workload, task: Task, containers: Containers, command: list[s
             "retries": 8,
         },
         "logging": {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}},
-        "labels": labels,
         "deploy": {
-            "labels": labels,
+            "labels": service["labels"],
             "endpoint_mode": "dnsrr",  # a name is its task's own address, not one that is balanced
             # A killed agent, and the tasks of a host that is gone or drained, start again; an ended run exits with 0.
             "restart_policy": {"condition": "on-failure", "delay": "1s"},
             "placement": {"constraints": constraints(job)},
-            "resources": _service_resources(containers, job, gpus),
+            "resources": _service_resources(work, gpus),
         },
     }
+    if secrets:
+        service["secrets"] = [{"source": name, "target": name} for name in secrets]
     if gpus:
         service["ulimits"] = dict(compose_services.GPU_LIMITS)
-    return {key: value for key, value in service.items() if value not in ([], None)}
+    return service
 
 
 def constraints(job: Job) -> list[str]:
@@ -239,21 +234,21 @@ def constraints(job: Job) -> list[str]:
     return [re.sub(r"\s*([!=]=)\s*", r"\1", part.strip()) for part in job.constraint.split(",") if part.strip()]
 
 
-def _service_resources(containers: Containers, job: Job, gpus: int) -> dict[str, Any]:
+def _service_resources(work: Workload, gpus: int) -> dict[str, Any]:
     limits: dict[str, Any] = {"pids": 4096}
     reservations: dict[str, Any] = {}
-    if containers.memory_bytes:
-        limits["memory"] = reservations["memory"] = str(containers.memory_bytes)
-    if job.cpus_per_task:
-        limits["cpus"] = reservations["cpus"] = job.cpus_per_task
+    if work.memory.task_bytes:
+        limits["memory"] = reservations["memory"] = str(work.memory.task_bytes)
+    if cpus := work.job.cpus_per_task:
+        limits["cpus"] = reservations["cpus"] = cpus
     if gpus:
         reservations["generic_resources"] = [{"discrete_resource_spec": {"kind": GPU, "value": gpus}}]
     return {"limits": limits, **({"reservations": reservations} if reservations else {})}
 
 
-def _scratch(containers: Containers, *, with_gpus: bool) -> list[dict[str, Any]]:
+def _scratch(work: Workload, *, with_gpus: bool) -> list[dict[str, Any]]:
     """Return the folders in memory that a task may write; a script's /tmp is a folder of the run."""
-    folder = "/var/tmp" if containers.way_out else "/tmp"  # noqa: S108
+    folder = "/var/tmp" if work.payload.script else "/tmp"  # noqa: S108
     found = [{"type": "tmpfs", "target": folder, "tmpfs": {"size": SCRATCH_BYTES}}]
     if with_gpus:  # the engine's 64 MB are too few for NCCL's buffers
         found.append({"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": SHM_BYTES}})  # noqa: S108

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from cluster.contract.results import goodput, reference, stragglers
 from cluster.contract.run import records
@@ -23,7 +22,7 @@ SHOWN_CHANGES = 5
 def ended_lines(run: RunFolder) -> list[str]:
     """Return the last lines of a run that has a summary: how it ended, where it is, what to do next."""
     summary = records.read_record(run.summary, Summary.from_json)
-    port, shown_path = tensorboard.running(run.path.parent), short_path(run.path)
+    port, shown_path = tensorboard.running_port(run.path.parent), short_path(run.path)
     lines = []
     if summary.state == "failed":
         lines += _failure(run, summary)
@@ -45,11 +44,11 @@ def ended_lines(run: RunFolder) -> list[str]:
         lines += [f"its files    {shown_path}/work/TASK"]
     if port:
         lines += [f"TensorBoard  {tensorboard.address(port)}"]
-    first, *rest = _next(run, summary.state)
+    first, *rest = _next_commands(run, summary.state)
     return [*lines, f"next         {first}", *(f"{'':13}{line}" for line in rest)]
 
 
-def _next(run: RunFolder, state: str) -> list[str]:
+def _next_commands(run: RunFolder, state: str) -> list[str]:
     """Return the hints about next commands; a long command has a separate line, to be copied."""
     resume = f"invoke up --resume {run.name}"
     if state == "stopped":
@@ -58,14 +57,11 @@ def _next(run: RunFolder, state: str) -> list[str]:
         return ["fix the cause, then:", resume]
     if run.script:
         return ["invoke down (ends TensorBoard)"]
-    return ["invoke down (ends TensorBoard), or train on:", f"{resume} -- {_longer(run.load_config())}"]
-
-
-def _longer(config: dict[str, Any]) -> str:
-    """Return the option with which a training that came to its end continues for as long again."""
+    config = run.load_config()
+    longer = f"--epochs {2 * config.get('epochs', 3):g}"  # as long again
     if most := config.get("max_steps"):
-        return f"--max-steps {2 * most}"
-    return f"--epochs {2 * config.get('epochs', 3):g}"
+        longer = f"--max-steps {2 * most}"
+    return ["invoke down (ends TensorBoard), or train on:", f"{resume} -- {longer}"]
 
 
 def _script_end(run: RunFolder, summary: Summary) -> str:

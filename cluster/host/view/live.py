@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import LogReader, rendered
-from cluster.host.view.status import live_lines, progress
+from cluster.host.view.status import chief_loss, live_lines, progress
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
 
@@ -70,7 +70,7 @@ class Live:
     def show(self, value: dict[str, Any]) -> None:
         """Show the newest status."""
         if self._console:
-            loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
+            loss = chief_loss(value)
             if loss is not None and (value["step"], loss) != self._logged:
                 self._logged = (value["step"], loss)
                 self._losses.append(loss)
@@ -127,11 +127,7 @@ def new_lines(reader: LogReader, *, ended: bool, terminal: bool, styled: bool = 
         if not terminal:
             yield line
         elif not NOISE.match(line):
-            yield _harmless(line)
-
-
-def _harmless(line: str) -> str:
-    return "".join(part if at % 2 else plain(part) for at, part in enumerate(_STYLED.split(line)))
+            yield "".join(part if at % 2 else plain(part) for at, part in enumerate(_STYLED.split(line)))
 
 
 def print_logs(run: RunFolder, names: list[str], follow: bool) -> None:
@@ -145,9 +141,8 @@ def print_logs(run: RunFolder, names: list[str], follow: bool) -> None:
     width = max(len(name) for name in names)
     readers, silent = {name: LogReader(run.log(name)) for name in names}, set(names)
     while True:
-        ended = (
-            not follow or run.load_summary() is not None
-        )  # before reading: what was printed until then is still shown
+        # Before reading: what was printed until then is still shown.
+        ended = not follow or run.load_summary() is not None
         for at, (name, reader) in enumerate(readers.items()):
             head = f"{name:<{width}} |"
             head = f"\x1b[{COLOURS[at % len(COLOURS)]}m{head}\x1b[m" if coloured else head

@@ -38,8 +38,9 @@ def read_status(
     chief = beats.get("chief") or Heartbeat(task="chief", state=TaskState.STARTING, updated_at=0.0)
     step, total, rate = chief.step, chief.steps_total, chief.examples_per_s
     batch = config.get("global_batch", 0)
-    port = tensorboard.running(run.path.parent) if with_board else None
+    port = tensorboard.running_port(run.path.parent) if with_board else None
     script = config.get("script")
+    reporting = any(beat.state not in (TaskState.LOST, *FINAL_STATES) for beat in beats.values())
     printed = {"printed": {task.name: last_line(run.log(task.name)) for task in spec.tasks}} if script else {}
     return {
         "run": run.name,
@@ -57,17 +58,14 @@ def read_status(
         "pace": stragglers.findings(paces).to_json(),
         "left_out": sorted(membership.left_out(run)),
         "last_event": _last_event(run),
-        "queued": "" if summary or _heard(beats) else registry.of(run).scheduler_status(run),
+        "queued": "" if summary or reporting else registry.find_runtime(run).scheduler_status(run),
         "tasks": [beats[task.name].to_json() for task in spec.tasks if task.name in beats],
     }
 
 
-def _queued(value: dict[str, Any]) -> list[str]:
-    return [value["queued"]] if value.get("queued") else []
-
-
-def _heard(beats: dict[str, Heartbeat]) -> bool:
-    return any(beat.state not in (TaskState.LOST, *FINAL_STATES) for beat in beats.values())
+def chief_loss(value: dict[str, Any]) -> float | None:
+    """Return the loss in the heartbeat of the chief."""
+    return next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
@@ -95,7 +93,6 @@ def live_lines(value: dict[str, Any], losses: Sequence[float], width: int) -> li
     """Return a status and the chief's losses so far as the lines of a screen: progress, then a row for each task."""
     if value["script"]:
         return _script_table(value)
-    loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
     head = progress(value | {"checkpoint": None, "tasks": []})
     lines = [_head(value)]
     if value["steps_total"]:
@@ -103,12 +100,13 @@ def live_lines(value: dict[str, Any], losses: Sequence[float], width: int) -> li
         head = f"{bar(share, max(8, min(30, width - len(head) - 9)))} {share:4.0%}  {head}"
     lines.append(head)
     if line := sparkline(losses, min(40, width - 16)):
-        lines.append(f"loss   {line} {_number(loss, 4)}")
+        lines.append(f"loss   {line} {_number(chief_loss(value), 4)}")
     lines += _saved(value)
     if event := value["last_event"]:
         why = f" ({event['cause']})" if event["cause"] else ""
         at = "" if event["step"] is None else f" at step {event['step']}"
-        lines.append(f"last   {event['task']}: {event['event']}{why}{at}, {_since(event['time'])} ago")
+        ago = _passed(max(0.0, time.time() - event["time"]))
+        lines.append(f"last   {event['task']}: {event['event']}{why}{at}, {ago} ago")
     return [*fit(lines, width), "", *_task_table(value, width)]
 
 
@@ -121,10 +119,6 @@ def _saved(value: dict[str, Any]) -> list[str]:
         return []
     every = f", every {saved['every_s']:.1f} s" if saved["every_s"] else ""
     return [f"saved  step {saved['step']}, {_passed(saved['age_s'])} ago{every}"]
-
-
-def _since(moment: float) -> str:
-    return _passed(max(0.0, time.time() - moment))
 
 
 def _passed(seconds: float) -> str:
@@ -167,21 +161,18 @@ def _task_table(value: dict[str, Any], width: int | None = None) -> list[str]:
 
 
 def _script_table(value: dict[str, Any]) -> list[str]:
-    lines = [f"{value['run']}  {value['state']}  {value['script']}", *_queued(value)]
+    lines = [f"{value['run']}  {value['state']}  {value['script']}", *filter(None, [value.get("queued")])]
     names = ("TASK", "STATE", "EXIT CODE", "RESTARTS", "AGE")
     rows = []
     for beat in value["tasks"]:
         code = beat.get("exit_code")
         rows.append((beat["task"], beat["state"], "-" if code is None else code, beat["restarts"], _age(beat)))
     lines += columns([names, *rows], right=range(2, len(names)))
-    return [*lines, *_newest_lines(value.get("printed", {}))]
-
-
-def _newest_lines(printed: dict[str, str]) -> list[str]:
-    """Return the newest line of each task; a long one keeps its end, where progress bars have their figures."""
+    # The newest line of each task; a long one keeps its end, where progress bars have their figures.
+    printed = value.get("printed", {})
     room = terminal_width() - max(map(len, printed), default=0) - 2
-    rows = [(name, shortened(plain(line), max(room, MIN_ROOM))) for name, line in printed.items() if line]
-    return ["", *columns(rows, width=WIDE)] if rows else []
+    newest = [(name, shortened(plain(line), max(room, MIN_ROOM))) for name, line in printed.items() if line]
+    return [*lines, *(["", *columns(newest, width=WIDE)] if newest else [])]
 
 
 def _age(beat: dict[str, Any]) -> str:
@@ -193,11 +184,10 @@ def progress(value: dict[str, Any]) -> str:
     if value["script"]:
         return value.get("queued") or f"{value['script']} runs"
     total = f"/{value['steps_total']}" if value["steps_total"] else ""
-    parts = [f"step {value['step']}{total}", *_queued(value)]
+    parts = [f"step {value['step']}{total}", *filter(None, [value.get("queued")])]
     if value.get("left_out"):
         parts.append(f"without {', '.join(value['left_out'])}")
-    loss = next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
-    if loss is not None:
+    if (loss := chief_loss(value)) is not None:
         parts.append(f"loss {loss:.4f}")
     if value["examples_per_s"]:
         parts.append(f"{value['examples_per_s']:,.0f} examples/s")

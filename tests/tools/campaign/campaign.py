@@ -49,7 +49,7 @@ def chosen(names: str) -> list[Case]:
         if name not in CASES:
             raise UsageError(f"--cases {name!r}: expected names of {', '.join(CASES)}{nearest(name, CASES)}")
     return [CASES[name] for name in dict.fromkeys(requested)] or [
-        case for case in CASES.values() if registry.get(case.runtime).probe().ready
+        case for case in CASES.values() if registry.get_runtime(case.runtime).probe().ready
     ]
 
 
@@ -202,7 +202,7 @@ class _Campaign:
 
 def _kinds(run: RunFolder, case: Case, *, resumed: bool) -> set[str]:
     """Return the kinds of faults that a run outlives, or can be resumed after."""
-    injector = registry.of(run).faults(run)
+    injector = registry.find_runtime(run).faults(run)
     kinds = {*injector.storm, volleys.AGENT}
     if resumed and not case.result:
         kinds.add("stop")
@@ -243,7 +243,7 @@ def _kill(run: RunFolder) -> None:
         if (done := processes.run(["sh", "-c", command], KILL_S))[0]:
             raise RunFailed(f"{command}: {done[2]}")
 
-    registry.of(run).remove(run, sh, 1)
+    registry.find_runtime(run).remove(run, sh, 1)
 
 
 def _result(run: RunFolder, case: Case) -> str:

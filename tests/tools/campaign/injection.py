@@ -164,7 +164,7 @@ class Injection:
 
     def _reaches(self, shot: Shot) -> bool:
         """Whether there is a process that the fault is for; for a moment there is none while a task starts again."""
-        injector = registry.of(self._run).faults(self._run)
+        injector = registry.find_runtime(self._run).faults(self._run)
         try:
             return injector.reaches(shot.task, "program" if shot.kind in ("kill", "slow", "corrupt") else "agent")
         except (ClusterError, OSError):
@@ -172,7 +172,7 @@ class Injection:
 
     def _shoot(self, shot: Shot) -> dict[str, Any] | None:
         """Inject one fault; return its record, None where there is nothing at present to inject it into."""
-        injector = registry.of(self._run).faults(self._run)
+        injector = registry.find_runtime(self._run).faults(self._run)
         phase, step = volleys.phase_of(self._run.heartbeat(_who_tells(shot))), self._progress.step
         try:
             if not self._reaches(shot):

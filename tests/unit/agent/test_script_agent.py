@@ -303,5 +303,5 @@ def test_a_run_whose_every_process_was_killed_leaves_no_temporary_files(start_sc
     gang = start_scripts("until(lambda: False)", workers=1)
     script_pid(gang, "worker-0")
     assert [] != list(base.iterdir())
-    supervisor.kill(gang.run)
+    supervisor.kill_run(gang.run)
     assert [] == list(base.iterdir())

@@ -17,10 +17,11 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.contract.strategies import Strategy
 from cluster.host.control import chaos, ending, foreground
+from cluster.host.image.engine import Availability
 from cluster.host.launch import folders, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
-from cluster.host.runtime.base import Availability, RunsLeft, Runtime, Shell, Workload
+from cluster.host.runtime.base import Runtime, Shell, Workload
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.host.view.status import read_status
@@ -91,8 +92,8 @@ class Toy(Runtime):
             agent.kill()
             agent.wait()
 
-    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> RunsLeft:
-        return RunsLeft(frozenset(name for name in names if self.alive(RunFolder(runs_dir / name))))
+    def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
+        return {name for name in names if self.alive(RunFolder(runs_dir / name))}
 
     def faults(self, run: RunFolder) -> FaultInjector:
         return Nudges(run)
@@ -137,12 +138,12 @@ def test_a_runtime_from_outside_runs_a_cluster(toy, script):
         assert ["training", "training"] == [task["state"] for task in read_status(run)["tasks"]]
         assert "toy" == run.load_started().runtime
         fault = chaos.Fault("nudge", "worker-0")  # what is new, and what the runtime cannot do
-        chaos.check(run, fault)
-        registry.of(run).faults(run).inject(fault.kind, fault.task)
+        chaos.check_fault(run, fault)
+        registry.find_runtime(run).faults(run).inject(fault.kind, fault.task)
         for kind in ("partition", "nothing"):
             with pytest.raises(UsageError):
-                chaos.check(run, chaos.Fault(kind, "worker-0"))
-        assert EXIT_DONE == ending.down(folders.runs_dir(), None, 30, sh)  # of all that is left
+                chaos.check_fault(run, chaos.Fault(kind, "worker-0"))
+        assert EXIT_DONE == ending.take_down(folders.runs_dir(), None, 30, sh)  # of all that is left
         assert not toy.alive(run)
         assert "stopped" == run.load_summary().state
         assert owner.read_owner(run) is None

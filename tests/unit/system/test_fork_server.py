@@ -41,13 +41,13 @@ def before_start(monkeypatch) -> BeforeStart:
     """Takes what is done to a run's folder before its supervisor starts."""
 
     def prepare(change: Callable[[RunFolder], object]) -> None:
-        begin = supervisor.start
+        begin = supervisor.start_supervisor
 
         def changed(run: RunFolder) -> None:
             change(run)
             begin(run)
 
-        monkeypatch.setattr(supervisor, "start", changed)
+        monkeypatch.setattr(supervisor, "start_supervisor", changed)
 
     return prepare
 

@@ -30,10 +30,11 @@ from cluster.host.launch.user_files import check_script
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, registry, supervisor
 from cluster.host.runtime.compose_runtime import ContainerFaults
-from cluster.host.runtime.compose_services import Containers
 from cluster.host.runtime.local_runtime import processes_of
+from cluster.host.runtime.payload import Payload
 from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import write_json
+from tests.support.launching import workload
 
 NASTY = [
     "; rm -rf ~ #", "$(id)", "`id`", "${HOME}", "$HOME", "$$", "$", "a b", "' \" \\", "'; id; '", "*", "", " ", "%n",
@@ -108,7 +109,7 @@ def test_words_are_what_they_are_meant_to_be_or_refused(word):
 @example("all\n")
 @example("0,1\n")
 def test_gpus_are_ids_or_refused(word):
-    expected = outcome(placement.parse, word)
+    expected = outcome(placement.parse_gpus, word)
     if not isinstance(expected, UsageError):
         assert all(re.fullmatch(r"[0-9]+|MIG-[0-9A-Za-z/-]+", name) for name in (expected.ids if expected else ()))
 
@@ -171,7 +172,7 @@ def test_a_shell_reads_them_so(tmp_path):
 @given(folder=FILE, name=TEXT, path=st.lists(FILE, max_size=2))
 def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(folder, name, path):
     overlay = Path("/runs") / folder / "compose.json"
-    words = words_of(compose_services.up_command(overlay, spec.build(1)))[1]
+    words = words_of(compose_services.overlay_command(overlay, "up", "chief", "worker-0"))[1]
     assert str(overlay) in words
     assert ["chief", "worker-0"] == words[-2:]
     variables, words = words_of(compose_services.tensorboard_command(Path("/") / folder, 6006, "up"))
@@ -243,18 +244,27 @@ def strings(value: Any) -> Iterator[str]:
 
 
 @unhurried
-@given(folder=FILE, data=FILE, value=TEXT, command=st.lists(TEXT, max_size=3), gpu=TEXT)
-def test_an_overlay_holds_what_was_meant_and_no_variable(folder, data, value, command, gpu):
-    given_gpus = Placement({"chief": (gpu,)})
-    run_dir, mounts = Path("/runs") / folder, [(Path("/") / data, "/code/0")]
-    containers = Containers(
-        run_dir, Path("/") / data, "i", "1:1", 2**30, mounts, {"X": value}, way_out=True, gpus=given_gpus
+@given(
+    folder=FILE,
+    data=FILE,
+    value=TEXT.filter(lambda text: "\0" not in text),
+    arguments=st.lists(TEXT, max_size=3),
+    gpu=TEXT,
+)
+def test_an_overlay_holds_what_was_meant_and_no_variable(folder, data, value, arguments, gpu):
+    payload = Payload(Path("/theirs/train.py"), tuple(arguments), (Path("/") / data,), env=(f"X={value}",))
+    work = workload(
+        RunFolder(Path("/runs") / folder),
+        cluster=spec.build(0),
+        data_dir=Path("/") / data,
+        payload=payload,
+        gpus=Placement({"chief": (gpu,)}),
     )
-    read = json.loads(json.dumps(compose_services.overlay(spec.build(0), containers, command)))
+    read = json.loads(json.dumps(compose_services.render_overlay(work)))
     assert all("$" not in text.replace("$$", "") for text in strings(read))
     chief = read["services"]["chief"]
     meant = {key: [text.replace("$$", "$") for text in strings(chief.get(key, []))] for key in ("command", "volumes")}
-    assert command == meant["command"]
+    assert ["--script", "/script/train.py", *arguments] == meant["command"]
     assert {f"/runs/{folder}", f"/{data}", f"/runs/.scratch/{folder}"} <= set(meant["volumes"])
     assert value == chief["environment"]["X"].replace("$$", "$")
     (device,) = chief["deploy"]["resources"]["reservations"]["devices"]
@@ -320,10 +330,10 @@ def secretive(monkeypatch):
 def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
     secretive, resolved, script, monkeypatch, runtime, scripted, tmp_path
 ):
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
-    monkeypatch.setattr(registry, "choose", lambda *_: (registry.get(runtime), "requested"))
+    monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
+    monkeypatch.setattr(registry, "choose_runtime", lambda *_: (registry.get_runtime(runtime), "requested"))
     monkeypatch.setattr(engine, "ask", lambda *words, **options: (1, ""))
-    monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
+    monkeypatch.setattr(images, "inspect_image", lambda image: {"image": image, "id": "sha256:1"})
     monkeypatch.setattr(images, "default_base", lambda commands_given="": images.Base("base"))
     for folder in (tmp_path, script.parent):
         folder.chmod(0o755)

@@ -10,16 +10,16 @@ import pytest
 from invoke import Context, Exit
 
 import tasks
-from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services
 from cluster.host.runtime.local_runtime import ProcessFaults
+from cluster.host.runtime.payload import Payload
 from cluster.host.view.live import print_logs
 from cluster.system import files, json_files
-from tests.support.launching import Commands
+from tests.support.launching import Commands, workload
 
 SECRET = '{"state": "done", "task": "chief", "updated_at": 0, "step": 0, "secret": 1}\n'
 
@@ -235,12 +235,10 @@ def test_handing_over_a_folder_hands_over_no_more(make_run, outside, monkeypatch
 
 
 def test_a_script_s_tmp_is_mounted_from_where_no_task_can_put_a_link():
-    run = RunFolder(Path("/runs/one"))
-    cluster = spec.build(1)
-    containers = compose_services.Containers(run.path, Path("/data"), "image", "1:1", 2**30, way_out=True)
+    work = workload(RunFolder(Path("/runs/one")), payload=Payload(Path("/theirs/train.py")))
     writable = {
         volume["source"]
-        for task in compose_services.overlay(cluster, containers, [])["services"].values()
+        for task in compose_services.render_overlay(work)["services"].values()
         for volume in task["volumes"]
         if not volume.get("read_only")
     }

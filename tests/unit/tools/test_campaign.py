@@ -188,7 +188,7 @@ def run(make_run: Any) -> RunFolder:
 @pytest.fixture
 def injected(monkeypatch: pytest.MonkeyPatch) -> "Injected":
     made = Injected()
-    monkeypatch.setattr(registry, "of", lambda _run: made)
+    monkeypatch.setattr(registry, "find_runtime", lambda _run: made)
     monkeypatch.setattr(injection, "PHASE_S", 0.01)
     monkeypatch.setattr(injection, "PROCESS_S", 0.01)
     monkeypatch.setattr(injection, "LAST_STEPS_S", 0.01)

@@ -27,12 +27,9 @@ from cluster.system.terminal import fit, print_wait
 @task(json=JSON_HELP)
 def doctor(c, json=False):
     """Check what this machine has and lacks, each with its fix; exit code 3 where something must be fixed."""
-    value = machine.report(machine.examine())
-    rows = [
-        (found["state"], found["check"], "; ".join(filter(None, (found["detail"], found["fix"]))))
-        for found in value["findings"]
-    ]
-    show(value, lambda _: columns(rows), as_json=json)
+    findings = machine.examine_machine()
+    value = machine.report(findings)
+    show(value, lambda _: columns(finding.row for finding in findings), as_json=json)
     raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
 
 
@@ -40,9 +37,9 @@ def doctor(c, json=False):
 def verify(c, json=False):
     """Train briefly with every strategy and both loops, and compare; exit code 1 if one failed."""
     shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
-    rows = verification.examine(lambda line: print(line, file=sys.stderr, flush=True))
-    show({"rows": rows}, lambda _: verification.lines(rows), as_json=json)
-    raise Exit(code=EXIT_FAILED if verification.failed(rows) else EXIT_DONE)
+    rows = verification.verify_strategies(lambda line: print(line, file=sys.stderr, flush=True))
+    show({"rows": rows}, lambda _: verification.table_lines(rows), as_json=json)
+    raise Exit(code=EXIT_FAILED if verification.count_failed(rows) else EXIT_DONE)
 
 
 @task(
@@ -55,9 +52,9 @@ def verify(c, json=False):
 def rerun(c, run=None, runtime="", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = folders.find_run(run or "")
-    again, verdict = repetition.rerun(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
-    show(repetition.to_json(again, verdict), lambda _: repetition.lines(again, verdict), as_json=json)
-    raise Exit(code=repetition.exit_code(verdict))
+    again, compared = repetition.repeat_run(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
+    show(repetition.to_json(again, compared), lambda _: repetition.rerun_lines(again, compared), as_json=json)
+    raise Exit(code=EXIT_DONE if compared and compared.verdict == "identical" else EXIT_FAILED)
 
 
 @task(
@@ -85,11 +82,11 @@ def chaos(
         count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
         seed = spec.parse_count("seed", seed, 0, 2**31 - 1)
         limit_s = spec.parse_count("minutes", minutes, 1, 10**5) * 60
-        raise Exit(code=injection.storm(folder, count, seed, drawn, timeout_s, limit_s))
+        raise Exit(code=injection.run_storm(folder, count, seed, drawn, timeout_s, limit_s))
     if not kind or (not task and kind in KINDS):
         raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
-    injection.check(folder, fault)
+    injection.check_fault(folder, fault)
     step = f"step {fault.at_step}, then for " if fault.at_step > folder.newest_step else ""
     print_wait(f"waiting for {step}the effect of {fault}")
     result = injection.inject(folder, fault, timeout_s)
@@ -122,12 +119,12 @@ def explain(
         raise UsageError(f"explain {' and '.join(named)}: explain one of them at a time")
     variable = os.environ.get("TF_CONFIG")
     if file or (variable is not None and not named):
-        text, source = (explaining.read_file(file), file) if file else (variable or "", "TF_CONFIG")
-        explained = explaining.of_text(text, source, strategy)
+        text, source = (explaining.read_tf_config(file), file) if file else (variable or "", "TF_CONFIG")
+        explained = explaining.explain_text(text, source, strategy)
     elif topology or (strategy and not run):
         counts = parse_options({"workers": workers, "ps": ps, "devices": devices})
         cluster = build_cluster(Request(**counts, evaluator=evaluator, strategy=strategy))
-        explained = explaining.of_cluster(cluster, "the cluster of these options", task)
+        explained = explaining.explain_cluster(cluster, "the cluster of these options", task)
     else:
         if not run and not any(folders.runs_dir().glob("*/cluster.json")):
             raise UsageError(
@@ -135,6 +132,6 @@ def explain(
                 "invoke explain --workers 2"
             )
         folder = folders.find_run(run or "")
-        explained = explaining.of_cluster(folder.load_cluster(), f"run {folder.name}", task)
+        explained = explaining.explain_cluster(folder.load_cluster(), f"run {folder.name}", task)
     show(explained.to_json(), lambda _: explained.lines(lint=lint), as_json=json)
     raise Exit(code=EXIT_DONE if explained.ok else EXIT_FAILED)

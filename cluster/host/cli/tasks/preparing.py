@@ -38,7 +38,10 @@ def base(c):
 def reproduce(c, accelerator="cpu", image="train", against="", json=False):
     """Build an image from nothing, twice, and compare every layer; exit code 0 where they are identical."""
     sh = shell(c, aside=json)
-    verdicts = [reproduction.examine(each, accelerator, against, sh) for each in reproduction.chosen(image, against)]
+    verdicts = [
+        reproduction.reproduce_image(each, accelerator, against, sh)
+        for each in reproduction.choose_images(image, against)
+    ]
     value = [verdict.to_json() for verdict in verdicts]
     show(value, lambda _: [line for verdict in verdicts for line in verdict.lines()], as_json=json)
     raise Exit(code=EXIT_DONE if all(verdict.identical for verdict in verdicts) else EXIT_FAILED)

@@ -20,8 +20,8 @@ from cluster.system.messages import counted, short_path, size
 @task(json=JSON_HELP)
 def runs(c, json=False):
     """List all runs, the newest first: result, duration, score, strategy, tasks, commit, restarts, disk use."""
-    found = listing.rows(folders.runs_dir())
-    show({"runs": found}, lambda _: listing.table(found), as_json=json)
+    found = listing.list_runs(folders.runs_dir())
+    show({"runs": found}, lambda _: listing.table_lines(found), as_json=json)
 
 
 @task(
@@ -44,7 +44,7 @@ def compare(c, run=None, other=None, third=None, fourth=None, json=False):
     if len(names) > comparison.MAX_RUNS:
         raise UsageError(f"compare: {len(names)} runs, expected at most {comparison.MAX_RUNS}")
     found = [folders.find_run(name) for name in names]
-    show(comparison.compare(found), lambda value: comparison.lines(value, found), as_json=json)
+    show(comparison.compare_runs(found), lambda value: comparison.comparison_lines(value, found), as_json=json)
 
 
 @task(
@@ -57,7 +57,7 @@ def report(c, run=None, output=""):
     folder = folders.find_run(run or "")
     path = settings.expanded("output", output).absolute() if output else folder.path / "report.html"
     _check_writable(path)
-    write_text(path, page.render(folder))
+    write_text(path, page.render_page(folder))
     print(short_path(path))
 
 
@@ -79,19 +79,19 @@ def clean(c, run=None, older="", yes=False):
     if bool(run) == bool(older):
         raise UsageError("name a run, or say how old: invoke clean RUN, or invoke clean --older 7d")
     runs_dir = folders.runs_dir()
-    found = [ending.find_ended(runs_dir, run)] if run else ending.find_old(runs_dir, ending.parse_age(older))
+    found = [ending.find_ended_run(runs_dir, run)] if run else ending.find_old_runs(runs_dir, ending.parse_age(older))
     if not found:
         print(f"no run has ended longer ago than {older}")
         return
-    sizes = [listing.disk_bytes(old.run.path) for old in found]
-    ages = [f"{listing.duration(time.time() - old.ended)} ago" for old in found]
-    names = [old.run.name for old in found]
+    sizes = [listing.disk_bytes(old.path) for old in found]
+    ages = [f"{listing.duration(time.time() - ending.end_time(old))} ago" for old in found]
+    names = [old.name for old in found]
     print("\n".join(columns(zip(names, ages, map(size, sizes), strict=True), right=(1, 2))))
     question = f"delete {counted(len(found), 'run')} with checkpoints and logs, {size(sum(sizes))}? [y/N] "
     if not yes and not _agreed(question):
         print("nothing was deleted")
         return
-    if left := ending.delete(found):
+    if left := ending.delete_runs(found):
         raise RunFailed(f"{counted(len(left), 'run')} could not be deleted: {'; '.join(left)}")
     print(f"deleted {counted(len(found), 'run')}")
 

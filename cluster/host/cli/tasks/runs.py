@@ -52,7 +52,7 @@ def profile(c, task=None, steps="5", run=""):
     """Trace some steps of a task while it trains, to be read in TensorBoard's Profile tab."""
     if not task:
         raise UsageError("the task is missing: name one that trains, such as invoke profile worker-0")
-    print("\n".join(tracing.trace(folders.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
+    print("\n".join(tracing.trace_task(folders.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
 
 
 @task(port=PORT_HELP, runtime=OPTIONS["runtime"].full_help)
@@ -80,7 +80,7 @@ def wait(c, run=None, timeout=""):
 )
 def scale(c, workers="", ps="", run="", trust=False):
     """Continue with more or fewer workers: save at the same step on every task, then train on from there."""
-    raise Exit(code=scaling.scale(folders.find_run(run), workers, ps, shell(c), trust=trust))
+    raise Exit(code=scaling.scale_run(folders.find_run(run), workers, ps, shell(c), trust=trust))
 
 
 @task("run", run=RUN_HELP)
@@ -107,4 +107,4 @@ def down(c, run=None, all=False, timeout="15"):
     if run and all:
         raise UsageError(f"down {run} --all: name a run, or take every run down")
     bound = spec.parse_count("timeout", timeout, 0, 10**9)
-    raise Exit(code=ending.down(folders.runs_dir(), run, bound, shell(c)))
+    raise Exit(code=ending.take_down(folders.runs_dir(), run, bound, shell(c)))

@@ -69,10 +69,10 @@ def commands(monkeypatch, resolved):
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)
     monkeypatch.setattr(json_files, "NEWEST_BYTES", 10**6)
     monkeypatch.setattr(logs, "PART_BYTES", 10**6)
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
     monkeypatch.setattr(limits, "check_free_memory", lambda *_, **__: None)
     monkeypatch.setattr("cluster.host.control.profile.PATIENCE_S", 0.2)
-    monkeypatch.setattr(registry, "choose", lambda *_: (registry.LOCAL, "requested"))
+    monkeypatch.setattr(registry, "choose_runtime", lambda *_: (registry.LOCAL, "requested"))
     monkeypatch.setattr("cluster.host.image.engine.ask", lambda *_, **__: (1, ""))
 
 

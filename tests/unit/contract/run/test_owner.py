@@ -39,7 +39,7 @@ def test_a_daemon_that_hides_is_killed_with_its_run(start_gang):
     gang = start_gang(f"{DAEMON}\nwork()", workers=0)
     daemon = daemon_of(gang)
     assert daemon["pid"] in supervisor.processes_left(gang.run)
-    supervisor.kill(gang.run)
+    supervisor.kill_run(gang.run)
     assert not processes.alive(daemon)
 
 
@@ -59,7 +59,7 @@ def test_a_daemon_that_hides_ends_when_the_supervisor_is_killed(start_gang):
     (pid,) = (child for child in children if child != daemon["pid"])
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=300)
-    wait_for(lambda: not supervisor.running(gang.run), "the keeper's end", timeout_s=300)
+    wait_for(lambda: not supervisor.is_running(gang.run), "the keeper's end", timeout_s=300)
 
 
 def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang):
@@ -74,7 +74,7 @@ def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang):
     child = daemon_of(gang)
     processes.kill(gang.keeper, signal.SIGKILL)
     wait_for(lambda: [child["pid"]] == supervisor.processes_left(gang.run), "the end of all others", timeout_s=300)
-    assert 1 == supervisor.kill(gang.run)
+    assert 1 == supervisor.kill_run(gang.run)
     assert not processes.alive(child)
 
 
@@ -83,7 +83,7 @@ def test_a_shell_that_knows_the_run_s_folder_is_left_alone(start_gang):
     environment = os.environ | {"RUN_DIR": str(gang.run.path), "RUNS_DIR": str(gang.run.path.parent), "TASK": "chief"}
     with subprocess.Popen(["sleep", "600"], env=environment) as shell:
         gang.await_step("chief", 2)
-        supervisor.kill(gang.run)
+        supervisor.kill_run(gang.run)
         assert shell.poll() is None
         shell.kill()
 
@@ -94,7 +94,7 @@ def test_a_run_is_found_through_a_link_to_its_folder(start_gang, tmp_path):
     (tmp_path / "link").symlink_to(gang.run.path.parent)
     linked = RunFolder(tmp_path / "link" / gang.run.name)
     assert supervisor.processes_left(gang.run) == supervisor.processes_left(linked)
-    assert 4 == supervisor.kill(linked)
+    assert 4 == supervisor.kill_run(linked)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_damaged_record_owns_nothing(make_run, record):
     owner.record_path(run).write_text(record)
     assert owner.read_owner(run) is None
     assert [] == supervisor.processes_left(run)
-    assert 0 == supervisor.kill(run)
+    assert 0 == supervisor.kill_run(run)
 
 
 @pytest.mark.parametrize("recorded", [{"pid": 1}, {"pid": "1", "start_ticks": 1}, {"pid": 1, "start_ticks": None}, 1])
@@ -124,4 +124,4 @@ def test_a_supervisor_that_is_not_identified_is_no_process(make_run, recorded):
     owner.record_path(run).parent.mkdir(exist_ok=True)
     owner.record_path(run).write_text(json.dumps({"runtime": "local", "token": "t", "supervisor": recorded}))
     assert [] == supervisor.processes_left(run)
-    assert not supervisor.running(run)
+    assert not supervisor.is_running(run)

@@ -9,7 +9,7 @@ import pytest
 from cluster.contract.findings import Finding
 from cluster.host.checks import doctor, gpus
 from cluster.host.image import engine, locks
-from cluster.host.image.engine import Answer
+from cluster.host.image.engine import Availability
 from cluster.host.runtime import namespaces
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime.namespaces import Refusal
@@ -27,14 +27,14 @@ def healthy(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(limits, "TASK_MEMORY_BYTES", 1)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
-    monkeypatch.setattr(engine, "probe", lambda: Answer(True, "Docker Engine 26.1.5, Compose 2.26.1"))
+    monkeypatch.setattr(engine, "probe", lambda: Availability(True, "Docker Engine 26.1.5, Compose 2.26.1"))
     monkeypatch.setattr(namespaces, "refusal", lambda: None)
-    monkeypatch.setattr(gpus, "examine", lambda: [Finding("gpus", "ok", "none")])
+    monkeypatch.setattr(gpus, "examine_gpus", lambda: [Finding("gpus", "ok", "none")])
     monkeypatch.setattr(slurm.Slurm, "examine", lambda self: [])
 
 
 def examine(port: int | None = None) -> dict[str, Finding]:
-    return {found.check: found for found in doctor.examine(port or free_ports(1)[0])}
+    return {found.check: found for found in doctor.examine_machine(port or free_ports(1)[0])}
 
 
 def test_a_machine_that_lacks_nothing_is_ok():
@@ -78,7 +78,7 @@ def test_a_machine_that_lacks_nothing_is_ok():
         (
             "docker",
             "warning",
-            lambda m: m.setattr(engine, "probe", lambda: Answer(False, "docker is not installed")),
+            lambda m: m.setattr(engine, "probe", lambda: engine.unavailable("docker is not installed")),
             "docker is not installed",
             "Docker with Compose v2",
         ),

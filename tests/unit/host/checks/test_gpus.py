@@ -25,12 +25,12 @@ def sees(count: int, error: str = "") -> str:
 
 
 def examine() -> dict[str, Finding]:
-    return {found.check: found for found in gpus.examine()}
+    return {found.check: found for found in gpus.examine_gpus()}
 
 
 def test_a_machine_without_gpus_lacks_nothing(docker):
     calls = docker("exit 1")
-    assert [Finding("gpus", "ok", "none: no nvidia-smi on this machine")] == gpus.examine()
+    assert [Finding("gpus", "ok", "none: no nvidia-smi on this machine")] == gpus.examine_gpus()
     assert "" == calls.read_text()
 
 
@@ -64,12 +64,13 @@ def test_a_mixed_host_an_old_driver_and_memory_errors_are_reported(docker, nvidi
     assert ("failed", True) == (found["gpu memory"].state, "GPU 1 had" in found["gpu memory"].detail)
 
 
-@pytest.mark.parametrize(
-    ("version", "state"),
-    [("525.60.12", "failed"), ("", "failed"), ("525.60.13", "warning"), ("555.42.02", "ok"), ("1000.1", "ok")],
-)
-def test_the_driver_is_compared_by_its_numbers(version, state):
-    assert state == gpus.judge_driver(version).state
+DRIVERS = {"525.60.12": "failed", "": "failed", "525.60.13": "warning", "555.42.02": "ok", "1000.1": "ok"}
+SHARED_BYTES = {2**30: "ok", 64 * 2**20: "warning", 0: "warning"}
+
+
+def test_the_driver_is_compared_by_its_numbers_and_shared_memory_must_be_enough_for_nccl():
+    assert DRIVERS == {version: gpus.judge_driver(version).state for version in DRIVERS}
+    assert SHARED_BYTES == {size: gpus.judge_shared_memory(size).state for size in SHARED_BYTES}
 
 
 @pytest.mark.parametrize("said", ["No devices were found", ""])
@@ -78,13 +79,8 @@ def test_nvidia_smi_without_a_gpu_is_the_only_finding(docker, tmp_path, said):
     program = tmp_path / "bin" / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{said}'\n")
     program.chmod(0o755)
-    (found,) = gpus.examine()
+    (found,) = gpus.examine_gpus()
     assert ("warning", f"nvidia-smi reports none: {said or 'it lists no GPU'}") == (found.state, found.detail)
-
-
-@pytest.mark.parametrize(("size", "state"), [(2**30, "ok"), (64 * 2**20, "warning"), (0, "warning")])
-def test_shared_memory_must_be_enough_for_nccl(size, state):
-    assert state == gpus.judge_shared_memory(size).state
 
 
 @pytest.mark.parametrize(

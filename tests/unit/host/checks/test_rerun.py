@@ -10,8 +10,9 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.checks import rerun
 from cluster.host.control import foreground
 from cluster.host.launch import planning, startup
-from cluster.system.errors import UsageError
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from cluster.system.json_files import append_json, read_json, write_json
+from tests.support.command_line import exit_code
 
 LOSSES = {1: 2.3, 2: 2.2, 3: 2.0}
 
@@ -33,19 +34,22 @@ def made(make_run) -> Callable[..., RunFolder]:
 
 
 @pytest.mark.parametrize(
-    ("losses", "sha256", "expected", "from_step", "code"),
+    ("losses", "sha256", "expected", "from_step"),
     [
-        (LOSSES, "aa", "identical", None, 0),
-        (LOSSES, "bb", "different", None, 1),
-        ({1: 2.3, 2: 2.2 * 1.01, 3: 1.8}, "bb", "different", 2, 1),
-        ({1: 2.3, 2: 2.2}, "aa", "different", None, 1),  # a step is missing
+        (LOSSES, "aa", "identical", None),
+        (LOSSES, "bb", "different", None),
+        ({1: 2.3, 2: 2.2 * 1.01, 3: 1.8}, "bb", "different", 2),
+        ({1: 2.3, 2: 2.2}, "aa", "different", None),  # a step is missing
     ],
 )
-def test_losses_and_weights_are_compared(made, losses, sha256, expected, from_step, code):
-    verdict = rerun.compare(made("one"), made("two", losses, sha256))
-    assert (expected, from_step, code) == (verdict.verdict, verdict.from_step, rerun.exit_code(verdict))
-    assert (sha256 == "aa") is verdict.same_weights
-    assert verdict.lines[0].startswith(f"{expected}: ")
+def test_losses_and_weights_are_compared(made, monkeypatch, losses, sha256, expected, from_step):
+    one, two = made("one"), made("two", losses, sha256)
+    compared = rerun.compare_repeated(one, two)
+    assert (expected, from_step) == (compared.verdict, compared.from_step)
+    assert (sha256 == "aa") is compared.same_weights
+    assert compared.lines[0].startswith(f"{expected}: ")
+    monkeypatch.setattr(rerun, "repeat_run", lambda *_, **__: (two, compared))
+    assert (EXIT_DONE if expected == "identical" else EXIT_FAILED) == exit_code("rerun", "one")
 
 
 def test_what_differs_between_the_machines_is_named(made):
@@ -53,14 +57,14 @@ def test_what_differs_between_the_machines_is_named(made):
     two = made(
         "two", sha256="bb", cluster={"strategy": "one", "tasks": [{"port": 2}]}, environment={"cpu": {"model": "B"}}
     )
-    assert ["environment.cpu.model: A there, B here"] == rerun.compare(one, two).differences
+    assert ["environment.cpu.model: A there, B here"] == rerun.compare_repeated(one, two).differences
 
 
 def test_a_run_that_went_on_without_a_task_says_so(made):
     first, second = made("one"), made("two", sha256="bb")
     first.begin_generation(1, task="worker-0", saved=120, left_out=["worker-0"])
     first.begin_generation(2, task="worker-0", saved=300)
-    differences = rerun.compare(first, second).differences
+    differences = rerun.compare_repeated(first, second).differences
     assert [
         "tasks: one continued without worker-0 from step 120",
         "tasks: one continued with worker-0 again from step 300",
@@ -70,9 +74,9 @@ def test_a_run_that_went_on_without_a_task_says_so(made):
 def test_another_commit_with_the_same_code_is_no_difference(made):
     code = {"commit": "a", "changes_sha256": None, "cluster_sha256": "1", "train_sha256": "2"}
     first, documented = made("one", code=code), made("two", sha256="bb", code=code | {"commit": "b"})
-    assert [] == rerun.compare(first, documented).differences
+    assert [] == rerun.compare_repeated(first, documented).differences
     changed = made("three", sha256="bb", code=code | {"commit": "b", "train_sha256": "3"})
-    found = rerun.compare(first, changed).differences
+    found = rerun.compare_repeated(first, changed).differences
     assert ["code.commit", "code.train_sha256"] == [each.partition(":")[0] for each in found]
 
 
@@ -86,7 +90,7 @@ def test_only_a_run_that_succeeded_can_be_made_again(made, make_run):
         (scripted, "losses"),
     ):
         with pytest.raises(UsageError, match=why):
-            rerun.rerun(run, "", lambda command: pytest.fail("something was started"))
+            rerun.repeat_run(run, "", lambda command: pytest.fail("something was started"))
 
 
 def test_a_rerun_that_is_interrupted_has_stopped(made, make_run, monkeypatch):
@@ -98,5 +102,5 @@ def test_a_rerun_that_is_interrupted_has_stopped(made, make_run, monkeypatch):
     monkeypatch.setattr(startup, "start", lambda *_, **__: None)
     monkeypatch.setattr(foreground, "follow", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        rerun.rerun(first, "", lambda command: pytest.fail("local processes need no command"))
+        rerun.repeat_run(first, "", lambda command: pytest.fail("local processes need no command"))
     assert "stopped" == read_json(second.summary)["state"]

@@ -30,6 +30,7 @@ from cluster.host.image import engine
 from cluster.host.launch import configuration, folders, packages, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.runtime import resources, tensorboard
+from cluster.host.runtime.local_runtime import LocalProcesses
 from cluster.system import memory as system_memory
 from cluster.system.errors import (
     EXIT_DONE,
@@ -43,6 +44,7 @@ from cluster.system.errors import (
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
+from tests.support.launching import no_shell
 
 Provoked = tuple[str, int]
 PROVOKE: dict[str, tuple[Callable[..., Provoked], int, str]] = {}
@@ -129,7 +131,7 @@ def _(program: Callable[[str, str], Path]) -> Provoked:
 @provokes("is in use by another program", EXIT_PREREQUISITE, "--port 6007")
 def _(tmp_path: Path) -> Provoked:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        return refused(lambda: tensorboard.check_port(tmp_path, taken.getsockname()[1]))
+        return refused(lambda: tensorboard.start(tmp_path, taken.getsockname()[1], tensorboard.PROCESS, no_shell))
 
 
 @provokes("MiB are free", EXIT_PREREQUISITE, "RUNS_DIR")
@@ -197,7 +199,7 @@ def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
 @provokes("no GPU was found", EXIT_PREREQUISITE, "--gpus none")
 def _(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Provoked:
     monkeypatch.setenv("PATH", str(tmp_path))
-    return refused(lambda: devices.machine("--gpus 1"))
+    return refused(lambda: devices.read_machine("--gpus 1"))
 
 
 @provokes("TensorFlow sees", EXIT_PREREQUISITE, "--gpus none")
@@ -309,7 +311,7 @@ def _(make_run: Callable[..., RunFolder]) -> Provoked:
 
 @provokes("warning: TensorFlow's", EXIT_DONE)
 def _() -> Provoked:
-    return resources.network_of_processes("host", "", way_out="", serves=True).warning, EXIT_DONE
+    return LocalProcesses().network("host", "", way_out="", serves=True).warning, EXIT_DONE
 
 
 @provokes("is damaged", EXIT_FAILED, "restore it")

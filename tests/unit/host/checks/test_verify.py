@@ -15,7 +15,7 @@ from invoke import Exit, MockContext, Result
 import tasks
 from cluster.contract.run.folder import RunFolder
 from cluster.host.checks import verify
-from cluster.host.checks.verify import CASES, FAILED, OK, UNVERIFIED, Case, Ended
+from cluster.host.checks.verify import CASES, FAILED, OK, UNVERIFIED, Case, CaseOutcome
 from cluster.system import processes
 from tests.tools import strategies_page
 
@@ -71,7 +71,7 @@ def up(monkeypatch) -> dict[str, dict[str, Any] | None]:
         words = [FAKE_UP, case.name, json.dumps(does[case.name])] if does[case.name] else [HANG]
         return [sys.executable, "-c", *words]
 
-    monkeypatch.setattr(verify, "command", command)
+    monkeypatch.setattr(verify, "case_command", command)
     return does
 
 
@@ -81,14 +81,14 @@ def up(monkeypatch) -> dict[str, dict[str, Any] | None]:
 def judged(case: Case, folder: Path, does: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a case whose `up` ended so, compared with a good reference."""
 
-    def read(name: str, ended: dict[str, Any]) -> Ended:
+    def read(name: str, ended: dict[str, Any]) -> CaseOutcome:
         for path, text in ended["files"].items():
             file = folder / name / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         return verify._read(RunFolder(folder / name), ended["code"], ended["says"].splitlines(), 1.0)
 
-    return verify.judge(case, read("it", does), read("reference", reported()))
+    return verify.judge_case(case, read("it", does), read("reference", reported()))
 
 
 def test_the_cases_are_every_strategy_with_each_loop_that_it_has_and_ask_up_for_them():
@@ -98,12 +98,12 @@ def test_the_cases_are_every_strategy_with_each_loop_that_it_has_and_ask_up_for_
         f"{sys.executable} -m invoke up --name multiworker-fit --runtime local --tensorboard-port 0 "
         "--strategy multiworker --workers 1 --loop fit -- "
         "--max-steps 20 --log-every 1 --steps-per-loop 5 --evaluate-every 1000"
-    ) == " ".join(verify.command(CASES[7]))
+    ) == " ".join(verify.case_command(CASES[7]))
 
 
 def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder, up):
     lines: list[str] = []
-    rows = verify.examine(lines.append)
+    rows = verify.verify_strategies(lines.append)
     assert [OK] * 10 + [UNVERIFIED] * 2 + [OK] == [row["status"] for row in rows]
     assert [0.0] * 8 + [None] * 4 + [0.0] == [row["parity"] for row in rows]
     assert {"strategy", "loop", "keras", "status", "parity", "detail"} == set(rows[0])
@@ -114,8 +114,8 @@ def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder, up
     assert rows[1]["detail"].endswith("same weights as one-custom")
     assert len(CASES) == len(lines)  # as each case ended
     assert not Path(os.environ["RUNS_DIR"]).exists()
-    assert 1 + len(CASES) == len(verify.lines(rows))
-    assert 0 == verify.failed(rows)
+    assert 1 + len(CASES) == len(verify.table_lines(rows))
+    assert 0 == verify.count_failed(rows)
     assert [] == list(folder.iterdir())
 
 
@@ -151,20 +151,20 @@ def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder, up
 def test_which_trainings_count_as_ok(folder, case, does, status):
     row = judged(case, folder, does)
     assert status == row["status"]
-    assert row["detail"]
     assert (status == OK and case != PS) <= (row["parity"] is not None)
+    cause = json.loads(does["files"].get("summary.json", "{}")).get("cause", {"error": ""})["error"]
+    assert row["detail"] and (cause or says_error(does)) in row["detail"]  # it names the error of the run
 
 
-def test_a_failed_row_names_the_error_of_the_run(folder):
-    row = judged(MIRRORED, folder, reported(1, state="failed", cause={"error": "loss is nan at step 2"}))
-    assert "loss is nan at step 2" == row["detail"]
-    assert "2 tasks need memory" == judged(PS, folder / "other", refused(3, "error: 2 tasks need memory"))["detail"]
+def says_error(does: dict[str, Any]) -> str:
+    """Return the error that `up` printed."""
+    return does["says"].partition("error: ")[2].partition("\n")[0]
 
 
 def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(folder, up):
     up[ONE.name] = reported(1, state="failed", cause={"error": "no space"}, losses={1: math.nan})
     lines: list[str] = []
-    rows = verify.examine(lines.append)
+    rows = verify.verify_strategies(lines.append)
     assert [FAILED] * 10 + [UNVERIFIED] * 2 + [FAILED] == [row["status"] for row in rows]
     assert "no space" == rows[0]["detail"]
     assert {"nothing to compare it with: one-custom failed"} == {row["detail"] for row in rows[1:10]}
@@ -179,7 +179,7 @@ def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(folder, 
 
 def test_what_hangs_is_ended_with_everything_it_started(folder, up):
     up[MIRRORED.name] = None
-    ended = verify.train(MIRRORED, folder, 1)
+    ended = verify.train_case(MIRRORED, folder, 1)
     assert ended.code is None
     assert ended.problem
     assert [] == sorted(processes.ProcessTable().with_environment("RUNS_DIR", str(folder)))
@@ -187,19 +187,19 @@ def test_what_hangs_is_ended_with_everything_it_started(folder, up):
 
 def test_all_cases_together_have_a_limit(monkeypatch, up):
     monkeypatch.setattr(verify, "LIMIT_S", 0.0)
-    assert len(CASES) == verify.failed(verify.examine(lambda line: None))
+    assert len(CASES) == verify.count_failed(verify.verify_strategies(lambda line: None))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_ends_what_it_started(folder, monkeypatch, number):
     line = f"import os, signal; os.kill(os.getppid(), {int(number)}); {HANG}"
-    monkeypatch.setattr(verify, "command", lambda case: [sys.executable, "-c", line])
+    monkeypatch.setattr(verify, "case_command", lambda case: [sys.executable, "-c", line])
     made: list[str] = []
     monkeypatch.setattr(
         tempfile, "mkdtemp", lambda prefix: made.append(str(folder / "runs")) or (folder / "runs").mkdir() or made[0]
     )
     with pytest.raises(KeyboardInterrupt):
-        verify.examine(lambda line: None)
+        verify.verify_strategies(lambda line: None)
     assert [] == sorted(processes.ProcessTable().with_environment("RUNS_DIR", made[0]))
     assert [] == list(folder.iterdir())
     assert signal.SIG_DFL == signal.getsignal(signal.SIGTERM)
@@ -209,9 +209,9 @@ def test_interrupted_it_ends_what_it_started(folder, monkeypatch, number):
 
 
 def rows(**changes: Any) -> list[dict[str, Any]]:
-    reference = Ended(0, "", 1.0, "keras 3.15.1", LOSSES, {"eval_loss": 2.0, "eval_accuracy": 0.5}, "a")
-    missing = Ended(3, NO_TPU)
-    made = [verify.judge(case, missing if case.strategy == "tpu" else reference, reference) for case in CASES]
+    reference = CaseOutcome(0, "", 1.0, "keras 3.15.1", LOSSES, {"eval_loss": 2.0, "eval_accuracy": 0.5}, "a")
+    missing = CaseOutcome(3, NO_TPU)
+    made = [verify.judge_case(case, missing if case.strategy == "tpu" else reference, reference) for case in CASES]
     made[3] |= changes
     return made
 
@@ -229,18 +229,15 @@ def test_the_table_has_no_number_that_differs_from_machine_to_machine():
 
 def invoked(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, Any]], **options: Any) -> int:
     """Run the task on rows made already; return its exit code."""
-    monkeypatch.setattr(verify, "examine", lambda log: log("a case has ended") or made)
+    monkeypatch.setattr(verify, "verify_strategies", lambda log: log("a case has ended") or made)
     with pytest.raises(Exit) as ended:
         tasks.ns["verify"](MockContext(run=Result(), repeat=True), **options)
     return ended.value.code
 
 
-def test_json_is_all_that_stdout_gets(monkeypatch, capsys):
+def test_json_is_all_that_stdout_gets_and_a_failed_row_is_exit_code_1(monkeypatch, capsys):
     assert 0 == invoked(monkeypatch, rows(), json=True)
     printed = capsys.readouterr()
     assert {"rows": rows()} == json.loads(printed.out)
     assert "a case has ended" in printed.err
-
-
-def test_a_failed_row_is_exit_code_1(monkeypatch):
     assert 1 == invoked(monkeypatch, rows(status=FAILED))

@@ -29,8 +29,8 @@ def terminal(monkeypatch, tmp_path):
     """80 columns, in a folder of runs."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6006)
-    monkeypatch.setattr(engine, "probe", lambda: engine.Answer(ready=False, detail=NO_ENGINE))
+    monkeypatch.setattr(tensorboard, "running_port", lambda runs_dir: 6006)
+    monkeypatch.setattr(engine, "probe", lambda: engine.Availability(ready=False, detail=NO_ENGINE))
 
 
 def make_ended(make_run, name: str, state: str, **config: object) -> RunFolder:

@@ -101,7 +101,7 @@ def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys,
 
     monkeypatch.setattr(teardown, "in_progress", lambda folder: True)
     monkeypatch.setattr(foreground, "stop", stop)
-    monkeypatch.setattr(supervisor, "kill", killed.append)
+    monkeypatch.setattr(supervisor, "kill_run", killed.append)
     assert (0, "") == refusal("down", run="run")
     assert [run] == killed
     assert capsys.readouterr().out.startswith("run is down; its folder is ")
@@ -113,7 +113,7 @@ def test_down_ends_every_run_that_is_left_and_tensorboard(make_run, monkeypatch,
     owner.create_owner(left, "local")
     monkeypatch.setattr(engine, "ask", lambda *words: (127, "docker is not installed"))
     monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run == left else [])
-    monkeypatch.setattr(supervisor, "kill", stopped.append)
+    monkeypatch.setattr(supervisor, "kill_run", stopped.append)
     monkeypatch.setattr(board, "stop", lambda runs_dir, sh: stopped.append(runs_dir) is None)
     assert (0, "") == refusal("down")
     assert [left, folders.runs_dir()] == stopped

@@ -103,8 +103,8 @@ def test_a_run_in_progress_stays(old, monkeypatch):
     run = old("one")
     monkeypatch.setattr(ending.teardown, "in_progress", lambda run: True)
     assert EXIT_USAGE == clean(run="one", yes=True)
-    assert [] == ending.find_old(run.path.parent, 0)
-    assert ["one: run 'one' is in progress again; it stays"] == ending.delete([ending.OldRun(run, 0.0)])
+    assert [] == ending.find_old_runs(run.path.parent, 0)
+    assert ["one: run 'one' is in progress again; it stays"] == ending.delete_runs([run])
     assert run.path.exists()
 
 
@@ -125,14 +125,14 @@ def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(old, m
         folders.find_run("one")
     folders.check_folder(run, resumes=False, replaces=False)
     assert run.path == folders.free_folder("one").path
-    assert [] == listing.rows(run.path.parent)
-    assert [run] == [old.run for old in ending.find_old(run.path.parent, 0)]
+    assert [] == listing.list_runs(run.path.parent)
+    assert [run] == ending.find_old_runs(run.path.parent, 0)
     with claim.hold_claim(run, "started"):
         monkeypatch.setattr(claim, "_mine", set())  # by another process, which is about to complete it
         with pytest.raises(claim.Taken):
             folders.check_folder(run, resumes=False, replaces=False)
         assert run.path.with_name("one-2") == folders.free_folder("one").path
-        assert [] == ending.find_old(run.path.parent, 0)
+        assert [] == ending.find_old_runs(run.path.parent, 0)
 
 
 def test_a_deletion_that_was_interrupted_leaves_a_free_name(old, monkeypatch):
@@ -157,4 +157,4 @@ def test_a_user_s_own_folder_is_left_alone(make_run):
     assert not RunFolder(folder).incomplete
     with pytest.raises(claim.Taken):
         folders.check_folder(RunFolder(folder), resumes=False, replaces=False)
-    assert folder not in [old.run.path for old in ending.find_old(folder.parent, 0)]
+    assert folder not in [old.path for old in ending.find_old_runs(folder.parent, 0)]

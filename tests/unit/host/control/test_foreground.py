@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.contract.run import heartbeat, owner
-from cluster.contract.run.folder import LOST_AFTER_S
+from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.heartbeat import LONGEST_LOOK_S, LivenessMonitor, is_silent, read_live_heartbeats
 from cluster.host.control import foreground
 from cluster.host.image import engine
@@ -71,24 +71,23 @@ def test_only_what_was_seen_to_be_silent_is_lost(make_run):
     assert 0 == monitor.silence_s
 
 
-def test_a_run_that_never_began_is_waited_for_longer(make_run):
-    run, clock = make_run(), [0.0]
-    monitor = LivenessMonitor(run, lambda: clock[0])
-    for _ in range(int(foreground.START_TIMEOUT_S)):
+def watch(run: RunFolder, monitor: LivenessMonitor, clock: list[float], most_s: float) -> float:
+    """Look every second until the run has ended, or for so long; return how long that was."""
+    until = clock[0] + most_s
+    while run.outcome is None and clock[0] < until:
         clock[0] += 1
         monitor.look()
         foreground._notice_silence(run, monitor)
-        assert run.outcome is None
+    return most_s - (until - clock[0])
+
+
+def test_a_run_that_never_began_is_waited_for_longer(make_run):
+    run, clock = make_run(), [0.0]
+    monitor = LivenessMonitor(run, lambda: clock[0])
+    assert foreground.START_TIMEOUT_S == watch(run, monitor, clock, foreground.START_TIMEOUT_S)
     run.begin_generation(1, resumed=True)
     monitor.look()
-    clock[0] += 1
-    monitor.look()
-    foreground._notice_silence(run, monitor)
-    assert run.outcome is None
-    for _ in range(int(foreground.START_TIMEOUT_S) + 1):
-        clock[0] += 1
-        monitor.look()
-    foreground._notice_silence(run, monitor)
+    assert foreground.START_TIMEOUT_S < watch(run, monitor, clock, 200)
     assert "failed" == run.outcome.state
 
 
@@ -97,13 +96,8 @@ def test_a_run_whose_job_is_gone_ends_soon_with_what_its_scheduler_says(make_run
     gone = SimpleNamespace(
         is_remote=True, alive=lambda run: clock[0] < LOST_AFTER_S, scheduler_status=lambda run: "job 7 ended"
     )
-    monkeypatch.setattr(foreground.registry, "of", lambda run: gone)
-    monitor = LivenessMonitor(run, lambda: clock[0])
-    while run.outcome is None:
-        clock[0] += 1
-        assert clock[0] < 2 * LOST_AFTER_S
-        monitor.look()
-        foreground._notice_silence(run, monitor)
+    monkeypatch.setattr(foreground.registry, "find_runtime", lambda run: gone)
+    assert 2 * LOST_AFTER_S > watch(run, LivenessMonitor(run, lambda: clock[0]), clock, 200)
     assert "job 7 ended" == run.outcome.error
 
 
@@ -116,14 +110,8 @@ def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run, supervised):
     beat(run, "chief", age_s=0, state="starting")
     monitor = LivenessMonitor(run, lambda: clock[0])
     monitor.look()
-    for patience_s, over in ((LOST_AFTER_S, not supervised), (foreground.START_TIMEOUT_S, True)):
-        while monitor.silence_s <= patience_s:
-            foreground._notice_silence(run, monitor)
-            assert run.outcome is None or not supervised
-            clock[0] += 1
-            monitor.look()
-        foreground._notice_silence(run, monitor)
-        assert over == (run.outcome is not None)
+    patience_s = foreground.START_TIMEOUT_S if supervised else LOST_AFTER_S
+    assert patience_s < watch(run, monitor, clock, 200) <= patience_s + 2
 
 
 @pytest.mark.parametrize("age_s", [60, -60, 1e6])

@@ -70,7 +70,7 @@ def refusal(run: RunFolder, workers: str, ps: str = "") -> ClusterError:
     """Return the error that scaling is refused with; nothing may have been changed."""
     before = run.compose.read_text(), run.cluster.read_text(), run.generation
     with pytest.raises(ClusterError) as refused:
-        scaling.scale(run, workers, ps, no_shell)
+        scaling.scale_run(run, workers, ps, no_shell)
     assert before == (run.compose.read_text(), run.cluster.read_text(), run.generation)
     assert 1 == len(str(refused.value).splitlines())
     return refused.value
@@ -118,7 +118,7 @@ def test_memory_counts_the_tasks_that_end(training, monkeypatch):
     error = refusal(run, "3")
     assert (EXIT_PREREQUISITE, False) == (error.exit_code, run.stop_requested)
     assert "use at most 3 tasks" in str(error)
-    startup.check_machine(scaling.plan(run, "2", ""), ending=2)
+    startup.check_machine(scaling.plan_scaling(run, "2", ""), ending=2)
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def test_the_request_of_a_killed_command_is_taken_over(training):
     run = training(workers=2)
     scale_requested(run)
     run.end("stopped", task="chief")
-    assert scaling.stop(run)
+    assert scaling.stop_for_scaling(run)
 
 
 @pytest.mark.parametrize("age_s", [1.0, LOST_AFTER_S + 5])
@@ -155,16 +155,16 @@ def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(orphaned, age_s):
         assert None is heartbeat.final_state(run)
         with pytest.raises(UsageError):
             planning.plan(resume)
-    assert "stopped" == heartbeat.final_state(run) == read_status(run)["state"] == listing.row(run)["result"]
+    assert "stopped" == heartbeat.final_state(run) == read_status(run)["state"] == listing.describe_run(run)["result"]
     assert planning.plan(resume).resumes
 
 
 def test_the_plan_keeps_what_was_not_asked_for(training):
     run = training(workers=2, ps=1, evaluator=True)
-    planned = scaling.plan(run, "1", "")
+    planned = scaling.plan_scaling(run, "1", "")
     assert ("ps", "local", True) == (planned.cluster.strategy, planned.runtime.name, planned.resumes)
     assert ["chief", "worker-0", "ps-0", "evaluator"] == [task.name for task in planned.cluster.tasks]
-    assert "OneDeviceStrategy" == scaling.plan(run, "0", "").cluster.strategy_class
+    assert "OneDeviceStrategy" == scaling.plan_scaling(run, "0", "").cluster.strategy_class
 
 
 # Watchers
@@ -203,7 +203,7 @@ def test_a_stop_after_a_scaler_s_death_ends_the_run(orphaned):
 def test_a_run_may_be_scaled_before_it_trains(training):
     run = training(workers=1)
     (run.path / "status" / "worker-0.json").unlink()
-    smaller, seen = scaling.plan(run, "0", "").cluster.to_json(), []
+    smaller, seen = scaling.plan_scaling(run, "0", "").cluster.to_json(), []
 
     def shrink(value: dict[str, Any]) -> None:
         seen.append([beat["task"] for beat in value["tasks"]])

@@ -61,7 +61,7 @@ def invoke(tmp_path) -> Iterator[Up]:
         command.kill()
         command.communicate()
     for run in owner.recorded_runs(tmp_path / "runs"):
-        supervisor.kill(run)
+        supervisor.kill_run(run)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
     assert EXIT_HUNG_UP == code
     assert "continues in the background" in out
     assert ["SIGHUP"] == [event.detail["cause"] for event in run.events() if event.event == "unattended"]
-    assert supervisor.running(run)
+    assert supervisor.is_running(run)
     (folder / "go").touch()
     assert "succeeded" == wait_for(lambda: read_json(run.summary, None), "the end")["state"]
 
@@ -171,11 +171,11 @@ def test_what_has_no_dry_run_refuses_invoke_s_own(invoke, tmp_path):
 
 def test_a_run_that_is_being_started_is_ended_once_it_is(make_run, start_gang):
     gang = start_gang("train(2), work()", workers=0)
-    ended = threading.Thread(target=lambda: ending.end(gang.run, "a test", 0, Commands()))
+    ended = threading.Thread(target=lambda: ending.end_run(gang.run, "a test", 0, Commands()))
     with claim.hold_claim(gang.run, "started"):
         ended.start()
         wait_for(lambda: gang.run.stop_requested, "the request to stop")
-        assert supervisor.running(gang.run) or gang.run.outcome  # nobody kills what somebody else is at work on
+        assert supervisor.is_running(gang.run) or gang.run.outcome  # nobody kills what somebody else is at work on
     ended.join(60)
     assert [] == supervisor.processes_left(gang.run)
     assert "stopped" == read_json(gang.run.summary)["state"]
@@ -185,7 +185,7 @@ def test_a_run_is_scaled_by_nobody_while_another_is_at_work_on_it(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
     with claim.hold_claim(gang.run, "resumed"), pytest.raises(claim.Taken, match="is being resumed by process"):
-        scaling.scale(gang.run, "1", "", Commands())
+        scaling.scale_run(gang.run, "1", "", Commands())
     assert not gang.run.stop_requested
 
 
@@ -194,7 +194,7 @@ def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang):
     gang.await_step("chief", 2)
     assert not gang.run.summary.exists()  # as of a run that was resumed after a watcher saw it end
     assert "" == teardown.remove_ended(gang.run, Commands())
-    assert supervisor.running(gang.run)
+    assert supervisor.is_running(gang.run)
 
 
 def test_a_claim_ends_with_its_process(make_run):

@@ -157,7 +157,7 @@ def test_a_tensorboard_that_does_not_start_ends_no_run(start_gang, capsys, monke
 @pytest.mark.parametrize("record", ["", "x", "[]", "{}", '{"runtime": "local", "port": 1}', '{"runtime": "docker"}'])
 def test_a_damaged_record_is_no_tensorboard(tmp_path, record):
     (tmp_path / ".tensorboard.json").write_text(record)
-    assert tensorboard.running(tmp_path) is None
+    assert tensorboard.running_port(tmp_path) is None
     assert not tensorboard.stop(tmp_path, Commands())
 
 

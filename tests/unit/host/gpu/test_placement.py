@@ -24,9 +24,11 @@ OTHER_MIG = "MIG-d4c28c2e-7c26-847f-0316-909e3bbbe9ea"
 
 
 def placed(words: str, **topology: object) -> Placement:
-    requested = placement.parse(words)
+    requested = placement.parse_gpus(words)
     assert requested
-    return placement.place(requested, devices.machine(requested.text, with_instances=True), spec.build(**topology))
+    return placement.place_gpus(
+        requested, devices.read_machine(requested.text, with_instances=True), spec.build(**topology)
+    )
 
 
 def groups(given: Placement) -> list[str]:
@@ -69,14 +71,7 @@ def test_tasks_get_equally_many(nvidia_smi, host, words, workers, expected):
 def test_a_pair_that_nvlink_connects_stays_together():
     links = {("0", "2"): "NV4", ("2", "0"): "NV4", ("0", "1"): "PIX", ("1", "0"): "PIX"}
     machine = Machine(tuple(Gpu(gpu, "a model", 1) for gpu in "0123"), (), links)
-    assert ["0,2", "1,3"] == groups(placement.place(GpuRequest("--gpus", per_task=2), machine, spec.build(1)))
-
-
-def test_only_the_chief_and_the_workers_get_any(nvidia_smi):
-    nvidia_smi("8-h100-nvswitch")
-    given = placed("6", workers=2, ps=2, evaluator=True)
-    assert {"chief": ("0", "1"), "worker-0": ("2", "3"), "worker-1": ("4", "5")} == given.ids
-    assert () == given.of("ps-0") == given.of("evaluator")
+    assert ["0,2", "1,3"] == groups(placement.place_gpus(GpuRequest("--gpus", per_task=2), machine, spec.build(1)))
 
 
 def test_parameter_servers_workers_may_have_an_instance_each(nvidia_smi):
@@ -101,16 +96,16 @@ def test_gpus_are_shared_out_evenly_and_none_twice(machine, workers, per_task):
     count, there = (1 + workers) * per_task, len(machine.gpus)
     if count > there:
         with pytest.raises(UsageError, match=f"and there are {there} to choose from; request fewer"):
-            placement.place(requested, machine, cluster)
+            placement.place_gpus(requested, machine, cluster)
         return
-    given = placement.place(requested, machine, cluster)
+    given = placement.place_gpus(requested, machine, cluster)
     assert [task.name for task in cluster.tasks] == list(given.ids)
     assert {per_task} == {len(ids) for ids in given.ids.values()}
     used = [gpu for ids in given.ids.values() for gpu in ids]
     assert count == len(set(used)) == len(used)
     assert set(used) <= {gpu.id for gpu in machine.gpus}
     assert all(list(ids) == sorted(ids, key=int) for ids in given.ids.values())
-    assert given == placement.place(requested, machine, cluster)
+    assert given == placement.place_gpus(requested, machine, cluster)
 
 
 # What is refused
@@ -119,8 +114,8 @@ def test_gpus_are_shared_out_evenly_and_none_twice(machine, workers, per_task):
 @pytest.mark.parametrize("words", [*NONSENSE, "0,1\n", "0, 1"])
 def test_words_that_make_no_sense_are_refused(words):
     with pytest.raises(UsageError, match="--gpus"):
-        placement.parse(words)
-    assert placement.parse("none") is placement.parse("") is None
+        placement.parse_gpus(words)
+    assert placement.parse_gpus("none") is placement.parse_gpus("") is None
 
 
 @pytest.mark.parametrize(
@@ -151,13 +146,13 @@ def test_what_a_machine_cannot_give_is_refused(nvidia_smi, host, words, workers,
 def test_gpus_of_another_run_are_left_alone(nvidia_smi, words, workers):
     nvidia_smi("4-a100-nvlink")
     busy = {"1": "theirs", "3": "theirs"}
-    requested, machine = placement.parse(words), devices.machine("-")
+    requested, machine = placement.parse_gpus(words), devices.read_machine("-")
     assert requested
     with pytest.raises(UsageError, match="other runs|'theirs'"):
-        placement.place(requested, machine, spec.build(workers), busy)
-    assert ["0", "2"] == groups(placement.place(GpuRequest("--gpus 2", count=2), machine, spec.build(1), busy))
+        placement.place_gpus(requested, machine, spec.build(workers), busy)
+    assert ["0", "2"] == groups(placement.place_gpus(GpuRequest("--gpus 2", count=2), machine, spec.build(1), busy))
     with pytest.raises(UsageError, match="other runs"):
-        placement.place(GpuRequest("--gpus all"), machine, spec.build(1), dict.fromkeys("0123", "theirs"))
+        placement.place_gpus(GpuRequest("--gpus all"), machine, spec.build(1), dict.fromkeys("0123", "theirs"))
 
 
 # A resumed run
@@ -173,23 +168,9 @@ def test_gpus_of_another_run_are_left_alone(nvidia_smi, words, workers):
 )
 def test_a_resumed_run_keeps_its_gpus_for_each_task(nvidia_smi, recorded, workers, expected):
     nvidia_smi("8-h100-nvswitch")
-    requested = placement.requested("", {"gpus": recorded}, 1)
+    requested = placement.choose_request("", {"gpus": recorded}, 1)
     assert requested
-    assert expected == groups(placement.place(requested, devices.machine("-"), spec.build(workers)))
-
-
-def test_a_run_cannot_grow_over_the_gpus_that_were_named(nvidia_smi):
-    nvidia_smi("8-h100-nvswitch")
-    requested = placement.requested("", {"gpus": "4,5"}, 1)
-    assert requested
-    with pytest.raises(UsageError, match="--gpus 4,5 of the run"):
-        placement.place(requested, devices.machine("-"), spec.build(2))
-
-
-def test_what_is_asked_for_now_goes_before_what_a_run_had():
-    assert placement.requested("none", {"gpus": "4"}, 1) is None
-    assert placement.requested("", {}, 1) is None
-    assert GpuRequest("--gpus 2", count=2) == placement.requested("2", {"gpus": "4"}, 1)
+    assert expected == groups(placement.place_gpus(requested, devices.read_machine("-"), spec.build(workers)))
 
 
 RECORDED = Path(__file__).parents[2] / "nvidia"
@@ -199,7 +180,7 @@ HOSTS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
 @pytest.mark.parametrize("host", HOSTS)
 def test_every_gpu_of_a_host_is_found(nvidia_smi, host):
     nvidia_smi(host)
-    machine = devices.machine("--gpus all")
+    machine = devices.read_machine("--gpus all")
     ids = [str(index) for index in range(int(host.partition("-")[0]))]
     assert ids == [gpu.id for gpu in machine.gpus]
     assert all(gpu.memory_mib > 15000 for gpu in machine.gpus)
@@ -210,22 +191,22 @@ def test_every_gpu_of_a_host_is_found(nvidia_smi, host):
 
 def test_incomplete_tables_are_read_as_far_as_possible():
     text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV4\tN/A\tN/A\nGPU1\tNV4\t X \n"
-    assert {("0", "1"): "NV4", ("1", "0"): "NV4"} == devices.connections(text)
-    assert {} == devices.connections("Not supported\n")
+    assert {("0", "1"): "NV4", ("1", "0"): "NV4"} == devices.parse_links(text)
+    assert {} == devices.parse_links("Not supported\n")
 
 
 def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi):
     nvidia_smi("2-a100-mig")
-    assert [True, False] == [gpu.mig for gpu in devices.machine("--gpus all").gpus]
-    assert () == devices.machine("--gpus all").instances
-    found = devices.machine("--gpus MIG-1,", with_instances=True).instances
+    assert [True, False] == [gpu.mig for gpu in devices.read_machine("--gpus all").gpus]
+    assert () == devices.read_machine("--gpus all").instances
+    found = devices.read_machine("--gpus MIG-1,", with_instances=True).instances
     assert ["MIG 3g.20gb"] * 2 == [one.model for one in found]
     assert ["MIG-a8948c89", "MIG-d4c28c2e"] == [one.id[:12] for one in found]
 
 
 def test_indices_are_numbers():
     text = "".join(f"{index}, NVIDIA L4, 23034, Disabled\n" for index in (10, 9, 0))
-    assert ["0", "9", "10"] == [gpu.id for gpu in devices.inventory(text)]
+    assert ["0", "9", "10"] == [gpu.id for gpu in devices.parse_inventory(text)]
 
 
 def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -254,7 +235,7 @@ def test_a_machine_without_gpus_is_reported(tmp_path, monkeypatch, script, exit_
         says(tmp_path, monkeypatch, script)
         monkeypatch.setattr(devices, "ANSWER_TIMEOUT_S", 0.2 if "sleep" in script else 30)
     with pytest.raises(ClusterError) as refused:
-        devices.machine("--gpus 4")
+        devices.read_machine("--gpus 4")
     assert exit_code == refused.value.exit_code
     assert why in str(refused.value)
     assert 1 == len(str(refused.value).splitlines())

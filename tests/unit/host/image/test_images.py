@@ -48,13 +48,10 @@ def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) ->
 # Names
 
 
-@pytest.mark.parametrize("accelerator", images.ACCELERATORS)
-def test_every_accelerator_must_have_a_lock_and_an_image(accelerator):
-    assert f"tf-cluster/train:{accelerator}" == images.train_image(accelerator)
-    assert (ROOT / f"requirements/train-{accelerator}.lock").is_file()
-
-
-def test_an_unknown_accelerator_must_be_refused():
+def test_every_accelerator_must_have_a_lock_and_an_image():
+    for accelerator in images.ACCELERATORS:
+        assert f"tf-cluster/train:{accelerator}" == images.train_image(accelerator)
+        assert (ROOT / f"requirements/train-{accelerator}.lock").is_file()
     with pytest.raises(UsageError, match="'gpus' has no image; did you mean 'gpu'"):
         images.train_image("gpus")
 
@@ -63,27 +60,34 @@ def test_make_up_must_look_for_these_images_and_pass_its_options_on():
     # `--no-print-directory`: `make test`, which this may run under, would have it say where it is.
     words = ["make", "--no-print-directory", "--dry-run", "--always-make", "up", "UP=--workers 1"]
     shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert f"docker image inspect {images.train_image('cpu')} {images.tensorboard_image()} " in shown
+    assert f"docker image inspect {images.train_image('cpu')} {images.image_name('tensorboard')} " in shown
     assert shown.endswith("invoke up --workers 1\n")  # invoke refuses an option that is given twice
 
 
 # The base
 
 
-def test_the_official_image_must_be_pinned_to_its_digest(monkeypatch):
-    monkeypatch.setattr(engine, "ask", answering({}, (0, DIGEST)))
-    assert images.default_base() == BASE
+PULLED = [[f"python@{DIGEST}"], LAYERS]
 
 
-def test_a_local_image_must_come_before_the_registry(monkeypatch):
-    monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: MADE_HERE}, (0, DIGEST)))
-    assert images.default_base() == images.Base(images.DEBIAN_BASE, layers=LAYERS)
-    pulled = [[f"python@{DIGEST}"], LAYERS]
-    monkeypatch.setattr(engine, "ask", answering({images.DEBIAN_BASE: MADE_HERE, images.PYTHON_BASE: pulled}))
-    assert images.default_base() == images.Base(images.PYTHON_BASE, DIGEST, LAYERS)
+@pytest.mark.parametrize(
+    ("local", "registry", "expected"),
+    [
+        ({}, (0, DIGEST), BASE),  # pinned to its digest
+        ({images.DEBIAN_BASE: MADE_HERE}, (0, DIGEST), images.Base(images.DEBIAN_BASE, layers=LAYERS)),
+        (
+            {images.DEBIAN_BASE: MADE_HERE, images.PYTHON_BASE: PULLED},
+            NO_REGISTRY,
+            images.Base(images.PYTHON_BASE, DIGEST, LAYERS),
+        ),
+    ],
+)
+def test_the_official_image_is_the_base_unless_there_is_one_on_the_engine(monkeypatch, local, registry, expected):
+    monkeypatch.setattr(engine, "ask", answering(local, registry))
+    assert expected == images.default_base()
 
 
-def test_without_a_registry_a_base_must_be_made(monkeypatch):
+def test_without_a_registry_a_base_must_be_made_or_the_fix_reported(monkeypatch):
     monkeypatch.setattr(engine, "ask", answering({}))
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     base = images.default_base()
@@ -91,10 +95,6 @@ def test_without_a_registry_a_base_must_be_made(monkeypatch):
     made = images.base_commands()
     assert made == images.build_commands("cpu", base)[: len(made)]
     assert not set(made) & set(images.build_commands("cpu", BASE))
-
-
-def test_without_registry_and_bootstrapper_the_fix_must_be_reported(monkeypatch):
-    monkeypatch.setattr(engine, "ask", answering({}))
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(PrerequisiteError, match=r"no such host.*mmdebstrap.*install it, or set BASE_IMAGE"):
         images.default_base()
@@ -115,7 +115,7 @@ def test_an_image_asked_for_must_be_used_or_refused(monkeypatch):
 def test_both_images_must_be_built_from_the_same_base():
     train, board = (shlex.split(command) for command in images.build_commands("gpu", BASE))
     assert {"--target=train", "--tag=tf-cluster/train:gpu", "--build-arg=ACCELERATOR=gpu"} <= set(train)
-    assert {"--target=tensorboard", f"--tag={images.tensorboard_image()}"} <= set(board)
+    assert {"--target=tensorboard", f"--tag={images.image_name('tensorboard')}"} <= set(board)
     for command in (train, board):
         assert {
             f"--build-arg=BASE_IMAGE={BASE.name}",
@@ -221,7 +221,7 @@ CHANGES: list[tuple[Callable[[Path], object], bool]] = [
 
 def test_what_an_image_is_made_of_must_decide_whether_it_is_built(checked_out, monkeypatch):
     (checked_out / "train" / "__pycache__").mkdir(exist_ok=True)
-    monkeypatch.setattr(engine, "ask", answering(labels(BASE) | {images.PYTHON_BASE: [[f"python@{DIGEST}"], LAYERS]}))
+    monkeypatch.setattr(engine, "ask", answering(labels(BASE) | {images.PYTHON_BASE: PULLED}))
     assert images.are_current("cpu")
     before = images.inputs_sha256(BASE)
     for umask in (0o077, 0o002, 0o022):  # a clone's umask does not decide

@@ -9,7 +9,7 @@ from invoke import Exit, MockContext
 import tasks
 from cluster.host.cli.tasks import preparing
 from cluster.host.image import engine, images, reproduction
-from cluster.host.image.engine import Answer
+from cluster.host.image.engine import Availability
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, UsageError
 
 FIRST, CHANGED = (["1", "2"], {"User": "1"}, "today"), (["1", "3", "4"], {"User": "1"}, "today")
@@ -27,7 +27,7 @@ def built(monkeypatch) -> list[Image]:
             return 0, "[[], []]"  # of the base
         return (0, json.dumps(answers.pop(0))) if answers else (1, "No such image")
 
-    monkeypatch.setattr(engine, "probe", lambda: Answer(True, "Docker Engine 0"))
+    monkeypatch.setattr(engine, "probe", lambda: Availability(True, "Docker Engine 0"))
     monkeypatch.setattr(engine, "ask", ask)
     return answers
 
@@ -35,7 +35,7 @@ def built(monkeypatch) -> list[Image]:
 def test_two_builds_must_be_from_nothing_and_leave_nothing(built):
     built += [FIRST, FIRST]
     commands: list[str] = []
-    assert reproduction.examine("train", "cpu", "", commands.append).identical
+    assert reproduction.reproduce_image("train", "cpu", "", commands.append).identical
     builds, removals = (
         [each for each in commands if each.startswith(f"docker {verb} ")] for verb in ("build", "image rm")
     )
@@ -43,7 +43,7 @@ def test_two_builds_must_be_from_nothing_and_leave_nothing(built):
     tags = [re.findall(r"--tag=(\S+)", each) for each in builds]
     assert all("--no-cache" in each for each in builds)
     assert [each.split()[-1:] for each in removals] == tags
-    assert not {images.train_image("cpu"), images.tensorboard_image()} & {tag for (tag,) in tags}
+    assert not {images.train_image("cpu"), images.image_name("tensorboard")} & {tag for (tag,) in tags}
 
 
 @pytest.mark.parametrize(
@@ -58,20 +58,20 @@ def test_two_builds_must_be_from_nothing_and_leave_nothing(built):
 )
 def test_a_difference_must_be_named(built, other, what):
     built += [other, FIRST]
-    verdict = reproduction.examine("train", "cpu", "theirs:1", lambda command: None)
+    verdict = reproduction.reproduce_image("train", "cpu", "theirs:1", lambda command: None)
     first = f"different: tf-cluster/train:cpu in {what}: a new build and theirs:1"
     assert (not what, what != "") == (verdict.identical, verdict.lines()[0] == first)
 
 
 def test_nothing_must_be_built_where_there_is_nothing_to_compare_with(built):
     with pytest.raises(UsageError, match="--against 'nothing:1' is not an image on this engine"):
-        reproduction.examine("train", "cpu", "nothing:1", pytest.fail)
+        reproduction.reproduce_image("train", "cpu", "nothing:1", pytest.fail)
 
 
 def test_a_build_that_cannot_be_examined_must_leave_no_tag(built):
     commands: list[str] = []
     with pytest.raises(UsageError):
-        reproduction.examine("tensorboard", "cpu", "", commands.append)
+        reproduction.reproduce_image("tensorboard", "cpu", "", commands.append)
     assert commands[-1].startswith("docker image rm tf-cluster/reproduction:")
 
 

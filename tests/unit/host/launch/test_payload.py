@@ -8,8 +8,7 @@ import pytest
 from cluster.contract import spec
 from cluster.host.launch import user_files
 from cluster.host.runtime import compose_services
-from cluster.host.runtime.compose_runtime import task_environment
-from cluster.host.runtime.payload import Payload
+from cluster.host.runtime.payload import Payload, container_variables
 from cluster.system.errors import PrerequisiteError, UsageError
 
 ALL = Payload(Path("/theirs/s.py"), ("1",), (Path("/code/a"), Path("/b")), Path("/r.txt"), Path("/packages/of/it"))
@@ -26,14 +25,14 @@ def environment(monkeypatch):
 def test_the_built_in_trainer_brings_nothing_along():
     nothing = Payload()
     assert [] == nothing.mounted().command() == nothing.mounts() == nothing.local_path()
-    assert {} == task_environment(nothing, spec.build(2)) == nothing.environment(spec.build(2), nothing.local_path())
+    assert {} == container_variables(way_out=False) == nothing.environment(spec.build(2), nothing.local_path())
 
 
 def test_a_container_finds_everything_under_fixed_names():
     assert ["--script", "/script/s.py", "1"] == ALL.mounted().command()
     expected = [("/code/a", "/code/0"), ("/b", "/code/1"), ("/packages/of/it", "/packages"), ("/theirs", "/script")]
     assert expected == [(str(source), target) for source, target in ALL.mounts()]
-    assert "/code/0:/code/1:/packages" == task_environment(ALL, spec.build(2))["PYTHONPATH"]
+    assert ["/code/0", "/code/1", "/packages"] == ALL.mounted().path
 
 
 def test_a_local_process_finds_everything_where_it_lies(monkeypatch):
@@ -48,13 +47,13 @@ def test_tf_keras_is_for_parameter_servers_unless_the_caller_chooses(monkeypatch
         assert expected == ALL.environment(spec.build(2, ps), ALL.local_path()).get("TF_USE_LEGACY_KERAS")
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
     assert "TF_USE_LEGACY_KERAS" not in ALL.environment(spec.build(2, 1), ALL.local_path())  # inherited
-    assert task_environment(ALL, spec.build(2, 1))["TF_USE_LEGACY_KERAS"] is None  # passed on
+    assert container_variables(way_out=True)["TF_USE_LEGACY_KERAS"] is None  # passed on
 
 
 def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
-    assert None is task_environment(ALL, spec.build(0))["HTTPS_PROXY"]  # by name: nothing is written down
-    assert "HTTPS_PROXY" not in task_environment(Payload(packages=Path("/p")), spec.build(0))
+    assert None is container_variables(way_out=True)["HTTPS_PROXY"]  # by name: nothing is written down
+    assert "HTTPS_PROXY" not in container_variables(way_out=False)
 
 
 # Refusals
@@ -91,13 +90,13 @@ def test_what_containers_could_not_read_is_reported(tmp_path, monkeypatch):
     script.parent.chmod(0o755)
     script.chmod(0o644)
     monkeypatch.setattr(os, "getuid", lambda: 0)
-    compose_services.check_readable(Payload(script), "10001:10001")
+    compose_services.check_readable(Payload(script))
     for path, closed, opened in ((script.parent, 0o700, 0o755), (script, 0o600, 0o644)):
         path.chmod(closed)
         with pytest.raises(PrerequisiteError, match=rf"run as user 10001:10001, who cannot read {path}: `chmod -R o"):
-            compose_services.check_readable(Payload(script), "10001:10001")
+            compose_services.check_readable(Payload(script))
         monkeypatch.setattr(os, "getuid", lambda: 1000)  # they then run as the caller
-        compose_services.check_readable(Payload(script), "1000:1000")
+        compose_services.check_readable(Payload(script))
         monkeypatch.setattr(os, "getuid", lambda: 0)
         path.chmod(opened)
 

@@ -183,7 +183,7 @@ def test_a_run_folder_that_cannot_be_written_ends_the_start(resolved, monkeypatc
 
     planned = planning.plan(Request(name="run", runtime="local", tensorboard_port="0"))
     monkeypatch.setattr(Path, "mkdir", read_only)
-    monkeypatch.setattr(supervisor, "start", started.append)
+    monkeypatch.setattr(supervisor, "start_supervisor", started.append)
     with pytest.raises(PrerequisiteError, match="RUNS_DIR"):
         startup.start(planned, Commands(), began=time.time())
     assert [] == started

@@ -74,7 +74,7 @@ def test_gpus_that_the_rest_does_not_fit_are_refused(resolved, nvidia_smi, reque
 )
 def test_words_are_refused_before_any_gpu_is_looked_for(resolved, monkeypatch, tmp_path, requested, named):
     monkeypatch.setenv("TPU_NAME", "a-tpu")
-    monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
+    monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *words: pytest.fail("nvidia-smi was asked"))
     error = refusal(Request(**requested, runtime="local"))
     assert (EXIT_USAGE, True) == (error.exit_code, named in str(error))
     assert not (tmp_path / "runs").exists()
@@ -120,7 +120,7 @@ def test_what_nccl_logs_is_the_caller_s_choice(resolved, nvidia_smi, docker, mon
 
 @pytest.mark.parametrize("requested", [{}, {"gpus": "none"}])
 def test_unless_it_is_asked_for_no_process_sees_a_gpu(resolved, monkeypatch, requested):
-    monkeypatch.setattr(devices, "ask", lambda *words: pytest.fail("nvidia-smi was asked"))
+    monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *words: pytest.fail("nvidia-smi was asked"))
     planned = planning.plan(Request(**requested, runtime="local"))
     assert {"-1"} == {environment["CUDA_VISIBLE_DEVICES"] for environment in environments(planned).values()}
     assert [[], [], []] == ids_of(planned)
@@ -148,7 +148,7 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_
     nvidia_smi("8-h100-nvswitch")
     built, checked, inspected = [], [], []
     monkeypatch.setattr(images, "pending_commands", lambda accelerator: built.append(accelerator) or ["docker build ."])
-    monkeypatch.setattr(images, "inspect", lambda image: inspected.append(image) or {"image": image})
+    monkeypatch.setattr(images, "inspect_image", lambda image: inspected.append(image) or {"image": image})
     monkeypatch.setattr(devices, "check_engine", lambda: checked.append(True))
     options = Request(name="one", workers=1, gpus="4,5,", tensorboard_port="0")
     planned = planning.plan(options)
@@ -172,19 +172,19 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(resolved, nvidia_smi, m
     provenance.write(run)
     monkeypatch.setattr("cluster.host.launch.teardown.in_progress", lambda run: True)
     monkeypatch.setattr(planning, "in_progress", lambda run: True)
-    assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan(run, "2", "").gpus.ids.values()]
+    assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan_scaling(run, "2", "").gpus.ids.values()]
     with pytest.raises(UsageError, match="--gpus 4 of the run"):
-        scaling.plan(run, "5", "")
+        scaling.plan_scaling(run, "5", "")
 
     def refuse(sh: object, accelerator: str, *, renew: bool) -> None:
         raise PrerequisiteError(f"no image for {accelerator}")
 
-    planned = SimpleNamespace(runtime=registry.get("docker"), accelerator="gpu")
-    monkeypatch.setattr(scaling, "plan", lambda *_, **__: planned)
+    planned = SimpleNamespace(runtime=registry.get_runtime("docker"), accelerator="gpu")
+    monkeypatch.setattr(scaling, "plan_scaling", lambda *_, **__: planned)
     monkeypatch.setattr(startup, "check_machine", lambda *_, **__: None)
     monkeypatch.setattr(images, "build_images", refuse)
     with pytest.raises(PrerequisiteError, match="no image for gpu"):
-        scaling.scale(run, "1", "", Commands())
+        scaling.scale_run(run, "1", "", Commands())
 
 
 @pytest.mark.parametrize("runtime", ["local", "docker"])
@@ -228,7 +228,7 @@ def test_an_engine_must_be_able_to_hand_over_gpus(docker, runtimes, has_hook, ab
 
 def test_processes_need_a_tensorflow_with_cuda(resolved, nvidia_smi, monkeypatch):
     nvidia_smi("2-h100-nvl")
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
     known: list[str] = []
 
     def version(name: str) -> str:

@@ -80,7 +80,7 @@ def test_a_resumed_run_keeps_its_topology_unless_another_is_given(resolved, make
 
 
 def test_a_fresh_start_deletes_the_old_folder(resolved, make_run, monkeypatch):
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
     run = make_run("again", workers=0)
     run.event("chief", "first step")
     requested = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
@@ -89,7 +89,7 @@ def test_a_fresh_start_deletes_the_old_folder(resolved, make_run, monkeypatch):
 
 
 def test_a_resumed_run_keeps_its_history_in_a_new_generation(resolved, make_run, monkeypatch):
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
     run = make_run("stopped", workers=2)
     run.event("chief", "checkpoint", step=200)
     beat(run, "chief", "stopped")

@@ -21,7 +21,7 @@ from tests.support.launching import CONFIG, WORKING_ENGINE, Commands
 def built(monkeypatch):
     """One command in the place of those that build the images."""
     monkeypatch.setattr(images, "pending_commands", lambda accelerator: ["docker build ."])
-    monkeypatch.setattr(images, "inspect", lambda image: {"image": image, "id": "sha256:1"})
+    monkeypatch.setattr(images, "inspect_image", lambda image: {"image": image, "id": "sha256:1"})
 
 
 # A start
@@ -29,7 +29,7 @@ def built(monkeypatch):
 
 def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monkeypatch):
     started, commands = [], Commands()
-    monkeypatch.setattr(supervisor, "start", started.append)
+    monkeypatch.setattr(supervisor, "start_supervisor", started.append)
     planned = planning.plan(Request(name="one", workers=1, runtime="local", tensorboard_port="0"))
     startup.start(planned, commands, began=123.0)
     assert [startup.data_command("prepare", "fashion_mnist")] == commands
@@ -45,7 +45,7 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monke
 def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(monkeypatch, capsys):
     """`rerun --json` starts a run, too, and its output is read by a program."""
     monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(CONFIG), (), "all of it"))
-    monkeypatch.setattr(supervisor, "start", lambda run: None)
+    monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
     commands = Commands()
     startup.start(
         planning.plan(Request(name="one", runtime="local", tensorboard_port="0")), commands, began=time.time()
@@ -87,7 +87,7 @@ def test_root_hands_the_run_folder_to_the_unprivileged_user(resolved, built, doc
 def test_what_was_started_is_ended_by_its_own_engine(make_run, monkeypatch, how, expected):
     run, commands, killed = make_run(), Commands(), []
     write_json(run.compose, how)
-    monkeypatch.setattr(supervisor, "kill", killed.append)
+    monkeypatch.setattr(supervisor, "kill_run", killed.append)
     teardown.kill_run(run, commands)
     teardown.remove_run(run, commands)
     assert "stopped" == run.outcome.state

@@ -104,18 +104,18 @@ def test_a_run_without_a_sign_of_life_is_lost_and_a_damaged_one_listed_as_such(m
     if damaged:
         run.cluster.write_text("{")
         write_json(run.manifest, {"code": [EVIL]})
-    (row,) = listing.rows(run.path.parent)
+    (row,) = listing.list_runs(run.path.parent)
     assert expected == row["result"]
-    assert listing.table([row])
+    assert listing.table_lines([row])
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_a_narrow_terminal_shows_of_the_runs_what_matters(make_run, width):
-    found = listing.rows(make_run("fashion_mnist-20261122-230318", workers=2).path.parent)
-    head, row = listing.table(found, width)
+    found = listing.list_runs(make_run("fashion_mnist-20261122-230318", workers=2).path.parent)
+    head, row = listing.table_lines(found, width)
     assert max(len(head), len(row)) <= width
     assert {"RUN", "RESULT", "DURATION", "SCORE", "DISK"} <= set(head.split())
-    assert set(head.split()) < set(listing.table(found)[0].split()) == set(listing.COLUMNS)
+    assert set(head.split()) < set(listing.table_lines(found)[0].split()) == set(listing.COLUMNS)
 
 
 # The score
@@ -134,12 +134,12 @@ def test_a_narrow_terminal_shows_of_the_runs_what_matters(make_run, width):
 )
 def test_a_run_is_shown_with_its_own_metric(ended, metrics, metric, reached):
     run = ended("one", metrics=metrics)
-    row = listing.row(run)
+    row = listing.describe_run(run)
     assert (metric, reached) == (row["metric"], row["score"])
     shown = "" if metric is None else f"{metric} {reached:.4f}"
     assert shown in ended_lines(run)[0]
-    assert not metric or {metric, f"{reached:.4f}"} <= set(listing.table([row])[1].split())
-    results = comparison.compare([run, ended("two", metrics={})])["results"]
+    assert not metric or {metric, f"{reached:.4f}"} <= set(listing.table_lines([row])[1].split())
+    results = comparison.compare_runs([run, ended("two", metrics={})])["results"]
     assert {name: [value, None] for name, value in metrics.items()}.items() <= results.items()
     assert (metric or "score") in page._head(run, row)
 
@@ -151,13 +151,13 @@ def test_only_what_differs_is_compared_and_no_secret(ended):
     one, other = ended("one", rate=0.1), ended("other", rate=0.2)
     variables = {"TF_CLUSTER_TOKEN": "x", "MY_PASSWORD": "y", "CORES": 2}
     write_json(other.manifest, read_json(other.manifest) | {"environment": {"variables": variables}})
-    value = comparison.compare([one, other])
+    value = comparison.compare_runs([one, other])
     assert {"config.optimizer.learning_rate", "environment.variables.CORES"} == set(value["differences"])
     assert [0.1, 0.2] == value["differences"]["config.optimizer.learning_rate"]
     assert value["weights"][0]["identical"] is True
-    assert any("0.2" in line for line in comparison.lines(value, [one, other]))
+    assert any("0.2" in line for line in comparison.comparison_lines(value, [one, other]))
     others = ended("third", sha256="b" * 64), ended("fourth", sha256=None)
-    assert [False, None] == [pair["identical"] for pair in comparison.compare([one, *others])["weights"]]
+    assert [False, None] == [pair["identical"] for pair in comparison.compare_runs([one, *others])["weights"]]
 
 
 @pytest.mark.parametrize("names", [("one", ""), ("one", "one"), ("one", "none"), ("", "")])
@@ -212,7 +212,7 @@ def test_a_hostile_run_cannot_change_its_page(ended):
     append_json(run.metrics("chief"), {"step": 7, EVIL[:50]: 1.0})
     run.event(EVIL, "fault", step=1, kind=EVIL)
     run.begin_generation(1, task=EVIL, cause=EVIL)
-    shown = Page(page.render(run))
+    shown = Page(page.render_page(run))
     assert EVIL in shown.text
     assert "script" not in shown.tags
     assert [] == shown.handlers
@@ -220,4 +220,4 @@ def test_a_hostile_run_cannot_change_its_page(ended):
 
 
 def test_a_run_without_results_has_a_page(make_run):
-    assert "Cluster" in Page(page.render(make_run("new", workers=1))).text
+    assert "Cluster" in Page(page.render_page(make_run("new", workers=1))).text

@@ -118,7 +118,7 @@ def docker(run, monkeypatch) -> Engine:
 @pytest.fixture
 def faults(run, docker) -> FaultInjector:
     """The injector of the run's runtime."""
-    return registry.of(run).faults(run)
+    return registry.find_runtime(run).faults(run)
 
 
 def test_a_signal_is_sent_inside_the_task_s_container(run, faults, docker):
@@ -231,8 +231,12 @@ def test_a_disk_that_others_use_is_never_filled(run, monkeypatch, root, most):
     monkeypatch.setattr(injector, "BALLAST", "absent/ballast")  # nothing can be filled, whatever is decided
     monkeypatch.setattr(injector, "Path", lambda _: Path(root) if root else run.path)  # where "/" is
     monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", most)
-    with pytest.raises(UsageError, match="RUNS_DIR"):
-        ProcessFaults(run).diskfull("chief")
+    for refuses in (
+        lambda: ProcessFaults(run).check("diskfull", "chief"),
+        lambda: ProcessFaults(run).diskfull("chief"),
+    ):
+        with pytest.raises(UsageError, match="RUNS_DIR"):
+            refuses()
 
 
 def room(disk: Path) -> int:

@@ -16,15 +16,14 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning
 from cluster.host.launch.user_files import lay_out
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services, inherited, supervisor
-from cluster.host.runtime.compose_runtime import task_environment
-from cluster.host.runtime.compose_services import UNPRIVILEGED, Containers, overlay
+from cluster.host.runtime import compose_services, payload, supervisor
+from cluster.host.runtime.compose_services import UNPRIVILEGED, render_overlay
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang
-from tests.support.launching import refusal
+from tests.support.launching import refusal, workload
 
 PRINTS = "import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))"
 STALE = {
@@ -65,14 +64,14 @@ def run_script(make_run, tmp_path) -> Iterator[Callable[..., dict[str, str]]]:
         write_json(folder.config, payload.to_json())
         write_json(folder.compose, processes_of(cluster, folder.path, tmp_path / "data", command, more))
         lay_out(payload, folder, cluster)
-        supervisor.start(folder)
+        supervisor.start_supervisor(folder)
         assert "succeeded" == Gang(folder).summary()["state"]
         seen: dict[str, str] = json.loads((folder.work("chief") / "seen.json").read_text())
         return seen
 
     yield run
     for folder in started:
-        supervisor.kill(folder)
+        supervisor.kill_run(folder)
 
 
 @pytest.mark.usefixtures("stale")
@@ -83,8 +82,8 @@ def test_a_task_sees_what_is_listed_and_nothing_else(run_script):
     unlisted = {
         name
         for name in seen
-        if name not in inherited.PROCESS | inherited.OWN | set(inherited.PROXIES)
-        and not name.startswith((*inherited.PREFIXES, *inherited.DEVICE_PREFIXES, "LC_"))
+        if name not in payload.PROCESS | payload.NEVER_INHERITED | set(payload.PROXIES)
+        and not name.startswith((*payload.PREFIXES, *payload.DEVICE_PREFIXES, "LC_"))
     }
     assert {"RESTART_PAUSE_S", "STANDBY", "PYTHONUNBUFFERED"} == unlisted  # the first two are ours
 
@@ -106,8 +105,7 @@ def test_a_value_of_the_caller_s_is_written_nowhere(tmp_path):
         cluster, tmp_path, tmp_path, payload.command(), payload.environment(cluster, payload.local_path())
     )
     assert ["AWS_SECRET_ACCESS_KEY"] == processes["inherits"]
-    given = task_environment(payload, cluster)
-    services = overlay(cluster, Containers(tmp_path, tmp_path, "image", "1:1", 2**30, environment=given), [])
+    services = render_overlay(workload(RunFolder(tmp_path / "run"), payload=payload))
     for service in services["services"].values():
         seen = service["environment"]
         assert (None, None) == (seen["AWS_SECRET_ACCESS_KEY"], seen["XLA_FLAGS"])  # passed on by name
@@ -118,11 +116,11 @@ def test_a_value_of_the_caller_s_is_written_nowhere(tmp_path):
 
 def test_paths_of_this_machine_are_for_its_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_HOME", "/home/me/.keras")
-    assert "KERAS_HOME" in inherited.for_process()
-    assert "KERAS_HOME" not in inherited.for_container(way_out=True)
+    assert "KERAS_HOME" in payload.process_variables()
+    assert "KERAS_HOME" not in payload.container_variables(way_out=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"mine{os.pathsep}{os.pathsep}/theirs")
-    assert f"{tmp_path / 'mine'}{os.pathsep}/theirs" == inherited.for_process()["PYTHONPATH"]
+    assert f"{tmp_path / 'mine'}{os.pathsep}/theirs" == payload.process_variables()["PYTHONPATH"]
 
 
 VARIABLES = ["", "=1", "A B=1", "1A=1", "TF_CONFIG={}", "TASK", "PYTHONPATH=/x", "NOT_SET_HERE", "Ä=1"]
@@ -159,7 +157,7 @@ def test_containers_that_root_starts_can_read_a_secret_or_it_is_refused(monkeypa
     monkeypatch.setattr(os, "getuid", lambda: 0)
     monkeypatch.setattr(Path, "stat", lambda _: os.stat_result(status))
     with nullcontext() if readable else pytest.raises(PrerequisiteError, match="chown"):
-        compose_services.check_readable(Payload(secrets={"A_KEY": key}), "10001:10001")
+        compose_services.check_readable(Payload(secrets={"A_KEY": key}))
 
 
 def test_a_run_goes_on_with_its_variables(monkeypatch, make_run, tmp_path):

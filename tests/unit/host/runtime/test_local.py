@@ -55,7 +55,7 @@ def test_killing_a_run_leaves_no_process(start_gang):
         for task in tasks:
             started.await_step(task, 2)
     assert 6 == len(supervisor.processes_left(gang.run))  # two for all of them, two agents and their programs
-    assert 6 == supervisor.kill(gang.run)
+    assert 6 == supervisor.kill_run(gang.run)
     assert [] == supervisor.processes_left(gang.run)
     assert 4 == len(supervisor.processes_left(other.run))
 
@@ -94,7 +94,7 @@ def test_a_supervisor_that_cannot_start_its_tasks_is_reported(make_run):
     run = make_run(workers=0)
     run.compose.write_text("{}")
     with pytest.raises(TimedOut):
-        supervisor.start(run)
+        supervisor.start_supervisor(run)
 
 
 @pytest.mark.parametrize(("most", "attempts"), [(30, 31), (4, 5)])

@@ -108,31 +108,36 @@ def test_replacements_of_a_runs_tasks_end_with_it(run, monkeypatch):
 def test_what_is_left_is_found_by_the_name_of_its_job(run, monkeypatch):
     site(run, monkeypatch, "PENDING")
     runtime = slurm.Slurm()
-    assert frozenset({"a-run"}) == runtime.find_leftovers(run.path.parent, ["a-run", "another"]).names
+    assert {"a-run"} == runtime.find_leftovers(run.path.parent, ["a-run", "another"])
     site(run, monkeypatch, "down")
-    assert runtime.find_leftovers(run.path.parent, ["a-run"]).unreachable
-    assert not runtime.find_leftovers(run.path.parent, ["another"]).unreachable  # Slurm is not asked for nothing
+    with pytest.raises(PrerequisiteError, match=runtime.way_back):
+        runtime.find_leftovers(run.path.parent, ["a-run"])
+    assert set() == runtime.find_leftovers(run.path.parent, ["another"])  # Slurm is not asked for nothing
     owner.remove_owner(run)
     there = site(run, monkeypatch, "down")
-    assert not slurm.Slurm().find_leftovers(run.path.parent, ["a-run"]).unreachable
+    assert set() == slurm.Slurm().find_leftovers(run.path.parent, ["a-run"])
     assert 0 == there.questions
 
 
 def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there_are(run, monkeypatch):
     there, runtime = site(run, monkeypatch, "down"), slurm.Slurm()
-    assert runtime.find_leftovers(run.path.parent, ["a-run"]).unreachable
+    with pytest.raises(PrerequisiteError, match=runtime.way_back):
+        runtime.find_leftovers(run.path.parent, ["a-run"])
     assert all(runtime.alive(RunFolder(run.path.parent / name)) for name in ("a-run", "b-run", "c-run"))
     with pytest.raises(PrerequisiteError):
         runtime.remove(run, there.sh, 0)
     assert 1 == there.questions
 
 
-def test_the_job_is_queued_by_a_script_that_names_it(run, monkeypatch):
+@pytest.mark.parametrize(("env", "options"), [((), ""), (("A_SECRET", "ANOTHER=shown"), "--export=A_SECRET ")])
+def test_the_job_is_queued_by_a_script_that_names_it_and_holds_no_value_of_the_caller_s(run, monkeypatch, env, options):
     there = site(run, monkeypatch, "")
-    slurm.Slurm().start(work(run, partition="main"), there.sh)
+    monkeypatch.setenv("A_SECRET", "hidden")
+    slurm.Slurm().start(replace(work(run, partition="main"), payload=Payload(env=env)), there.sh)
     path = run.control / "job.sh"
-    assert [f"sbatch {path}"] == there.commands
+    assert [f"sbatch {options}{path}"] == there.commands
     text = path.read_text()
+    assert ("hidden" in text, "shown" in text) == (False, bool(env))
     assert f"#SBATCH --job-name={slurm.job_name(run)}\n" in text
     assert "#SBATCH --partition=main\n" in text
     assert "export CUDA_VISIBLE_DEVICES=-1\n" in text
@@ -144,16 +149,6 @@ def test_a_script_is_what_the_agents_of_a_job_start(run):
     text = slurm.Slurm().render(replace(work(run), payload=payload))["script"]
     assert " -m cluster.agent --script '/theirs/a script.py' --epochs '3 4' &\n" in text
     assert "TF_USE_LEGACY_KERAS" not in text  # Keras 3, as everywhere
-
-
-def test_a_value_that_the_caller_has_is_in_no_file_of_the_run(run, monkeypatch):
-    there = site(run, monkeypatch, "")
-    monkeypatch.setenv("A_SECRET", "hidden")
-    given = replace(work(run), payload=Payload(env=("A_SECRET", "ANOTHER=shown")))
-    slurm.Slurm().start(given, there.sh)
-    path = run.control / "job.sh"
-    assert [f"sbatch --export=A_SECRET {path}"] == there.commands
-    assert ("hidden" in path.read_text(), "shown" in path.read_text()) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +174,7 @@ def test_what_a_job_cannot_have_is_refused(options, named, run, monkeypatch):
 def test_a_machine_without_slurm_says_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(PrerequisiteError, match="sinfo"):
-        registry.choose("slurm")
+        registry.choose_runtime("slurm")
     assert [] == slurm.Slurm().examine()
 
 

@@ -156,7 +156,7 @@ def test_what_is_left_is_found_and_removed_by_its_stack(run, manager):
     swarm.remove(run, manager.sh, 10)
     assert [] == manager.commands
     manager.stacks = ["another", name]
-    assert frozenset({"a-run"}) == swarm.find_leftovers(run.path.parent, ["a-run", "another"]).names
+    assert {"a-run"} == swarm.find_leftovers(run.path.parent, ["a-run", "another"])
     swarm.remove(run, manager.sh, 10)
     assert [f"docker stack rm --detach=false {name}"] == manager.commands
     for managed in ({"LocalNodeState": "inactive"}, {"LocalNodeState": "active", "ControlAvailable": False}):
@@ -164,7 +164,7 @@ def test_what_is_left_is_found_and_removed_by_its_stack(run, manager):
         with pytest.raises(PrerequisiteError):
             swarm.remove(run, manager.sh, 10)
         with pytest.raises(PrerequisiteError):
-            registry.choose("swarm")
+            registry.choose_runtime("swarm")
         assert [] == swarm.examine()
     names = {swarm_stack.stack_name(run.path.with_name(end)) for end in ("x" * 63, "x" * 62 + "y")}
     assert 2 == len(names)

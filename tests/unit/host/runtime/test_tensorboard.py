@@ -88,7 +88,7 @@ def test_a_port_is_chosen(request, runs_dir, started, usual, preferred, usual_is
     wanted = request.getfixturevalue(preferred) if preferred else None
     with socket.create_server(("127.0.0.1", usual)) if usual_is_taken else contextlib.nullcontext():
         port = start(runs_dir, preferred=wanted)
-    assert [port] == started == [tensorboard.running(runs_dir)]
+    assert [port] == started == [tensorboard.running_port(runs_dir)]
     assert expected == {usual: "usual", wanted: preferred}.get(port, "another")
 
 
@@ -102,7 +102,7 @@ def test_a_taken_port_that_was_named_is_refused_and_our_own_stays(runs_dir, star
     start(runs_dir)
     with pytest.raises(PrerequisiteError, match=str(taken)):
         start(runs_dir, taken)
-    assert usual == tensorboard.running(runs_dir)
+    assert usual == tensorboard.running_port(runs_dir)
 
 
 def test_a_run_gets_another_port_than_the_taken_one_that_was_named(make_run, started, usual, taken):

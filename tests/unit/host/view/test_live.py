@@ -245,8 +245,13 @@ def test_nothing_that_a_task_reports_steers_the_terminal(run, capsys):
     end(run, "failed", task="chief", exit_code=1, error=f"loss {HOSTILE}")
     value = read_status(run)
     lines = [*status_table(value), *ended_lines(run), *status_table(value | {"script": HOSTILE})]
-    verdict = rerun.Verdict("different", 1, 0.5, 1, same_weights=False, differences=[f"code.commit: {HOSTILE} there"])
-    lines += [*rerun.lines(run, verdict), *profile.lines(run, TraceAnswer(id="1", task=HOSTILE, first=1, last=2), 2)]
+    verdict = rerun.RunComparison(
+        "different", 1, 0.5, 1, same_weights=False, differences=[f"code.commit: {HOSTILE} there"]
+    )
+    lines += [
+        *rerun.rerun_lines(run, verdict),
+        *profile.trace_lines(run, TraceAnswer(id="1", task=HOSTILE, first=1, last=2), 2),
+    ]
     assert all(line.isprintable() for line in [*lines, *capsys.readouterr().out.split("\n")])
     assert r"\x1b]0;title\x07\x1b[2J\nroot cause: none \u202e\x9b2J" in "\n".join(lines)  # and it can still be read
     assert not [line for line in lines if line.startswith("root cause: none")]

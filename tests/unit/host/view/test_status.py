@@ -23,7 +23,7 @@ def test_a_run_that_has_not_begun_is_starting(run):
 
 
 def test_status_holds_what_the_contract_lists(run, monkeypatch):
-    monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6007)
+    monkeypatch.setattr(tensorboard, "running_port", lambda runs_dir: 6007)
     beat(run, "worker-0", "training", step=20)
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
     run.begin_generation(1)
@@ -105,7 +105,7 @@ def test_the_interval_of_checkpoints_is_that_of_the_newest_generation_that_saved
 
 
 def test_a_success_reports_accuracy_folder_tensorboard_and_what_is_next(run, monkeypatch):
-    monkeypatch.setattr(tensorboard, "running", lambda runs_dir: 6006)
+    monkeypatch.setattr(tensorboard, "running_port", lambda runs_dir: 6006)
     write_json(run.control / "result.json", {"steps": 938, "metrics": {"eval_accuracy": 0.89123}})
     end(run, "succeeded")
     text = "\n".join(ended_lines(run))
