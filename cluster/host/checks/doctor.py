@@ -22,10 +22,10 @@ LOCKS = ("host", "train-cpu", "tensorboard")
 
 def examine_machine(port: int = tensorboard.PORT) -> list[Finding]:
     """Return the findings about this machine. Nothing is changed, and only `gpus` starts a container."""
-    found = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
+    findings = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
     for runtime in registry.RUNTIMES.values():
-        found += runtime.examine()
-    return found + gpus.examine_gpus()
+        findings += runtime.examine()
+    return findings + gpus.examine_gpus()
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:

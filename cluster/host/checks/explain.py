@@ -102,10 +102,10 @@ class Explained:
     @property
     def likely(self) -> Strategy:
         """The strategy, or the one that such clusters are made for."""
-        guess = "ps" if self.of("ps") else "multiworker" if len(self.members) > 1 else "one"
+        guess = "ps" if self.select("ps") else "multiworker" if len(self.members) > 1 else "one"
         return self.strategy or strategies.get(guess)
 
-    def of(self, *roles: str) -> list[Member]:
+    def select(self, *roles: str) -> list[Member]:
         """Return the tasks of these types, in the order of the types."""
         return [member for role in roles for member in self.members if member.role == role]
 
@@ -127,7 +127,7 @@ class Explained:
             work = "holds a stage of the model"
         elif member.role == "ps":
             work = "nothing: this strategy has no parameter servers"
-        saves = member in self.of("chief", "master", "worker")[:1]
+        saves = member in self.select("chief", "master", "worker")[:1]
         return f"{work} and saves checkpoints" if saves else work
 
     def to_json(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Explained:
 
     @property
     def _shown(self) -> list[Member]:
-        outside = self.role == Role.EVALUATOR and not self.of("evaluator")
+        outside = self.role == Role.EVALUATOR and not self.select("evaluator")
         return [*self.members, *([Member("evaluator", self.index, "in no cluster")] if outside else [])]
 
     @plain_lines
@@ -278,13 +278,13 @@ def _check_roles(config: Explained) -> None:
             close = difflib.get_close_matches(role.lower(), known, n=1)
             fix = f"write {close[0]!r}" if close else f"use {', '.join(known)}"
             config.fail("roles", f"TensorFlow has no task type {role!r}", fix)
-        indices = {member.index for member in config.of(role)}
+        indices = {member.index for member in config.select(role)}
         if indices != set(range(len(indices))):
             config.warn("roles", f"{role} lists only the indices {sorted(indices)[:8]}", "list all")
     if counts["evaluator"]:
         fix = "remove it from 'cluster'; only its own 'task' says that it is the evaluator"
         config.fail("evaluator", "the evaluator is listed in 'cluster', so every strategy waits for it", fix)
-    chiefs = [f"{member.name} ({member.address})" for member in config.of("chief", "master")]
+    chiefs = [f"{member.name} ({member.address})" for member in config.select("chief", "master")]
     if len(chiefs) > 1:
         config.fail("chief", f"there are {len(chiefs)} chiefs: {', '.join(chiefs)}", "keep one; others are workers")
     elif counts["master"]:
@@ -295,7 +295,7 @@ def _check_task(config: Explained) -> None:
     role, index = config.role, config.index
     if role in ("", "evaluator") or not config.members:
         return
-    indices = [member.index for member in config.of(role)]
+    indices = [member.index for member in config.select(role)]
     if not indices:
         known = ", ".join(dict.fromkeys(member.role for member in config.members))
         config.fail("task", f"this task is {role} {index}, and the cluster has only: {known}", f"add it as {role!r}")
@@ -305,7 +305,7 @@ def _check_task(config: Explained) -> None:
 
 
 def _check_strategy(config: Explained) -> None:
-    strategy, servers, workers = config.strategy, config.of("ps"), config.of("worker")
+    strategy, servers, workers = config.strategy, config.select("ps"), config.select("worker")
     name = strategy.class_name if strategy else ""
     if servers and not strategy:
         detail = "with 'ps' in the cluster, only ParameterServerStrategy can train; others wait for ps 0 indefinitely"
@@ -315,7 +315,7 @@ def _check_strategy(config: Explained) -> None:
         config.fail("strategy", detail, "remove 'ps', or train with ParameterServerStrategy")
     if servers and not workers:
         config.fail("strategy", "there are parameter servers and no worker", "add 'worker'")
-    elif servers and not config.of("chief", "master"):
+    elif servers and not config.select("chief", "master"):
         config.fail("strategy", "ParameterServerStrategy needs a chief, which hands out the steps", "add 'chief'")
     if strategy and strategy.served and not servers:
         config.fail("strategy", f"{name} needs parameter servers", "add 'ps'")

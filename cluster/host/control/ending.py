@@ -103,13 +103,13 @@ def parse_age(text: str) -> float:
 
 def find_old_runs(runs_dir: Path, older_s: float) -> list[RunFolder]:
     """Return the runs that ended at least `older_s` ago and are not in progress; the oldest first."""
-    found = []
+    old_runs = []
     for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
         run = RunFolder(path)
         is_run = not path.name.startswith(".") and _is_run(run)
         if is_run and time.time() - end_time(run) >= older_s and not teardown.in_progress(run):
-            found.append(run)
-    return sorted(found, key=end_time)
+            old_runs.append(run)
+    return sorted(old_runs, key=end_time)
 
 
 def find_ended_run(runs_dir: Path, name: str) -> RunFolder:

@@ -79,7 +79,7 @@ def read_machine(what: str, *, with_instances: bool = False) -> Machine:
 
 def parse_inventory(text: str) -> tuple[Gpu, ...]:
     """Return the GPUs that `nvidia-smi --query-gpu` printed."""
-    found = []
+    gpus = []
     for line in filter(str.strip, text.splitlines()):
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != 4 or not cells[0].isdigit():
@@ -88,14 +88,14 @@ def parse_inventory(text: str) -> tuple[Gpu, ...]:
                 "`nvidia-smi` to see what is wrong with the driver"
             )
         index, model, memory, mig = cells
-        found.append(Gpu(index, model, int(memory) if memory.isdigit() else 0, mig == "Enabled"))
-    return tuple(sorted(found, key=lambda gpu: int(gpu.id)))
+        gpus.append(Gpu(index, model, int(memory) if memory.isdigit() else 0, mig == "Enabled"))
+    return tuple(sorted(gpus, key=lambda gpu: int(gpu.id)))
 
 
 def parse_instances(text: str) -> tuple[Gpu, ...]:
     """Return the MIG instances that `nvidia-smi -L` printed."""
-    found = (_INSTANCE.match(line) for line in text.splitlines())
-    return tuple(Gpu(match[2], f"MIG {match[1]}", 0) for match in found if match)
+    matches = (_INSTANCE.match(line) for line in text.splitlines())
+    return tuple(Gpu(match[2], f"MIG {match[1]}", 0) for match in matches if match)
 
 
 def parse_links(text: str) -> dict[tuple[str, str], str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cluster.system import memory, processes
 from cluster.system.errors import PrerequisiteError
+from cluster.system.messages import last_output_line
 
 ANSWER_TIMEOUT_S = 10.0
 COMPOSE_TIMEOUT_S = 300.0
@@ -53,7 +54,7 @@ def probe() -> Availability:
         except (ValueError, IndexError):
             code = 1
     if code != 0 or not version:
-        return unavailable(f"no Docker Engine answers ({text.splitlines()[-1] if text else 'no output'})")
+        return unavailable(f"no Docker Engine answers ({last_output_line(text)})")
     code, compose_version = ask("compose", "version", "--short")
     if code != 0:
         return unavailable(f"Docker Engine {version} has no Compose plugin (`docker compose version` fails)")

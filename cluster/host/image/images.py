@@ -179,8 +179,8 @@ def _on_engine(name: str) -> Base | None:
 def _context() -> list[Path]:
     """Return the files of the build context, which `.dockerignore` lists."""
     rules = (ROOT / ".dockerignore").read_text().splitlines()
-    found = [path for rule in rules if rule.startswith("!") for path in ROOT.glob(rule[1:])]
-    inside = [path for top in found for path in ([top] if top.is_file() else top.rglob("*"))]
+    tops = [path for rule in rules if rule.startswith("!") for path in ROOT.glob(rule[1:])]
+    inside = [path for top in tops for path in ([top] if top.is_file() else top.rglob("*"))]
     return sorted(path for path in inside if path.is_file() and "__pycache__" not in path.parts)
 
 
@@ -217,11 +217,11 @@ def pending_commands(accelerator: str) -> list[str]:
     """Return the commands that build the images; none if they exist and are current."""
     if are_current(accelerator):
         return []
-    found = build_commands(accelerator, default_base())
+    commands = build_commands(accelerator, default_base())
     if engine.ask("image", "inspect", *(image_name(image, accelerator) for image in IMAGES))[0] == 0:
         # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
-        return [command.replace("docker build", "docker build --quiet", 1) for command in found]
-    return found
+        return [command.replace("docker build", "docker build --quiet", 1) for command in commands]
+    return commands
 
 
 def build_images(sh: Callable[[str], object], accelerator: str = "cpu", *, renew: bool = True) -> None:

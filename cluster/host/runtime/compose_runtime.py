@@ -49,15 +49,15 @@ class ContainerFaults(FaultInjector):
 
     def signal(self, task: str, number: int, *whose: str) -> None:
         """Send a signal inside the container: `docker kill` would count as a stop by hand, and nothing come back."""
-        found = self.processes(task)
-        words = " ".join(str(int(found[which]["pid"])) for which in whose)  # the task's own word, for a shell
+        identities = self.processes(task)
+        pids = " ".join(str(int(identities[which]["pid"])) for which in whose)  # the task's own word, for a shell
         # Where the agent dies, so does the container, and this command with it.
         container = self._container(task)
-        self._ask("exec", container, "sh", "-c", f"kill -{number} {words}")
+        self._ask("exec", container, "sh", "-c", f"kill -{number} {pids}")
 
     def reaches(self, task: str, which: str) -> bool:
-        found = int(self.processes(task)[which]["pid"])
-        return self._ask("exec", self._container(task), "sh", "-c", f"kill -0 {found}")[0] == 0
+        pid = int(self.processes(task)[which]["pid"])
+        return self._ask("exec", self._container(task), "sh", "-c", f"kill -0 {pid}")[0] == 0
 
     def pause(self, task: str) -> None:
         """Pause the container."""
@@ -113,11 +113,11 @@ class ContainerFaults(FaultInjector):
 
     def _container(self, task: str) -> str:
         self._at = self._engine(task)
-        filters = [word for each in self._filters(task) for word in ("--filter", each)]
-        found = self._docker("ps", "--quiet", *filters)
-        if not found:
+        filters = [word for condition in self._filters(task) for word in ("--filter", condition)]
+        ids = self._docker("ps", "--quiet", *filters)
+        if not ids:
             raise ClusterError(f"{task} has no container that runs; `docker ps --all` shows those that do not")
-        return found.split()[0]
+        return ids.split()[0]
 
     def _engine(self, task: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the words by which Docker's client reaches the engine that runs a task; none for its own."""
@@ -194,10 +194,10 @@ class Compose(ContainerRuntime):
         return engine.probe()
 
     def examine(self) -> list[Finding]:
-        found = self.probe()
-        if found.ready:
-            return [Finding("docker", "ok", found.detail)]
-        return [Finding("docker", "warning", found.detail, f"{found.fix}; until then runs are local")]
+        answer = self.probe()
+        if answer.ready:
+            return [Finding("docker", "ok", answer.detail)]
+        return [Finding("docker", "warning", answer.detail, f"{answer.fix}; until then runs are local")]
 
     def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:
         return resources.memory_of_containers(requested or previous, num_tasks, engine.memory_bytes())
@@ -238,7 +238,7 @@ class Compose(ContainerRuntime):
         """
         shown = f'{{{{.Label "com.docker.compose.project"}}}}\t{{{{.Label "{RUN_LABEL}"}}}}'
         known = {project(runs_dir / name): name for name in names}
-        found = set()
+        left = set()
         for words in (["network", "ls"], ["ps", "--all"]):
             code, text = engine.ask(*words, "--format", shown)
             if code:
@@ -246,10 +246,10 @@ class Compose(ContainerRuntime):
             for line in text.splitlines():
                 labelled, _, name = line.partition("\t")
                 if labelled in known:
-                    found.add(known[labelled])
+                    left.add(known[labelled])
                 elif name == Path(name).name and project(runs_dir / name) == labelled:
-                    found.add(name)
-        return found
+                    left.add(name)
+        return left
 
     def faults(self, run: RunFolder) -> FaultInjector:
         return ContainerFaults(run)

@@ -57,10 +57,10 @@ class FaultInjector(ABC):
 
     def processes(self, task: str) -> dict[str, dict[str, int]]:
         """Return the identities of a task's `agent` and `program`, as the task itself sees them."""
-        found = records.read_record(self._run.programs(task), dictionary(Programs), None)
-        if found is None:
+        identities = records.read_record(self._run.programs(task), dictionary(Programs), None)
+        if identities is None:
             raise UsageError(f"{task} has no program yet: wait until it trains")
-        return found
+        return identities
 
     def reaches(self, task: str, which: str) -> bool:
         """Return whether the task's `program` or `agent` still runs, so that a signal to it would be a fault."""

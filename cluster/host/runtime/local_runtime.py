@@ -45,9 +45,9 @@ class ProcessFaults(FaultInjector):
         self._slowing: threading.Thread | None = None
 
     def signal(self, task: str, number: int, *whose: str) -> None:
-        found = self.processes(task)
+        identities = self.processes(task)
         for which in whose:
-            processes.kill(found[which], number)
+            processes.kill(identities[which], number)
 
     def reaches(self, task: str, which: str) -> bool:
         return processes.alive(self.processes(task)[which])
@@ -150,11 +150,11 @@ class LocalProcesses(Runtime):
             devices.check_environment()
 
     def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002
-        found = []
+        lines = []
         for task in rendered["tasks"].values():
             environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
-            found.append(f"{environment} {shlex.join(task['command'])} &")
-        return found
+            lines.append(f"{environment} {shlex.join(task['command'])} &")
+        return lines
 
     def start(self, work: Workload, sh: Shell) -> None:  # noqa: ARG002
         supervisor.start_supervisor(work.run)
@@ -193,11 +193,11 @@ def processes_of(
         gpus: each task's; without, none sees any.
         network: `private` or `host`.
     """
-    given = {name: value for name, value in (more or {}).items() if value is not None}
+    values = {name: value for name, value in (more or {}).items() if value is not None}
     gpus = gpus or Placement()
     tasks = {}
     for task in spec.tasks:
-        environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **given}
+        environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **values}
         environment |= visible(gpus, task.name, more or {})
         if network == PRIVATE and gpus.of(task.name):
             environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may be one that is not in there
@@ -205,11 +205,11 @@ def processes_of(
             environment["TF_CONFIG"] = text
         tasks[task.name] = {"command": [sys.executable, "-m", "cluster.agent", *command], "environment": environment}
     names = [name for name, value in (more or {}).items() if value is None]
-    found: dict[str, Any] = {"runtime": "local", "network": network, "inherits": names, "tasks": tasks}
+    composed: dict[str, Any] = {"runtime": "local", "network": network, "inherits": names, "tasks": tasks}
     # An accelerator's library must be new in the process that uses it.
     accelerated = bool(spec.kind.hardware) or any(gpus.of(task.name) for task in spec.tasks)
     shared = settings.is_on("SHARED_IMPORT")
-    return found | {"preload": TRAINER_IMPORTS} if shared and not command and not accelerated else found
+    return composed | {"preload": TRAINER_IMPORTS} if shared and not command and not accelerated else composed
 
 
 def visible(gpus: Placement, task: str, given: Collection[str] = ()) -> dict[str, str]:

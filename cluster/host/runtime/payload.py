@@ -58,13 +58,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 def process_variables(names: Collection[str] = ()) -> dict[str, str]:
     """Return the variables that local tasks inherit, with the additional ones of `--env`."""
     listed = PROCESS | {*names, *PROXIES}
-    found = {}
+    inherited = {}
     for name, value in os.environ.items():
         if name in listed or name.startswith("LC_") or _for_every_task(name):
-            found[name] = value
-    if "PYTHONPATH" in found:  # tasks run in another folder than the caller
-        found["PYTHONPATH"] = os.pathsep.join(python_path())
-    return found
+            inherited[name] = value
+    if "PYTHONPATH" in inherited:  # tasks run in another folder than the caller
+        inherited["PYTHONPATH"] = os.pathsep.join(python_path())
+    return inherited
 
 
 def container_variables(*, way_out: bool) -> dict[str, str | None]:
@@ -86,33 +86,33 @@ def python_path() -> list[str]:
 
 def parse_variables(given: Sequence[str]) -> dict[str, str | None]:
     """Return the variables that `--env NAME[=VALUE]` gives to tasks; None is the value that is set here."""
-    found: dict[str, str | None] = {}
-    for words in given:
-        name, equals, value = words.partition("=")
+    variables: dict[str, str | None] = {}
+    for option in given:
+        name, equals, value = option.partition("=")
         if not _NAME.fullmatch(name) or "\0" in value:
-            raise UsageError(f"--env {words!r}: expected NAME or NAME=VALUE; write it as --env NAME=VALUE")
+            raise UsageError(f"--env {option!r}: expected NAME or NAME=VALUE; write it as --env NAME=VALUE")
         if name in NEVER_SET:
             raise UsageError(f"--env {name}: it is set for each task, or where you call `up`; leave it out")
         if not equals and name not in os.environ:
             raise UsageError(f"--env {name}: it is not set here; set it, or give a value with --env {name}=VALUE")
-        found[name] = value if equals else None
-    return found
+        variables[name] = value if equals else None
+    return variables
 
 
 def parse_secrets(given: Sequence[str], env: Sequence[str] = ()) -> dict[str, Path]:
     """Return the files of `--secret NAME=FILE`, by the variables, which `--env` must not give, too."""
-    found: dict[str, Path] = {}
-    for words in given:
-        name, _, file = words.partition("=")
+    files: dict[str, Path] = {}
+    for option in given:
+        name, _, file = option.partition("=")
         if not _NAME.fullmatch(name) or not file:
-            raise UsageError(f"--secret {words!r}: expected NAME=FILE, such as WANDB_API_KEY=~/.wandb-key")
+            raise UsageError(f"--secret {option!r}: expected NAME=FILE, such as WANDB_API_KEY=~/.wandb-key")
         if name in NEVER_SET or name in parse_variables(env):
             raise UsageError(f"--secret {name}: it is set for each task, or by --env; leave one of them out")
         path = Path(file).expanduser().absolute()
         if not (path.is_file() and os.access(path, os.R_OK)):
             raise UsageError(f"--secret {name}: {path} is not a file that you can read; write the value into one")
-        found[name] = path
-    return found
+        files[name] = path
+    return files
 
 
 SCRIPT_MOUNT = "/script"
@@ -151,12 +151,12 @@ class Payload:
 
     def mounts(self) -> list[tuple[Path, str]]:
         """Return each folder, and each secret's file, that is mounted, and its path in the task."""
-        found = [(folder, f"{CODE_MOUNT}/{at}") for at, folder in enumerate(self.code_dirs)]
+        mounts = [(folder, f"{CODE_MOUNT}/{at}") for at, folder in enumerate(self.code_dirs)]
         if self.packages:
-            found.append((self.packages, PACKAGES_MOUNT))
+            mounts.append((self.packages, PACKAGES_MOUNT))
         if self.script:
-            found.append((self.script.parent, SCRIPT_MOUNT))
-        return [*found, *((file, f"{SECRETS_MOUNT}/{name}") for name, file in self.secrets.items())]
+            mounts.append((self.script.parent, SCRIPT_MOUNT))
+        return [*mounts, *((file, f"{SECRETS_MOUNT}/{name}") for name, file in self.secrets.items())]
 
     @property
     def caller_variables(self) -> list[str]:
@@ -169,17 +169,17 @@ class Payload:
 
     def environment(self, spec: ClusterSpec, path: Sequence[str] = ()) -> dict[str, str | None]:
         """Return the variables of the tasks, with their PYTHONPATH; None is the value that the caller has."""
-        found = parse_variables(self.env)
+        variables = parse_variables(self.env)
         if path:
-            found["PYTHONPATH"] = os.pathsep.join(path)
+            variables["PYTHONPATH"] = os.pathsep.join(path)
         if self.secrets:
-            found[SECRET_FILES] = json.dumps({name: str(file) for name, file in self.secrets.items()})
+            variables[SECRET_FILES] = json.dumps({name: str(file) for name, file in self.secrets.items()})
         if self.script is None:
-            return found
-        found["PYTHONUNBUFFERED"] = "1"
+            return variables
+        variables["PYTHONUNBUFFERED"] = "1"
         if self.needs_legacy_keras(spec):
-            found[LEGACY_KERAS] = "1"
-        return found
+            variables[LEGACY_KERAS] = "1"
+        return variables
 
     @property
     def path(self) -> list[str]:

@@ -39,10 +39,10 @@ def choose_runtime(requested: str, strategy: Strategy | None = None) -> tuple[Ru
         if hardware and not runtime.reaches_hardware:
             why = f"{runtime.tasks} get no {hardware}"
             continue
-        found = runtime.probe()
-        if found.ready:
-            return runtime, f"{runtime.tasks}: {found.detail or why}"
-        why = found.detail
+        state = runtime.probe()
+        if state.ready:
+            return runtime, f"{runtime.tasks}: {state.detail or why}"
+        why = state.detail
     raise PrerequisiteError(f"--runtime {AUTO}: {why}")
 
 
@@ -52,7 +52,7 @@ def _requested(runtime: Runtime, strategy: str, hardware: str) -> tuple[Runtime,
         raise UsageError(
             f"--runtime {runtime.name} with --strategy {strategy}: {runtime.tasks} get no {hardware}; use {others}"
         )
-    found = runtime.probe()
-    if not found.ready:
-        raise PrerequisiteError(f"--runtime {runtime.name}: {found.detail}; {found.fix}, or use --runtime {LOCAL.name}")
-    return runtime, f"{runtime.tasks}: {found.detail}" if found.detail else f"{runtime.tasks}, as requested"
+    state = runtime.probe()
+    if not state.ready:
+        raise PrerequisiteError(f"--runtime {runtime.name}: {state.detail}; {state.fix}, or use --runtime {LOCAL.name}")
+    return runtime, f"{runtime.tasks}: {state.detail}" if state.detail else f"{runtime.tasks}, as requested"

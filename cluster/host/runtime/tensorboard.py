@@ -58,8 +58,8 @@ def port_problem(runs_dir: Path, port: int) -> tuple[str, str] | None:
     """Return why the port cannot be used, and what to do about it; None if it is free, or our own TensorBoard's."""
     if running_port(runs_dir) == port or (error := bind_error(port)) is None:
         return None
-    what = "may not be used by this user" if isinstance(error, PermissionError) else "is in use by another program"
-    return f"port 127.0.0.1:{port} {what} ({error.strerror})", f"choose another one: {OTHER_PORT}"
+    problem = "may not be used by this user" if isinstance(error, PermissionError) else "is in use by another program"
+    return f"port 127.0.0.1:{port} {problem} ({error.strerror})", f"choose another one: {OTHER_PORT}"
 
 
 def build_image(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
