@@ -227,7 +227,7 @@ def install() -> None:
         return how | {"preload": "tests.programs.preloaded"}
 
     replaced: list[tuple[object, str, Callable[..., Any]]] = [
-        (configuration, "resolve", resolve),
+        (configuration, "resolve_config", resolve),
         (LocalProcesses, "render", render),
         (checkout, "commit", lambda: None),
         (manifest, "_tree", lambda folder: ""),
