@@ -49,9 +49,12 @@ class Plan(Workload):
     @property
     def notes(self) -> list[str]:
         """What the caller should know of it besides."""
-        others = [*self._keras_notes, *self.about_resuming, *self._elastic_notes]
-        others += filter(None, [self.network.warning])
-        return [*self.gpus.lines(), *self.gpus.notes, *others]
+        return [*self.gpus.lines(), *self._keras_notes, *self._warnings]
+
+    @property
+    def _warnings(self) -> list[str]:
+        network = [self.network.warning] if self.network.warning else []
+        return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *network]
 
     @property
     def _elastic_notes(self) -> list[str]:
@@ -111,10 +114,7 @@ class Plan(Workload):
                 for task in self.cluster.tasks
             ],
             "elastic": self.elastic or None,
-            "notes": [
-                *(*self.gpus.notes, *self.about_resuming, *self._elastic_notes),
-                *filter(None, [self.network.warning]),
-            ],
+            "notes": self._warnings,
             "config": self.config,
             "compose": self.compose,
         }
@@ -127,10 +127,9 @@ class Plan(Workload):
         bubble = (stages - 1) / (micro_batches + stages - 1)
         cut = self.try_configuration()
         del cut["record"]
-        pipelines = self.cluster.pipelines
         return {
             **self.config["pipeline"],
-            "pipelines": pipelines,
+            "pipelines": self.cluster.pipelines,
             "micro_batches": micro_batches,
             "bubble": bubble,
             **cut,

@@ -21,12 +21,15 @@ from cluster.host.runtime.resources import Job
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json_lines
 
-ORDER = ("dataset", "source", "seed", "global_batch")
-"""What decides, with the step, which examples a step reads."""
-STATE = ("model", "freeze", "optimizer.name")
-"""What decides which variables a checkpoint has."""
+_OTHER_EXAMPLES, _OTHER_VARIABLES = "it would skip or repeat data", "its checkpoint would not fit"
 SWITCHES = ("optimizer.ema", "optimizer.momentum", "callbacks")
-"""What decides it by being there or not."""
+"""What decides which variables a checkpoint has, by being there or not."""
+FIXED = {
+    **dict.fromkeys(("dataset", "source", "seed", "global_batch"), _OTHER_EXAMPLES),
+    **dict.fromkeys(("model", "freeze", "optimizer.name", *SWITCHES), _OTHER_VARIABLES),
+    "init_from": "has begun with other weights",
+}
+"""What a run that has saved cannot change, and why."""
 TOLERANCE = 1e-3
 """Of an epoch: rows in `metrics/` are rounded."""
 
@@ -151,12 +154,7 @@ def check_resumed(run: RunFolder, preset: str, config: Mapping[str, Any], cluste
         raise UsageError(f"--preset {preset}: run {run.name!r} has {before['preset']}; {_way_out(run)}")
     if not (done := max(run.saved_steps, default=0)):
         return []
-    reasons = {
-        ORDER: "it would skip or repeat data",
-        STATE + SWITCHES: "its checkpoint would not fit",
-        ("init_from",): "has begun with other weights",
-    }
-    for name, why in ((name, why) for names, why in reasons.items() for name in names):
+    for name, why in FIXED.items():
         previous, requested = _value(before, name), _value(config, name)
         if name in SWITCHES:
             differs = bool(previous) != bool(requested)

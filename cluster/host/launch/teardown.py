@@ -69,10 +69,10 @@ def remove_ended(run: RunFolder, sh: Shell) -> str:
         return _left(run, error)
 
 
-def try_remove(run: RunFolder, sh: Shell, *, grace_s: int = 10) -> str:
+def try_remove(run: RunFolder, sh: Shell) -> str:
     """Remove as `remove_run` does; return in words what could not be removed, empty if nothing."""
     try:
-        remove_run(run, sh, grace_s=grace_s)
+        remove_run(run, sh)
     except (Exception, KeyboardInterrupt) as error:
         return _left(run, error)
     return ""

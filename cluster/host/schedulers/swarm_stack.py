@@ -85,9 +85,9 @@ def _node(value: dict[str, Any], own: str) -> Node:
     return Node(value["ID"], described.get("Hostname", ""), not why, value["ID"] == own, reached, why)
 
 
-def ask_manager(*words: str, timeout_s: float = 30.0) -> str:
+def ask_manager(*words: str) -> str:
     """Return the answer of the manager's engine."""
-    code, text = engine.ask(*words, timeout_s=timeout_s)
+    code, text = engine.ask(*words, timeout_s=30.0)
     if code:
         raise PrerequisiteError(f"docker {' '.join(words[:2])}: {' '.join(text.split())[:300]}")
     return text
