@@ -80,35 +80,36 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
         left_out: the options of `Request` that it does not take, by the names of their fields.
         help_texts: the help of the options that are its own, by the names of their parameters.
     """
-    taken = {name: each for name, each in OPTIONS.items() if name not in left_out}
+    taken = {name: option for name, option in OPTIONS.items() if name not in left_out}
 
     def decorate(body: Callable[..., None]) -> Any:
-        context, _, *own = inspect.signature(body).parameters.values()
+        context, _, *parameters = inspect.signature(body).parameters.values()
 
         @functools.wraps(body)
-        def wrapped(c: Context, file: str = "", **given: Any) -> None:
-            ours = {parameter.name: given.pop(parameter.name, parameter.default) for parameter in own}
-            given = parse_options(given)
+        def wrapped(c: Context, file: str = "", **typed: Any) -> None:
+            own_options = {parameter.name: typed.pop(parameter.name, parameter.default) for parameter in parameters}
+            parsed = parse_options(typed)
             words = _words(c)
             settings = run_file.read_run_file(file, taken) if file else None
-            request = settings.request(given, words) if settings else Request(**given, overrides=words)
+            request = settings.request(parsed, words) if settings else Request(**parsed, overrides=words)
             if request.name in COMMANDS:
                 raise UsageError(f"--name {request.name} is also a command; choose another name")
             if request.asks_for_help:
                 print(configuration.describe_training_options(request))
             else:
-                body(c, request, **ours)
+                body(c, request, **own_options)
 
         options = [
-            Parameter(each.name, Parameter.KEYWORD_ONLY, default=UNTYPED.get(each.types, "")) for each in taken.values()
+            Parameter(option.name, Parameter.KEYWORD_ONLY, default=UNTYPED.get(option.types, ""))
+            for option in taken.values()
         ]
         file = Parameter("file", Parameter.KEYWORD_ONLY, default="")
-        extras = [file, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)]
+        extras = [file, *(parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters)]
         wrapped.__signature__ = inspect.Signature([context, *options, *extras])  # type: ignore[attr-defined]
         return invoke.task(
             auto_shortflags=False,
-            iterable=[each.name for each in taken.values() if each.types == (list,)],
-            help={name: each.full_help for name, each in taken.items()} | {"file": FILE_HELP} | help_texts,
+            iterable=[option.name for option in taken.values() if option.types == (list,)],
+            help={name: option.full_help for name, option in taken.items()} | {"file": FILE_HELP} | help_texts,
         )(report_errors(wrapped))
 
     return decorate
@@ -180,7 +181,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
     except BrokenPipeError:
         code = EXIT_UNREAD
     except ThreadException as error:  # from what shows a command's output
-        if any(each.type is not BrokenPipeError for each in error.exceptions):
+        if any(failure.type is not BrokenPipeError for failure in error.exceptions):
             raise
         code = EXIT_UNREAD
     except OSError as error:

@@ -151,8 +151,8 @@ def _print_task_help(program: Program, name: str) -> None:
     context = program.parser.contexts[name]
     takes_request = "--preset" in context.flags
     words = [
-        each.name.upper() if MUST_BE_NAMED in (each.help or "") else f"[{each.name.upper()}]"
-        for each in context.positional_args
+        argument.name.upper() if MUST_BE_NAMED in (argument.help or "") else f"[{argument.name.upper()}]"
+        for argument in context.positional_args
     ]
     print(" ".join(["invoke", context.name, *words, "[OPTIONS]", *(["[-- OVERRIDES]"] if takes_request else [])]))
     width = min(shutil.get_terminal_size().columns, 120)
@@ -164,7 +164,7 @@ def _print_task_help(program: Program, name: str) -> None:
 
 def _grouped_help(context: ParserContext) -> list[tuple[str, str | None]]:
     """Return the options of a task that takes a request, and their help, under the headings of their groups."""
-    names = {group: [each.key for each in OPTIONS.values() if each.group == group] for group in Group}
+    names = {group: [option.key for option in OPTIONS.values() if option.group == group] for group in Group}
     declared = {key for keys in names.values() for key in keys}
     names[Group.COMMAND] = [name for name in context.args if name not in declared]
     lines: list[tuple[str, str | None]] = []

@@ -48,7 +48,7 @@ def find_run(name: str = "") -> RunFolder:
 def free_folder(name: str) -> RunFolder:
     """Return the first of `name`, `name-2`, `name-3` and so on that is neither a run nor about to become one."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    folders = (RunFolder(runs_dir() / each) for each in names)
+    folders = (RunFolder(runs_dir() / candidate) for candidate in names)
     free = (run for run in folders if run.incomplete or not os.path.lexists(run.path))
     return next(run for run in free if not claim.is_held(run))
 

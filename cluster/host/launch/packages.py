@@ -107,8 +107,8 @@ def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:
     _run([*_PIP, *words, *_for_python(python)], requirements)
     report = json.loads((scratch / "report.json").read_text())
     known = {canonicalize_name(name) for name in (*(pin.name for pin in own), *_OURS)}
-    others = [each for each in report["install"] if canonicalize_name(each["metadata"]["name"]) not in known]
-    return sorted(_line(each, requirements) for each in others)
+    others = [package for package in report["install"] if canonicalize_name(package["metadata"]["name"]) not in known]
+    return sorted(_line(package, requirements) for package in others)
 
 
 def _line(package: dict[str, Any], requirements: Path) -> str:

@@ -118,7 +118,7 @@ def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpe
         return Job()
     if typed.gpus:
         raise UsageError(f"--gpus {typed.gpus} with {runtime.tasks}: say how many each gets, with --gpus-per-task")
-    for name in (each.name for each in fields(Job) if each.name not in runtime.job_options):
+    for name in (field.name for field in fields(Job) if field.name not in runtime.job_options):
         if value := getattr(typed, name):
             raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}: they have no such; leave it out")
     requested = {name: str(getattr(request, name) or "") for name in runtime.job_options}
@@ -129,23 +129,23 @@ def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpe
     return job
 
 
-def check_gpus(option: str, request: Request, cluster: ClusterSpec, each: int = 0) -> None:
+def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: int = 0) -> None:
     """Check that tasks may have GPUs, and as many devices as GPUs.
 
     Args:
         option: that requests them.
         request: with the requested devices.
         cluster: whose tasks get them.
-        each: the GPUs of a task; 0: not known yet.
+        per_task: the GPUs of a task; 0: not known yet.
 
     Raises:
         UsageError: they may not.
     """
     if cluster.kind.hardware:
         raise UsageError(f"{option} with --strategy {cluster.strategy}, which is for other hardware; leave one out")
-    if each and request.devices not in (None, each):
+    if per_task and request.devices not in (None, per_task):
         raise UsageError(
-            f"--devices {request.devices} with {option}: a task has a replica on each of its {each} GPUs; leave "
+            f"--devices {request.devices} with {option}: a task has a replica on each of its {per_task} GPUs; leave "
             "--devices out"
         )
 
@@ -287,7 +287,7 @@ def check_hardware(strategy: str) -> None:
     if requested is None or not requested.hardware:
         return
     patterns, name = DEVICE_FILES[requested.hardware], requested.hardware.upper()
-    if not os.environ.get(f"{name}_NAME") and not any(any(Path("/").glob(each.lstrip("/"))) for each in patterns):
+    if not os.environ.get(f"{name}_NAME") and not any(any(Path("/").glob(pattern.lstrip("/"))) for pattern in patterns):
         raise PrerequisiteError(
             f"--strategy {strategy}: this machine has no {name} (no {' or '.join(patterns)}); run this where there is "
             f"one, or set {name}_NAME to one that this machine can reach"
@@ -338,12 +338,12 @@ def check_elastic_batch(elastic: Mapping[str, Any], cluster: ClusterSpec, config
     """
     if not elastic or config.get("bitwise_elastic"):  # virtual shards need not be shared evenly
         return
-    batch, each = config["global_batch"], cluster.devices * config.get("micro_batches", 1)
+    batch, parts = config["global_batch"], cluster.devices * config.get("micro_batches", 1)
     numbers = range(elastic["min_workers"], len(cluster.of(Role.WORKER)) + 1)
-    every = math.lcm(*((1 + number) * each for number in numbers))
+    every = math.lcm(*((1 + number) * parts for number in numbers))
     for number in reversed(numbers):
         replicas = (1 + number) * cluster.devices
-        if batch % ((1 + number) * each):
+        if batch % ((1 + number) * parts):
             raise UsageError(
                 f"--min-workers {elastic['min_workers']}: global batch {batch} is not divisible by the {replicas} "
                 f"replicas of a run on {counted(number, 'worker')}, times micro-batches; use -- --global-batch "

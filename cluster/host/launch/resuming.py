@@ -69,7 +69,7 @@ def resume(previous: Previous, request: Request) -> Request:
     started = previous.started
     kept = ("max_restarts", "max_external_restarts", "memory", "network", "requirements", "env")
     recorded = {name: getattr(started, name) for name in kept}
-    recorded |= {each.name: started.job.get(each.name) for each in fields(Job)}
+    recorded |= {job_field.name: started.job.get(job_field.name) for job_field in fields(Job)}
     recorded |= {"secret": started.secrets, "hang_timeout": started.hang_timeout_s or None}
     if request.resume:
         recorded |= {"min_workers": started.min_workers, "grow": started.grow}
@@ -174,7 +174,9 @@ def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: ClusterSpe
     """Return a note where the datasets of a function would have other shards than before."""
     if config.get("source") != "function":
         return []
-    previous, requested = (config.get("bitwise_elastic") or each.replicas for each in (run.load_cluster(), cluster))
+    previous, requested = (
+        config.get("bitwise_elastic") or trained.replicas for trained in (run.load_cluster(), cluster)
+    )
     if previous == requested:
         return []
     return [

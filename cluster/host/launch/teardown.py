@@ -113,7 +113,7 @@ class Leftovers:
         Raises:
             PrerequisiteError: what runs its tasks does not answer.
         """
-        if names := [each for each in self.unreachable if name in (None, "", each)]:
+        if names := [run_name for run_name in self.unreachable if name in (None, "", run_name)]:
             raise PrerequisiteError(f"{', '.join(names)}: in {self.unreachable[names[0]]}, then `invoke down` again")
 
 

@@ -68,7 +68,7 @@ class Option:
     @property
     def type(self) -> str:
         """The types of its values, in words."""
-        return " or ".join(TYPES[each] for each in self.types)
+        return " or ".join(TYPES[kind] for kind in self.types)
 
     @property
     def full_help(self) -> str:

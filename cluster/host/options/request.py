@@ -246,9 +246,10 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
     def training(self) -> list[str]:
         """Return the overrides of the training configuration, those that are options of `up` first."""
         words = []
-        for each in OPTIONS.values():
-            if each.override and self.is_given(each.name):
-                words += [f"--{each.override}", *([] if each.types == (bool,) else [str(getattr(self, each.name))])]
+        for option in OPTIONS.values():
+            if option.override and self.is_given(option.name):
+                words += [f"--{option.override}"]
+                words += [] if option.types == (bool,) else [str(getattr(self, option.name))]
         return [*words, *self.train, *self.overrides]
 
     def count(self, name: str) -> int:
@@ -315,12 +316,12 @@ def check_together(request: Request, *, scripted: bool | None) -> None:
     Raises:
         UsageError: a value is not valid, or an option does not go with the others.
     """
-    for each in OPTIONS.values():
-        value = getattr(request, each.name)
-        if each.choices and value and value not in each.choices:
-            raise UsageError(f"--{each.key} {value!r} is not a {each.name}{nearest(value, each.choices)}")
-        if each.types == (int,) and value is not None:
-            parse_count(each.key, value, *each.bounds)
+    for option in OPTIONS.values():
+        value = getattr(request, option.name)
+        if option.choices and value and value not in option.choices:
+            raise UsageError(f"--{option.key} {value!r} is not a {option.name}{nearest(value, option.choices)}")
+        if option.types == (int,) and value is not None:
+            parse_count(option.key, value, *option.bounds)
     met = {Needs.NEW_RUN: not request.resume, Needs.EARLIER_RUN: bool(request.resume or request.again)}
     check_needs(request, met if scripted is None else met | {Needs.TRAINER: not scripted, Needs.SCRIPT: scripted})
 
@@ -331,10 +332,10 @@ def check_needs(request: Request, met: Mapping[Needs, bool]) -> None:
     Raises:
         UsageError: one was; the message names all with the same needs.
     """
-    given = {f"--{each.key}": each.needs for each in OPTIONS.values() if request.is_given(each.name)}
+    given = {f"--{option.key}": option.needs for option in OPTIONS.values() if request.is_given(option.name)}
     given |= {"[train]": Needs.TRAINER} if request.train else {}
     given |= {"args": Needs.SCRIPT} if request.args else {}
-    for needs in (each for each, is_met in met.items() if not is_met):
+    for needs in (need for need, is_met in met.items() if not is_met):
         if names := [name for name, its_needs in given.items() if its_needs == needs]:
             it = "it" if len(names) == 1 else "them"
             raise UsageError(f"{' and '.join(names)}: {needs.value}; leave {it} out")

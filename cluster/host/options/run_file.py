@@ -139,12 +139,12 @@ def render_run_file(request: Request, config: Mapping[str, Any], folder: Path) -
                 train[key] = value
     lines = ["# Read by `invoke up --file` and `invoke plan --file`; options on the command line win."]
     for group in Group:
-        members = [each for each in OPTIONS.values() if each.group == group and each.name in options]
+        members = [option for option in OPTIONS.values() if option.group == group and option.name in options]
         if members:
             lines += [
                 "",
                 f"# {group}",
-                *(f"{each.key} = {_toml(each, options[each.name], folder)}" for each in members),
+                *(f"{option.key} = {_toml(option, options[option.name], folder)}" for option in members),
             ]
     if scripted and request.arguments:
         lines += ["", "# The script's arguments", f"{ARGS} = {_literal(list(request.arguments))}"]
@@ -162,7 +162,7 @@ def _value(option: Option, value: Any, path: Path) -> Any:
     if type(value) not in option.types or (isinstance(value, list) and not _is_strings(value)):
         raise UsageError(f"{short_path(path)}: {option.key} = {_shown(value)}: expected {option.type}")
     if isinstance(value, list):
-        return tuple(_each_file(each, path.parent, _beside) if option.is_path else each for each in value)
+        return tuple(_each_file(item, path.parent, _beside) if option.is_path else item for item in value)
     if option.is_path and value:
         return _beside(value, path.parent)
     return str(value) if str in option.types else value
@@ -226,7 +226,7 @@ def _toml(option: Option, value: Any, folder: Path) -> str:
     if option.is_path:
         several = isinstance(value, list | tuple)
         return _literal(
-            [_each_file(each, folder, _relative) for each in value] if several else _relative(value, folder)
+            [_each_file(item, folder, _relative) for item in value] if several else _relative(value, folder)
         )
     if int in option.types and re.fullmatch("0|[1-9][0-9]*", str(value)):
         return str(value)
@@ -243,7 +243,7 @@ def _literal(value: Any) -> str:
 
 
 def _is_strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _shown(value: Any) -> str:

@@ -44,7 +44,7 @@ class SwarmFaults(ContainerFaults):
         running = ("--filter", "desired-state=running", "--format", "{{.Node}}")
         shown = swarm_stack.ask_manager("service", "ps", *running, service)
         on = shown.splitlines()[0] if shown else ""
-        node = next((each for each in swarm_stack.list_nodes() if each.name == on), None)
+        node = next((candidate for candidate in swarm_stack.list_nodes() if candidate.name == on), None)
         if node is None:
             raise ClusterError(f"{task} runs on no host of the Swarm now; `docker service ps {service}` says why")
         if node.own:
