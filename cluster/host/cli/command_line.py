@@ -89,7 +89,7 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
         def wrapped(c: Context, file: str = "", **typed: Any) -> None:
             own_options = {parameter.name: typed.pop(parameter.name, parameter.default) for parameter in parameters}
             parsed = parse_options(typed)
-            words = _words(c)
+            words = _split_overrides(c)
             settings = run_file.read_run_file(file, taken) if file else None
             request = settings.request(parsed, words) if settings else Request(**parsed, overrides=words)
             if request.name in COMMANDS:
@@ -115,7 +115,7 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
     return decorate
 
 
-def _words(c: Context) -> tuple[str, ...]:
+def _split_overrides(c: Context) -> tuple[str, ...]:
     """Return the words after `--`."""
     typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     # invoke joins the words and loses their quotes.
@@ -201,7 +201,7 @@ def _explained(error: OSError) -> str:
     return f"{system_error(error)}; correct that and try again"
 
 
-def answer(question: str) -> str:
+def ask_user(question: str) -> str:
     """Ask on the terminal; return the answer in lower case, `no` at its end (Ctrl-D).
 
     Keys that were pressed before the question was shown are no answer to it.

@@ -160,15 +160,14 @@ def _place(typed: Request, previous: Previous, run: RunFolder, cluster: ClusterS
     machine = devices.read_machine(
         requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids)
     )
-    placed = placement.place_gpus(requested, machine, cluster, busy(run))
+    placed = placement.place_gpus(requested, machine, cluster, _list_busy_gpus(run))
     check_gpus(requested.text, typed, cluster, len(placed.of("chief")))
     return replace(placed, requested=typed.gpus or recorded["gpus"])
 
 
-def busy(run: RunFolder | None = None) -> dict[str, str]:
-    """Return the GPUs that runs of this folder other than this one train on, each with the name of its run."""
-    own = run.path if run else None
-    others = (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != own)
+def _list_busy_gpus(run: RunFolder) -> dict[str, str]:
+    """Return the GPUs that other runs of this folder train on, each with the name of its run."""
+    others = (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path)
     used = {other: placement.ids_in(other.composed) for other in others}
     return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from cluster.contract import settings
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, answer, show, task
+from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, ask_user, show, task
 from cluster.host.control import ending
 from cluster.host.launch import folders
 from cluster.host.reports import comparison, listing, page
@@ -99,4 +99,4 @@ def clean(c, run=None, older="", yes=False):
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("clean asks before it deletes, and there is no terminal to ask on; add --yes")
-    return answer(question) in ("y", "yes")
+    return ask_user(question) in ("y", "yes")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from invoke import Exit
 
-from cluster.host.cli.command_line import answer, task
+from cluster.host.cli.command_line import ask_user, task
 from cluster.host.launch import folders
 from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from cluster.system.messages import counted
@@ -111,21 +111,21 @@ def tour(c, yes=False):
             print(f"\n{number}/{len(STEPS)}  {step.title}")
             _print_paragraph(step.why)
             print(f"\n$ {step.command(run)}", flush=True)
-            if asks and not step.at_once and answer("press Enter to run it, q to stop: ") in ("q", "quit", "n", "no"):
+            if asks and not step.at_once and ask_user("press Enter to run it, q to stop: ") in ("q", "quit", "n", "no"):
                 left = len(STEPS) - number + 1
                 print(f"stopped, {counted(left, 'step')} before its end; invoke down {run} ends what runs")
                 return
-            if code := call(step.command(run)):
+            if code := run_command(step.command(run)):
                 message = f"error: {step.command(run)} ended with exit code {code}; its last lines say why"
                 raise Exit(message, code=code if code > 0 else EXIT_FAILED)
     except KeyboardInterrupt:
-        call(f"invoke down {run}")
+        run_command(f"invoke down {run}")
         raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
     print()
     _print_paragraph(TAIL)
 
 
-def call(command: str) -> int:
+def run_command(command: str) -> int:
     """Run an invoke command; return its exit code."""
     words = [sys.executable, "-m", *shlex.split(command)]
     return subprocess.run(words, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, check=False).returncode

@@ -8,7 +8,7 @@ import pytest
 from invoke import MockContext
 
 import tasks
-from cluster.host.cli.command_line import answer
+from cluster.host.cli.command_line import ask_user
 from cluster.host.cli.tasks import tour
 from cluster.host.cli.tasks.tour import STEPS
 from tests.support.command_line import refusal
@@ -19,7 +19,7 @@ from tests.tools import tour as tour_page
 def ran(monkeypatch) -> list[str]:
     """The commands that were run, in a tour where each succeeds."""
     commands: list[str] = []
-    monkeypatch.setattr(tour, "call", lambda command: commands.append(command) or 0)
+    monkeypatch.setattr(tour, "run_command", lambda command: commands.append(command) or 0)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     return commands
 
@@ -62,7 +62,7 @@ def test_what_was_typed_before_a_question_is_no_answer(monkeypatch):
     with os.fdopen(theirs) as terminal:
         monkeypatch.setattr(sys, "stdin", terminal)
         monkeypatch.setattr("builtins.input", lambda question: os.write(ours, b"yes\n") and terminal.readline())
-        assert "yes" == answer("delete? ")
+        assert "yes" == ask_user("delete? ")
     os.close(ours)
 
 
@@ -70,14 +70,14 @@ def test_what_was_typed_before_a_question_is_no_answer(monkeypatch):
 def test_a_tour_that_fails_or_is_interrupted_ends_with_its_code(monkeypatch, capfd, interrupted):
     ran = []
 
-    def call(command: str) -> int:
+    def run_command(command: str) -> int:
         ran.append(command)
         if interrupted and len(ran) == 1:
             raise KeyboardInterrupt
         return 0 if interrupted else called("invoke explain --workers 0 --strategy none")
 
-    called = tour.call
-    monkeypatch.setattr(tour, "call", call)
+    called = tour.run_command
+    monkeypatch.setattr(tour, "run_command", run_command)
     assert (130 if interrupted else 2) == refusal("tour")[0]
     assert interrupted is (f"invoke down {tour.RUN}" == ran[-1])
 
