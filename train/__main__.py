@@ -129,7 +129,7 @@ def _stand_by(run: RunFolder) -> Callable[[], None]:
         program = Program(run, run.load_cluster().task(os.environ.get("TASK", "chief")))
         program.stand_by()
         wait_at_gate()
-    program.begin()
+    program.join_generation()
     return program.main
 
 

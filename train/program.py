@@ -59,7 +59,7 @@ class Program:
         number = int(os.environ[standby_cluster.NUMBER])
         standby_cluster.report_ready(self.run, self.task.name, self.heartbeat.current.generation, number)
 
-    def begin(self) -> None:
+    def join_generation(self) -> None:
         """Join the generation that the environment now names."""
         self.heartbeat.update(generation=int(os.environ["GENERATION"]), restarts=int(os.environ["RESTARTS"]))
 

@@ -161,7 +161,7 @@ class Callbacks(Action):
     def _weights(self) -> list[bytes]:
         return [hashlib.sha256(_value(variable).tobytes()).digest() for variable in self._model.variables]
 
-    def keep(self) -> None:
+    def store_state(self) -> None:
         """Store the state of the callbacks, and the newest evaluation, in the next checkpoint."""
         progress = self._progress
         progress.results, progress.evaluated_at = self._report.results, self._report.evaluated_at

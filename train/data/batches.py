@@ -44,7 +44,7 @@ class Replicas:
     count: int = 1
 
     @classmethod
-    def of(cls, context: tf.distribute.InputContext) -> Replicas:
+    def from_context(cls, context: tf.distribute.InputContext) -> Replicas:
         """Return the replicas of one of a strategy's input pipelines."""
         count = context.num_replicas_in_sync // context.num_input_pipelines
         return cls(context.num_replicas_in_sync, context.input_pipeline_id * count, count)

@@ -193,7 +193,7 @@ def train_feed(
     whole = cut is None and micro_batches == 1
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        replicas = Replicas.of(context).numbers
+        replicas = Replicas.from_context(context).numbers
         first, last = (shards.first(replica) for replica in (replicas.start, replicas.stop))
         parts = Replicas(shards.total, first, last - first)
         batches = source.train_dataset(BatchSlice(global_batch, seed, first_step, replicas=parts))
@@ -235,7 +235,7 @@ def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_b
         return Feed(lambda: (), lambda _next, at, replica: eval_batch(examples, at, replica, **sizes))
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        return source.eval_dataset(replica_batch, Replicas.of(context)).repeat()
+        return source.eval_dataset(replica_batch, Replicas.from_context(context)).repeat()
 
     # One iterator for all passes, because a new one would need a new graph.
     iterator = iter(

@@ -116,7 +116,7 @@ class ArraySource(IndexedSource):
     splits: Mapping[str, arrays.Split]
 
     @classmethod
-    def of(cls, array_set: arrays.ArraySet) -> ArraySource:
+    def from_arrays(cls, array_set: arrays.ArraySet) -> ArraySource:
         """Return the source of prepared arrays."""
         train, test = array_set.train, array_set.test
         return cls(
@@ -148,7 +148,7 @@ class ShardSource(Source):
     test: shards.ShardSplit
 
     @classmethod
-    def of(cls, shard_set: shards.ShardSet) -> ShardSource:
+    def from_shards(cls, shard_set: shards.ShardSet) -> ShardSource:
         """Return the source of prepared shards."""
         train, test = shard_set.train, shard_set.test
         return cls(
@@ -234,11 +234,11 @@ def open_source(config: TrainConfig, data_dir: Path, run: RunFolder | None = Non
 
     def open_version(version: str = "") -> Source:
         if config.source == "stream":
-            return ShardSource.of(shards.find_shards(data_dir, config.dataset, version))
+            return ShardSource.from_shards(shards.find_shards(data_dir, config.dataset, version))
         if config.source == "function":
             return _open_function(calling.read_record(data_dir, config.dataset, version), data_dir, config.seed)
         array_set = arrays.find_arrays(data_dir, config.dataset, version)
-        return ArraySource.of(array_set.cut(config.transformer.context) if array_set.is_text else array_set)
+        return ArraySource.from_arrays(array_set.cut(config.transformer.context) if array_set.is_text else array_set)
 
     if run is None:
         return open_version()

@@ -76,7 +76,7 @@ class ElasticTrainStep(TrainStep):
                 loss = nan_gradients.nan_if_broken(loss, part.gradients)
             return part.gradients, part.state, tf.stack([loss, part.score])
 
-        numbers_n = self.shards.of(replica)
+        numbers_n = self.shards.list_shards(replica)
         counts_O = self._counts(batch_of, numbers_n) if self.masked else None
         like = [tf.TensorSpec(tensor.shape, tf.float32) for tensor in weights]
         signature = (like, self.state.specs, tf.TensorSpec([2], tf.float32))

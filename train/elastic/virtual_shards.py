@@ -29,7 +29,7 @@ class VirtualShards:
         even, more = divmod(self.total, self.replicas)
         return replica * even + min(replica, more)
 
-    def of(self, replica: tf.Tensor) -> tf.Tensor:
+    def list_shards(self, replica: tf.Tensor) -> tf.Tensor:
         """Return the shards of a replica, `[n] int64`, where `replica` is a tensor, an int64 scalar."""
         firsts = tf.constant(self._firsts, tf.int64)
         return tf.range(firsts[replica], firsts[replica + 1])

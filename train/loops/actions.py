@@ -181,6 +181,6 @@ class Save(Periodic):
 
     def save(self, step: int) -> None:
         if self._callbacks:
-            self._callbacks.keep()
+            self._callbacks.store_state()
         self._report.save(step, self._checkpoint, self.timer)
         self.saved_at = step

@@ -187,7 +187,7 @@ def _data(context: TaskContext, first: int) -> Any:
     def task_dataset(pipeline: tf.distribute.InputContext) -> tf.data.Dataset:
         if context.asynchronous:
             return source.shuffled_batches(config.global_batch, config.seed).map(pair_or_triple)
-        replicas = Replicas.of(pipeline)
+        replicas = Replicas.from_context(pipeline)
         batches = source.train_dataset(BatchSlice(config.global_batch, config.seed, first, replicas=replicas))
         if not context.spec.kind.collective:
             batches = join_batches(batches, replicas.count)

@@ -53,7 +53,7 @@ def write(data_dir: Path, *train: np.ndarray) -> arrays.Split:
 
 
 def source_of(split: arrays.Split) -> sources.Source:
-    return sources.ArraySource.of(arrays.find_arrays(split.features.path.parents[2], "mnist"))
+    return sources.ArraySource.from_arrays(arrays.find_arrays(split.features.path.parents[2], "mnist"))
 
 
 def test_each_example_comes_once_an_epoch():

@@ -25,7 +25,7 @@ def test_each_shard_must_be_one_replicas_and_none_may_have_two_more_than_another
 @given(cuts())
 def test_a_graph_must_find_the_same_shards(cut):
     for replica in range(cut.replicas):
-        shards = cut.of(tf.constant(replica, tf.int64)).numpy().tolist()
+        shards = cut.list_shards(tf.constant(replica, tf.int64)).numpy().tolist()
         assert list(range(cut.first(replica), cut.first(replica + 1))) == shards
         places = [int(cut.place(tf.constant(shard, tf.int64))) for shard in shards]
         assert list(range(len(shards))) == places
