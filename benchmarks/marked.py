@@ -65,6 +65,6 @@ if __name__ == "__main__":
     from train.startup import preload
 
     run = RunFolder(Path(sys.argv[1]))
-    preload.import_program(run)
+    preload.load(run)
     mark(run, os.environ["TASK"])
     os._exit(train(run))

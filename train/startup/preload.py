@@ -25,7 +25,7 @@ def set_variables(config: TrainConfig, strategy: str) -> None:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # tf.keras is then tf_keras
 
 
-def import_program(run: RunFolder) -> None:
+def load(run: RunFolder) -> None:
     """Import everything that the tasks of a run need according to its configuration.
 
     No device is used, so that the process can still be forked, and each copy can form a cluster.

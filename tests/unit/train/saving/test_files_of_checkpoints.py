@@ -36,7 +36,7 @@ class State:
     byte: int = 1
     size: int = SIZE
 
-    def write_checkpoint(self, prefix: str) -> None:
+    def write(self, prefix: str) -> None:
         Path(prefix + ".index").write_bytes(bytes([self.byte]))
         Path(prefix + ".data-00000-of-00001").write_bytes(bytes([self.byte]) * self.size)
 
@@ -136,15 +136,15 @@ KILLED = f"""
 import sys
 from pathlib import Path
 from tests.unit.train.saving.test_files_of_checkpoints import State
-from train.saving.checkpoint_files import Saved, clean, finished, prune, write
+from train.saving.checkpoint_files import Saved, delete_leftovers, delete_older, list_finished, write_checkpoint
 folder, generation = Path(sys.argv[1]), int(sys.argv[2])
-clean(folder, generation)
-step = max((saved.step for saved in finished(folder)), default=0)
+delete_leftovers(folder, generation)
+step = max((saved.step for saved in list_finished(folder)), default=0)
 print("ready", flush=True)
 while True:
     step += 1
-    write(State(step % 256, size={20 * SIZE}), Saved(folder, step), generation)
-    prune(Saved(folder, step), 1)
+    write_checkpoint(State(step % 256, size={20 * SIZE}), Saved(folder, step), generation)
+    delete_older(Saved(folder, step), 1)
 """
 
 
