@@ -84,7 +84,8 @@ class News(Record):
             ValueError: it is not valid.
         """
         news = cls.from_json(digest)
-        _check_number(news.number, news.begun)
+        if news.begun:
+            news.begun.require_number(news.number)
         return news
 
 
@@ -113,8 +114,7 @@ class Roster:
         """
         message = Message.from_json(received)
         if message.begun is not None and message.number > self._number:
-            _check_number(message.number, message.begun)
-            self._run.learn(message.begun)
+            self._run.learn(message.begun.require_number(message.number))
             self._look_at_generation()
         self._received_at[name] = self._clock()
         if message.number != self._number:
@@ -161,11 +161,6 @@ class Roster:
             absent=_few(self._members - self._here),
         )
         return news.to_json()
-
-
-def _check_number(number: int, begun: Generation | None) -> None:
-    if begun is not None and begun.generation != number:
-        raise ValueError(f"generation: expected {number}")
 
 
 def urgent(digest: dict[str, Any]) -> dict[str, Any]:

@@ -185,14 +185,6 @@ class ClusterSpec:
             "tasks": [asdict(task) for task in self.tasks],
         }
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> ClusterSpec:
-        """Return the cluster that `to_json` described."""
-        tasks = tuple(Task(Role(t["role"]), t["index"], t["host"], t["port"]) for t in value["tasks"])
-        return cls(
-            value["strategy"], tasks, value["devices"], value.get("separate_chief", True), value.get("pipelines", 1)
-        )
-
 
 def task_name(role: Role, index: int) -> str:
     """Return a task's name, with an index unless the role has at most one task."""

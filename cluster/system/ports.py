@@ -42,12 +42,10 @@ def _unused(host: str, first: int) -> Iterator[int]:
 
 def bind_error(port: int) -> OSError | None:
     """Return why a server cannot listen on a port of 127.0.0.1; None if it can."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            return error
+    try:
+        open_listener("127.0.0.1", port).close()
+    except OSError as error:
+        return error
     return None
 
 

@@ -168,7 +168,9 @@ class _Cluster(Record):
 
 def cluster(value: Any) -> ClusterSpec:
     """Check the content of `cluster.json`."""
-    spec = ClusterSpec.from_json(_Cluster.from_json(value).to_json())
+    known = _Cluster.from_json(value)
+    tasks = tuple(Task(task.role, task.index, task.host, task.port) for task in known.tasks)
+    spec = ClusterSpec(known.strategy, tasks, known.devices, known.separate_chief, known.pipelines)
     names = [task.name for task in spec.tasks]
     if names.count("chief") != 1 or len(set(names)) < len(names):
         raise ValueError("expected one chief, and every task once")

@@ -8,6 +8,7 @@ that.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 from cluster.contract.run import launch_records, records
@@ -45,11 +46,7 @@ def cluster_with_addresses(run: RunFolder) -> ClusterSpec:
 
 def times_left_out(run: RunFolder) -> dict[str, int]:
     """Return how often each task was left out, for those that ever were."""
-    times: dict[str, int] = {}
-    for change in changes(run):
-        for name in change.lost:
-            times[name] = times.get(name, 0) + 1
-    return times
+    return Counter(name for change in changes(run) for name in change.lost)
 
 
 def changes(run: RunFolder) -> list[MembershipChange]:

@@ -240,17 +240,16 @@ class Generation(EndedAttempt):
         """The time of the failure, or of the start without one."""
         return self.time if self.failed_at is None else self.failed_at
 
+    def require_number(self, number: int) -> Generation:
+        """Return this record; raise ValueError if it is of another generation."""
+        if self.generation != number:
+            raise ValueError(f"generation: expected {number}")
+        return self
+
 
 def generation(number: int) -> Callable[[Any], Generation]:
     """Return a check for the record of generation `number`."""
-
-    def checked(value: Any) -> Generation:
-        record = Generation.from_json(value)
-        if record.generation != number:
-            raise ValueError(f"generation: expected {number}")
-        return record
-
-    return checked
+    return lambda value: Generation.from_json(value).require_number(number)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.contract import spec
-from cluster.contract.spec import ClusterSpec, Role
+from cluster.contract.run import launch_records
+from cluster.contract.spec import Role
 from cluster.system.errors import UsageError
 
 
@@ -97,7 +98,7 @@ def test_who_restarts_alone_and_who_only_serves(topology, alone, serving):
 @given(st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4))
 def test_a_cluster_survives_its_json(workers, ps, evaluator, devices):
     cluster = spec.build(workers, ps if workers else 0, evaluator, devices=devices)
-    assert cluster == ClusterSpec.from_json(cluster.to_json())
+    assert cluster == launch_records.cluster(cluster.to_json())
 
 
 VALID = ["a", "fashion_mnist-20260101-101010", "A.b-c_9", "x" * 63]

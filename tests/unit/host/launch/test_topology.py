@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.contract import compatibility, spec
+from cluster.contract.run import launch_records
 from cluster.host.gpu.placement import Placement
 from cluster.host.kubernetes import rendering
 from cluster.host.launch import configuration, planning
@@ -46,7 +47,7 @@ def test_each_stage_is_a_task_or_a_device_of_the_only_one(options, tasks, device
 def test_as_many_tasks_as_several_pipelines_have_are_those(workers, stages, pipelines):
     built = cluster(workers=workers, stages=stages)
     assert (stages, pipelines, pipelines) == (built.stages, built.pipelines, built.replicas)
-    assert built == spec.ClusterSpec.from_json(built.to_json())
+    assert built == launch_records.cluster(built.to_json())
     again = build_cluster(inherit_topology(Request(resume="run"), built))
     assert (built.stages, pipelines) == (again.stages, again.pipelines)
     assert 4 == build_cluster(inherit_topology(Request(resume="run", stages=4, workers=3), built)).stages
