@@ -161,7 +161,7 @@ def _prepare(folder: Path, count: int, hosts: Sequence[Host]) -> RunFolder:
     write_json(run.compose, composed)
     write_json(run.control / "started.json", {"time": time.time(), "runtime": "local"})
     run.begin_generation(0, resumed=False)
-    provenance.write(run)
+    provenance.write_note(run)
     return run
 
 

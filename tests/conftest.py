@@ -101,7 +101,7 @@ def make_run(tmp_path) -> Callable[..., RunFolder]:
         write_json(run.compose, {"runtime": "local", "tasks": {}})
         write_json(run.control / "started.json", {"time": time.time(), "runtime": "local"})
         run.begin_generation(0, resumed=False)
-        provenance.write(run)
+        provenance.write_note(run)
         return run
 
     return make

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
             tf_config.parse(text)
         timeout_s = settings.seconds("RENDEZVOUS_TIMEOUT_S")
         folder = RunFolder(Path(run_dir))
-        run = RunView(folder, TaskCopy.given(folder, task))
+        run = RunView(folder, TaskCopy.from_environment(folder, task))
         if arguments[:1] == ["--script"]:
             return Agent(run, task, [sys.executable, *arguments[1:]], timeout_s, kind=Script).main()
         if arguments[:1] == ["--"]:

@@ -26,7 +26,7 @@ from cluster.agent.decide import Action, BareAction, EndRun, Facts, LeaveOut, Ph
 from cluster.agent.elastic import Members
 from cluster.agent.run_view import RunView
 from cluster.agent.standby import Standby, cluster_variables
-from cluster.agent.task_process import TaskProcess, Trainer, create, remove_temporary_folder
+from cluster.agent.task_process import TaskProcess, Trainer, create_program, remove_temporary_folder
 from cluster.agent.watchdog import Stall
 from cluster.contract import settings
 from cluster.contract.recovery import attempt_limits, ends, standby_cluster
@@ -194,7 +194,7 @@ class Agent:
 
     def _program(self, environment: dict[str, str]) -> TaskProcess:
         """Create the program. It does not join the cluster before `_let_start`."""
-        return create(self._kind, self._command, environment, self.run.folder, self.task)
+        return create_program(self._kind, self._command, environment, self.run.folder, self.task)
 
     def _record_processes(self, program: TaskProcess) -> None:
         """Record the processes of this task for the injection of faults."""

@@ -210,9 +210,9 @@ class Members:
         if attempt.restarts_alone and self._task.name in self._passed_rendezvous(generation):
             # The other tasks passed it long ago and their TensorFlow servers hold their ports. This task's port may
             # still be in use while the kernel frees the memory of its previous program.
-            rendezvous.listen(listener, **waiting).close()
+            rendezvous.open_task_listener(listener, **waiting).close()
             return
-        rendezvous.wait(
+        rendezvous.hold_rendezvous(
             attempt.spec,
             listener,
             self._run,

@@ -14,7 +14,7 @@ from cluster.contract.run.heartbeat import read_live_heartbeats
 from cluster.contract.run.records import TaskState
 
 
-def check(run: RunFolder, task: str) -> tuple[bool, str]:
+def describe_health(run: RunFolder, task: str) -> tuple[bool, str]:
     """Return whether the task is healthy, and its state in words."""
     beat = read_live_heartbeats(run, task).get(task)
     if beat is None:
@@ -23,6 +23,6 @@ def check(run: RunFolder, task: str) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    healthy, state = check(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"])
+    healthy, state = describe_health(RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"])
     print(state)
     sys.exit(0 if healthy else 1)

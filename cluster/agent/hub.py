@@ -77,7 +77,7 @@ class News(Record):
     absent: frozenset[str] | None = MANY
 
     @classmethod
-    def of(cls, digest: Any) -> News:
+    def from_digest(cls, digest: Any) -> News:
         """Return the news in a digest.
 
         Raises:
@@ -243,7 +243,7 @@ class Hub(Server):
             except (OSError, ValueError):  # a full disk, or a cluster.json that was damaged
                 return
         if urgent(digest) != urgent(self._sent) or now - self._sent_at >= PULSE_S:
-            self._sent, self._sent_at, self.news = digest, now, News.of(digest)
+            self._sent, self._sent_at, self.news = digest, now, News.from_digest(digest)
             for peer in [each for each in self._peers.values() if each.channel.established]:
                 peer.channel.send(digest)
                 self._flush(peer)
@@ -264,7 +264,7 @@ class HubClient:
         self._waker, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        self._thread = threading.Thread(target=self._keep, name="link", daemon=True)
+        self._thread = threading.Thread(target=self._stay_connected, name="hub client", daemon=True)
         self._thread.start()
 
     @property
@@ -300,7 +300,7 @@ class HubClient:
         with contextlib.suppress(OSError):  # it has been woken often enough
             self._waker.send(b"\0")
 
-    def _keep(self) -> None:
+    def _stay_connected(self) -> None:
         pause_s = RETRY_S
         while not self._stopped:
             began = time.monotonic()
@@ -308,7 +308,7 @@ class HubClient:
                 if self._copy and self._copy.is_superseded:
                     return  # its connection would take the place of the newer copy's
                 if found := joining.read_invitation(self._run):
-                    self._hold(found)
+                    self._exchange_messages(found)
             self._received_at = float("-inf")
             lasted = time.monotonic() - began > SILENCE_S
             pause_s = RETRY_S if lasted else min(LONGEST_RETRY_S, pause_s * 1.5)
@@ -327,7 +327,7 @@ class HubClient:
                 self._woken.recv(READ_BYTES)
         return any(each.fileno() in ready for each in clients)
 
-    def _hold(self, hub: Invitation) -> None:
+    def _exchange_messages(self, hub: Invitation) -> None:
         """Exchange messages with the hub until the connection breaks."""
         with Client((hub.host, hub.port), joining.run_token(self._run), self._task, CONNECT_S) as connection:
             received_at = looked = sent_at = time.monotonic()
@@ -356,4 +356,4 @@ class HubClient:
         if digest == REPLACED:
             self._stopped = True  # a newer copy of this task has connected: this one uses the folder alone
         else:
-            self.news, self._received_at = News.of(digest), time.monotonic()
+            self.news, self._received_at = News.from_digest(digest), time.monotonic()

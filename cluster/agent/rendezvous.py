@@ -120,7 +120,7 @@ class Attendance:
         return self.others if absent is None else first | absent
 
 
-def wait(
+def hold_rendezvous(
     spec: ClusterSpec,
     task: Task,
     view: RunView | None = None,
@@ -161,7 +161,7 @@ def wait(
     rendezvous = Attendance(token, frozenset(other.name for other in others), view, generation)
     began = asked = time.monotonic()
     asked -= PASSED_S
-    listener = listen(task, timeout_s=timeout_s, abandon=abandon, report=report)
+    listener = open_task_listener(task, timeout_s=timeout_s, abandon=abandon, report=report)
     answering = _Answering(listener, task, token, rendezvous.unconfirmed)
     first = dialed_first(spec, task)
     poll_s = POLL_S * max(1.0, len(others) / AT_ONCE)
@@ -197,13 +197,13 @@ def dialed_first(spec: ClusterSpec, task: Task) -> frozenset[str]:
 def await_turn(
     task: Task, *, token: str, abandon: Callable[[], bool], report: Callable[[str], None] = lambda obstacle: None
 ) -> None:
-    """Listen as a task that was left out, until `abandon` returns true; see `wait` for the arguments.
+    """Listen as a task that was left out, until `abandon` returns true; see `hold_rendezvous` for the arguments.
 
     Raises:
         PortTaken: another program uses this task's port.
         Abandoned: before this task could listen.
     """
-    listener = listen(task, timeout_s=float("inf"), abandon=abandon, report=report)
+    listener = open_task_listener(task, timeout_s=float("inf"), abandon=abandon, report=report)
     answering = _Answering(listener, task, token, set())
     try:
         while not abandon():
@@ -312,7 +312,7 @@ def _secret(token: str, answering: Task) -> str:
     return f"{token} {answering.name}"
 
 
-def listen(
+def open_task_listener(
     task: Task, *, timeout_s: float, abandon: Callable[[], bool], report: Callable[[str], None]
 ) -> socket.socket:
     """Listen on a task's address. Retries while the port is in use or the address is not available.

@@ -66,7 +66,7 @@ class TaskProcess(ABC):
         )
         assert self._process.stdout is not None
         copied = (self._process.stdout, self._log, self._lines, self.noise)
-        self._pump = threading.Thread(target=logs.copy, args=copied, daemon=True)
+        self._pump = threading.Thread(target=logs.copy_output, args=copied, daemon=True)
         self._pump.start()
 
     @abstractmethod
@@ -206,7 +206,7 @@ class Script(TaskProcess):
         self._start(self._folder)
 
 
-def create(
+def create_program(
     kind: type[TaskProcess], command: list[str], environment: Mapping[str, str], run: RunFolder, task: Task
 ) -> TaskProcess:
     """Create a task's program, with a separate folder for temporary files that survives the task's restarts."""

@@ -46,7 +46,7 @@ OF_TASKS = frozenset(
 )
 
 
-def check() -> None:
+def check_settings() -> None:
     """Check all settings.
 
     Raises:

@@ -121,7 +121,7 @@ class SimHub(SimEnd):
             return
         if not self.frozen:
             digest = json.loads(json.dumps(self.roster.digest()))
-            self.news = News.of(digest)
+            self.news = News.from_digest(digest)
             for name, link in self.world.links.items():
                 if link.gone:
                     self.roster.closed(name)
@@ -178,4 +178,4 @@ class SimHubClient(SimEnd):
         self.world.at(TICK_S, self._tick)
 
     def process(self, link: SimHubClient, what: Any) -> None:
-        self.news, self.received_at = News.of(what), self.world.now
+        self.news, self.received_at = News.from_digest(what), self.world.now

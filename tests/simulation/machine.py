@@ -85,7 +85,7 @@ def hold_rendezvous(
     patience: Callable[[Collection[str]], float],
     **_: Any,
 ) -> None:
-    """Replace `rendezvous.wait`: a task that is there with the same token answers, unless the connection fails."""
+    """Replace the rendezvous: a task that is there with the same token answers, unless the connection fails."""
     world, others = Now.world, frozenset(member.name for member in spec.members) - {task.name}
     if not others:
         return
@@ -117,7 +117,7 @@ def hold_rendezvous(
 
 
 def listen(task: Task, *, abandon: Callable[[], bool], **_: Any) -> Any:
-    """Replace `rendezvous.listen`: the port becomes free after a moment."""
+    """Replace `rendezvous.open_task_listener`: the port becomes free after a moment."""
     Now.world.sleep(POLL_S / 5)
     if abandon():
         raise Abandoned("waiting for the port was abandoned")
@@ -158,10 +158,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agent, "signal", signals)
     patch.setattr(agent, "write_json", lambda *_: Now.world.operation("write"))
     patch.setattr(agent, "identity", lambda pid: {})
-    patch.setattr(rendezvous, "listen", listen)
+    patch.setattr(rendezvous, "open_task_listener", listen)
     patch.setattr(rendezvous, "await_servers", lambda *_, **__: True)
     patch.setattr(joining, "run_token", lambda run: "run")
-    patch.setattr(rendezvous, "wait", hold_rendezvous)
+    patch.setattr(rendezvous, "hold_rendezvous", hold_rendezvous)
     patch.setattr(rendezvous, "await_turn", await_turn)
     patch.setattr(rendezvous, "reaches", reaches)
     patch.setattr(elastic, "Returns", partial(elastic.Returns, clock=Clock.monotonic))

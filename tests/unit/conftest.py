@@ -94,7 +94,7 @@ def start_gang(make_run, start_run, tmp_path) -> StartGang:
             beat.update(importing=True)
             beat.write()
         write_json(run.control / "started.json", read_json(run.control / "started.json") | limits)
-        provenance.write(run)
+        provenance.write_note(run)
         if stopped:
             run.request_stop("a test")
         return start_run(run)

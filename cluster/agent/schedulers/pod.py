@@ -44,12 +44,12 @@ def main() -> int:
         run, given = RunFolder(Path(os.environ["RUN_DIR"])), os.environ.get("TASK")
         task = given or _task_of_operator()
         if task == Role.CHIEF:
-            begin(run, Path(os.environ["RECORDS_DIR"]))
+            prepare_folder(run, Path(os.environ["RECORDS_DIR"]))
         else:
             await_layout(run, settings.seconds("RENDEZVOUS_TIMEOUT_S"))
         if not given:
             _replace_tf_config(run, task)
-        copy = TaskCopy.begin(run, task)
+        copy = TaskCopy.register(run, task)
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -57,7 +57,7 @@ def main() -> int:
     return EXIT_INTERRUPTED if code is None else processes.as_exit_code(code) or result_code(run)
 
 
-def begin(run: RunFolder, given: Path) -> None:
+def prepare_folder(run: RunFolder, given: Path) -> None:
     """Lay out the folder of a new run, or open one that stopped; any other is left as it is.
 
     Args:

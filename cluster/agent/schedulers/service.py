@@ -36,17 +36,17 @@ def main(words: list[str]) -> int:
     """Run the agent of the task that the environment names; return the container's exit code."""
     run, task = RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
-    copy = TaskCopy.begin(run, task)
+    copy = TaskCopy.register(run, task)
     try:
-        rejoin(run, task)
+        await_reopening(run, task)
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     os.environ |= {"STOP_THEN": AfterStop.REQUEUE, **secret_variables(SECRETS)}
-    return keep([sys.executable, "-m", "cluster.agent", *words], run, copy)
+    return run_copy([sys.executable, "-m", "cluster.agent", *words], run, copy)
 
 
-def rejoin(run: RunFolder, task: str) -> None:
+def await_reopening(run: RunFolder, task: str) -> None:
     """Wait until a run that stopped to free a host continues; return at once for any other.
 
     Raises:
@@ -66,7 +66,7 @@ def secret_variables(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.glob("*")) if path.is_file()}
 
 
-def keep(command: list[str], run: RunFolder, copy: TaskCopy) -> int:
+def run_copy(command: list[str], run: RunFolder, copy: TaskCopy) -> int:
     """Run the agent to its end, or until another copy of the task has begun; return the container's exit code."""
     if (code := lifecycle.run_agent(command, run, copy)) is None:
         return EXIT_DONE

@@ -101,7 +101,7 @@ def _task(run: RunFolder, command: list[str]) -> int:
     if config := tf_config.dumps(cluster, task):
         os.environ["TF_CONFIG"] = config
     os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
-    copy = TaskCopy.begin(run, task.name)
+    copy = TaskCopy.register(run, task.name)
     os.environ["LOST_THEN"] = AfterStop.REQUEUE
     watch = Replacements(run, places(run)) if task.role == Role.CHIEF and run.started.grow else None
     if watch:

@@ -19,7 +19,7 @@ SHOWN_OPTIONS = ("preset", "model", "dataset", "loop", "global_batch", "epochs",
 MAX_RESTARTS = 20
 
 
-def write(run: RunFolder, summary: Summary) -> None:
+def write_card(run: RunFolder, summary: Summary) -> None:
     """Write the card of a run that has ended."""
     write_text(run.card, "\n".join(lines(run, summary)) + "\n")
 

@@ -14,7 +14,7 @@ from cluster.system.json_files import DamagedError
 NO_EFFECT_ON_BITS = {"log_every", "checkpoint_every", "keep_checkpoints", "steps_per_loop"}
 
 
-def find(run: RunFolder) -> dict[str, Any] | None:
+def find_reference(run: RunFolder) -> dict[str, Any] | None:
     """Return the name and hash of the newest undisturbed run of the same training; None if there is none."""
     reference, training = None, _training(run)
     if training is None:
@@ -30,7 +30,7 @@ def find(run: RunFolder) -> dict[str, Any] | None:
 
 def same_bits(run: RunFolder) -> bool | None:
     """Return whether a run ended with the weights of its reference run; None if they cannot be compared."""
-    reference = find(run)
+    reference = find_reference(run)
     return None if reference is None else _same_bits(run, reference)
 
 
@@ -44,7 +44,7 @@ def fault_lines(run: RunFolder) -> list[str]:
     resumed = [cost.resumed_s for cost in (summary.restarts if summary else ()) if cost.resumed_s is not None]
     if resumed:
         line += f"; next new step after {median(resumed):.2f} s (median), {max(resumed):.2f} s (most)"
-    reference = find(run)
+    reference = find_reference(run)
     if reference is None or (same := _same_bits(run, reference)) is None:
         return [line]
     result = "the same bits as" if same else "NOT those of"

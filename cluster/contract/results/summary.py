@@ -58,7 +58,7 @@ def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome |
     )
     write_json(run.summary, value.to_json())
     with contextlib.suppress(OSError):  # only the summary is needed
-        card.write(run, value)
+        card.write_card(run, value)
     return value
 
 

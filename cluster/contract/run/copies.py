@@ -42,7 +42,7 @@ class TaskCopy:
     name: str
 
     @classmethod
-    def begin(cls, run: RunFolder, task: str) -> TaskCopy:
+    def register(cls, run: RunFolder, task: str) -> TaskCopy:
         """Record a new copy of a task as its newest; `environment` is for its agent."""
         copy = cls(run, task, secrets.token_hex(8))
         make_folder(copy._path.parent)
@@ -50,7 +50,7 @@ class TaskCopy:
         return copy
 
     @classmethod
-    def given(cls, run: RunFolder, task: str) -> TaskCopy | None:
+    def from_environment(cls, run: RunFolder, task: str) -> TaskCopy | None:
         """Return the copy that this process belongs to; None where nothing starts a task twice."""
         name = os.environ.get(VARIABLE)
         return cls(run, task, name) if name else None

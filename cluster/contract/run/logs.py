@@ -40,7 +40,7 @@ _appending = threading.Lock()
 """A task's program and its standby process share a log."""
 
 
-def copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...] = ()) -> None:
+def copy_output(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...] = ()) -> None:
     """Copy a program's output to its log and to this process's own output, until it ends.
 
     Args:
@@ -58,7 +58,7 @@ def copy(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes
         last = _pass_on(lines, log, last_lines, noise) or last
     last = _pass_on([rest], log, last_lines, noise) or last
     if not last.endswith(b"\n"):
-        append(log, b"\n")  # the next attempt's output begins on a new line
+        append_output(log, b"\n")  # the next attempt's output begins on a new line
 
 
 def _pass_on(lines: list[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...]) -> bytes:
@@ -67,17 +67,17 @@ def _pass_on(lines: list[bytes], log: Path, last_lines: list[str], noise: tuple[
     data = b"".join(kept)
     if not data:
         return b""
-    append(log, data)
+    append_output(log, data)
     with contextlib.suppress(OSError):
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     whole = (line for line in kept if not line.endswith(b"\r"))
-    texts = [shortened(text, KEPT_CHARACTERS) for line in whole if (text := rendered(line.decode(errors="replace")))]
+    texts = [shortened(text, KEPT_CHARACTERS) for line in whole if (text := render_line(line.decode(errors="replace")))]
     last_lines[:] = [*last_lines, *texts][-KEPT_LINES:]
     return data
 
 
-def append(log: Path, data: bytes) -> None:
+def append_output(log: Path, data: bytes) -> None:
     """Append to a log. A full disk must not hold up the program."""
     with _appending, contextlib.suppress(OSError):
         with open_file(log, "ab") as file:
@@ -168,10 +168,10 @@ def last_line(log: Path) -> str:
             lines = file.read(LAST_BYTES).decode(errors="replace").split("\n")
     except OSError:
         return ""
-    return next(filter(None, map(rendered, reversed(lines))), "")
+    return next(filter(None, map(render_line, reversed(lines))), "")
 
 
-def rendered(line: str, *, styled: bool = False) -> str:
+def render_line(line: str, *, styled: bool = False) -> str:
     """Return a line as a terminal shows it after its carriage returns and backspaces.
 
     Args:

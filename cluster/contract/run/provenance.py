@@ -26,25 +26,25 @@ NOTES = 16
 """How many notes to keep for a name, which may be used in several RUNS_DIRs and again with --fresh."""
 
 
-def write(run: RunFolder) -> None:
+def write_note(run: RunFolder) -> None:
     """Note the digests of a run's records.
 
     Raises:
         PrerequisiteError: the user's state folder cannot be written.
     """
-    prepare()
+    create_folder()
     digests = dict(_digests(run))
     others = [note for note in _notes(run.name) if note != digests and "rewriting" not in note]
     write_json(_path(run.name), [digests, *others][:NOTES])
 
 
-def begin(run: RunFolder) -> None:
-    """Note that this user's command changes the records of a run without tasks, until `write`; it may be killed.
+def note_rewriting(run: RunFolder) -> None:
+    """Note that this user's command changes the records of a run without tasks, until `write_note`; it may be killed.
 
     Raises:
         PrerequisiteError: the user's state folder cannot be written.
     """
-    prepare()
+    create_folder()
     write_json(_path(run.name), [_rewriting(run), *_notes(run.name)][:NOTES])
 
 
@@ -54,7 +54,7 @@ def _rewriting(run: RunFolder) -> dict[str, str]:
     return {"rewriting": f"{run.path.resolve()} {status.st_dev} {status.st_ino}"}
 
 
-def check(run: RunFolder) -> None:
+def check_trusted(run: RunFolder) -> None:
     """Check that a run's records match a note.
 
     Raises:
@@ -89,7 +89,7 @@ def check_hidden(folders: Iterable[Path]) -> None:
             )
 
 
-def prepare() -> None:
+def create_folder() -> None:
     """Create the folder of the notes.
 
     Raises:

@@ -44,7 +44,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         UsageError: something requested cannot be done.
         PrerequisiteError: something that this machine must have is missing.
     """
-    settings.check()
+    settings.check_settings()
     previous = load_previous(typed)
     request = resume(previous, typed)
     check_hardware(request.strategy)

@@ -56,7 +56,7 @@ def load_previous(request: Request) -> Previous:
         return Previous()
     run = find_run(name)
     if not request.trust:
-        provenance.check(run)  # before any of its records is believed
+        provenance.check_trusted(run)  # before any of its records is believed
     script = run.script or {}
     check_together(request, scripted=bool(script))
     return Previous(run, run.load_cluster(), run.started, script)

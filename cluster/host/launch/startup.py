@@ -87,8 +87,9 @@ def continue_run(plan: Plan, sh: Shell) -> None:
     Its configuration stays, and so does the time of its start: it is the same run.
     """
     if not plan.request.trust:
-        provenance.check(plan.run)  # once more: tasks lived until now, and what is noted next must be what was checked
-    provenance.begin(plan.run)
+        # Once more: tasks lived until now, and what is noted next must be what was checked.
+        provenance.check_trusted(plan.run)
+    provenance.note_rewriting(plan.run)
     if (stop := _start_generation(plan)) and stop.then == AfterStop.END:
         plan.run.request_stop(stop.by)  # somebody else's, which came too late for the tasks that ended
     _start_tasks(plan, sh)
@@ -134,7 +135,7 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
         PrerequisiteError: memory, disk space, the key, or what hands GPUs to the tasks is missing.
     """
     plan.runtime.preflight(plan, ending)
-    provenance.prepare()
+    provenance.create_folder()
     try:
         runs_dir().mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -209,7 +210,7 @@ def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None) -> No
 
 def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> None:
     if plan.resumes:
-        provenance.begin(plan.run)
+        provenance.note_rewriting(plan.run)
     plan.run.create()
     if script := plan.runtime.seen(plan.payload).script:
         lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)
@@ -264,7 +265,7 @@ def _start_generation(plan: Plan) -> StopRequest | None:
     json_files.write_json(plan.run.cluster, plan.cluster.to_json())
     json_files.write_json(plan.run.compose, plan.compose)
     manifest.write_manifest(plan)
-    provenance.write(plan.run)
+    provenance.write_note(plan.run)
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
     if not plan.resumes:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.logs import LogReader, rendered
+from cluster.contract.run.logs import LogReader, render_line
 from cluster.host.view.status import chief_loss, live_lines, progress
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
@@ -123,7 +123,7 @@ def new_lines(reader: LogReader, *, ended: bool, terminal: bool, styled: bool = 
     and harmless; `styled` keeps their colours.
     """
     for printed in reader.lines(ended=ended):
-        line = rendered(printed.decode(errors="replace"), styled=styled)
+        line = render_line(printed.decode(errors="replace"), styled=styled)
         if not terminal:
             yield line
         elif not NOISE.match(line):

@@ -41,7 +41,7 @@ def arrive(cluster: ClusterSpec, name: str, token: str = "run/0", timeout_s: flo
 
     def come() -> None:
         try:
-            rendezvous.wait(cluster, cluster.task(name), token=token, timeout_s=timeout_s, **more)
+            rendezvous.hold_rendezvous(cluster, cluster.task(name), token=token, timeout_s=timeout_s, **more)
         except Exception as error:
             ended.append(error)
         else:
@@ -97,7 +97,7 @@ def test_nobody_passes_before_the_last_has_come(three):
 
 def test_the_chief_alone_does_not_wait():
     cluster = spec.build(0, evaluator=True)
-    rendezvous.wait(cluster, cluster.task("chief"), token="run/0", timeout_s=0)
+    rendezvous.hold_rendezvous(cluster, cluster.task("chief"), token="run/0", timeout_s=0)
 
 
 def test_a_missing_task_is_named_with_what_else_is_known(three):
@@ -154,7 +154,7 @@ def test_tasks_of_different_generations_do_not_meet():
 def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself():
     cluster = spec.build(1, ports=free_ports(2))
     worker = cluster.task("worker-0")
-    listener = rendezvous.listen(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)
+    listener = rendezvous.open_task_listener(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)
     answering = rendezvous._Answering(listener, worker, "run/0", set())
     error = arrive(cluster, "chief", timeout_s=0.4).end()
     answering.close()

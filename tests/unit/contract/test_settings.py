@@ -30,7 +30,7 @@ def test_a_value_that_a_setting_cannot_have_is_refused_before_anything_starts(na
 @pytest.mark.parametrize("name", [*settings.SECONDS, *settings.SWITCHES])
 def test_an_empty_setting_is_not_set(name, monkeypatch):
     monkeypatch.setenv(name, "")
-    settings.check()
+    settings.check_settings()
     default = settings.SECONDS[name].default if name in settings.SECONDS else True
     assert default == (settings.seconds(name) if name in settings.SECONDS else settings.is_on(name))
 
@@ -61,7 +61,7 @@ def test_a_user_may_have_no_home_folder(value, monkeypatch, tmp_path):
     assert script == check_script(str(script), tmp_path / "runs")
     monkeypatch.delenv("XDG_STATE_HOME")
     with pytest.raises(PrerequisiteError, match="XDG_STATE_HOME"):
-        provenance.prepare()
+        provenance.create_folder()
 
 
 def test_a_home_folder_that_nobody_knows_is_reported(monkeypatch, tmp_path):

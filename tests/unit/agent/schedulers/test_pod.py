@@ -36,7 +36,7 @@ def run(tmp_path) -> RunFolder:
 
 
 def test_the_chief_lays_out_a_new_run(run, given):
-    pod.begin(run, given)
+    pod.prepare_folder(run, given)
     assert ["chief", "worker-0"] == [task.name for task in run.load_cluster().tasks]
     assert 8 == run.load_config()["global_batch"]
     assert run.started.time > 0
@@ -45,28 +45,28 @@ def test_the_chief_lays_out_a_new_run(run, given):
 
 
 def test_a_pod_that_comes_back_leaves_a_run_under_way_alone(run, given):
-    pod.begin(run, given)
+    pod.prepare_folder(run, given)
     run.begin_generation(1, resumed=True)
-    pod.begin(run, given)
+    pod.prepare_folder(run, given)
     assert 1 == run.generation
 
 
 @pytest.mark.parametrize("state", ["succeeded", "failed"])
 def test_a_run_that_ended_stays_ended(run, given, state):
-    pod.begin(run, given)
+    pod.prepare_folder(run, given)
     run.end(state, task="chief")
-    pod.begin(run, given)
+    pod.prepare_folder(run, given)
     assert state == run.outcome.state
 
 
 def test_a_run_that_stopped_goes_on_with_the_cluster_of_the_manifests(run, given, tmp_path):
-    pod.begin(run, given)
+    pod.prepare_folder(run, given)
     run.request_stop("chief")
     run.end("stopped", task="chief")
     with pytest.raises(TimedOut) as raised:
         lifecycle.await_layout(run, 0)
     assert EXIT_TIMEOUT == raised.value.exit_code
-    pod.begin(run, records_of(tmp_path / "larger", workers=2))
+    pod.prepare_folder(run, records_of(tmp_path / "larger", workers=2))
     lifecycle.await_layout(run, 0)
     assert (None, False, 1) == (run.outcome, run.stop_requested, run.generation)
     assert 3 == len(run.load_cluster().tasks)
@@ -84,7 +84,7 @@ def test_a_run_that_stopped_goes_on_with_the_cluster_of_the_manifests(run, given
     ],
 )
 def test_the_exit_code_says_whether_to_start_again(run, given, outcome, code):
-    pod.begin(run, given)
+    pod.prepare_folder(run, given)
     if outcome:
         run.end(outcome.pop("state"), task="chief", **outcome)
     assert code == lifecycle.result_code(run)
@@ -103,7 +103,7 @@ def test_an_operator_says_by_tf_config_which_task_a_pod_is(task, name, listed, t
     """Kubeflow's lists the evaluator in the cluster, and sets none for a chief that is alone."""
     run = RunFolder(tmp_path / "runs" / "a-run")
     records = records_of(tmp_path / "given", workers=1 if listed else 0, evaluator=listed)
-    pod.begin(run, records)
+    pod.prepare_folder(run, records)
     theirs = {"chief": ["a:1"], "worker": ["b:1"], "evaluator": ["c:1"]}
     monkeypatch.setenv("RUN_DIR", str(run.path))
     monkeypatch.setenv("RECORDS_DIR", str(records))

@@ -33,27 +33,27 @@ def stopped(run: RunFolder, then: str) -> None:
 @pytest.mark.parametrize(("then", "code"), [(AfterStop.REQUEUE, EXIT_PEER_LOST), ("", EXIT_DONE)])
 def test_only_a_run_that_is_to_go_on_starts_again(run, then, code):
     stopped(run, then)
-    assert code == service.keep(agent(""), run, TaskCopy.begin(run, "chief"))
+    assert code == service.run_copy(agent(""), run, TaskCopy.register(run, "chief"))
 
 
 def test_an_agent_that_was_killed_is_started_again_by_the_swarm(run):
     kill = f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
-    assert 137 == service.keep(agent(kill), run, TaskCopy.begin(run, "chief"))
+    assert 137 == service.run_copy(agent(kill), run, TaskCopy.register(run, "chief"))
 
 
 def test_an_older_copy_of_a_task_ends_without_stopping_the_run(run, tmp_path, monkeypatch):
     monkeypatch.setattr(lifecycle, "COPY_S", 0.02)
     begun = tmp_path / "begun"
-    older = TaskCopy.begin(run, "worker-0")
+    older = TaskCopy.register(run, "worker-0")
     assert not older.is_superseded
 
     def start_another() -> None:
         wait_for(begun.exists, "the agent")
-        TaskCopy.begin(run, "worker-0")
+        TaskCopy.register(run, "worker-0")
 
     other = threading.Thread(target=start_another)
     other.start()
-    assert EXIT_DONE == service.keep(agent(ENDLESS.format(str(begun))), run, older)
+    assert EXIT_DONE == service.run_copy(agent(ENDLESS.format(str(begun))), run, older)
     other.join()
     assert not run.stop_requested
 
@@ -63,15 +63,15 @@ def test_the_chief_opens_a_run_that_stopped_for_a_host(run, monkeypatch):
     monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "0.1")
     stopped(run, AfterStop.REQUEUE)
     with pytest.raises(TimedOut):
-        service.rejoin(run, "worker-0")
-    service.rejoin(run, "chief")
-    service.rejoin(run, "worker-0")
+        service.await_reopening(run, "worker-0")
+    service.await_reopening(run, "chief")
+    service.await_reopening(run, "worker-0")
     assert (None, False, 1) == (run.outcome, run.stop_requested, run.generation)
 
 
 def test_a_run_that_stopped_for_good_stays_stopped(run):
     stopped(run, "")
-    service.rejoin(run, "chief")
+    service.await_reopening(run, "chief")
     assert (True, 0) == (run.outcome is not None, run.generation)
 
 

@@ -151,7 +151,7 @@ def test_an_agent_that_is_killed_is_started_again(tmp_path, make_run, monkeypatc
     monkeypatch.setattr(lifecycle.signal, "signal", lambda *_: None)
     run = make_run()
     words: list[Any] = ["bash", "-c", f"[ -e {tmp_path}/again ] && exit 3; touch {tmp_path}/again; kill -9 $$"]
-    assert 3 == slurm.keep_agent(words, run, TaskCopy.begin(run, "chief"))
+    assert 3 == slurm.keep_agent(words, run, TaskCopy.register(run, "chief"))
 
 
 @pytest.mark.parametrize(("by", "requeued"), [(TASK_LOST, [["scontrol", "requeue", "7"]]), (slurm.TIME_LIMIT, [])])

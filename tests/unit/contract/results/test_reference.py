@@ -59,7 +59,7 @@ def test_the_reference_is_the_newest_run_of_the_same_training(ended):
     ended("z-older", weights="old")
     ended("a-newer", weights="new")
     run = ended("stormy", restarts=1)
-    assert {"run": "a-newer", "weights_sha256": "new"} == reference.find(run)
+    assert {"run": "a-newer", "weights_sha256": "new"} == reference.find_reference(run)
 
 
 VIRTUAL = {"bitwise_elastic": 6}
@@ -88,14 +88,14 @@ def test_a_run_that_may_have_other_bits_is_no_reference(ended, make_run, other, 
     write_json(make_run("running", workers=1).config, CONFIG)  # it has not ended
     ended("calm", **other)
     run = ended("stormy", **mine)
-    assert found is (reference.find(run) is not None)
+    assert found is (reference.find_reference(run) is not None)
     assert found is (reference.same_bits(run) is not None)  # it is not its own reference
 
 
 def test_the_strategy_of_one_process_makes_a_difference(ended):
     ended("calm", workers=0, strategy="one")
-    assert reference.find(ended("mirrored", workers=0, strategy="mirrored")) is None
-    assert reference.find(ended("one", workers=0, strategy="one")) is not None
+    assert reference.find_reference(ended("mirrored", workers=0, strategy="mirrored")) is None
+    assert reference.find_reference(ended("one", workers=0, strategy="one")) is not None
 
 
 # Whether the bits are the same
@@ -124,7 +124,7 @@ def test_bits_are_compared_with_the_reference_run_s(ended, mine, same, verdict):
 def test_parameter_servers_repeat_no_bits(ended):
     ended("calm", ps=1)
     run = ended("stormy", ps=1)
-    assert reference.find(run) is not None
+    assert reference.find_reference(run) is not None
     assert reference.same_bits(run) is None
 
 

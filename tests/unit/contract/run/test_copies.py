@@ -16,9 +16,9 @@ def run(make_run) -> RunFolder:
 
 
 def test_the_newest_copy_counts(run):
-    older, other = TaskCopy.begin(run, "worker-0"), TaskCopy.begin(run, "chief")
+    older, other = TaskCopy.register(run, "worker-0"), TaskCopy.register(run, "chief")
     older.require_newest()
-    newer = TaskCopy.begin(run, "worker-0")
+    newer = TaskCopy.register(run, "worker-0")
     assert (True, False, False) == (older.is_superseded, newer.is_superseded, other.is_superseded)
     for record in (run.control / "copies").iterdir():
         record.write_text("")  # damaged, it ends nobody
@@ -27,11 +27,11 @@ def test_the_newest_copy_counts(run):
 
 def test_an_agent_knows_its_copy_by_its_environment(run, monkeypatch):
     monkeypatch.delenv(copies.VARIABLE, raising=False)
-    assert TaskCopy.given(run, "worker-0") is None
-    copy = TaskCopy.begin(run, "worker-0")
+    assert TaskCopy.from_environment(run, "worker-0") is None
+    copy = TaskCopy.register(run, "worker-0")
     for name, value in copy.environment.items():
         monkeypatch.setenv(name, value)
-    assert copy == TaskCopy.given(run, "worker-0")
+    assert copy == TaskCopy.from_environment(run, "worker-0")
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_an_agent_knows_its_copy_by_its_environment(run, monkeypatch):
     ],
 )
 def test_an_older_copy_claims_nothing(run, claim):
-    older = RunView(run, TaskCopy.begin(run, "worker-0"))
-    newer = RunView(run, TaskCopy.begin(run, "worker-0"))
+    older = RunView(run, TaskCopy.register(run, "worker-0"))
+    newer = RunView(run, TaskCopy.register(run, "worker-0"))
     with pytest.raises(Superseded):
         claim(older)
     assert (0, None, False) == (run.generation, run.outcome, run.stop_requested)
@@ -55,9 +55,9 @@ def test_an_older_copy_claims_nothing(run, claim):
 def test_an_older_copy_does_not_take_the_newer_one_s_connection(run, monkeypatch):
     monkeypatch.setattr(hub_module, "RETRY_S", 0.05)
     spec = run.load_cluster()
-    chief, older = RunView(run), RunView(run, TaskCopy.begin(run, "worker-0"))
+    chief, older = RunView(run), RunView(run, TaskCopy.register(run, "worker-0"))
     chief.connect(spec, spec.task("chief"), "127.0.0.1")
-    newer = RunView(run, TaskCopy.begin(run, "worker-0"))
+    newer = RunView(run, TaskCopy.register(run, "worker-0"))
     newer.connect(spec, spec.task("worker-0"), "127.0.0.1")
     try:
         wait_for(lambda: newer._link.fresh, "the newer copy's connection")

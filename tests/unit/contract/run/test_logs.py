@@ -24,7 +24,7 @@ def log(tmp_path) -> Path:
 
 def copied(data: bytes, log: Path, noise: tuple[bytes, ...] = ()) -> list[str]:
     last: list[str] = []
-    logs.copy(io.BufferedReader(io.BytesIO(data)), log, last, noise)
+    logs.copy_output(io.BufferedReader(io.BytesIO(data)), log, last, noise)
     return last
 
 
@@ -61,7 +61,7 @@ def test_a_program_that_never_ends_a_line_takes_no_memory(tmp_path, log, monkeyp
     with Path(os.devnull).open("w") as nowhere:
         monkeypatch.setattr(sys, "stdout", nowhere)
         tracemalloc.start()
-        logs.copy(io.BufferedReader(Endless(), 10**6), log, [])
+        logs.copy_output(io.BufferedReader(Endless(), 10**6), log, [])
     grown = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert grown < 20 * 2**20
@@ -72,7 +72,7 @@ def test_a_program_that_never_ends_a_line_takes_no_memory(tmp_path, log, monkeyp
 def test_of_a_log_without_end_the_beginning_and_the_end_are_kept(log, monkeypatch):
     monkeypatch.setattr(logs, "PART_BYTES", 1000)
     for number in range(1000):
-        logs.append(log, b"line %d\n" % number)
+        logs.append_output(log, b"line %d\n" % number)
     assert {"chief.log", "chief.log.first", "chief.log.previous"} == {path.name for path in log.parent.iterdir()}
     lines = read(LogReader(log))
     at = lines.index(GAP.strip())
@@ -88,7 +88,7 @@ def test_whoever_follows_a_log_misses_and_repeats_nothing(log, monkeypatch):
     reader, seen, numbers = LogReader(log), [], itertools.count(1)
     for size in itertools.islice(itertools.cycle([0, 1, 5, 30]), 60):
         for number in itertools.islice(numbers, size):
-            logs.append(log, b"line %d\n" % number)
+            logs.append_output(log, b"line %d\n" % number)
         seen += read(reader, ended=False)
     lines = [line for line in seen if line != GAP.strip()]
     assert [b"line %d" % number for number in range(1, 15 * 36 + 1)] == lines
@@ -134,7 +134,7 @@ def test_a_log_that_cannot_be_written_holds_up_no_program(tmp_path):
 def test_two_programs_of_a_task_print_to_one_log(log, monkeypatch):
     monkeypatch.setattr(logs, "PART_BYTES", 10_000)
     writers = [
-        threading.Thread(target=lambda at=at: [logs.append(log, b"%d " % at * 50 + b"\n") for _ in range(300)])
+        threading.Thread(target=lambda at=at: [logs.append_output(log, b"%d " % at * 50 + b"\n") for _ in range(300)])
         for at in range(3)
     ]
     reader, seen = LogReader(log), []
@@ -160,8 +160,8 @@ def test_two_programs_of_a_task_print_to_one_log(log, monkeypatch):
     ],
 )
 def test_a_line_is_rendered_as_a_terminal_shows_it_in_the_end(printed, shown):
-    assert shown == logs.rendered(printed)
-    assert "\x1b[31mred\x1b[m" == logs.rendered("\x1b[1mx\x1b[0m\r\x1b[31mred\x1b[0m", styled=True)
+    assert shown == logs.render_line(printed)
+    assert "\x1b[31mred\x1b[m" == logs.render_line("\x1b[1mx\x1b[0m\r\x1b[31mred\x1b[0m", styled=True)
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 2**16])
@@ -169,7 +169,7 @@ def test_the_state_of_a_progress_bar_is_logged_before_its_line_ends(log, monkeyp
     monkeypatch.setattr(logs, "CHUNK_BYTES", chunk)
     read_end, write_end = os.pipe()
     with os.fdopen(read_end, "rb") as stream, os.fdopen(write_end, "wb", buffering=0) as program:
-        copying = threading.Thread(target=logs.copy, args=(stream, log, []))
+        copying = threading.Thread(target=logs.copy_output, args=(stream, log, []))
         copying.start()
         program.write(b"Epoch 1/2\r\n\b\b\r1/9 ---\b\b\r2/9 ---\b\b\r3/9")
         wait_for(lambda: log.exists() and "2/9 ---" == logs.last_line(log), "the second state")

@@ -44,12 +44,12 @@ def started(resolved, stopped_run) -> Callable[..., RunFolder]:
 def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started):
     run = started()
     for _ in range(2):
-        provenance.check(run)
+        provenance.check_trusted(run)
         started(resume="mine", workers=2)
     # What the tasks write is not covered.
     write_json(run.manifest, read_json(run.manifest) | {"data": {"name": "x"}, "environment": {"python": "3"}})
     write_json(run.checkpoints / "ckpt-1.json", {"step": 1, "files": {}})
-    provenance.check(run)
+    provenance.check_trusted(run)
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -61,7 +61,7 @@ def test_a_record_that_was_rewritten_is_named_and_not_believed(started, record):
     for text in ("{", "[]", None):
         (run.path / record).write_text(text) if text else (run.path / record).unlink()
         with pytest.raises(UsageError):
-            provenance.check(run)
+            provenance.check_trusted(run)
 
 
 def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_not(started, monkeypatch, tmp_path):
@@ -72,7 +72,7 @@ def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_
     theirs = RunFolder(tmp_path / "moved" / "theirs")
     shutil.copytree(tmp_path / "moved" / "mine", theirs.path)
     with pytest.raises(UsageError, match="--trust"):
-        provenance.check(theirs)
+        provenance.check_trusted(theirs)
     another_user(monkeypatch, tmp_path)
     assert "--trust" in str(refusal(Request(resume="mine", runtime="local")))
     assert "--trust" in str(refusal(Request(trust=True)))  # which is for runs that are there
@@ -83,13 +83,13 @@ def test_a_note_that_is_none_trusts_nothing(make_run, text):
     run = make_run()
     provenance._path(run.name).write_text(text)
     with pytest.raises(UsageError):
-        provenance.check(run)
+        provenance.check_trusted(run)
 
 
 def test_two_runs_of_one_name_are_distinguished(started, tmp_path):
     started().path.parent.rename(tmp_path / "elsewhere")
     for run in (started(), RunFolder(tmp_path / "elsewhere" / "mine")):
-        provenance.check(run)
+        provenance.check_trusted(run)
 
 
 # Every command that would start or load something of a run
@@ -150,7 +150,7 @@ def test_what_is_trusted_and_gone_on_with_is_known_from_then_on(started, monkeyp
     assert 0o700 == provenance._path(run.name).parent.stat().st_mode & 0o777
     another_user(monkeypatch, tmp_path)
     started(resume="mine", trust=True)
-    provenance.check(run)
+    provenance.check_trusted(run)
 
 
 def test_a_run_is_scaled_only_if_its_tasks_left_its_records_alone(started, monkeypatch):
@@ -189,18 +189,18 @@ def test_a_folder_of_notes_that_is_another_s_is_refused(started, monkeypatch):
     run = started()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PrerequisiteError):
-        provenance.prepare()
+        provenance.create_folder()
     with pytest.raises(UsageError):
-        provenance.check(run)
+        provenance.check_trusted(run)
 
 
 def test_a_name_has_a_bounded_number_of_notes(make_run):
     run = make_run()
     for seed in range(provenance.NOTES + 5):
         write_json(run.config, {"seed": seed})
-        provenance.write(run)
+        provenance.write_note(run)
     assert provenance.NOTES == len(read_json(provenance._path(run.name)))
-    provenance.check(run)
+    provenance.check_trusted(run)
 
 
 def test_where_nothing_can_be_noted_nothing_is_started(resolved, monkeypatch, tmp_path):
@@ -240,13 +240,13 @@ def test_a_resume_that_was_killed_while_it_wrote_the_records_can_be_tried_again(
         raise SystemExit
 
     with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
-        patch.setattr(provenance, "write", killed)
+        patch.setattr(provenance, "write_note", killed)
         started(resume="mine", workers=2)
     assert 3 == len(run.load_cluster().tasks)
     copy = run.path.with_name("copy")
     shutil.copytree(run.path, copy)
-    provenance.check(run)
+    provenance.check_trusted(run)
     shutil.move(run.path, run.path.with_name("moved"))
     shutil.move(copy, run.path)
     with pytest.raises(UsageError):  # it is another folder
-        provenance.check(run)
+        provenance.check_trusted(run)

@@ -218,7 +218,9 @@ def _(monkeypatch: pytest.MonkeyPatch) -> Provoked:
 def _() -> Provoked:
     cluster = spec.build(1, ports=free_ports(2))
     never = {"explain": lambda name: "never started"}
-    return refused(lambda: rendezvous.wait(cluster, cluster.task("chief"), token="run/0", timeout_s=0.2, **never))
+    return refused(
+        lambda: rendezvous.hold_rendezvous(cluster, cluster.task("chief"), token="run/0", timeout_s=0.2, **never)
+    )
 
 
 @provokes("is being started by", EXIT_USAGE, "interrupt it")
@@ -285,7 +287,9 @@ def _() -> Provoked:
 
 def cannot_listen(host: str, port: int) -> Provoked:
     task = replace(spec.build(1, ports=free_ports(2)).task("worker-0"), host=host, port=port)
-    return refused(lambda: rendezvous.listen(task, timeout_s=0, abandon=lambda: False, report=lambda obstacle: None))
+    return refused(
+        lambda: rendezvous.open_task_listener(task, timeout_s=0, abandon=lambda: False, report=lambda obstacle: None)
+    )
 
 
 @provokes("failed 4 times", EXIT_FAILED)
@@ -306,7 +310,7 @@ def _() -> Provoked:
 def _(make_run: Callable[..., RunFolder]) -> Provoked:
     run = make_run("mine")
     copied = RunFolder(run.path.rename(run.path.parent / "copied by hand"))
-    return refused(lambda: provenance.check(copied))
+    return refused(lambda: provenance.check_trusted(copied))
 
 
 @provokes("warning: TensorFlow's", EXIT_DONE)

@@ -33,7 +33,7 @@ def training(make_run) -> Callable[..., RunFolder]:
     def make(config: dict[str, Any] | None = None, **topology: Any) -> RunFolder:
         run = make_run(**topology)
         write_json(run.config, {"global_batch": 96, "loop": "custom"} | (config or {}))
-        provenance.write(run)
+        provenance.write_note(run)
         beats(run)
         return run
 

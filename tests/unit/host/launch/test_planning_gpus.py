@@ -169,7 +169,7 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(resolved, nvidia_smi, m
     run = make_run(workers=1, devices=2)
     kept = placement.Placement({"chief": ("0", "1")}, "4").to_json()
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"gpus": kept})
-    provenance.write(run)
+    provenance.write_note(run)
     monkeypatch.setattr("cluster.host.launch.teardown.in_progress", lambda run: True)
     monkeypatch.setattr(planning, "in_progress", lambda run: True)
     assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan_scaling(run, "2", "").gpus.ids.values()]
@@ -198,7 +198,7 @@ def test_runs_in_progress_keep_their_gpus(resolved, nvidia_smi, docker, monkeypa
     write_json(first.run.config, first.config)
     write_json(first.run.cluster, first.cluster.to_json())
     write_json(first.run.control / "started.json", {"gpus": first.gpus.to_json()})
-    provenance.write(first.run)
+    provenance.write_note(first.run)
     assert [[0], [1]] == ids_of(first) == ids_of(planning.plan(Request(name="next", **requested)))
     monkeypatch.setattr(planning, "in_progress", lambda run: run == first.run)
     assert [[2], [3]] == ids_of(planning.plan(Request(name="next", **requested)))

@@ -197,7 +197,7 @@ def test_a_run_that_has_nothing_left_to_do_says_so(trained, previous, changes, l
 def test_a_plan_checks_it_and_starts_nothing(trained):
     run = trained()
     write_json(run.summary, {"state": "stopped"})
-    provenance.write(run)
+    provenance.write_note(run)
     for overrides in (("--global-batch", "384"), ("--seed=7",)):
         with pytest.raises(UsageError):
             planning.plan(Request(resume="demo", runtime="local", overrides=overrides))

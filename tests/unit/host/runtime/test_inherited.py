@@ -167,7 +167,7 @@ def test_a_run_goes_on_with_its_variables(monkeypatch, make_run, tmp_path):
     started = run.control / "started.json"
     write_json(started, read_json(started) | {"env": ["A=1"], "secrets": [f"B={tmp_path / 'key'}"]})
     write_json(run.summary, {"state": "stopped"})
-    provenance.write(run)
+    provenance.write_note(run)
     planned = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
     assert (("A=1",), {"B": tmp_path / "key"}) == (planned.payload.env, planned.payload.secrets)
     assert "1" == planned.compose["tasks"]["chief"]["environment"]["A"]

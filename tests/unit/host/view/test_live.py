@@ -7,7 +7,7 @@ import pytest
 
 from cluster.agent import health
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.logs import LINE_BYTES, copy
+from cluster.contract.run.logs import LINE_BYTES, copy_output
 from cluster.contract.run.records import TraceAnswer
 from cluster.host.checks import rerun
 from cluster.host.control import foreground, profile
@@ -165,7 +165,7 @@ def test_a_progress_bar_is_shown_in_its_last_state(run, capsys):
     epoch = "".join("\b" * 80 + "\r" + step for step in steps)
     assert len(epoch) > 2 * LINE_BYTES
     printed = "".join(f"Epoch {number}/3\n{epoch}\n" for number in (1, 2, 3))
-    copy(io.BufferedReader(io.BytesIO(printed.encode())), run.log("chief"), [])
+    copy_output(io.BufferedReader(io.BytesIO(printed.encode())), run.log("chief"), [])
     capsys.readouterr()
     print_logs(run, ["chief"], follow=False)
     last = f"2000/2000 {'━' * 20} 1ms/step - loss: 0.0005"
@@ -231,7 +231,7 @@ def test_followed_logs_go_on_until_the_run_ends(run, capsys, monkeypatch):
 def test_a_task_is_healthy_while_its_heartbeat_is_fresh(run, state, age_s, healthy):
     if state:
         beat(run, "chief", state, step=3, age_s=age_s)
-    assert healthy is health.check(run, "chief")[0]
+    assert healthy is health.describe_health(run, "chief")[0]
 
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\nroot cause: none \u202e\x9b2J"
