@@ -154,7 +154,7 @@ class Members:
         return {"TF_CONFIG": tf_config.dumps(cluster, self._task) or ""}
 
     def describe_missed(self, generation: int, error: ClusterError, timeout_s: float) -> MissedRendezvous:
-        """Return what is known of a rendezvous that ended with this error."""
+        """Describe a rendezvous that ended with this error."""
         missing = error.missing if isinstance(error, rendezvous.Incomplete) else frozenset[str]()
         return MissedRendezvous(
             str(error),
