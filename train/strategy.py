@@ -131,9 +131,11 @@ POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"
 def precision_policy(precision: str) -> Iterator[None]:
     """Set the precision in which layers compute that are built inside.
 
-    Their weights stay in float32. Models that are built outside, such as the exported one, compute in float32.
+    Their weights stay in float32. Models that are built outside, such as the exported one, compute in float32. A policy
+    that the user's module has set when it was imported stays, unless a precision is given.
     """
-    keras.mixed_precision.set_global_policy(POLICIES[precision])
+    if precision != "fp32":
+        keras.mixed_precision.set_global_policy(POLICIES[precision])
     try:
         yield
     finally:

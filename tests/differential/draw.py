@@ -31,8 +31,10 @@ DTYPES = {
 }
 LAYERS = (
     "batch_norm", "layer_norm", "l2", "constraint", "mean_loss", "sum_loss", "activity", "shared", "residual", "nested",
-    "frozen", "counter", "running_mean", "spectral", "dropout", "tied", "subclass", "variable",
+    "frozen", "counter", "running_mean", "spectral", "dropout", "tied", "subclass", "variable", "double", "pretrained",
 )  # fmt: skip
+DRAWN_LATER = ("tied", "subclass", "variable", "double", "pretrained")
+"""Layers that do not suit every case, or were added later, which must not change the cases of earlier seeds."""
 OPTIMIZERS = ("sgd", "adam", "adamw", "lamb", "lion", "rmsprop", "nadam", "ftrl")
 STRATEGIES = ("one", "mirrored", "central", "multiworker", "ps", "pipeline")
 
@@ -122,7 +124,7 @@ def draw(seed: int) -> Case:
     case["values"] = kind == "pictures" or (kind not in ("tags", "tokens", "named") and maybe(0.3))
     case["weights"], case["ragged"] = maybe(0.3), maybe(0.3)
     case["masked"] = kind in ("tokens", "tags", "sequence", "spans") and maybe(0.5)
-    layers = [name for name in LAYERS if name not in ("tied", "subclass", "variable") and maybe(0.18)]
+    layers = [name for name in LAYERS if name not in DRAWN_LATER and maybe(0.18)]
     layers += ["tied"] if kind == "tags" and maybe(0.5) else []
     layers += ["subclass"] if kind == "vector" and maybe(0.2) else []
     case["layers"] = tuple(layers)
@@ -149,6 +151,10 @@ def draw(seed: int) -> Case:
         case["killed_at"] = (random_.randrange(1, case["steps"]),)
     if case.get("own_step") and not case.get("callbacks") and maybe(0.5):  # evaluations do not call it
         case["own_step"] = "compute_loss"
+    if maybe(0.1) and not case["clip"]:  # Keras cannot clip the norm of gradients of several types
+        case["layers"] += ("double",)
+    if maybe(0.15) and "subclass" not in case["layers"]:
+        case["layers"] += ("pretrained",)
     return Case(seed, **case)
 
 

@@ -160,6 +160,13 @@ REFUSALS = (
         Case(0, strategy="pipeline", stages=2, pipe="pipedream", precision="fp16"),
     ),
     Refusal(
+        "`--schedule pipedream` with a layer that assigns a weight in `call`, such as SpectralNormalization",
+        "several versions of the weights are in use",
+        "`--schedule 1f1b`",
+        lambda case: case.pipe == "pipedream" and "spectral" in case.layers,
+        Case(0, strategy="pipeline", stages=2, pipe="pipedream", layers=("spectral",)),
+    ),
+    Refusal(
         "`--schedule pipedream` with `--remat`",
         "the weights of the forward pass would be gone",
         "`--schedule gpipe`",
@@ -193,6 +200,7 @@ REFUSALS = (
 def blocks(case: Case) -> int:
     """Return the places at which the model of a case can begin a stage."""
     weighted = {"batch_norm", "layer_norm", "l2", "constraint", "activity", "residual", "nested", "frozen", "spectral"}
+    weighted |= {"double"}
     state = {"counter", "running_mean"}
     first = 2 if case.kind in ("tokens", "tags") else 1
     return first + len((weighted | state) & set(case.layers)) + ("shared" in case.layers) + 1

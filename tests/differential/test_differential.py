@@ -31,6 +31,7 @@ CASES = (
     "379",  # PipeDream in two stages
     "435:precision='fp32'",  # stages that compute their forward pass again,
     "435:precision='fp32';layers=('dropout',)",  # and what they drop
+    "435:precision='fp32';remat=False;layers=('double','pretrained','dropout');clip=0.1",  # several types in stages
     *(str(seed) for seed in cheap_seeds(50) if not any(refusal.applies(draw(seed)) for refusal in REFUSALS)),
 )
 ALL, EACH = 2000, 50

@@ -91,6 +91,7 @@ def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters, strate
     results = chaos.inject_all(run, FAULTS, seed, [])
     assert [None] * FAULTS == [result.ended for result in results]
     if strategy == "ps":
+        clusters.invoke("stop", run.name, timeout_s=SLOW_MACHINE_S)
         assert max(result.steps_lost or 0 for result in results) <= 20  # since the last checkpoint
     else:
         check_stopped(clusters, run, *words)

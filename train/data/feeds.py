@@ -90,7 +90,7 @@ def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, 
     The concatenated global batches of all steps are one epoch after the other, each in a different order. Every example
     occurs once an epoch; a batch may end one epoch and begin the next.
     """
-    _check_sizes(num_examples, batch_slice.replica_batch)
+    check_sizes(num_examples, batch_slice.replica_batch)
     with tf.device("CPU:0"):
         positions_B = _positions(step, replica, batch_slice.replica_batch, batch_slice.replicas.total)
         epochs_B = positions_B // num_examples
@@ -121,9 +121,12 @@ def _shuffle_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
     )
 
 
-def _check_sizes(num_examples: int, replica_batch: int) -> None:
+def check_sizes(num_examples: int, replica_batch: int) -> None:
+    """Check that a batch of a replica is not larger than the data, and that the data can be shuffled."""
     if not 1 <= replica_batch <= num_examples:
-        raise UsageError(f"{replica_batch} examples per replica: expected 1 to {num_examples}, the number of examples")
+        raise UsageError(
+            f"--global-batch: {replica_batch} examples per replica; expected 1 to {num_examples}, those of the data"
+        )
     bits = (num_examples - 1).bit_length() - 1
     if bits >= 16 and bits % 2 == 0 and num_examples - 1 == 1 << bits:
         # TensorFlow sizes its cipher by ceil(log2(num_examples - 1)), here one bit short: two examples would collide.

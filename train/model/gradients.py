@@ -10,7 +10,7 @@ Shapes: N numbers of all tensors together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -86,11 +86,14 @@ class GradientPolicy:
     def sum(self, gradients: Gradients) -> list[Any]:
         """Add up gradients over all replicas; None stays None."""
         known = [gradient for gradient in gradients if gradient is not None]
-        mixed = len({gradient.dtype for gradient in known}) > 1  # which replicas cannot exchange together
-        if mixed or self.clip_norm or self.loss_scale:  # slices can name a row twice, which changes their norm
-            known = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in known]
-        sums = iter(sum_over_replicas(known))
+        sums = iter(sum_over_replicas(self.converted(known, {gradient.dtype for gradient in known})))
         return [None if gradient is None else next(sums) for gradient in gradients]
+
+    def converted(self, gradients: Sequence[Any], dtypes: Collection[tf.DType]) -> Sequence[Any]:
+        """Convert gradients to dense ones in float32 if the model's have several dtypes, are clipped or scaled."""
+        if len(dtypes) == 1 and not self.clip_norm and not self.loss_scale:
+            return gradients  # otherwise slices can name a row twice, which changes their norm
+        return [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
 
     def apply(self, total: Gradients, variables: Sequence[Any]) -> None:
         """Unscale and clip the gradient of the global batch, and apply it if it is finite."""

@@ -33,6 +33,11 @@ def build_configured(config: TrainConfig, feature_shape: Named, num_outputs: Nam
         model = build_by_name(
             config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {})
         )
+    if keras.backend.floatx() != "float32":  # in which data, losses and gradients are
+        raise UsageError(
+            f"--model {config.model!r}: set_floatx({keras.backend.floatx()!r}): expected float32; give single layers "
+            "another dtype"
+        )
     if config.loop == "custom" and (method := find_override(model)):
         raise UsageError(
             f"--model {config.model!r}: {type(model).__name__} overrides {method}, which --loop custom does not "

@@ -201,7 +201,8 @@ class PipelineSteps:
     def _agree(self) -> None:
         """Add up gradients over pipelines and sharing stages; compute their norm and whether all are finite."""
         task_stages, policy = self._task_stages, self._policy
-        self._summed = {number: list(stage.sums) for number, stage in self._stages.items()}
+        dtypes = {variable.dtype for variable in self._context.model.trainable_variables}
+        self._summed = {number: list(policy.converted(stage.sums, dtypes)) for number, stage in self._stages.items()}
         if task_stages.pipelines > 1:
             self._summed = {
                 number: edges.sum_over_pipelines(sums, number, task_stages.pipelines)

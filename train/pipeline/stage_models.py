@@ -194,6 +194,11 @@ def check_models(parts: Sequence[StageModel], *, remat: bool, asynchronous: bool
             f"--workers for {pipelines} pipelines: a forward changes {changed[0].path!r}, which would differ between "
             "them; use one pipeline"
         )
+    if asynchronous and (assigned := [variable for variable in changed if variable.trainable]):
+        raise UsageError(
+            f"--schedule pipedream: a forward assigns {assigned[0].path!r}, a weight in several versions; use "
+            "--schedule 1f1b"
+        )
     for variable, numbers in find_shared(parts):
         layers = " and ".join(repr(_name_user(parts[number].model, variable)) for number in numbers)
         if any(variable is other for other in changed):

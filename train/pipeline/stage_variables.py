@@ -7,7 +7,7 @@ one device. The other variables remain handles without a value, which checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -54,13 +54,13 @@ class TaskStages:
 
     def build(self, new_model: Callable[[], keras.Model], feature_shape: Any = None) -> keras.Model:
         """Build the model, with values only for the variables of this task's stages."""
-        model, created = without_values(new_model)
+        model, created, assigned = without_values(new_model)
         shaped = rebuild_with_shape(model, feature_shape)
         self.models = load_models(shaped, self._config, self.stages, self._run, self.pipelines)
         for number, stage in enumerate(self.models):
             for variable in stage.used:
                 self._users.setdefault(id(variable), []).append(number)
-        self._give_values(created)
+        self._give_values(created, assigned)
         return model
 
     def list_led(self, stage: int) -> list[keras.Variable]:
@@ -106,12 +106,14 @@ class TaskStages:
         for variable in self._held.values():
             release_memory(variable)
 
-    def _give_values(self, variables: Iterable[keras.Variable]) -> None:
+    def _give_values(self, variables: Iterable[keras.Variable], assigned: Mapping[int, tf.Tensor] = {}) -> None:
         for variable in variables:
             users = self._users.get(id(variable), [])
             if not users or any(stage in self.held for stage in users):
                 with tf.device(self.device(users[0] if users else 0)):
                     variable._deferred_initialize()
+                    if id(variable) in assigned:
+                        variable.assign(assigned[id(variable)])
                 if users:
                     self._held[id(variable.value)] = variable.value
                     self._written |= {id(variable.value)} if users[0] in self.held else set()
@@ -119,16 +121,24 @@ class TaskStages:
                 leave_without_value(variable)
 
 
-def without_values(new_model: Callable[[], keras.Model]) -> tuple[keras.Model, list[keras.Variable]]:
-    """Build a model whose variables have no value or memory yet; return it and its variables."""
-    with keras.StatelessScope(initialize_variables=False):
+def without_values(
+    new_model: Callable[[], keras.Model],
+) -> tuple[keras.Model, list[keras.Variable], dict[int, tf.Tensor]]:
+    """Build a model whose variables have no value or memory yet.
+
+    Returns:
+        The model, its variables, and by their ids the values that `new_model` assigned, such as pretrained weights.
+    """
+    with keras.StatelessScope(initialize_variables=False) as scope:
         model = new_model()
-    return model, _take_uninitialized()
+    created = _take_uninitialized()
+    values = {id(variable): scope.get_current_value(variable) for variable in created}
+    return model, created, {key: value for key, value in values.items() if value is not None}
 
 
 def to_restore(new_model: Callable[[], keras.Model]) -> keras.Model:
     """Build a model whose variables get memory only when a checkpoint is restored."""
-    model, created = without_values(new_model)
+    model, created, _ = without_values(new_model)
     for variable in created:
         leave_without_value(variable)
     return model

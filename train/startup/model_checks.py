@@ -16,7 +16,7 @@ from cluster.contract.compatibility import precision_of
 from cluster.system.errors import UsageError
 from train import named, patches
 from train.config import TrainConfig
-from train.data import sources
+from train.data import feeds, sources
 from train.data.sources import Source
 from train.loops import fit_model
 from train.model import input_types, layer_state, models, objectives, optimizers
@@ -53,6 +53,8 @@ def check_parts(
         UsageError: a part is wrong, or the model cannot be cut like that.
     """
     source = sources.open_source(config, data_dir)
+    if source.arrays is not None:
+        feeds.check_sizes(source.train_examples, config.global_batch // (pipelines if stages else replicas))
 
     def new_model() -> keras.Model:
         return models.build_configured(config, source.feature_shape, source.num_outputs)

@@ -95,7 +95,7 @@ def test_orders_are_as_unrelated_as_random_permutations():
 
 
 def test_a_replica_batch_larger_than_an_epoch_is_refused():
-    with pytest.raises(UsageError, match="^11 examples per replica: expected 1 to 10"):
+    with pytest.raises(UsageError, match="11 examples .* 1 to 10"):
         feeds.train_indices(tf.constant(0), tf.constant(0), BatchSlice(11, 7), 10)
 
 

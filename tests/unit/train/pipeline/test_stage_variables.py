@@ -24,7 +24,10 @@ CONFIG = TrainConfig(global_batch=8, micro_batches=4)
 def new_model() -> keras.Model:
     patches.apply()
     keras.utils.set_random_seed(3)
-    return transformer_lm((6,), 11, layers=2, width=8, heads=2)
+    model = transformer_lm((6,), 11, layers=2, width=8, heads=2)
+    for weight in (model.trainable_variables[0], model.trainable_variables[-1]):  # as if it were pretrained
+        weight.assign(np.full(weight.shape, 0.25))
+    return model
 
 
 class Holder:
@@ -78,6 +81,7 @@ def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path,
     whole = Holder(tmp_path, 0, 1)
     holders = [Holder(tmp_path, task, stages) for task in range(stages)]
     assert held(holders) == whole.values
+    assert (whole.model.trainable_variables[-1].numpy() == 0.25).all()
     for holder in holders:
         own = holder.task_stages.models[holder.task_stages.task].model.trainable_variables
         weights = [each for each in holder.model.trainable_variables if each.value.is_initialized()]

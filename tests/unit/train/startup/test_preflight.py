@@ -38,7 +38,7 @@ def check(tmp_path, monkeypatch) -> Callable[[str], None]:
     preparation.prepare_dataset("own_tried:data", tmp_path / "data")
 
     def of(model: str) -> None:
-        config = TrainConfig(dataset="own_tried:data", model=f"own_tried:{model}").to_json()
+        config = TrainConfig(dataset="own_tried:data", model=f"own_tried:{model}", global_batch=4).to_json()
         configuration.check_config(config, spec.build(workers=0), [str(tmp_path / "own")])
 
     return of

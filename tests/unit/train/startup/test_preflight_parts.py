@@ -177,7 +177,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         split = np.array([[0, 1], [largest, 3]]), np.array([0, 1])
         module.data = lambda: {"train": split, "test": split}
         preparation.prepare_dataset("tried_parts:data", tmp_path)
-        config = TrainConfig(dataset="tried_parts:data", model=f"tried_parts:{model}", **more)
+        own = {"dataset": "tried_parts:data", "model": f"tried_parts:{model}", "global_batch": 2 * replicas}
+        config = TrainConfig(**own | more)
         model_checks.check_parts(config, strategy="mirrored", data_dir=tmp_path, replicas=replicas)
 
     return of
@@ -191,6 +192,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("conditional", {}, {"replicas": 2}, "/seen"),
         ("plain", {"optimizer": ACCUMULATING}, {"optimizer": ACCUMULATING, "replicas": 2}, "gradient_accumulation"),
         ("of_int32", {"largest": 2**31 - 1}, {"largest": 2**31}, str(2**31)),
+        ("plain", {"global_batch": 4, "replicas": 2}, {"global_batch": 3}, "expected 1 to 2"),
     ],
 )
 def test_parts_that_cannot_be_divided_or_represented_are_refused(
@@ -249,6 +251,15 @@ def test_what_trains_as_in_keras_is_not_refused(check: Callable[..., None]) -> N
     check("with_built_optimizer", loop="fit", replicas=2)
     check("in_half", precision="fp16")
     check("of_probabilities", loss="tried_parts:entropy")
+
+
+def test_a_default_type_other_than_float32_is_refused(check: Callable[..., None]) -> None:
+    keras.config.set_floatx("float64")
+    try:
+        with pytest.raises(UsageError, match="'float64'"):
+            check("plain")
+    finally:
+        keras.config.set_floatx("float32")
 
 
 def test_a_compile_that_has_no_effect_is_reported(
