@@ -43,6 +43,8 @@ from cluster.system.errors import EXIT_PEER_LOST, ClusterError
 from cluster.system.json_files import write_json
 from cluster.system.processes import as_exit_code, identity
 
+LISTED_S = 75.0
+"""For how long a network file system may hide a file that exists: `acdirmax` of nfs(5) is a minute."""
 SERVERS_S = 120.0
 """Longest wait for the TensorFlow servers that this task calls first: they listen once their imports are done."""
 STACKS_S = 1.0
@@ -115,7 +117,11 @@ class Agent:
         beat = self.run.heartbeat(self.task.name)
         if not beat:
             return
-        self.run.begun(beat.generation)  # a network file system may not list it yet
+        deadline = time.monotonic() + LISTED_S
+        while not self.run.begun(beat.generation) and not self.run.is_over(beat.generation - 1):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(POLL_S)
         if beat.generation != self.run.generation or beat.importing or not self.members.has(beat.generation):
             return
         self.exit_code = beat.exit_code

@@ -233,7 +233,9 @@ def _end(run: RunFolder, timeout_s: float) -> str:
     summary = run.load_summary()
     assert summary is not None
     _kill(run)
-    return f"{summary.state}: {cause.task}: {cause.error}" if (cause := summary.failure) else ""
+    if summary.state == "succeeded":
+        return ""
+    return f"{summary.state}: {cause.task}: {cause.error}" if (cause := summary.failure) else summary.state
 
 
 def _kill(run: RunFolder) -> None:

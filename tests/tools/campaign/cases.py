@@ -54,10 +54,10 @@ CASES = {
         Case("pipeline", ("--strategy=pipeline", "--workers=1", "--micro-batches=4", SAVING)),
         Case("one", ("--strategy=one", SAVING)),
         Case("mirrored", ("--strategy=mirrored", "--devices=2", SAVING)),
-        # It saves nothing: each restart begins with the first step.
+        # It saves nothing: each restart begins with the first step, and 20 kills in a row would end the run.
         Case(
             "script",
-            ("--workers=1", f"--script={LOOP}"),
+            ("--workers=1", f"--script={LOOP}", "--max-external-restarts=100"),
             (str(LOOP_STEPS),),
             volleys=20,
             result="work/chief/line.json",

@@ -95,6 +95,12 @@ def test_a_script_outlives_a_peer_that_was_killed_while_its_agent_stood_still(si
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(mute(simulated), 200)}
 
 
+def test_a_script_outlives_a_killed_task_that_still_sees_the_previous_generation(simulated):
+    drawn = Drawn({"workers": 1}, scripted=True, steps=9, save_every=4, linked=True, skewed=True, stale_s=38.0)
+    drawn.faults = [(6.5, "kill task", "chief", 23.0), (14.3, "kill task", "worker-0", 17.0)]
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
+
+
 def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated):
     drawn = Drawn({"workers": 1}, scripted=True, steps=15, save_every=5)
     drawn.faults = [(8.0, "kill task", "worker-0", 20.0), (10.5, "stop", "", 0.0)]
