@@ -118,7 +118,7 @@ def print_plan(plan: Plan) -> None:
 
 def list_commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
-    found = _data_commands(plan) + plan.runtime.commands(plan, plan.compose)
+    found = _data_commands(plan) + plan.runtime.commands(plan)
     if plan.tensorboard_port != 0:
         found += tensorboard.start_commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
     return found

@@ -164,7 +164,7 @@ class Runtime(ABC):
         return None
 
     @abstractmethod
-    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:
+    def commands(self, work: Workload) -> list[str]:
         """Return the commands of `prepare` and `start`, to be shown or pasted once the run folder exists."""
 
     @abstractmethod

@@ -164,7 +164,7 @@ class ContainerRuntime(Runtime):
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
         images.build_images(sh, work.accelerator, renew=renew)
 
-    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
+    def commands(self, work: Workload) -> list[str]:
         return [*images.pending_commands(work.accelerator), *self.start_commands(work)]
 
     @abstractmethod

@@ -149,9 +149,9 @@ class LocalProcesses(Runtime):
         if work.gpus.ids:
             devices.check_environment()
 
-    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002
+    def commands(self, work: Workload) -> list[str]:
         lines = []
-        for task in rendered["tasks"].values():
+        for task in self.render(work)["tasks"].values():
             environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
             lines.append(f"{environment} {shlex.join(task['command'])} &")
         return lines

@@ -179,8 +179,8 @@ class Slurm(ScheduledRuntime):
                 f"{work.job.described or 'the job'}: Slurm refuses it: {why}; `sinfo --long` shows what it has"
             )
 
-    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:
-        return [f"{_sbatch(work)} <<'SCRIPT'\n{rendered['script']}SCRIPT"]
+    def commands(self, work: Workload) -> list[str]:
+        return [f"{_sbatch(work)} <<'SCRIPT'\n{self.render(work)['script']}SCRIPT"]
 
     def start(self, work: Workload, sh: Shell) -> None:
         path = work.run.control / "job.sh"

@@ -123,7 +123,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         if unknown:
             print(_how_to_carry(image, unknown), file=sys.stderr)
 
-    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:  # noqa: ARG002  # it is in the run folder
+    def commands(self, work: Workload) -> list[str]:
         build, deploy = images.pending_commands(work.accelerator), self.start_commands(work)
         return [*build, *swarm_stack.carry_commands(images.train_image(work.accelerator))[0], *deploy]
 

@@ -72,8 +72,8 @@ class Toy(Runtime):
     def preflight(self, work: Workload, ending: int = 0) -> None:
         pass
 
-    def commands(self, work: Workload, rendered: dict[str, Any]) -> list[str]:
-        return [f"play with {name}" for name in rendered["tasks"]]
+    def commands(self, work: Workload) -> list[str]:
+        return [f"play with {task.name}" for task in work.cluster.tasks]
 
     def start(self, work: Workload, sh: Shell) -> None:
         owner.create_owner(work.run, self.name)

@@ -133,7 +133,8 @@ def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there
 def test_the_job_is_queued_by_a_script_that_names_it_and_holds_no_value_of_the_caller_s(run, monkeypatch, env, options):
     there = site(run, monkeypatch, "")
     monkeypatch.setenv("A_SECRET", "hidden")
-    slurm.Slurm().start(replace(work(run, partition="main"), payload=Payload(env=env)), there.sh)
+    queued = replace(work(run, partition="main"), payload=Payload(env=env))
+    slurm.Slurm().start(queued, there.sh)
     path = run.control / "job.sh"
     assert [f"sbatch {options}{path}"] == there.commands
     text = path.read_text()
@@ -141,7 +142,7 @@ def test_the_job_is_queued_by_a_script_that_names_it_and_holds_no_value_of_the_c
     assert f"#SBATCH --job-name={slurm.job_name(run)}\n" in text
     assert "#SBATCH --partition=main\n" in text
     assert "export CUDA_VISIBLE_DEVICES=-1\n" in text
-    assert text in slurm.Slurm().commands(work(run), {"script": text})[0]
+    assert text in slurm.Slurm().commands(queued)[0]
 
 
 def test_a_script_is_what_the_agents_of_a_job_start(run):

@@ -120,7 +120,7 @@ def test_a_value_of_the_callers_is_a_secret(run, manager, monkeypatch):
     assert "A_KEY" not in rendered["services"]["worker-0"]["environment"]
     assert "$$c" == rendered["services"]["worker-0"]["environment"]["B"]
     monkeypatch.setattr(swarm_runtime.images, "pending_commands", lambda accelerator: [accelerator])
-    commands = Swarm().commands(given, rendered)[1:]
+    commands = Swarm().commands(given)[1:]
     assert commands[0].startswith('printf %s "$A_KEY" | docker secret create ')
     assert commands[1].endswith(f" {name}")
     assert "precious" not in json.dumps([rendered, commands])
