@@ -47,7 +47,7 @@ class SwarmFaults(ContainerFaults):
         node = next((candidate for candidate in swarm_stack.list_nodes() if candidate.name == on), None)
         if node is None:
             raise ClusterError(f"{task} runs on no host of the Swarm now; `docker service ps {service}` says why")
-        if node.own:
+        if node.is_manager:
             return ()
         if not node.engine:
             raise ClusterError(
@@ -85,7 +85,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         if not self.probe().ready:
             return []
         found = swarm_stack.list_nodes()
-        away = [f"{node.name} ({node.why})" for node in found if not node.usable]
+        away = [f"{node.name} ({node.obstacle})" for node in found if node.obstacle]
         if away:
             fix = "docker node update --availability active"
             return [Finding("swarm", "warning", f"no tasks on {', '.join(away)}", fix)]
@@ -111,7 +111,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm places by what is free
         """Check that a host takes tasks at all; which one has what they reserve, only the Swarm can say."""
-        if not any(node.usable for node in swarm_stack.list_nodes()):
+        if all(node.obstacle for node in swarm_stack.list_nodes()):
             raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:

@@ -32,24 +32,20 @@ GPU = "NVIDIA-GPU"
 
 
 @dataclass(frozen=True)
-class Node:
+class SwarmNode:
     """A host of the Swarm.
 
     Attributes:
-        id: in the Swarm.
         name: its host name.
-        usable: whether it is up and takes tasks.
-        own: whether its engine is the one that commands talk to.
+        is_manager: whether its engine is the one that commands talk to.
         engine: where its engine is reached; empty where its label does not say.
-        why: what keeps it from taking tasks, such as `down` or `drain`.
+        obstacle: what keeps it from taking tasks, such as `down` or `drain`; empty where nothing does.
     """
 
-    id: str
     name: str
-    usable: bool
-    own: bool
+    is_manager: bool
     engine: str
-    why: str = ""
+    obstacle: str
 
 
 def probe_manager() -> Availability:
@@ -70,19 +66,21 @@ def probe_manager() -> Availability:
     return Availability(True, f"a Swarm of {swarm.get('Nodes', 1)}")
 
 
-def list_nodes() -> list[Node]:
+def list_nodes() -> list[SwarmNode]:
     """Return the hosts of the Swarm."""
-    own = ask_manager("info", "--format", "{{.Swarm.NodeID}}")
+    manager = ask_manager("info", "--format", "{{.Swarm.NodeID}}")
     ids = ask_manager("node", "ls", "--quiet").split()
-    return [_node(each, own) for each in json.loads(ask_manager("node", "inspect", *ids))]
+    return [_node(value, manager) for value in json.loads(ask_manager("node", "inspect", *ids))]
 
 
-def _node(value: dict[str, Any], own: str) -> Node:
+def _node(value: dict[str, Any], manager: str) -> SwarmNode:
     spec, described = value.get("Spec", {}), value.get("Description", {})
     state, availability = value.get("Status", {}).get("State", ""), spec.get("Availability", "")
-    why = "" if (state, availability) == ("ready", "active") else (state if state != "ready" else availability)
-    reached = (spec.get("Labels") or {}).get(ENGINE_LABEL, "")
-    return Node(value["ID"], described.get("Hostname", ""), not why, value["ID"] == own, reached, why)
+    obstacle = state if state != "ready" else availability
+    if obstacle == "active":
+        obstacle = ""
+    address = (spec.get("Labels") or {}).get(ENGINE_LABEL, "")
+    return SwarmNode(described.get("Hostname", ""), value["ID"] == manager, address, obstacle)
 
 
 def ask_manager(*words: str) -> str:
@@ -136,7 +134,7 @@ def carry_commands(image: str) -> tuple[list[str], list[str]]:
     here = engine.ask("image", "inspect", "--format={{.Id}}", image)[1]
     commands, unknown = [], []
     for node in list_nodes():
-        if node.own or not node.usable:
+        if node.is_manager or node.obstacle:
             continue
         if not node.engine:
             unknown.append(node.name)
