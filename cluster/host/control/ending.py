@@ -37,7 +37,7 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
         with failures:
             if run.name in left.unreachable:
                 continue
-            end_run(run, "invoke down", timeout_s, sh, also=left.found.get(run.name, ()))
+            end_run(run, timeout_s, sh, also=left.found.get(run.name, ()))
             where = short_path(run.path) if run.path.exists() else "gone"
             print_lines(f"{run.name} is down; its folder is {where}")
     with failures:
@@ -49,7 +49,7 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
     return failures.code
 
 
-def end_run(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
+def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
     """Ask a run to save and stop if it is in progress, and end whatever is left of it, however damaged its folder is.
 
     `also` are runtimes that have something of it, whatever its records say.
@@ -60,7 +60,7 @@ def end_run(run: RunFolder, by: str, timeout_s: float, sh: Shell, *, also: Itera
     """
     try:
         if teardown.in_progress(run):
-            foreground.stop(run, by, timeout_s)
+            foreground.stop(run, "invoke down", timeout_s)
     except TimedOut:  # a run that cannot stop is ended all the same
         pass
     except Exception as error:

@@ -70,11 +70,11 @@ def draw_curves(title: str, curves: Mapping[str, Curve]) -> str:
     )
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Return round numbers from below `low` to above `high`."""
     if high <= low:
         high, low = low + (abs(low) or 1) / 2, low - (abs(low) or 1) / 2
-    rough = (high - low) / (most - 1)
+    rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     stride = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.floor(low / stride + 1e-9), math.ceil(high / stride - 1e-9)

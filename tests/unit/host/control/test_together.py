@@ -171,7 +171,7 @@ def test_what_has_no_dry_run_refuses_invoke_s_own(invoke, tmp_path):
 
 def test_a_run_that_is_being_started_is_ended_once_it_is(make_run, start_gang):
     gang = start_gang("train(2), work()", workers=0)
-    ended = threading.Thread(target=lambda: ending.end_run(gang.run, "a test", 0, Commands()))
+    ended = threading.Thread(target=lambda: ending.end_run(gang.run, 0, Commands()))
     with claim.hold_claim(gang.run, "started"):
         ended.start()
         wait_for(lambda: gang.run.stop_requested, "the request to stop")
