@@ -26,8 +26,7 @@ from cluster.host.cli.runner import Runner
 from cluster.host.image import engine
 from cluster.host.launch import configuration, folders
 from cluster.host.options import run_file
-from cluster.host.options.request import OPTIONS, parse_options
-from cluster.host.options.run_file import RunFile
+from cluster.host.options.request import OPTIONS, Request, parse_options
 from cluster.system.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -89,8 +88,10 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
         @functools.wraps(body)
         def wrapped(c: Context, file: str = "", **typed: Any) -> None:
             own_options = {parameter.name: typed.pop(parameter.name, parameter.default) for parameter in parameters}
-            settings = run_file.read_run_file(file, taken) if file else RunFile()
-            request = settings.request(parse_options(typed), _split_overrides(c))
+            parsed = parse_options(typed)
+            words = _split_overrides(c)
+            settings = run_file.read_run_file(file, taken) if file else None
+            request = settings.request(parsed, words) if settings else Request(**parsed, overrides=words)
             if request.name in COMMANDS:
                 raise UsageError(f"--name {request.name} is also a command; choose another name")
             if request.asks_for_help:

@@ -19,7 +19,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,19 @@ _KEYS = {option.key: option for option in OPTIONS.values()}
 
 @dataclass(frozen=True)
 class RunFile:
-    """What a run file says; nothing where there is none.
+    """What a run file says.
 
     Attributes:
+        path: of the file.
         options: values of `Request`'s fields.
         train: the overrides of the training configuration, as words of a command line.
         args: the script's arguments.
-        code_dir: the folder of the file.
     """
 
-    options: Mapping[str, Any] = field(default_factory=dict)
-    train: tuple[str, ...] = ()
-    args: tuple[str, ...] = ()
-    code_dir: str = ""
+    path: Path
+    options: Mapping[str, Any]
+    train: tuple[str, ...]
+    args: tuple[str, ...]
 
     def request(self, given: Mapping[str, Any], words: Sequence[str]) -> Request:
         """Return the request of this file and of a command line, whose options win; variables are added.
@@ -61,7 +61,7 @@ class RunFile:
             overrides=tuple(words),
             train=self.train,
             args=self.args,
-            code_dir=self.code_dir,
+            code_dir=str(self.path.parent),
         )
 
 
@@ -94,7 +94,7 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
         checked = _value(option, value, path)
         if option.name in taken:
             options[option.name] = checked
-    return RunFile(options, tuple(_words(train, "", path)), tuple(args), str(path.parent))
+    return RunFile(path, options, tuple(_words(train, "", path)), tuple(args))
 
 
 def write_run_file(name: str, request: Request, config: Mapping[str, Any]) -> Path:
