@@ -14,7 +14,7 @@ from train.patches.hook import sitecustomize as hook
 
 HOOK = Path(hook.__file__).parent
 KERAS = """
-class CheckpointManager:
+class Checkpoint:
     def __init__(self, path):
         raise ValueError("The filepath provided must end in `.keras`. Received: filepath=model\\nmore")
 
