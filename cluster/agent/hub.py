@@ -249,6 +249,29 @@ class Hub(Server):
                 self._flush(peer)
 
 
+class Outgoing:
+    """The newest message of a task to the hub, without its heartbeat."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {"number": -1}
+
+    def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> bool:
+        """Put a generation and the outcome into the message; return whether that changes it."""
+        before, ended = self.fields, outcome and outcome.to_json()
+        if (before["number"], before.get("outcome")) == (number, ended):
+            return False
+        here = number == before["number"] and before.get("here", False)
+        self.fields = {"number": number, "begun": begun and begun.to_json(), "outcome": ended, "here": here}
+        return True
+
+    def join_rendezvous(self, number: int) -> bool:
+        """Put into the message that the task is at the rendezvous of a generation; return whether that changes it."""
+        if number != self.fields["number"] or self.fields.get("here"):
+            return False
+        self.fields = self.fields | {"here": True}  # a new one: another thread may read it
+        return True
+
+
 class HubClient:
     """A task's end of its connection. Only its thread waits."""
 
@@ -258,8 +281,7 @@ class HubClient:
         self.news = News()
         """The last digest of the hub."""
         self._received_at = float("-inf")
-        self._message: dict[str, Any] = {"number": -1}
-        """The newest message, without the heartbeat."""
+        self._outgoing = Outgoing()
         self._stopped = False
         self._waker, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -274,27 +296,19 @@ class HubClient:
 
     def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
         """Send a generation and the outcome to the hub."""
-        before, ended = self._message, outcome and outcome.to_json()
-        if (before["number"], before.get("outcome")) != (number, ended):
-            here = number == before["number"] and before.get("here", False)
-            self._replace_message(
-                {"number": number, "begun": begun and begun.to_json(), "outcome": ended, "here": here}
-            )
+        if self._outgoing.report(number, begun, outcome):
+            self._wake()
 
     def join_rendezvous(self, number: int) -> None:
         """Report that this task is at the rendezvous of a generation, and that the connections that it needs work."""
-        if number == self._message["number"] and not self._message.get("here"):
-            self._replace_message(self._message | {"here": True})
+        if self._outgoing.join_rendezvous(number):
+            self._wake()
 
     def close(self) -> None:
         """Close the connection for good."""
         self._stopped = True
         self._wake()
         self._thread.join(CONNECT_S + 1)
-
-    def _replace_message(self, message: dict[str, Any]) -> None:
-        self._message = message
-        self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it has been woken often enough
@@ -342,10 +356,10 @@ class HubClient:
                     received_at = now
                 if now - received_at > SILENCE_S:
                     raise TimeoutError
-                if self._message["number"] >= 0:
+                if self._outgoing.fields["number"] >= 0:
                     if now - looked >= LOOK_S:
                         looked, beat = now, self._run.heartbeat(self._task)
-                    message = self._message | {"beat": beat and beat.to_json()}
+                    message = self._outgoing.fields | {"beat": beat and beat.to_json()}
                     if message != sent or now - sent_at >= PULSE_S:
                         connection.send(message)  # or fail after the timeout: the hub takes nothing
                         sent, sent_at = message, now

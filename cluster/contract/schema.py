@@ -19,7 +19,7 @@ Check = Callable[[Any], Any]
 """Returns the checked value; raises ValueError with a short reason if it is invalid."""
 
 MAX_COUNT = 2**53
-MAX_TEXT = 2**16
+MAX_TEXT = MAX_ITEMS = 2**16
 MAX_NUMBER = 1e30
 MAX_SECONDS = 1e11
 
@@ -90,11 +90,11 @@ def optional(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
-def listing(check: Check, limit: int = 2**16) -> Check:
+def listing(check: Check) -> Check:
     """A list of values that pass the check."""
 
     def checked(value: Any) -> list[Any]:
-        if not isinstance(value, list) or len(value) > limit:
+        if not isinstance(value, list) or len(value) > MAX_ITEMS:
             raise unexpected("a list", value)
         return [check(each) for each in value]
 

@@ -52,7 +52,7 @@ UNREADABLE = (ValueError, LinkError, PermissionError, IsADirectoryError, NotADir
 """The errors of reading something that is not a record."""
 
 
-def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o666) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Replace a JSON file atomically: a reader sees the previous value or this one, also after a crash.
 
     Args:
@@ -60,10 +60,9 @@ def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o66
         value: its new value.
         durable: flush it to the disk before returning. Without, a power failure may bring back the previous value or
             leave the file empty; meant for what is written every second.
-        mode: of the file, before the umask.
     """
     with open_folder(path.parent, make=True) as folder:
-        with _scratch(folder, path.name, value, durable=durable, mode=mode) as scratch:
+        with _scratch(folder, path.name, value, durable=durable) as scratch:
             folder.rename(scratch, path.name)
         if durable:
             folder.sync()

@@ -64,12 +64,7 @@ def described(error: BaseException) -> str:
     return plain(what + place + hint)
 
 
-def system_error(error: OSError, instead: str = "the system") -> str:
-    """Describe an error of the system with its file.
-
-    Args:
-        error: perhaps without a file or a reason.
-        instead: the subject of an error without a file.
-    """
+def system_error(error: OSError) -> str:
+    """Describe an error of the system with its file."""
     about = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
-    return plain(f"{' and '.join(about) or instead}: {error.strerror or str(error) or type(error).__name__}")
+    return plain(f"{' and '.join(about) or 'the system'}: {error.strerror or str(error) or type(error).__name__}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.agent.hub import SILENCE_S, News, Roster
+from cluster.agent.hub import SILENCE_S, News, Outgoing, Roster
 from cluster.agent.run_view import RunView
 from cluster.contract.run.copies import Superseded
 from cluster.contract.run.records import Generation, Outcome
@@ -145,7 +145,7 @@ class SimHubClient(SimEnd):
     def __init__(self, owner: SimTask) -> None:
         super().__init__(owner)
         self.received_at = float("-inf")
-        self.message: dict[str, Any] = {"number": -1}
+        self.outgoing = Outgoing()
         self.world.links[owner.name] = self
         self.world.at(self.world.random.uniform(0, 1), self._tick)
 
@@ -154,26 +154,21 @@ class SimHubClient(SimEnd):
         return self.world.now - self.received_at < SILENCE_S
 
     def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
-        here = number == self.message["number"] and self.message.get("here", False)
-        self.message = {
-            "number": number,
-            "begun": begun and begun.to_json(),
-            "outcome": outcome and outcome.to_json(),
-            "here": here,
-        }
+        self.outgoing.report(number, begun, outcome)
 
     def join_rendezvous(self, number: int) -> None:
-        if number == self.message["number"]:
-            self.message = self.message | {"here": True}
+        self.outgoing.join_rendezvous(number)
 
     def _tick(self) -> None:
         if self.gone or self.world.links[self.owner.name] is not self:  # that of a newer copy counts
             return
         hub = self.world.hub
-        if hub and not hub.gone and not self.frozen and self.message["number"] >= 0:
+        if hub and not hub.gone and not self.frozen and self.outgoing.fields["number"] >= 0:
             beat = self.world.folder.beats.get(self.owner.name)
             self.send(
-                self, hub, json.loads(json.dumps(self.message | {"beat": beat.read().to_json() if beat else None}))
+                self,
+                hub,
+                json.loads(json.dumps(self.outgoing.fields | {"beat": beat.read().to_json() if beat else None})),
             )
         self.world.at(TICK_S, self._tick)
 
