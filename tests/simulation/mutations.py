@@ -51,7 +51,7 @@ def token_without_generation(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     def hold(*words: object, token: str, **options: object) -> None:
         whole(*words, token="run", **options)
 
-    patch.setattr(agent.rendezvous, "wait", hold)
+    patch.setattr(agent.rendezvous, "hold_rendezvous", hold)
     return schedules(lambda schedule: setattr(schedule.world, "linked", False))
 
 
