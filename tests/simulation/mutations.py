@@ -154,8 +154,10 @@ def copies_go_on(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 
 def copies_claim(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An agent does not look for a newer copy of its task before it claims something."""
+    """An agent does not look for a newer copy of its task, nor for its generation, before it claims something."""
+    is_over = SimRunView.is_over
     patch.setattr(SimCopy, "require_newest", lambda self: None)
+    patch.setattr(SimRunView, "is_over", lambda self, number: not self._owner.superseded and is_over(self, number))
     return schedules(drawn=HELD_UP)
 
 
