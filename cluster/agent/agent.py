@@ -64,10 +64,7 @@ class Agent:
         kind: type[TaskProcess] = Trainer,
         imports: str = "",
     ) -> None:
-        """Prepare the agent.
-
-        `imports` is a module whose `load` imports the program's modules, see cluster/system/fork_server.py.
-        """
+        """Prepare the agent; `imports` is a module whose `load` imports the program's modules, see fork_server.py."""
         self.run = run
         self.spec = membership.cluster_with_addresses(run.folder)
         self.task = self.spec.task(task_name)
@@ -243,10 +240,7 @@ class Agent:
 
     @property
     def _listener(self) -> Task:
-        """The address at which this task listens during the rendezvous.
-
-        All addresses of a container that is on two networks: its name may resolve to either address.
-        """
+        """The address to listen at: all those of a container on two networks, since its name may resolve to either."""
         if self._kind.scripted and self.task.host != "127.0.0.1":
             return replace(self.task, host="0.0.0.0")  # noqa: S104
         return self.task
@@ -281,8 +275,6 @@ class Agent:
                 return False
         program.open_gate(variables)
         return True
-
-    # Observe, decide, act
 
     def _watch(self, attempt: Attempt) -> None:
         """Observe, decide and act, until nothing is left to decide in this attempt."""
