@@ -85,7 +85,7 @@ def hold_rendezvous(
     patience: Callable[[Collection[str]], float],
     **_: Any,
 ) -> None:
-    """Replace the rendezvous: a task that is there with the same token answers, unless the connection fails."""
+    """Replace the rendezvous: a task with the same token answers unless it is frozen or the connection fails."""
     world, others = Now.world, frozenset(member.name for member in spec.members) - {task.name}
     if not others:
         return
@@ -99,7 +99,8 @@ def hold_rendezvous(
             due = mine.exchange(first, world.now - began, timeout_s)
             for name in sorted(due & mine.missing.keys()):
                 theirs = world.meetings.get(name)
-                if theirs and theirs.token == token and world.random.random() >= DROPPED_SHARE:
+                answers = theirs and theirs.token == token and world.tasks[name].frozen_until <= world.now
+                if theirs and answers and world.random.random() >= DROPPED_SHARE:
                     mine.missing.pop(name)
                     theirs.unconfirmed.discard(task.name)
             mine.mark_present(passed())
