@@ -34,14 +34,20 @@ def show(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), shown.decode()
 
 
+def check_lines(shown: str) -> list[str]:
+    """Return the lines that a terminal showed, none of which it wrapped; only paths and addresses may be longer."""
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
+    assert not [line for line in lines if len(line) > WIDTH and len(line[13:].split()) > 1]
+    return lines
+
+
 @pytest.mark.usefixtures("data")
 def test_no_line_of_a_run_must_be_wrapped_and_its_view_must_stay_while_tensorboard_starts(clusters):
     name = "a-run-with-a-name-as-long-as-that-of-a-preset"
     words = ["up", f"--name={name}", "--workers=2", "--runtime=local", "--", *TRAINING]
     code, shown = show(words, clusters.settings | {"TERM": "xterm"})
     assert 0 == code, shown
-    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
-    assert not [line for line in lines if len(line) > WIDTH and len(line[13:].split()) > 1]  # a path
+    lines = check_lines(shown)
     address = next(at for at, line in enumerate(lines) if line.startswith("TensorBoard http"))
     first_step = next(at for at, line in enumerate(lines) if re.match(r".* step [1-9]", line))
     assert [line for line in lines[first_step + 1 : address] if line.startswith("chief ")]
@@ -50,8 +56,10 @@ def test_no_line_of_a_run_must_be_wrapped_and_its_view_must_stay_while_tensorboa
 
 @pytest.mark.long
 @pytest.mark.usefixtures("data")
-def test_a_tour_must_end_with_the_same_weights(clusters):
-    output = clusters.invoke("tour", "--yes", timeout_s=480)
+def test_a_tour_must_end_with_the_same_weights_and_wrap_no_line(clusters):
+    code, shown = show(["tour", "--yes"], clusters.settings | {"TERM": "xterm"})
+    assert 0 == code, shown
+    output = " ".join(" ".join(check_lines(shown)).replace(" \\ ", " ").split())
     for step in tour.STEPS:
         assert f"$ {step.command()}" in output
     assert "noticed after" in output

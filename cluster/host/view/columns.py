@@ -79,15 +79,16 @@ def plain_lines(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
     return wrapped
 
 
-def thinned(values: Sequence[T], most: int) -> list[T]:
+def thinned(values: Iterable[T], most: int) -> list[T]:
     """Return at most `most` values, evenly spaced, with the last."""
+    values = list(values)
     if len(values) <= most:
-        return list(values)
+        return values
     stride = -(-len(values) // (most - 1))
     return [*values[:-1:stride], values[-1]]
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
+def sparkline(values: Iterable[float], width: int = 24) -> str:
     """Return values as a line of blocks, such as `█▆▃▂▁`; empty for fewer than two."""
     shown = thinned(values, width)
     if len(shown) < 2:

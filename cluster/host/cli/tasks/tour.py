@@ -110,7 +110,7 @@ def tour(c, yes=False):
         for number, step in enumerate(STEPS, 1):
             print(f"\n{number}/{len(STEPS)}  {step.title}")
             _print_paragraph(step.why)
-            print(f"\n$ {step.command(run)}", flush=True)
+            _print_command(step.command(run))
             if asks and not step.at_once and ask_user("press Enter to run it, q to stop: ") in ("q", "quit", "n", "no"):
                 left = len(STEPS) - number + 1
                 print(f"stopped, {counted(left, 'step')} before its end; invoke down {run} ends what runs")
@@ -129,6 +129,17 @@ def run_command(command: str) -> int:
     """Run an invoke command; return its exit code."""
     words = [sys.executable, "-m", *shlex.split(command)]
     return subprocess.run(words, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, check=False).returncode
+
+
+def _print_command(command: str) -> None:
+    lines = textwrap.wrap(
+        f"$ {command}",
+        terminal_width() - 2,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print("\n" + " \\\n".join(lines), flush=True)
 
 
 def _print_paragraph(text: str) -> None:

@@ -65,6 +65,10 @@ def test_in_a_terminal_the_table_redraws_itself(run, capsys, monkeypatch):
         beat(run, "chief", "training", step=2)
         live.show(read_status(run))
         assert capsys.readouterr().out.startswith("\r\x1b[2K\x1b[1A\x1b[2K\x1b[1A\x1b[2K")
+        for step in range(3, 60):  # more losses than the line of blocks has room for
+            beat(run, "chief", "training", step=step, loss=1 / step)
+            live.show(read_status(run))
+        assert "▁ 0.0169" in capsys.readouterr().out
     assert SHOW_CURSOR in capsys.readouterr().out
     live.clear()
     assert "" == capsys.readouterr().out
