@@ -116,7 +116,7 @@ class Agent:
             return
         deadline = time.monotonic() + LISTED_S
         while not self.run.begun(beat.generation) and not self.run.is_over(beat.generation - 1):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self.run.stop_requested:
                 return
             time.sleep(POLL_S)
         if beat.generation != self.run.generation or beat.importing or not self.members.has(beat.generation):
@@ -333,7 +333,10 @@ class Agent:
                 self.run.request_stop(TASK_LOST, then=AfterStop.REQUEUE)
                 self.run.end("stopped", task=self.task.name)
             case EndRun(state, task, failure):
-                self.run.end(state, task=task or self.task.name, **failure)
+                if failure:
+                    self.run.refresh_generations()
+                if not failure or not self.run.is_over(generation):
+                    self.run.end(state, task=task or self.task.name, **failure)
 
     def _report_finding(self, finding: Stall, attempt: Attempt, end: End | None) -> None:
         """Record a finding; after a hang, let every program print its stacks."""

@@ -150,6 +150,11 @@ class RunView:
         finally:
             self._read.clear()
 
+    def refresh_generations(self) -> None:
+        """Look for a newer generation that a network file system may still hide."""
+        self.folder.refresh_generations()
+        self._read.clear()
+
     def request_stop(self, by: str, *, then: str = AfterStop.END) -> bool:
         """Request that every task saves at the same step and stops; return False if that was requested before."""
         self.require_newest()

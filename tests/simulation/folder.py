@@ -57,6 +57,11 @@ class Cache:
         self._absent.pop(name, None)
         self._listed.pop(name.partition("/")[0], None)
 
+    def refresh(self, folder: str) -> None:
+        """Look at the server for a folder and its files the next time."""
+        self._listed.pop(folder, None)
+        self._absent = {name: until for name, until in self._absent.items() if not name.startswith(f"{folder}/")}
+
     def elsewhere(self) -> Cache:
         return Cache(self._world, self._longest_s)
 
@@ -151,6 +156,10 @@ class SimFolder(RunFolder):
         if number not in self._begun and (record := self._record(f"generations/{number}")):
             self._begun[number] = Generation.from_json(record)
         return self._begun.get(number)
+
+    def refresh_generations(self) -> None:
+        self.world.operation("refresh the generations")
+        self.cache.refresh("generations")
 
     def begin_generation(self, number: int, **why: Any) -> bool:
         record = Generation(generation=number, time=self.world.time(), **why)

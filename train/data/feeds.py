@@ -125,7 +125,7 @@ def check_sizes(num_examples: int, replica_batch: int) -> None:
     """Check that a batch of a replica is not larger than the data, and that the data can be shuffled."""
     if not 1 <= replica_batch <= num_examples:
         raise UsageError(
-            f"--global-batch: {replica_batch} examples per replica; expected 1 to {num_examples}, those of the data"
+            f"--global-batch: {replica_batch} examples in a part of a step; expected 1 to {num_examples}, all of them"
         )
     bits = (num_examples - 1).bit_length() - 1
     if bits >= 16 and bits % 2 == 0 and num_examples - 1 == 1 << bits:

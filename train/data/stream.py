@@ -1,4 +1,4 @@
-"""TFRecord shards as a stream: the examples of a step are a pure function of (seed, step), as in `array_batches`.
+"""TFRecord shards as a stream: the examples of a step are a pure function of (seed, step), as in `feeds`.
 
 An epoch is all shards in a random order of (seed, epoch), cut into windows of `WINDOW_SHARDS` shards. A window is read
 in parallel and its examples are shuffled by a permutation of (seed, epoch, window). The concatenated epochs are cut
@@ -29,7 +29,7 @@ _BLOCK = 16  # examples to take from a shard before the next one
 
 
 def train_dataset(split: ShardSplit, batch_slice: BatchSlice) -> tf.data.Dataset:
-    """Return one batch of static shape for each replica, step by step, like `array_batches.train_dataset`."""
+    """Return one batch of static shape for each replica, step by step, like `IndexedSource.train_dataset`."""
     replicas, replica_batch, global_batch = batch_slice.replicas, batch_slice.replica_batch, batch_slice.global_batch
     seed = batch_slice.seed
     first_window, skipped = _find_position(split, seed, batch_slice.first_step * global_batch)

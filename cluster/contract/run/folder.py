@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -254,6 +255,15 @@ class RunFolder(Paths):
     def learn(self, record: Generation) -> None:
         """Take in the record of a generation that another task has read or created: a folder may show it late."""
         self._begun.setdefault(record.generation, record)
+
+    def refresh_generations(self) -> None:
+        """Create and remove a file in the folder of generations.
+
+        The answer tells a network file system's client that others have changed the folder since it was cached, see
+        `change_info4` in RFC 7530.
+        """
+        with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=self.control / "generations"):
+            pass
 
     def begin_generation(self, number: int, **why: Any) -> bool:
         """Begin generation `number` unless another task has; return whether this call did."""

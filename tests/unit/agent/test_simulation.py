@@ -101,6 +101,13 @@ def test_a_script_outlives_a_killed_task_that_still_sees_the_previous_generation
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
 
 
+def test_a_script_outlives_a_host_that_is_replaced_while_the_chief_does_not_see_the_next_generation(simulated):
+    drawn = Drawn({"workers": 2}, scripted=True, steps=12, save_every=5, linked=True, stale_s=14.4)
+    drawn.faults = [(6.9, "freeze task", "worker-0", 5.3), (8.1, "second copy", "worker-1", 33.7)]
+    drawn.faults.append((20.3, "cut", "worker-1", 8.1))
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 400)}
+
+
 def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated):
     drawn = Drawn({"workers": 1}, scripted=True, steps=15, save_every=5)
     drawn.faults = [(8.0, "kill task", "worker-0", 20.0), (10.5, "stop", "", 0.0)]

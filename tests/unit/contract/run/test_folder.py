@@ -102,6 +102,16 @@ def test_generations_count_as_numbers(run):
     assert list(range(12)) == [generation.generation for generation in run.generations()]
 
 
+def test_a_look_for_new_generations_changes_the_folder_and_leaves_nothing_in_it(run):
+    run.begin_generation(1)
+    folder = run.control / "generations"
+    os.utime(folder, (1, 1))
+    run.refresh_generations()
+    assert folder.stat().st_mtime > 1
+    assert [0, 1] == [record.generation for record in run.generations()]
+    assert {"0.json", "1.json"} == {path.name for path in folder.iterdir()}
+
+
 def test_the_first_outcome_stays(run):
     assert run.outcome is None
     assert run.end("failed", task="worker-0", error="loss is nan")

@@ -193,6 +193,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("plain", {"optimizer": ACCUMULATING}, {"optimizer": ACCUMULATING, "replicas": 2}, "gradient_accumulation"),
         ("of_int32", {"largest": 2**31 - 1}, {"largest": 2**31}, str(2**31)),
         ("plain", {"global_batch": 4, "replicas": 2}, {"global_batch": 3}, "expected 1 to 2"),
+        ("plain", {"global_batch": 8, "micro_batches": 4}, {"global_batch": 8, "micro_batches": 2}, "expected 1 to 2"),
     ],
 )
 def test_parts_that_cannot_be_divided_or_represented_are_refused(
