@@ -55,9 +55,7 @@ def check_parts(
     source = sources.open_source(config, data_dir)
     if source.arrays is not None:
         shares = replicas if config.loop == "fit" else (config.bitwise_elastic or replicas) * config.micro_batches
-        feeds.check_sizes(
-            source.train_examples, config.global_batch // (pipelines * config.micro_batches if stages else shares)
-        )
+        feeds.check_sizes(source.train_examples, config.global_batch // shares)
 
     def new_model() -> keras.Model:
         return models.build_configured(config, source.feature_shape, source.num_outputs)
