@@ -135,7 +135,9 @@ class Attempt:
                 return self._observe_others(facts)
             case Phase.DONE:
                 return self._observe_work(facts)
-            case Phase.PAUSED | Phase.INCOMPLETE | Phase.DIED:
+            case Phase.PAUSED:
+                return self._observe_chief(replace(facts, state=self.state))
+            case Phase.INCOMPLETE | Phase.DIED:
                 return replace(facts, state=self.state)
 
     def _observe_program(self, facts: Facts) -> Facts:
@@ -216,10 +218,12 @@ class Attempt:
     def _observe_chief(self, facts: Facts) -> Facts:
         """Observe for how long the chief's work has been done without an outcome, and which outcome is due."""
         if self.task.role != Role.CHIEF:
-            chief = self.watchdog.newest_beat(Role.CHIEF.value)
+            chief = self.run.heartbeat(Role.CHIEF.value)
+            state = ""
+            if chief and chief.generation == self.generation and chief.state in (TaskState.DONE, TaskState.STOPPED):
+                state = chief.state
             # A sidecar that died, or a program that never ends by itself, reports neither state.
-            state = chief.state if chief and chief.state in (TaskState.DONE, TaskState.STOPPED) else ""
-            if self.phase is Phase.DONE and state != facts.state:
+            if self.phase is Phase.DONE and not self.task.role.is_sidecar and state != facts.state:
                 state = ""
             self._chief_done_s = self._chief_done_s + POLL_S if state else 0.0
             facts = replace(facts, chief_done_s=self._chief_done_s, chief_state=state)

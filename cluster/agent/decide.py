@@ -224,6 +224,8 @@ def records_outcome(facts: Facts) -> bool:
 
 
 def _while_paused(facts: Facts) -> Action:
+    if facts.chief_done_s > SILENT_S:
+        return _when_done(facts)
     if not facts.stop_requested:
         return BareAction.START if facts.pause_is_over else BareAction.CONTINUE
     if facts.role.is_sidecar:
@@ -242,7 +244,7 @@ def _after_missed_rendezvous(facts: Facts) -> Action:
 
 def _while_running(facts: Facts) -> Action:
     if facts.chief_done_s > SILENT_S:  # its agent stands still, and this program would not end by itself
-        return _when_done(replace(facts, state=facts.chief_state))
+        return _when_done(facts)
     # An evaluator ends after the run, whose last checkpoint it evaluates.
     if facts.stop_requested and not facts.serves and facts.role != Role.EVALUATOR:
         # A training program may take as long as it needs to save.
@@ -334,7 +336,7 @@ def _when_done(facts: Facts) -> Action:
         if not facts.all_are_done:
             return BareAction.CONTINUE
         return STOP_RUN if facts.stop_requested else EndRun(OutcomeState.SUCCEEDED)
-    if facts.state != TaskState.STOPPED:
+    if TaskState.STOPPED not in (facts.state, facts.chief_state):
         return EndRun(OutcomeState.SUCCEEDED)
     return BareAction.RESUME if facts.stop_withdrawn else STOP_RUN
 

@@ -103,10 +103,6 @@ class Watchdog:
         ages = {name: now - self._since(name, beat.updated_at, now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
 
-    def newest_beat(self, task: str) -> Heartbeat | None:
-        """Return the heartbeat of this generation that `examine` has read last; None for a task that is not watched."""
-        return self._newest.get(task)
-
     def late(self, timeout_s: float) -> Stall | None:
         """Return a finding if none of the tasks that train has joined this generation in so many seconds.
 

@@ -298,6 +298,26 @@ NOBODY_ENDS = replace(NEVER_RECORDS, topology={"workers": 1, "ps": 1, "evaluator
 """The same, where the programs of the other tasks do not end by themselves."""
 
 
+LEFT_ALONE = replace(NEVER_RECORDS, topology={"workers": 0, "evaluator": True})
+"""The same, where the only other task is an evaluator."""
+
+
+STOPPED_AS_IT_DIES = replace(
+    LEFT_ALONE,
+    steps=30,
+    faults=[(8.0, "stop", "", 0.0), (9.0, "kill program", "evaluator", 0.0), (9.6, "freeze agent", "chief", FOREVER_S)],
+)
+"""The evaluator dies during a stop, at whose end the chief's agent is frozen."""
+
+
+STOPPED_AS_IT_PAUSES = replace(
+    LEFT_ALONE,
+    steps=30,
+    faults=[(7.5, "fail program", "evaluator", 0.0), (8.0, "stop", "", 0.0), (9.6, "freeze agent", "chief", FOREVER_S)],
+)
+"""The same, where the evaluator waits to start again."""
+
+
 STALE = Drawn(
     {"workers": 2}, scripted=False, steps=25, save_every=5, faults=[(15.0, "kill program", "worker-0", 0.0)],
     linked=True, stale_s=60.0,

@@ -137,6 +137,8 @@ class Schedule:
             seconds = self._lose_sight(task, seconds)
         if program and kind == "kill program":
             self._kill(task, program)
+        if program and kind == "fail program":
+            program.exit(1)
         self._stop(task, kind, seconds, program, waiting)
 
     def _stop(self, task: SimTask, kind: str, seconds: float, program: Any, waiting: list[Any]) -> None:

@@ -35,6 +35,7 @@ def check_parts(
     strategy: str,
     data_dir: Path,
     replicas: int = 1,
+    batch_divisor: int = 1,
     stages: int = 0,
     pipelines: int = 1,
     memory_bytes: int | None = None,
@@ -42,6 +43,7 @@ def check_parts(
     """Check that the model takes the data's features, and the loss the data's labels and the model's outputs.
 
     Args:
+        batch_divisor: number of replicas that share a batch; under parameter servers each worker has its own.
         stages: number of stages; 0 if the model is not cut.
         pipelines: number of pipelines.
         memory_bytes: memory of each stage; None for no limit.
@@ -54,7 +56,9 @@ def check_parts(
     """
     source = sources.open_source(config, data_dir)
     if source.arrays is not None:
-        shares = replicas if config.loop == "fit" else (config.bitwise_elastic or replicas) * config.micro_batches
+        shares = batch_divisor
+        if config.loop != "fit":
+            shares = (config.bitwise_elastic or shares) * config.micro_batches
         feeds.check_sizes(source.train_examples, config.global_batch // shares)
 
     def new_model() -> keras.Model:

@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config", type=json.loads, required=True, help="the run's configuration as JSON")
     parser.add_argument("--strategy", required=True, help="a key of cluster.strategies.STRATEGIES")
     parser.add_argument("--replicas", type=int, default=1, help="number of replicas (default: %(default)s)")
+    parser.add_argument("--batch-divisor", type=int, default=1, help="how many share a batch (default: %(default)s)")
     parser.add_argument("--stages", type=int, default=0, help="number of stages (default: not cut)")
     parser.add_argument("--pipelines", type=int, default=1, help="number of pipelines (default: %(default)s)")
     parser.add_argument("--memory-bytes", type=int, help="memory of each stage (default: no limit)")

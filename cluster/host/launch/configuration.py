@@ -69,8 +69,9 @@ def check_config(
     own = any(":" in part and not part.startswith("train.") for name in named for part in re.split("[=,]", name))
     if not (own or cluster.kind.staged):
         return {}
-    words = [f"--replicas={cluster.replicas}", f"--stages={cluster.stages if cluster.kind.staged else 0}"]
-    words += [f"--pipelines={cluster.pipelines}", *([f"--memory-bytes={memory_bytes}"] if memory_bytes else [])]
+    words = [f"--replicas={cluster.replicas}", f"--batch-divisor={cluster.batch_divisor}"]
+    words += [f"--stages={cluster.stages if cluster.kind.staged else 0}", f"--pipelines={cluster.pipelines}"]
+    words += [f"--memory-bytes={memory_bytes}"] if memory_bytes else []
     options = (
         f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}"
     )

@@ -57,6 +57,8 @@ def test_after_the_end_of_a_run_or_generation_nothing_is_decided(phase):
         ({"stop_requested": True, "pause_is_over": True}, STOPPED),
         ({"stop_requested": True, "role": Role.EVALUATOR, "restarts_alone": True}, BareAction.CONTINUE),
         ({"stop_requested": True, "restarts_alone": True}, BareAction.START),  # the chief saves with its help
+        ({"role": Role.EVALUATOR, "chief_done_s": SILENT_S + 0.1, "chief_state": "done"}, SUCCEEDED),
+        ({"role": Role.EVALUATOR, "chief_done_s": SILENT_S + 0.1, "chief_state": "stopped"}, STOPPED),
     ],
 )
 def test_while_a_program_waits_to_start_again(known, action):

@@ -168,7 +168,16 @@ def test_an_older_copy_whose_rendezvous_timed_out_fails_nothing(simulated):
 
 
 @pytest.mark.parametrize(
-    "drawn", [mutations.NEVER_JOINS, mutations.NEVER_BEGINS, mutations.NEVER_RECORDS, mutations.NOBODY_ENDS]
+    "drawn",
+    [
+        mutations.NEVER_JOINS,
+        mutations.NEVER_BEGINS,
+        mutations.NEVER_RECORDS,
+        mutations.NOBODY_ENDS,
+        mutations.LEFT_ALONE,
+        mutations.STOPPED_AS_IT_DIES,
+        mutations.STOPPED_AS_IT_PAUSES,
+    ],
 )
 def test_a_run_survives_or_names_a_process_that_is_frozen_permanently(simulated, drawn):
     for schedule in islice(schedules(drawn=drawn), 30):

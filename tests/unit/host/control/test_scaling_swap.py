@@ -154,8 +154,8 @@ def test_a_run_that_ends_by_itself_first_says_so(start_gang, scale, capsys, ends
 
 def test_a_run_that_does_not_stop_in_time_goes_on(start_gang, scale, monkeypatch):
     monkeypatch.setattr(foreground, "STOP_TIMEOUT_S", 0.2)
-    lines = "train(3)\nif not GENERATION: work(saving_s=1)\ntrain(4), meet(), finish()"
-    gang = start_gang(lines, workers=1)
+    saves = "until(lambda: run.stop_requested), until(lambda: not run.stop_requested), finish('stopped')"
+    gang = start_gang(f"train(3)\nif not GENERATION: {saves}\ntrain(4), meet(), finish()", workers=1)
     with pytest.raises(TimedOut):
         scale(gang, workers="2")
     summary = gang.summary()
@@ -164,7 +164,7 @@ def test_a_run_that_does_not_stop_in_time_goes_on(start_gang, scale, monkeypatch
 
 
 def test_somebody_s_stop_comes_before_another_size(start_gang, scale):
-    gang = start_gang("train(3), work(saving_s=1)", workers=1)
+    gang = start_gang("train(3), until(lambda: run.after_stop == ''), finish('stopped')", workers=1)
     codes: list[int] = []
     scales = threading.Thread(target=lambda: codes.append(scale(gang, workers="2")))
     scales.start()

@@ -173,15 +173,22 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     module.metrics = lambda: {"pairs": of_pairs}
     monkeypatch.setitem(sys.modules, "tried_parts", module)
 
-    def of(model: str, replicas: int = 1, largest: int = 9, **more: Any) -> None:
+    def of(model: str, replicas: int = 1, largest: int = 9, divisor: int = 0, **more: Any) -> None:
         split = np.array([[0, 1], [largest, 3]]), np.array([0, 1])
         module.data = lambda: {"train": split, "test": split}
         preparation.prepare_dataset("tried_parts:data", tmp_path)
         own = {"dataset": "tried_parts:data", "model": f"tried_parts:{model}", "global_batch": 2 * replicas}
         config = TrainConfig(**own | more)
-        model_checks.check_parts(config, strategy="mirrored", data_dir=tmp_path, replicas=replicas)
+        parts = {"replicas": replicas, "batch_divisor": divisor or replicas}
+        model_checks.check_parts(config, strategy="mirrored", data_dir=tmp_path, **parts)
 
     return of
+
+
+def test_a_batch_larger_than_the_data_is_refused_also_if_each_replica_has_its_own(check):
+    check("inside", 1)
+    with pytest.raises(UsageError, match="^--global-batch: 4 examples"):
+        check("inside", 2, divisor=1)
 
 
 @pytest.mark.parametrize(
