@@ -29,6 +29,8 @@ CASES = (
     "624",  # fit in float16
     "36:precision='fp32'",  # weights shared by stages, clipped and averaged
     "379",  # PipeDream in two stages
+    "80069:layers=('double',);steps=2",  # several types in fit
+    "81016:steps=2",  # masks between stages
     "435:precision='fp32'",  # stages that compute their forward pass again,
     "435:precision='fp32';layers=('dropout',)",  # and what they drop
     "435:precision='fp32';remat=False;layers=('double','pretrained','dropout');clip=0.1",  # several types in stages

@@ -39,7 +39,7 @@ def train(context: TaskContext) -> None:
     setup = Setup(context)
     optimizer = setup.policy.optimizer
     if config.micro_batches == 1:
-        setup.policy.install()
+        setup.policy.install(model.trainable_variables)
     first = setup.restore()
     if not is_legacy():
         central_storage.let_replicas_assign([*model.variables, *optimizer.variables])

@@ -137,16 +137,18 @@ class GradientPolicy:
             return nan_gradients.nan_if_broken(loss, gradients)
         return tf.where(tf.convert_to_tensor(self.loss_scale.scale) < 1, tf.constant(float("nan"), loss.dtype), loss)
 
-    def install(self) -> None:
-        """Patch the optimizer to sum, unscale and clip gradients, and to scale the loss, if necessary.
+    def install(self, variables: Sequence[Any]) -> None:
+        """Patch the optimizer to sum, unscale and clip gradients, and to scale the loss, if these variables need that.
 
         This is for `Model.fit`, whose `train_step`, like a model's override, calls only these methods between the
-        gradients and the update. An optimizer that clips would clip each replica's gradients before the sum.
+        gradients and the update. An optimizer that clips would clip each replica's gradients before the sum, and one
+        of variables of several dtypes cannot sum their gradients.
         """
         optimizer = self.optimizer
         legacy = hasattr(optimizer, "aggregate_gradients")  # of tf_keras, which has no loss scale
         clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm"))
-        if not self.clip_norm and self.loss_scale is None and (legacy or not clips):
+        mixed = len({tf.as_dtype(variable.dtype) for variable in variables}) > 1
+        if not self.clip_norm and self.loss_scale is None and not mixed and (legacy or not clips):
             return
         if legacy:
 

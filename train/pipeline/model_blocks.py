@@ -1,8 +1,9 @@
 """A Keras model as a chain of blocks: where it can be cut, the cost of each block, and the model of each stage.
 
-A model can be cut where exactly one tensor crosses, before a layer with weights. Operations that a compiler may fuse
-with the layer before them (activations, additions, batch normalization) stay in the same stage, because a cut there
-would change bits. Stages can share a layer's weights, but not its state, such as averages of batch normalization.
+A model can be cut where exactly one tensor crosses, before a layer with weights; a mask of the tensor crosses with it.
+Operations that a compiler may fuse with the layer before them (activations, additions, batch normalization) stay in the
+same stage, because a cut there would change bits. Stages can share a layer's weights, but not its state, such as
+averages of batch normalization.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
+from train.model.masks import mask_of
 from train.pipeline.partition import BlockCost
 
 
@@ -28,11 +30,14 @@ class ModelBlock:
         nodes: Keras's calls of layers, in topological order.
         inputs: the symbolic tensor that enters it.
         outputs: the symbolic tensor that leaves it.
+        inputs_masked, outputs_masked: whether they have masks when the model is called.
     """
 
     nodes: tuple[Any, ...]
     inputs: Any
     outputs: Any
+    inputs_masked: bool
+    outputs_masked: bool
 
     @property
     def layers(self) -> tuple[keras.Layer, ...]:
@@ -68,11 +73,13 @@ def split_model(model: keras.Model) -> list[ModelBlock]:
             f"--strategy pipeline needs known shapes, and the shape of the output of {unknown[0]!r} is unknown; build "
             "the model from the feature shape that its function receives"
         )
+    masks = _find_masks(model, nodes)
     cuts = [(0, model.inputs[0])]
     cuts += [(at, crossing) for at in range(1, len(nodes)) if (crossing := _cut_before(nodes, at, model)) is not None]
+    cuts = [cut for cut in cuts if masks.get(id(cut[1]), 0) in (0, len(cut[1].shape) - 1)]
     cuts.append((len(nodes), model.outputs[0]))
     return [
-        ModelBlock(tuple(nodes[first:last]), inputs, outputs)
+        ModelBlock(tuple(nodes[first:last]), inputs, outputs, id(inputs) in masks, id(outputs) in masks)
         for (first, inputs), (last, outputs) in itertools.pairwise(cuts)
     ]
 
@@ -91,10 +98,48 @@ def rebuild_with_shape(model: keras.Model, feature_shape: Any) -> keras.Model:
 
 def build_stage_model(blocks: Sequence[ModelBlock], number: int) -> keras.Model:
     """Build the model of a stage's blocks, with the layers and variables of the whole model."""
-    model = keras.Model(blocks[0].inputs, blocks[-1].outputs, name=f"stage_{number}")
+    inputs, outputs = blocks[0].inputs, blocks[-1].outputs
+    if blocks[0].inputs_masked:
+        packed = keras.Input(batch_shape=(*inputs.shape[:-1], inputs.shape[-1] + 1), dtype=inputs.dtype)
+        layers = keras.Model(inputs, outputs)
+        outputs = layers._run_through_graph([UnpackMask()(packed)], operation_fn=lambda operation: operation)
+        inputs = packed
+    if blocks[-1].outputs_masked:
+        outputs = PackMask()(outputs)
+    model = keras.Model(inputs, outputs, name=f"stage_{number}")
     if number:
         model.autocast = False  # only the inputs of the first stage are inputs of the model, which would cast them
     return model
+
+
+class PackMask(keras.layers.Layer):
+    """Appends the mask of its inputs to them: `[..., C]` to `[..., C + 1]`."""
+
+    def __init__(self) -> None:
+        super().__init__(autocast=False)
+        self.supports_masking = True
+
+    def call(self, inputs: Any, mask: Any = None) -> Any:
+        mask = keras.ops.ones_like(inputs[..., 0]) if mask is None else mask  # None only where Keras infers shapes
+        return keras.ops.concatenate([inputs, keras.ops.cast(mask, inputs.dtype)[..., None]], -1)
+
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
+        """Return None: the mask is in the outputs."""
+
+
+class UnpackMask(keras.layers.Layer):
+    """Separates the mask that `PackMask` has appended."""
+
+    def __init__(self) -> None:
+        super().__init__(autocast=False)
+        self.supports_masking = True
+
+    def call(self, inputs: Any) -> Any:
+        return inputs[..., :-1]
+
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:  # noqa: ARG002  # Keras's signature
+        """Return the mask, `[...] bool`."""
+        return inputs[..., -1] > 0.5
 
 
 def find_crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | None:
@@ -169,6 +214,41 @@ def _sorted_nodes(model: keras.Model) -> list[Any]:
     depths = model._nodes_by_depth
     nodes = [node for depth in sorted(depths, reverse=True) for node in depths[depth]]
     return [node for node in nodes if not node.is_input]
+
+
+def _find_masks(model: keras.Model, nodes: Sequence[Any]) -> dict[int, int]:
+    """Return the ranks of the masks that tensors have when the model is called, by the tensors' ids.
+
+    Keras's symbolic tensors do not show them all: a layer that returns its inputs returns their mask, too.
+    """
+    ranks: dict[int, int] = {}
+    order = iter(nodes)
+
+    def call_and_record(operation: Any, *inputs: Any, **options: Any) -> Any:
+        outputs = operation(*inputs, **options)
+        for symbolic, output in zip(next(order).output_tensors, tf.nest.flatten(outputs), strict=True):
+            if (mask := mask_of(output)) is not None:
+                ranks[id(symbolic)] = mask.shape.rank
+        return outputs
+
+    zeros_shape = [model.inputs[0].shape[0] or 1, *model.inputs[0].shape[1:]]
+    with tf.__internal__.FuncGraph("masks").as_default(), ObservingScope():
+        model._run_through_graph([tf.zeros(zeros_shape, model.inputs[0].dtype)], call_fn=call_and_record)
+    return ranks
+
+
+class ObservingScope(keras.StatelessScope):
+    """Records which variables are read and assigned, and reads variables without a value as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(initialize_variables=False)
+        self.read: set[int] = set()
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        self.read.add(id(variable))
+        if (assigned := super().get_current_value(variable)) is not None:
+            return assigned
+        return tf.zeros(variable.shape, variable.dtype) if variable._value is None else None
 
 
 def _cut_before(nodes: Sequence[Any], at: int, model: keras.Model) -> Any | None:

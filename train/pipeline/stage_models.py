@@ -18,10 +18,10 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import Stages
 from cluster.system.errors import UsageError
 from train.config import TrainConfig
-from train.model import layer_state, masks, optimizers
+from train.model import layer_state, optimizers
 from train.patches import placed_seeds
 from train.pipeline import model_blocks
-from train.pipeline.model_blocks import ModelBlock
+from train.pipeline.model_blocks import ModelBlock, ObservingScope
 from train.pipeline.partition import Constraints, StageCost, partition
 
 
@@ -83,7 +83,7 @@ def partition_model(
         pipelines: number of pipelines that share each global batch.
     """
     blocks, pipeline = model_blocks.split_model(model), config.pipeline
-    if masks.mask_of(model.outputs[0]) is not None:
+    if blocks[-1].outputs_masked:
         raise UsageError(
             f"--stages {stages}: a mask reaches the output of {model.layers[-1].name!r}, and no stage knows the "
             "unmasked positions of the whole batch; leave the mask out, or use another strategy"
@@ -221,20 +221,6 @@ def find_shared(parts: Sequence[StageModel]) -> list[tuple[keras.Variable, list[
             users.setdefault(id(variable), []).append(number)
     used = {id(variable): variable for part in parts for variable in part.used}
     return [(used[key], numbers) for key, numbers in users.items() if len(numbers) > 1]
-
-
-class ObservingScope(keras.StatelessScope):
-    """Records which variables are read and assigned, and reads variables without a value as zeros."""
-
-    def __init__(self) -> None:
-        super().__init__(initialize_variables=False)
-        self.read: set[int] = set()
-
-    def get_current_value(self, variable: keras.Variable) -> Any:
-        self.read.add(id(variable))
-        if (assigned := super().get_current_value(variable)) is not None:
-            return assigned
-        return tf.zeros(variable.shape, variable.dtype) if variable._value is None else None
 
 
 def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tuple[set[int], set[int], Any]:

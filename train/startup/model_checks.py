@@ -21,8 +21,8 @@ from train.data.sources import Source
 from train.loops import fit_model
 from train.model import input_types, layer_state, models, objectives, optimizers
 from train.named import Named
-from train.pipeline.model_blocks import rebuild_with_shape
-from train.pipeline.stage_models import ObservingScope, describe_partition
+from train.pipeline.model_blocks import ObservingScope, rebuild_with_shape
+from train.pipeline.stage_models import describe_partition
 from train.pipeline.stage_variables import without_values
 from train.settings import heads
 from train.startup import loss_checks

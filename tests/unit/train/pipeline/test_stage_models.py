@@ -1,5 +1,6 @@
 """What a plan says of the stages of a model, and which models are refused."""
 
+import numpy as np
 import pytest
 from tensorflow import keras
 
@@ -166,3 +167,28 @@ def test_only_a_layer_without_state_can_be_called_in_several_blocks(kind, expect
     middle = keras.layers.Dense(4, name="middle")(keras.layers.Dense(4, name="first")(shared(inputs)))
     outputs = keras.layers.Dense(2, name="last")(shared(middle))
     assert expected == [block.names for block in model_blocks.split_model(keras.Model(inputs, outputs))]
+
+
+class Unchanged(keras.layers.Layer):
+    """Returns its inputs, so that Keras keeps their mask only when the model is called."""
+
+    def call(self, inputs):
+        return inputs
+
+
+@pytest.mark.parametrize("last", ["dense", "recurrent"])
+def test_masks_cross_with_the_tensors_between_stages(last):
+    layers = keras.layers
+    inputs = keras.Input((6,), dtype="int32")
+    values = dense("hidden", 8)(Unchanged()(layers.Embedding(11, 8, mask_zero=True)(inputs)))
+    values = Unchanged()(values)
+    values = layers.GlobalAveragePooling1D()(dense("more", 8)(values)) if last == "dense" else layers.LSTM(8)(values)
+    model = keras.Model(inputs, dense("last", 3)(values))
+    tokens = np.array([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 8, 0], [9, 0, 0, 0, 0, 0]], np.int32)
+    blocks = model_blocks.split_model(model)
+    assert len(blocks) >= 3
+    outputs = tokens
+    for number, block in enumerate(blocks):
+        outputs = model_blocks.build_stage_model([block], number)(outputs)
+    np.testing.assert_array_equal(model(tokens), outputs)
+    assert not np.array_equal(model(tokens), model(np.where(tokens, tokens, 10)))
