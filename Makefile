@@ -25,12 +25,17 @@ DISARM = case "$$PWD" in *[\"\$$\`\\]*) \
 GITHUB_SCHEMA := $(VENV)/bin/python -m check_jsonschema --quiet --builtin-schema
 .DEFAULT_GOAL := help
 
-.PHONY: help setup up test test-fast test-all lint check bench clean
+.PHONY: help setup install up test test-fast test-all lint check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.host ## create .venv from the hash-locked requirements
+
+BIN ?= $(HOME)/.local/bin
+install: setup ## make `tf-cluster` a command for any folder: a link in ~/.local/bin
+	@mkdir -p "$(BIN)" && ln -sfn "$$PWD/cluster/launcher.py" "$(BIN)/tf-cluster" && echo "$(BIN)/tf-cluster"
+	@case ":$$PATH:" in *":$(BIN):"*) ;; *) echo "add $(BIN) to PATH";; esac
 
 PROCESSES = $(strip $(foreach runtime,local slurm,$(findstring --runtime $(runtime),$(subst =, ,$(UP)))))
 # Data and images that are not there yet are got before `invoke up`, whose clock counts the seconds to the first step.

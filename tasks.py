@@ -8,8 +8,9 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from pathlib import Path
 
-from invoke import Collection, Exit
+from invoke import Collection, Exit, Program
 
 from cluster.contract import spec
 from cluster.host.cli.command_line import (
@@ -22,7 +23,7 @@ from cluster.host.cli.command_line import (
     takes_request,
     task,
 )
-from cluster.host.cli.tasks import checks, k8s, preparing, reports, runs, saved_models, tour
+from cluster.host.cli.tasks import checks, k8s, preparing, projects, reports, runs, saved_models, tour
 from cluster.host.control import foreground
 from cluster.host.launch import footprint, planning, startup
 from cluster.host.options import run_file
@@ -30,6 +31,7 @@ from cluster.host.view import interrupts
 from cluster.host.view.plan_view import plan_lines
 from cluster.system.errors import UsageError
 from cluster.system.messages import short_path
+from cluster.system.paths import ROOT
 
 
 @takes_request(dry="only print the commands (default: no)")
@@ -91,9 +93,11 @@ FAST_TESTS = (("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", *T
 )
 @has_dry_run
 def test(c, all=False, fast=False, select=""):
-    """Run the tests on this machine's CPU; container tests are skipped where no Docker Engine answers."""
+    """Run the tests of the project in this folder on the CPU; container tests are skipped where no engine answers."""
     if all and fast:
         raise UsageError("--all and --fast: choose one of them")
+    if not Path.cwd().is_relative_to(ROOT):
+        projects.test(select)
     with in_checkout(c):
         codes: list[int] = []
         for part in FAST_TESTS if fast else ALL_TESTS if all else TESTS:
@@ -115,6 +119,9 @@ def golden(c):
 
 
 ns = Collection(
+    *((bench, golden) if (ROOT / "tests").exists() else ()),  # not in what `pip install` installs
+    projects.new,
+    test,
     up,
     plan,
     runs.status,
@@ -138,11 +145,13 @@ ns = Collection(
     reports.report,
     reports.clean,
     tour.tour,
-    bench,
-    test,
-    golden,
     image=Collection(preparing.build, preparing.base, preparing.reproduce),
     data=Collection(preparing.prepare, preparing.shard, preparing.examine, preparing.verify),
     k8s=Collection(k8s.render),
 )
+ns.configure({"run": {"echo": True, "echo_format": "{command}", "in_stream": False}})
+"""What `up` runs can be read and pasted; no task reads the terminal, and CI has none."""
 COMMANDS.update(ns.task_names)
+
+if __name__ == "__main__":  # for the command `tf-cluster`, see cluster/launcher.py
+    Program(version="0.1.0", namespace=ns, name="tf-cluster", binary="tf-cluster", binary_names=["tf-cluster"]).run()

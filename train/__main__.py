@@ -28,7 +28,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.system import quiet
 from cluster.system.errors import EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.system.json_files import read_json
-from cluster.system.messages import described, plain
+from cluster.system.messages import COMMAND, described, plain
 from train.config import TrainConfig
 from train.data import shards
 from train.settings import overrides
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
             print(resolved if isinstance(resolved, str) else json.dumps(resolved))
             return 0
         if not options.run_dir or not (options.run_dir / "cluster.json").exists():
-            parser.error("--run-dir must name a run folder; `invoke up` makes one and starts every task of it")
+            parser.error(f"--run-dir must name a run folder; `{COMMAND} up` makes one and starts every task of it")
         return train(RunFolder(options.run_dir))
     except ClusterError as error:
         print(f"error: {plain(str(error))}", file=sys.stderr)

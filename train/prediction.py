@@ -14,6 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import read_json
+from cluster.system.messages import COMMAND
 from train import named
 from train.model import export
 
@@ -32,7 +33,7 @@ def predict(run: RunFolder, image: Path | None, features: Path | None = None) ->
         UsageError: the file is not an image or an example that the model takes.
     """
     if not (run.export / "saved_model.pb").exists():
-        raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `invoke export {run.name}`")
+        raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `{COMMAND} export {run.name}`")
     serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
     inputs = serve.structured_input_signature[1]
     if features:

@@ -18,7 +18,7 @@ from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.spec import Role, Task
 from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.system.json_files import DISK_FULL, read_json
-from cluster.system.messages import system_error
+from cluster.system.messages import COMMAND, system_error
 from train import evaluator, patches, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
@@ -152,8 +152,12 @@ def rehearse(run: RunFolder) -> None:
 
 
 def configure_threads(config: TrainConfig) -> None:
-    """Set the number of threads of one operation. Call before any device is used."""
+    """Set the numbers of threads. Call before any device is used."""
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
+    if len(os.sched_getaffinity(0)) == 1:
+        # With TensorFlow's single thread, tasks of parameter servers would wait for each other indefinitely. Their
+        # servers read this variable alone.
+        os.environ.setdefault("TF_NUM_INTEROP_THREADS", "4")
 
 
 def is_peer_lost(error: Exception) -> bool:
@@ -166,9 +170,9 @@ def is_peer_lost(error: Exception) -> bool:
 def explain(error: Exception) -> ClusterError | None:
     """Translate an error for which another attempt cannot help to one line; None for other errors."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return RunFailed(f"the disk is full ({system_error(error)}); free space, then `invoke up --resume` this run")
+        return RunFailed(f"the disk is full ({system_error(error)}); free space, then `{COMMAND} up --resume` this run")
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left" in str(error):
-        return RunFailed("the disk is full; free space, then `invoke up --resume` this run")
+        return RunFailed(f"the disk is full; free space, then `{COMMAND} up --resume` this run")
     if isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError)):
         reason = str(error).splitlines()[0][:200] if str(error) else "an array cannot be allocated"
         return RunFailed(

@@ -19,7 +19,7 @@ from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
-from cluster.system.messages import described
+from cluster.system.messages import COMMAND, described
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     try:
         missing = [name for name in ("RUN_DIR", "TASK") if name not in os.environ]
         if missing:
-            raise UsageError(f"{' and '.join(missing)} not set: an agent is started by `invoke up`, which sets them")
+            raise UsageError(f"{' and '.join(missing)} not set: an agent is started by `{COMMAND} up`, which sets them")
         run_dir, task = os.environ["RUN_DIR"], os.environ["TASK"]
         os.environ |= secret_variables()
         if text := os.environ.get("TF_CONFIG"):

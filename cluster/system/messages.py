@@ -8,6 +8,8 @@ from pathlib import Path
 
 from cluster.system.paths import ROOT
 
+COMMAND = os.environ.get("INVOKED_AS") or "invoke"
+"""The command that messages name; see `cluster/launcher.py`."""
 NOISE = (b"oneDNN custom operations are on.", b"All log messages before absl::InitializeLog() is called")
 """Parts of lines that TensorFlow prints at every log level; the manifest has the settings that they are about."""
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.system.errors import UsageError, nearest
 from cluster.system.files import sha256
+from cluster.system.messages import COMMAND
 from train import named
 from train.data import store
 from train.named import Named
@@ -194,7 +195,7 @@ def is_user_dataset(name: str) -> bool:
 def newest_version(data_dir: Path, name: str) -> str:
     """Return the version of a dataset to use: the known one of TFDS, or the newest prepared one of the user's."""
     if is_user_dataset(name):
-        return store.read_pointer(data_dir, "arrays", name, f"invoke data.prepare --name {name}")
+        return store.read_pointer(data_dir, "arrays", name, f"{COMMAND} data.prepare --name {name}")
     if name not in VERSIONS:
         raise UsageError(f"unknown dataset {name!r}{nearest(name, VERSIONS)}, or your own package.module:function")
     return VERSIONS[name]
@@ -204,8 +205,8 @@ def find_arrays(data_dir: Path, name: str, version: str = "") -> ArraySet:
     """Find the prepared arrays of a dataset, and compare every file's size with its shape."""
     version = version or newest_version(data_dir, name)
     folder = store.path_of(data_dir, "arrays", name, version)
-    fix = f"copy {folder} from where it is" if is_user_dataset(name) else f"run `invoke data.prepare --name {name}`"
-    again = f"run `invoke data.prepare --name {name} --fresh`"
+    fix = f"copy {folder} from where it is" if is_user_dataset(name) else f"run `{COMMAND} data.prepare --name {name}`"
+    again = f"run `{COMMAND} data.prepare --name {name} --fresh`"
     with store.index_errors(folder / INDEX, f"{name} {version} is not prepared in {data_dir}; {fix}", again):
         array_set = _from_index(data_dir, folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
     store.check_sizes({file.path: (file.size_bytes, f" for {list(file.shape)}") for file in array_set.files}, again)
@@ -253,7 +254,7 @@ def verify_arrays(array_set: ArraySet, say: Callable[[str], None] = print) -> No
     """
     expected = {file.path: file.sha256 for file in array_set.files}
     expected |= {array_set.data_dir / name: digest for name, digest in array_set.source_files.items()}
-    store.verify_files(expected, f"run `invoke data.prepare --name {array_set.name} --fresh`", say)
+    store.verify_files(expected, f"run `{COMMAND} data.prepare --name {array_set.name} --fresh`", say)
 
 
 def _num_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:

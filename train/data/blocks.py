@@ -16,6 +16,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from cluster.system.errors import RunFailed
+from cluster.system.messages import COMMAND
 from train.data import arrays, shards
 from train.data.store import BLOCK_BYTES
 
@@ -68,7 +69,7 @@ def damage_error(path: Path, block: int) -> RunFailed:
     name = json.loads((path.parent / index).read_text(encoding="utf-8"))["name"]
     return RunFailed(
         f"{path} is damaged in block {block} (from byte {block * BLOCK_BYTES}): it has changed since it was prepared; "
-        f"run `invoke data.{verb} --name {name} --fresh`, then start again"
+        f"run `{COMMAND} data.{verb} --name {name} --fresh`, then start again"
     )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.system.errors import ClusterError
+from cluster.system.messages import COMMAND
 from train.data import arrays, store
 from train.data.arrays import ITEM_BYTES
 
@@ -115,7 +116,7 @@ def describe_ready(data_dir: Path, name: str, source: str) -> str:
 
 def find_shards(data_dir: Path, name: str, version: str = "") -> ShardSet:
     """Find the shards of a dataset, and compare every file's size with the index."""
-    command = f"invoke data.shard --name {name}"
+    command = f"{COMMAND} data.shard --name {name}"
     version = version or store.read_pointer(data_dir, "shards", name, command)
     folder = store.path_of(data_dir, "shards", name, version)
     missing, again = f"{name} {version} is not sharded in {data_dir}; run `{command}`", f"run `{command} --fresh`"
@@ -129,7 +130,7 @@ def find_shards(data_dir: Path, name: str, version: str = "") -> ShardSet:
 def verify_shards(shard_set: ShardSet, say: Callable[[str], None] = print) -> None:
     """Recompute the sha256 of every shard and report a line for each."""
     expected = {file.path: file.sha256 for file in shard_set.files}
-    store.verify_files(expected, f"run `invoke data.shard --name {shard_set.name} --fresh`", say)
+    store.verify_files(expected, f"run `{COMMAND} data.shard --name {shard_set.name} --fresh`", say)
 
 
 def _from_index(folder: Path, index: Mapping[str, Any]) -> ShardSet:

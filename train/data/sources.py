@@ -16,6 +16,7 @@ import tensorflow as tf
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import ClusterError, RunFailed
 from cluster.system.json_files import create_json, read_json
+from cluster.system.messages import COMMAND
 from train import named
 from train.config import TrainConfig
 from train.data import arrays, blocks, feeds, shards, stream
@@ -132,7 +133,7 @@ class ArraySource(IndexedSource):
             arrays=array_set,
             files={file.path: file.sha256 for file in array_set.files},
             made_from=array_set.source_files,
-            again=f"run `invoke data.prepare --name {array_set.name} --fresh`",
+            again=f"run `{COMMAND} data.prepare --name {array_set.name} --fresh`",
             splits={"train": train, "test": test},
         )
 
@@ -163,7 +164,7 @@ class ShardSource(Source):
             weighted=train.weighted,
             num_shards=len(train.files),
             files={file.path: file.sha256 for file in shard_set.files},
-            again=f"run `invoke data.shard --name {shard_set.name} --fresh`",
+            again=f"run `{COMMAND} data.shard --name {shard_set.name} --fresh`",
             train=train,
             test=test,
         )
@@ -251,7 +252,7 @@ def open_source(config: TrainConfig, data_dir: Path, run: RunFolder | None = Non
     if source.num_shards != recorded["num_shards"]:
         raise RunFailed(
             f"{config.dataset} has {source.num_shards} shards, and {recorded['num_shards']} when this run began, "
-            f"which changes their order; run `invoke data.shard --name {config.dataset} "
+            f"which changes their order; run `{COMMAND} data.shard --name {config.dataset} "
             f"--shards {recorded['num_shards']}`, or start a new run"
         )
     return source

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.system.errors import UsageError, nearest
+from cluster.system.messages import COMMAND
 from train import presets
 from train.config import TrainConfig
 from train.settings import references
@@ -62,7 +63,7 @@ def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             return tyro.cli(
                 TrainConfig,
-                prog="invoke up --",  # the default is the program's path, which tyro parses like a shell
+                prog=f"{COMMAND} up --",  # the default is the program's path, which tyro parses like a shell
                 args=list(overrides),
                 default=base,
                 config=(tyro.conf.SuppressFixed,),

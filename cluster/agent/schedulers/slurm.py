@@ -51,6 +51,7 @@ from cluster.system.errors import (
     UsageError,
 )
 from cluster.system.json_files import write_json
+from cluster.system.messages import COMMAND
 from cluster.system.ports import free_port
 
 T = TypeVar("T")
@@ -135,7 +136,7 @@ def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
     names = [task.name for task in tasks]
     number = names.index(replaced) if replaced else int(os.environ["SLURM_PROCID"])
     if number >= len(tasks):
-        raise UsageError(f"the job has more tasks than the {len(tasks)} of {run.name}; start it with `invoke up`")
+        raise UsageError(f"the job has more tasks than the {len(tasks)} of {run.name}; start it with `{COMMAND} up`")
     node = os.environ["SLURMD_NODENAME"]
     host = node_address(node)
     place = TaskAddress(node=node, host=host, port=task_port(host, number), job=os.environ["SLURM_JOB_ID"])

@@ -13,7 +13,7 @@ from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.summary_records import Summary
 from cluster.system.files import write_text
-from cluster.system.messages import counted, plain
+from cluster.system.messages import COMMAND, counted, plain
 
 SHOWN_OPTIONS = ("preset", "model", "dataset", "loop", "global_batch", "epochs", "max_steps", "seed", "precision")
 MAX_RESTARTS = 20
@@ -99,12 +99,12 @@ def _number(value: object) -> str:
 
 def _again(run: RunFolder, summary: Summary) -> list[str]:
     """Return commands for a shell; a run's name has nothing that a shell reads."""
-    commands = {f"invoke rerun {run.name}": "the same training once more, compared with this one"}
+    commands = {f"{COMMAND} rerun {run.name}": "the same training once more, compared with this one"}
     if not run.script:
-        commands[f"invoke report {run.name}"] = "one page: curves, restarts, configuration"
+        commands[f"{COMMAND} report {run.name}"] = "one page: curves, restarts, configuration"
     if summary.state != "succeeded":
-        commands[f"invoke up --resume {run.name}"] = "continue from the newest checkpoint"
+        commands[f"{COMMAND} up --resume {run.name}"] = "continue from the newest checkpoint"
     elif not run.script:
-        commands[f"invoke evaluate {run.name}"] = "the newest checkpoint on the test set"
+        commands[f"{COMMAND} evaluate {run.name}"] = "the newest checkpoint on the test set"
     width = max(map(len, commands))
     return ["```console", *(f"$ {command:<{width}}  # {what}" for command, what in commands.items()), "```"]

@@ -15,7 +15,7 @@ from cluster.host.checks import gpus
 from cluster.host.image import locks
 from cluster.host.launch import folders
 from cluster.host.runtime import registry, tensorboard
-from cluster.system.messages import short_path
+from cluster.system.messages import COMMAND, short_path
 
 LOCKS = ("host", "train-cpu", "tensorboard")
 
@@ -83,7 +83,8 @@ def _data() -> Finding:
     ready = sorted(path.parent.name for path in folder.glob("*/arrays.json"))
     if ready:
         return Finding("data", "ok", ", ".join(ready))
-    return Finding("data", "warning", f"nothing is prepared in {short_path(folders.data_dir())}", "invoke data.prepare")
+    detail = f"nothing is prepared in {short_path(folders.data_dir())}"
+    return Finding("data", "warning", detail, f"{COMMAND} data.prepare")
 
 
 def _port(port: int) -> Finding:

@@ -14,6 +14,7 @@ from cluster.host.gpu import devices
 from cluster.host.image import engine, images
 from cluster.host.runtime import compose_services
 from cluster.system.errors import PrerequisiteError
+from cluster.system.messages import COMMAND
 
 # CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"
 # (docs.nvidia.com/cuda/archive/12.5.1/cuda-toolkit-release-notes). TensorFlow 2.21 is compiled with CUDA 12.5; the
@@ -32,7 +33,7 @@ QUERY = (
 
 PROBE_TIMEOUT_S = 120.0
 """Loading cuDNN from a cold disk and initialising GPUs without persistence mode take tens of seconds."""
-BUILD = "invoke image.build --accelerator gpu"
+BUILD = f"{COMMAND} image.build --accelerator gpu"
 _PROBE = """
 import ctypes, json
 count = ctypes.c_int()

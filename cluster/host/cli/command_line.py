@@ -39,7 +39,7 @@ from cluster.system.errors import (
     UsageError,
 )
 from cluster.system.json_files import DISK_FULL
-from cluster.system.messages import plain, short_path, system_error
+from cluster.system.messages import COMMAND, plain, short_path, system_error
 from cluster.system.paths import ROOT
 from cluster.system.terminal import WIDE, error_text, terminal_width
 
@@ -140,6 +140,7 @@ def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
             ended.message = error_text(ended.message) if ended.message else ended.message
             raise ended
 
+    wrapped.__doc__ = (body.__doc__ or "").replace("invoke ", f"{COMMAND} ")
     return wrapped
 
 
@@ -147,7 +148,7 @@ def _refuse_dry(body: Callable[..., Any], c: Context) -> Exit | None:
     """Refuse invoke's own --dry, which only keeps commands from being run, for tasks that may do more than that."""
     if not c.config.run.dry or getattr(body, "has_dry_run", False):
         return None
-    return Exit(f"error: invoke --dry {body.__name__}: it has no dry run; leave out --dry", code=EXIT_USAGE)
+    return Exit(f"error: {COMMAND} --dry {body.__name__}: it has no dry run; leave out --dry", code=EXIT_USAGE)
 
 
 def normalise_environment() -> None:

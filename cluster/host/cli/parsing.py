@@ -23,7 +23,7 @@ from invoke.parser.parser import ParseMachine
 from cluster.host.options.option import Group
 from cluster.host.options.request import OPTIONS
 from cluster.system.errors import EXIT_UNREAD, EXIT_USAGE
-from cluster.system.messages import plain
+from cluster.system.messages import COMMAND, plain
 from cluster.system.terminal import error_text
 
 MUST_BE_NAMED = "must be named"
@@ -110,7 +110,7 @@ def _refuse(machine: ParseMachine, message: str) -> None:
     if machine.flag and not message.startswith(_UNKNOWN):
         takes = "its value is missing" if machine.flag.takes_value else "it takes no value"
         task = machine.context.name or ""
-        message = f"--{machine.flag.name}: {takes}; `{f'invoke --help {task}'.strip()}` describes it"
+        message = f"--{machine.flag.name}: {takes}; `{f'{COMMAND} --help {task}'.strip()}` describes it"
     raise Misuse(message, machine.context)
 
 
@@ -119,13 +119,13 @@ def _unknown(machine: ParseMachine, word: str) -> str:
     task = machine.context.name if machine.context else None
     if not word.startswith("-"):
         what = f"{word!r} is neither a task nor an argument of `{task}`" if task else f"{word!r} is not a task"
-        advice = f"`invoke --help {task}` shows what it takes" if task else "`invoke --list` names all tasks"
+        advice = f"`{COMMAND} --help {task}` shows what it takes" if task else f"`{COMMAND} --list` names all tasks"
         return f"{what}{_meant(word, machine.contexts) or f'; {advice}'}"
     known = machine.context.flags if task else machine.initial.flags
-    advice = f"`invoke --help {task}` lists them" if task else "`invoke --help` lists them"
+    advice = f"`{COMMAND} --help {task}` lists them" if task else f"`{COMMAND} --help` lists them"
     if "--preset" in known:
-        advice = f"training options follow --, such as: invoke {task} -- --epochs 1"
-    return f"{word} is not an option of `{task or 'invoke'}`{_meant(word, known) or f'; {advice}'}"
+        advice = f"training options follow --, such as: {COMMAND} {task} -- --epochs 1"
+    return f"{word} is not an option of `{task or COMMAND}`{_meant(word, known) or f'; {advice}'}"
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
@@ -154,7 +154,7 @@ def _print_task_help(program: Program, name: str) -> None:
         argument.name.upper() if MUST_BE_NAMED in (argument.help or "") else f"[{argument.name.upper()}]"
         for argument in context.positional_args
     ]
-    print(" ".join(["invoke", context.name, *words, "[OPTIONS]", *(["[-- OVERRIDES]"] if takes_request else [])]))
+    print(" ".join([COMMAND, context.name, *words, "[OPTIONS]", *(["[-- OVERRIDES]"] if takes_request else [])]))
     width = min(shutil.get_terminal_size().columns, 120)
     print(f"\n{textwrap.fill(inspect.getdoc(program.collection[name]) or '', width)}\n")
     if options := _grouped_help(context) if takes_request else context.help_tuples():

@@ -22,7 +22,7 @@ from cluster.host.launch.teardown import in_progress
 from cluster.host.runtime import registry
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, TimedOut, UsageError, nearest
 from cluster.system.json_files import append_json
-from cluster.system.messages import counted
+from cluster.system.messages import COMMAND, counted
 from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
@@ -143,7 +143,7 @@ def check_fault(run: RunFolder, fault: Fault) -> None:
     if kind.needs_trainer and run.script:
         raise UsageError(f"{fault.kind} with a script: {kind.needs_trainer}")
     if not in_progress(run):
-        raise UsageError(f"run {run.name!r} is not in progress; start one with `invoke up --detach`")
+        raise UsageError(f"run {run.name!r} is not in progress; start one with `{COMMAND} up --detach`")
 
 
 def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) -> FaultCost:
@@ -245,7 +245,7 @@ def _ready(run: RunFolder, fault: Fault) -> bool:
 def _await(condition: Callable[[], object], run: RunFolder, timeout_s: float, what: str) -> None:
     """Wait for a condition, or the run's end."""
     if not wait_until(lambda: condition() or run.summary.exists(), timeout_s, POLL_S):
-        raise TimedOut(f"waited {timeout_s:g} s for {what}; see `invoke status`")
+        raise TimedOut(f"waited {timeout_s:g} s for {what}; see `{COMMAND} status`")
 
 
 def run_storm(

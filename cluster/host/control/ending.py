@@ -16,7 +16,7 @@ from cluster.host.launch import folders, teardown
 from cluster.host.runtime import tensorboard
 from cluster.host.runtime.base import Runtime, Shell
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, TimedOut, UsageError, nearest
-from cluster.system.messages import plain, short_path
+from cluster.system.messages import COMMAND, plain, short_path
 from cluster.system.terminal import error_text, print_lines
 
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -60,7 +60,7 @@ def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runti
     """
     try:
         if teardown.in_progress(run):
-            foreground.stop(run, "invoke down", timeout_s)
+            foreground.stop(run, f"{COMMAND} down", timeout_s)
     except TimedOut:  # a run that cannot stop is ended all the same
         pass
     except Exception as error:
@@ -123,7 +123,7 @@ def find_ended_run(runs_dir: Path, name: str) -> RunFolder:
         known = [path.parent.name for path in runs_dir.glob("*/cluster.json")]
         raise UsageError(f"no run {name!r} in {short_path(runs_dir)}{nearest(name, known) if known else ''}")
     if teardown.in_progress(run):
-        raise UsageError(f"run {name!r} is in progress; `invoke down {name}` before it is deleted")
+        raise UsageError(f"run {name!r} is in progress; `{COMMAND} down {name}` before it is deleted")
     return run
 
 

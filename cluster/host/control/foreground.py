@@ -32,7 +32,7 @@ from cluster.system.errors import (
     TimedOut,
 )
 from cluster.system.json_files import write_json
-from cluster.system.messages import short_path
+from cluster.system.messages import COMMAND, short_path
 from cluster.system.terminal import error_text, print_lines
 
 POLL_S = 0.2
@@ -55,7 +55,7 @@ def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_
     for value in _statuses(run):
         on_status(value)
         if time.monotonic() > deadline:
-            raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it continues, see `invoke status`")
+            raise TimedOut(f"run {run.name} has not ended after {timeout_s:g} s; it continues, see `{COMMAND} status`")
     return records.read_record(run.summary, Summary.from_json)
 
 
@@ -101,7 +101,7 @@ def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> Summary:
     try:
         return follow(run, lambda value: None, timeout_s)
     except TimedOut:
-        raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s; `invoke down` ends it at once") from None
+        raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s; `{COMMAND} down` ends it at once") from None
 
 
 def up(plan: Plan, sh: Shell, *, began: float) -> int:
@@ -170,7 +170,7 @@ def _watch(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
         if detach:
             live.clear()
             what = "every script runs" if run.script else "training"
-            print_lines(f"{what} in the background", "next: invoke status --watch, invoke wait, invoke stop")
+            print_lines(f"{what} in the background", f"next: {COMMAND} status --watch, {COMMAND} wait, {COMMAND} stop")
             return None
     return follow(run, show)
 
@@ -191,7 +191,7 @@ def _start_tensorboard(
         write_json(run.board, {"port": port})
     except Exception as error:
         why = " ".join(str(error).split())
-        return f"TensorBoard is not up, and the run continues without it; `invoke tensorboard` starts it: {why}"
+        return f"TensorBoard is not up, and the run continues without it; `{COMMAND} tensorboard` starts it: {why}"
     return f"TensorBoard {tensorboard.address(port)}{taken}"
 
 
@@ -216,7 +216,7 @@ def _announce_background(run: RunFolder) -> None:
 
 
 def _in_background(run: RunFolder) -> str:
-    return f"{run.name} continues in the background; next: invoke status --watch, invoke stop, invoke down"
+    return f"{run.name} continues in the background; next: {COMMAND} status --watch, {COMMAND} stop, {COMMAND} down"
 
 
 def exit_code(ended: Summary) -> int:
@@ -245,7 +245,7 @@ def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
         return
     cause = runtime.scheduler_status(run) or "no task writes heartbeats: the engine or the supervisor stopped"
     if run.continues_elsewhere and run.after_stop == AfterStop.SCALE:
-        cause = "every task saved and ended to be scaled, but `invoke scale` ended before it started them again"
+        cause = f"every task saved and ended to be scaled, but `{COMMAND} scale` ended before it started them again"
         write_json(run.control / "outcome.json", {"state": "failed", "time": time.time(), "error": cause})
     if run.end("failed", error=cause, exit_code=EXIT_FAILED) or run.outcome:
         summary.write_summary(run, settle_s=0)

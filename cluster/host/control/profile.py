@@ -29,7 +29,7 @@ from cluster.host.view.columns import plain_lines
 from cluster.system.errors import RunFailed, TimedOut, UsageError
 from cluster.system.files import refuse_links, remove
 from cluster.system.json_files import create_json
-from cluster.system.messages import counted
+from cluster.system.messages import COMMAND, counted
 from cluster.system.paths import ROOT
 from cluster.system.terminal import print_wait
 
@@ -81,12 +81,12 @@ def _check_task(run: RunFolder, name: str) -> None:
         )
     if run.outcome or run.load_summary():
         raise UsageError(
-            f"run {run.name!r} has ended, so nothing trains in it; `invoke up --resume {run.name}` continues it"
+            f"run {run.name!r} has ended, so nothing trains in it; `{COMMAND} up --resume {run.name}` continues it"
         )
     if spec.serves(task):
-        raise UsageError(f"{name} takes no steps itself, it runs those that the chief sends; `invoke profile chief`")
+        raise UsageError(f"{name} takes no steps itself, it runs those that the chief sends; `{COMMAND} profile chief`")
     if task.role == Role.EVALUATOR:
-        raise UsageError(f"{name} takes no training steps; name one that does: `invoke profile chief`")
+        raise UsageError(f"{name} takes no training steps; name one that does: `{COMMAND} profile chief`")
     if spec.kind.served and run.load_config().get("loop") == "fit":
         raise UsageError(
             "Keras's fit under parameter servers reports no single steps; use --loop custom to trace there"
@@ -94,8 +94,8 @@ def _check_task(run: RunFolder, name: str) -> None:
     beat = read_live_heartbeats(run, name).get(name)
     state = beat.state if beat else "not started"
     if state not in WORKING:
-        then = f"see `invoke logs {name}`" if state in {*FINAL_STATES, "lost"} else "try again once it trains"
-        raise UsageError(f"{name} is {state}, expected one that trains; {then} (`invoke status` shows it)")
+        then = f"see `{COMMAND} logs {name}`" if state in {*FINAL_STATES, "lost"} else "try again once it trains"
+        raise UsageError(f"{name} is {state}, expected one that trains; {then} (`{COMMAND} status` shows it)")
 
 
 @plain_lines
@@ -106,7 +106,7 @@ def trace_lines(run: RunFolder, answer: TraceAnswer, steps: int) -> list[str]:
     port = tensorboard.running_port(run.path.parent)
     newest = [f"{run.name}/tensorboard/{answer.task}/{folder.name}" for folder in run.traces(answer.task)[-1:]]
     tab = urlencode(({"run": newest[0]} if newest else {}) | {"tag": TOOL})  # the default tool is about GPUs
-    where = f"{tensorboard.address(port)}/?{tab}#profile" if port else "invoke tensorboard, then its Profile tab"
+    where = f"{tensorboard.address(port)}/?{tab}#profile" if port else f"{COMMAND} tensorboard, then its Profile tab"
     return [
         f"{answer.task}: steps {answer.first} to {answer.last} traced ({held}{more})",
         f"trace        {run.name}/tensorboard/{answer.task}/plugins/profile",
@@ -137,7 +137,7 @@ def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnsw
         if time.monotonic() > deadline:
             raise TimedOut(
                 f"no trace of {request.task} in {timeout_s:g} s; it may be restarting or in a long call, see "
-                "`invoke status`, then try again"
+                f"`{COMMAND} status`, then try again"
             )
         time.sleep(POLL_S)
 

@@ -25,7 +25,7 @@ from cluster.host.options.request import Request, parse_options
 from cluster.host.runtime.base import Shell
 from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, TimedOut, UsageError
-from cluster.system.messages import counted
+from cluster.system.messages import COMMAND, counted
 from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
@@ -85,16 +85,16 @@ def plan_scaling(run: RunFolder, workers: str, ps: str, *, trust: bool = False) 
         raise UsageError("--workers is missing: say how many, such as --workers 1")
     if run.script:
         raise UsageError(
-            f"run {run.name!r} is one of a script, which keeps its own state; `invoke stop {run.name}`, then "
-            f"`invoke up --resume {run.name}{options}`"
+            f"run {run.name!r} is one of a script, which keeps its own state; `{COMMAND} stop {run.name}`, then "
+            f"`{COMMAND} up --resume {run.name}{options}`"
         )
     if not teardown.in_progress(run):
-        raise UsageError(f"run {run.name!r} is not in progress; `invoke up --resume {run.name}{options}` continues it")
+        raise UsageError(f"run {run.name!r} has ended; `{COMMAND} up --resume {run.name}{options}` continues it")
     previous = run.load_cluster()
     if previous.kind.staged:
         raise UsageError(
-            f"run {run.name!r} is a pipeline, whose model is cut for its {previous.stages} stages; `invoke stop "
-            f"{run.name}`, then `invoke up --resume {run.name} --stages N` cuts it again"
+            f"run {run.name!r} is a pipeline, whose model is cut for its {previous.stages} stages; `{COMMAND} stop "
+            f"{run.name}`, then `{COMMAND} up --resume {run.name} --stages N` cuts it again"
         )
     requested = Request(
         resume=run.name,
@@ -114,14 +114,14 @@ def stop_for_scaling(run: RunFolder) -> bool:
         UsageError: somebody else is stopping it.
         TimedOut: it did not stop, and continues.
     """
-    requested = run.request_stop("invoke scale", then=AfterStop.SCALE)
+    requested = run.request_stop(f"{COMMAND} scale", then=AfterStop.SCALE)
     if not requested and run.after_stop != AfterStop.SCALE:  # else it is the request of a command that was killed
-        raise UsageError(f"run {run.name!r} is being stopped already; `invoke status --watch` shows it")
+        raise UsageError(f"run {run.name!r} is being stopped already; `{COMMAND} status --watch` shows it")
     try:
         if not wait_until(lambda: run.outcome, foreground.STOP_TIMEOUT_S, foreground.POLL_S):
             raise TimedOut(
                 f"run {run.name} did not stop in {foreground.STOP_TIMEOUT_S:g} s, so it was not scaled; once its tasks "
-                "have saved it continues as it was, see `invoke status --watch`"
+                f"have saved it continues as it was, see `{COMMAND} status --watch`"
             )
     except BaseException:
         run.withdraw_stop()
@@ -182,7 +182,7 @@ def _end_here(run: RunFolder) -> None:
     with contextlib.suppress(Exception):  # what went wrong first is what is reported
         run.end("stopped", task="chief")
         summary.write_summary(run, settle_s=0)
-        print_lines(f"{run.name} is stopped; `invoke up --resume {run.name}` continues from its newest checkpoint")
+        print_lines(f"{run.name} is stopped; `{COMMAND} up --resume {run.name}` continues from its newest checkpoint")
 
 
 def _report_end(run: RunFolder, sh: Shell, headline: str) -> int:

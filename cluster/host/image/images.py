@@ -16,7 +16,7 @@ from pathlib import Path
 from cluster.host.image import checkout, engine
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
 from cluster.system.files import files_sha256
-from cluster.system.messages import last_output_line
+from cluster.system.messages import COMMAND, last_output_line
 from cluster.system.paths import ROOT
 
 ACCELERATORS = ("cpu", "gpu")
@@ -200,7 +200,7 @@ def inspect_image(image: str) -> dict[str, str]:
     code, text = engine.ask("image", "inspect", "--format={{json .}}", image)
     if code != 0:
         raise PrerequisiteError(
-            f"image {image} is not on this engine ({last_output_line(text)}); run `invoke image.build`"
+            f"image {image} is not on this engine ({last_output_line(text)}); run `{COMMAND} image.build`"
         )
     details = json.loads(text)
     labels = details["Config"]["Labels"] or {}

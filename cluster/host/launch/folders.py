@@ -11,7 +11,7 @@ from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch.teardown import in_progress
 from cluster.system.errors import UsageError, nearest
-from cluster.system.messages import short_path
+from cluster.system.messages import COMMAND, short_path
 
 MIN_FREE_BYTES = 512 * 2**20
 """Free disk space without which a run is not started: its checkpoints, logs and export would not fit."""
@@ -36,7 +36,7 @@ def find_run(name: str = "") -> RunFolder:
     current = runs_dir() / ".current"
     if not name:
         if not current.exists() or not (runs_dir() / current.read_text().strip()).exists():
-            raise UsageError("there is no current run; start one with `invoke up`, or name one of runs/")
+            raise UsageError(f"there is no current run; start one with `{COMMAND} up`, or name one of runs/")
         name = current.read_text().strip()
     run = RunFolder(runs_dir() / spec.check_run_name(name))
     if not run.cluster.exists() or run.incomplete:
@@ -78,5 +78,5 @@ def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
         )
     if in_progress(run):
         if resumes:
-            raise UsageError(f"run {name!r} is still in progress; `invoke stop` it before it can be resumed")
-        raise UsageError(f"run {name!r} is still in progress; `invoke down {name}` before it is started again")
+            raise UsageError(f"run {name!r} is still in progress; `{COMMAND} stop` it before it can be resumed")
+        raise UsageError(f"run {name!r} is still in progress; `{COMMAND} down {name}` before it is started again")

@@ -14,7 +14,7 @@ from cluster.host.runtime.resources import TASK_MEMORY_BYTES
 from cluster.host.view.columns import plain_lines
 from cluster.system import memory
 from cluster.system.errors import ClusterError
-from cluster.system.messages import size
+from cluster.system.messages import COMMAND, size
 from cluster.system.terminal import print_wait
 
 
@@ -28,7 +28,7 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
         return None
     if not plan.data and ":" not in plan.config["dataset"]:  # your own is never called ready, see `describe_ready`
         return {
-            "unknown": f"{plan.config['dataset']} is not prepared; `invoke data.prepare` does that, and so does `up`"
+            "unknown": f"{plan.config['dataset']} is not prepared; `{COMMAND} data.prepare` does that, and so does `up`"
         }
     try:
         print_wait("counting what the model holds in memory")

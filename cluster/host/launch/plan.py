@@ -13,7 +13,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import tensorboard
 from cluster.host.runtime.base import Runtime, Workload
 from cluster.host.runtime.resources import TASK_MEMORY_BYTES
-from cluster.system.messages import counted
+from cluster.system.messages import COMMAND, counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Plan(Workload):
         if not self.elastic:
             return []
         least = counted(self.elastic["min_workers"], "worker")
-        back = "join at the next checkpoint" if self.elastic["grow"] else "wait for `invoke scale`"
+        back = "join at the next checkpoint" if self.elastic["grow"] else f"wait for `{COMMAND} scale`"
         notes = [f"continues with {least} or more, without those that miss the rendezvous; returning ones {back}"]
         if not self.config.get("bitwise_elastic"):
             notes.append("another number of workers sums in another order, which changes bits; see --bitwise-elastic")

@@ -14,6 +14,7 @@ from cluster.contract.run.heartbeat import final_state, is_silent
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime, Shell
 from cluster.system.errors import EXIT_FAILED, ClusterError, PrerequisiteError
+from cluster.system.messages import COMMAND
 
 
 def in_progress(run: RunFolder) -> bool:
@@ -80,7 +81,7 @@ def try_remove(run: RunFolder, sh: Shell) -> str:
 
 def _left(run: RunFolder, error: BaseException) -> str:
     why = " ".join(str(error).split()) or "interrupted"
-    return f"not all of {run.name} could be removed; `invoke down {run.name}` tries again: {why}"
+    return f"not all of {run.name} could be removed; `{COMMAND} down {run.name}` tries again: {why}"
 
 
 def record_end(run: RunFolder, state: str = "stopped", error: str = "") -> None:
@@ -114,7 +115,7 @@ class Leftovers:
             PrerequisiteError: what runs its tasks does not answer.
         """
         if names := [run_name for run_name in self.unreachable if name in (None, "", run_name)]:
-            raise PrerequisiteError(f"{', '.join(names)}: in {self.unreachable[names[0]]}, then `invoke down` again")
+            raise PrerequisiteError(f"{', '.join(names)}: in {self.unreachable[names[0]]}, then `{COMMAND} down` again")
 
 
 def find_leftovers(runs_dir: Path) -> Leftovers:

@@ -20,6 +20,7 @@ from cluster.contract.spec import DEFAULT_WORKERS, MAX_DEVICES, MAX_TASKS, parse
 from cluster.host.options.option import Group, Needs, Option, number, switch, text, texts
 from cluster.host.runtime import registry, tensorboard
 from cluster.system.errors import UsageError, nearest
+from cluster.system.messages import COMMAND
 from cluster.system.paths import ROOT
 
 PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
@@ -194,7 +195,7 @@ class RecoveryOptions:
     )
     grow: bool = switch(
         "with --min-workers: take in workers that return, at the next checkpoint",
-        "no, they wait for `invoke scale`",
+        f"no, they wait for `{COMMAND} scale`",
         needs=Needs.TRAINER,
     )
     name: str = text("name of the run", "preset, date and time", needs=Needs.NEW_RUN)
@@ -274,7 +275,8 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
 
     def run_name(self) -> str:
         """Return the name of a run that was given none."""
-        origin = self.again or (Path(self.script).stem if self.script else self.preset or PRESET)
+        project = Path(self.code_dir).name  # empty without a run file
+        origin = self.again or (Path(self.script).stem if self.script else self.preset or project or PRESET)
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", origin).strip("-._")[:40] or "run"
         return f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
 

@@ -26,7 +26,7 @@ from typing import Any
 from cluster.host.options.option import TYPES, Group, Option
 from cluster.host.options.request import OPTIONS, Request
 from cluster.system.errors import UsageError, nearest
-from cluster.system.messages import short_path
+from cluster.system.messages import COMMAND, short_path
 
 TRAIN, ARGS = "train", "args"
 _KEYS = {option.key: option for option in OPTIONS.values()}
@@ -137,7 +137,7 @@ def render_run_file(request: Request, config: Mapping[str, Any], folder: Path) -
                 options[_KEYS[key].name] = value if _KEYS[key].types == (int,) else str(value)
             else:
                 train[key] = value
-    lines = ["# Read by `invoke up --file` and `invoke plan --file`; options on the command line win."]
+    lines = [f"# Read by `{COMMAND} up --file` and `{COMMAND} plan --file`; options on the command line win."]
     for group in Group:
         members = [option for option in OPTIONS.values() if option.group == group and option.name in options]
         if members:

@@ -14,7 +14,7 @@ from cluster.contract.run.heartbeat import final_state
 from cluster.contract.schema import Record, dictionary
 from cluster.host.view.columns import chosen_columns
 from cluster.system.json_files import DamagedError
-from cluster.system.messages import plain, size
+from cluster.system.messages import COMMAND, plain, size
 
 COLUMNS = ("RUN", "RESULT", "STEPS", "DURATION", "SCORE", "METRIC", "STRATEGY", "TASKS", "COMMIT", "RESTARTS", "DISK")
 NUMBERS = frozenset({"STEPS", "DURATION", "SCORE", "TASKS", "RESTARTS", "DISK"})
@@ -103,7 +103,7 @@ def duration(wall_s: float | None) -> str:
 def table_lines(found: list[dict[str, Any]], width: int | None = None) -> list[str]:
     """Return the rows as lines of text, without the columns that do not fit into the terminal or `width`."""
     if not found:
-        return ["no runs yet; start one with `invoke up`"]
+        return [f"no runs yet; start one with `{COMMAND} up`"]
     shown = [
         (
             each["run"],

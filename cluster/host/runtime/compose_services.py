@@ -24,6 +24,7 @@ from cluster.host.runtime.payload import Payload, container_variables
 from cluster.host.runtime.resources import EGRESS
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError
+from cluster.system.messages import COMMAND
 from cluster.system.paths import ROOT
 
 FILES = ROOT / "compose"
@@ -197,7 +198,7 @@ def run_ending(command: str, sh: Callable[[str], object], subject: str) -> None:
     except Exception as error:
         if not (answer := engine.probe()).ready:
             raise PrerequisiteError(
-                f"{subject}: {answer.detail}; start the engine, then `invoke down` again"
+                f"{subject}: {answer.detail}; start the engine, then `{COMMAND} down` again"
             ) from error
         raise
 

@@ -21,6 +21,7 @@ from cluster.host.runtime import compose_services
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
+from cluster.system.messages import COMMAND
 from cluster.system.paths import ROOT
 from cluster.system.ports import bind_error
 from cluster.system.waiting import wait_until
@@ -189,5 +190,5 @@ def _await_answer(
             time.sleep(POLL_S)
     raise TimedOut(
         f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see {runs_dir / '.tensorboard.log'} "
-        "or `docker logs` of its container, then `invoke tensorboard`"
+        f"or `docker logs` of its container, then `{COMMAND} tensorboard`"
     )

@@ -10,7 +10,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.summary_records import Cause, Summary
 from cluster.host.runtime import tensorboard
 from cluster.host.view.columns import plain_lines
-from cluster.system.messages import counted, short_path
+from cluster.system.messages import COMMAND, counted, short_path
 from cluster.system.processes import describe_exit
 from cluster.system.terminal import terminal_width
 
@@ -50,18 +50,18 @@ def ended_lines(run: RunFolder) -> list[str]:
 
 def _next_commands(run: RunFolder, state: str) -> list[str]:
     """Return the hints about next commands; a long command has a separate line, to be copied."""
-    resume = f"invoke up --resume {run.name}"
+    resume = f"{COMMAND} up --resume {run.name}"
     if state == "stopped":
         return [resume]
     if state == "failed":
         return ["fix the cause, then:", resume]
     if run.script:
-        return ["invoke down (ends TensorBoard)"]
+        return [f"{COMMAND} down (ends TensorBoard)"]
     config = run.load_config()
     longer = f"--epochs {2 * config.get('epochs', 3):g}"  # as long again
     if most := config.get("max_steps"):
         longer = f"--max-steps {2 * most}"
-    return ["invoke down (ends TensorBoard), or train on:", f"{resume} -- {longer}"]
+    return [f"{COMMAND} down (ends TensorBoard), or train on:", f"{resume} -- {longer}"]
 
 
 def _script_end(run: RunFolder, summary: Summary) -> str:
@@ -87,6 +87,6 @@ def _failure(run: RunFolder, summary: Summary) -> list[str]:
     how = "" if str(cause.error).startswith(how) else f", {how}"
     inside.append(f"root cause: {cause.task or 'the run'} at {at}{how}: {cause.error}")
     if cause.task:
-        inside.append(f"its log: invoke logs {cause.task}")
+        inside.append(f"its log: {COMMAND} logs {cause.task}")
     rule = "-" * min(100, terminal_width(), max(len(line) for line in inside))
     return [rule, *inside, rule]

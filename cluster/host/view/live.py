@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import LogReader, render_line
 from cluster.host.view.status import chief_loss, live_lines, progress
-from cluster.system.messages import plain
+from cluster.system.messages import COMMAND, plain
 from cluster.system.terminal import print_lines
 
 if TYPE_CHECKING:
@@ -154,5 +154,5 @@ def print_logs(run: RunFolder, names: list[str], follow: bool) -> None:
             break
         time.sleep(0.2)
     if silent == set(names):
-        chief = "" if "chief" in names or run.script else "; the chief prints progress: invoke logs chief"
+        chief = "" if "chief" in names or run.script else f"; the chief prints progress: {COMMAND} logs chief"
         print(f"{' and '.join(names)}: nothing was printed{chief}", file=sys.stderr)

@@ -24,7 +24,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx  # has no public name
 
 from cluster.system.errors import ClusterError, UsageError
-from cluster.system.messages import described
+from cluster.system.messages import COMMAND, described
 from train import named
 from train.data import arrays, store
 from train.named import Named
@@ -91,7 +91,7 @@ class FunctionRecord:
 
 def read_record(data_dir: Path, name: str, version: str = "") -> FunctionRecord:
     """Find the record of a dataset function."""
-    command = f"invoke data.examine --name {name}"
+    command = f"{COMMAND} data.examine --name {name}"
     version = version or store.read_pointer(data_dir, "functions", name, command)
     path = _record_file(data_dir, name, version)
     with store.index_errors(path, f"{name} {version} was not examined in {data_dir}; run `{command}`", command):

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from cluster.system.errors import ClusterError, RunFailed, UsageError
+from cluster.system.messages import COMMAND
 from train import named
 from train.data import batches
 from train.data.batches import Batch, BatchSlice, Replicas, random_number, without_sharding
@@ -133,5 +134,5 @@ def explain(error: Exception) -> ClusterError | None:
         )
     return RunFailed(
         f"the dataset function's test split has {match[2] or ''}{actual} examples, {expected} where it was examined; "
-        "run `invoke data.examine --fresh` on it, then start again"
+        f"run `{COMMAND} data.examine --fresh` on it, then start again"
     )

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.python.ops import script_ops  # the registry of functions that graphs call has no public name
 
 from cluster.system.errors import ClusterError, RunFailed, UsageError
-from cluster.system.messages import described
+from cluster.system.messages import COMMAND, described
 from train import named
 from train.data.batches import Batch
 from train.data.function import calling
@@ -88,7 +88,7 @@ def open_split(record: FunctionRecord, split: str, data_dir: Path, seed: int) ->
     if (length := length_of(record.name, split, source)) != record.counts[split]:
         raise UsageError(
             f"--dataset {record.name!r} has {length} {split} examples here, {record.counts[split]} where it was "
-            f"examined; let all tasks see the same data, then `invoke data.examine --name {record.name}`"
+            f"examined; let all tasks see the same data, then `{COMMAND} data.examine --name {record.name}`"
         )
     reader = SplitReader(record, split, source)
     _OPEN[_token(record, split)] = reader

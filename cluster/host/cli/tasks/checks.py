@@ -21,6 +21,7 @@ from cluster.host.launch.planning import build_cluster
 from cluster.host.options.request import OPTIONS, Request, parse_options
 from cluster.host.view.columns import columns
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
+from cluster.system.messages import COMMAND
 from cluster.system.terminal import fit, print_wait
 
 
@@ -129,7 +130,7 @@ def explain(
         if not run and not any(folders.runs_dir().glob("*/cluster.json")):
             raise UsageError(
                 "TF_CONFIG is not set, and there is no run; set it, name its --file, or give options of up: "
-                "invoke explain --workers 2"
+                f"{COMMAND} explain --workers 2"
             )
         folder = folders.find_run(run or "")
         explained = explaining.explain_cluster(folder.load_cluster(), f"run {folder.name}", task)

@@ -14,7 +14,7 @@ from cluster.host.reports import comparison, listing, page
 from cluster.host.view.columns import columns
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.files import write_text
-from cluster.system.messages import counted, short_path, size
+from cluster.system.messages import COMMAND, counted, short_path, size
 
 
 @task(json=JSON_HELP)
@@ -40,7 +40,7 @@ def compare(c, run=None, other=None, third=None, fourth=None, json=False):
     words = [run, other, third, fourth]
     names = [name for word in words for name in (word or "").split(",") if name]
     if len(names) < 2 or len(set(names)) < len(names):
-        raise UsageError(f"compare {' '.join(names)}: name two runs or more, such as invoke compare first second third")
+        raise UsageError(f"compare {' '.join(names)}: name two runs or more: {COMMAND} compare first second third")
     if len(names) > comparison.MAX_RUNS:
         raise UsageError(f"compare: {len(names)} runs, expected at most {comparison.MAX_RUNS}")
     found = [folders.find_run(name) for name in names]
@@ -77,7 +77,7 @@ def _check_writable(path: Path) -> None:
 def clean(c, run=None, older="", yes=False):
     """Delete a run, or all old runs: prints which and how large they are, asks, and never touches a run in progress."""
     if bool(run) == bool(older):
-        raise UsageError("name a run, or say how old: invoke clean RUN, or invoke clean --older 7d")
+        raise UsageError(f"name a run, or say how old: {COMMAND} clean RUN, or {COMMAND} clean --older 7d")
     runs_dir = folders.runs_dir()
     found = [ending.find_ended_run(runs_dir, run)] if run else ending.find_old_runs(runs_dir, ending.parse_age(older))
     if not found:

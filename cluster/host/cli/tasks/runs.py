@@ -15,6 +15,7 @@ from cluster.host.runtime import tensorboard as board
 from cluster.host.view.live import print_logs
 from cluster.host.view.status import read_status, status_table
 from cluster.system.errors import RunFailed, UsageError
+from cluster.system.messages import COMMAND
 from cluster.system.terminal import print_lines
 
 PORT_HELP = f"port of 127.0.0.1, or auto: that of the running one, or {board.PORT}, or a free one (default: auto)"
@@ -51,7 +52,7 @@ def logs(c, task=None, run="", follow=False):
 def profile(c, task=None, steps="5", run=""):
     """Trace some steps of a task while it trains, to be read in TensorBoard's Profile tab."""
     if not task:
-        raise UsageError("the task is missing: name one that trains, such as invoke profile worker-0")
+        raise UsageError(f"the task is missing: name one that trains, such as {COMMAND} profile worker-0")
     print("\n".join(tracing.trace_task(folders.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
 
 
@@ -89,7 +90,7 @@ def stop(c, run=None):
     folder = folders.find_run(run)
     if not folder.load_summary():
         print_lines(f"stopping {folder.name}")
-    watching.stop(folder, "invoke stop")
+    watching.stop(folder, f"{COMMAND} stop")
     left = teardown.remove_ended(folder, shell(c))
     watching.print_end(folder)
     if left:

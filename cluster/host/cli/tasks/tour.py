@@ -16,7 +16,7 @@ from invoke import Exit
 from cluster.host.cli.command_line import ask_user, task
 from cluster.host.launch import folders
 from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from cluster.system.messages import counted
+from cluster.system.messages import COMMAND, counted
 from cluster.system.paths import ROOT
 from cluster.system.terminal import terminal_width
 
@@ -40,7 +40,7 @@ class TourStep:
 
     def command(self, run: str = RUN) -> str:
         """Return the command for a run of this name."""
-        return shlex.join(["invoke", *(run if word == RUN else word for word in self.words)])
+        return shlex.join([COMMAND, *(run if word == RUN else word for word in self.words)])
 
 
 STEPS = (
@@ -62,8 +62,8 @@ STEPS = (
     ),
     TourStep(
         "Look at it",
-        "Each task writes a heartbeat every second: its state, step, speed, and how much of a step it is busy. `invoke "
-        "status --watch` keeps this on the screen, `invoke logs` shows what the programs print.",
+        "Each task writes a heartbeat every second: its state, step, speed, and how much of a step it is busy. "
+        f"`{COMMAND} status --watch` keeps this on the screen, `{COMMAND} logs` shows what the programs print.",
         ("status", RUN),
         at_once=True,
     ),
@@ -95,7 +95,7 @@ STEPS = (
     ),
 )
 TAIL = (
-    "Next: `invoke up` with containers and TensorBoard, docs/guides/your-model.md to train your own model, "
+    f"Next: `{COMMAND} up` with containers and TensorBoard, docs/guides/your-model.md to train your own model, "
     "docs/guides/faults.md for more faults."
 )
 
@@ -113,21 +113,21 @@ def tour(c, yes=False):
             _print_command(step.command(run))
             if asks and not step.at_once and ask_user("press Enter to run it, q to stop: ") in ("q", "quit", "n", "no"):
                 left = len(STEPS) - number + 1
-                print(f"stopped, {counted(left, 'step')} before its end; invoke down {run} ends what runs")
+                print(f"stopped, {counted(left, 'step')} before its end; {COMMAND} down {run} ends what runs")
                 return
             if code := run_command(step.command(run)):
                 message = f"error: {step.command(run)} ended with exit code {code}; its last lines say why"
                 raise Exit(message, code=code if code > 0 else EXIT_FAILED)
     except KeyboardInterrupt:
-        run_command(f"invoke down {run}")
+        run_command(f"{COMMAND} down {run}")
         raise Exit("interrupted", code=EXIT_INTERRUPTED) from None
     print()
     _print_paragraph(TAIL)
 
 
 def run_command(command: str) -> int:
-    """Run an invoke command; return its exit code."""
-    words = [sys.executable, "-m", *shlex.split(command)]
+    """Run one of our commands; return its exit code."""
+    words = [sys.executable, "-m", "invoke", *shlex.split(command)[1:]]
     return subprocess.run(words, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, check=False).returncode
 
 

@@ -9,6 +9,7 @@ from invoke import Config, Context, Exit
 from invoke.exceptions import ThreadException
 from invoke.util import ExceptionWrapper
 
+import tasks
 from cluster.host.cli.command_line import report_errors
 from cluster.host.cli.runner import Runner
 from cluster.host.launch import planning
@@ -21,10 +22,8 @@ from tests.support.command_line import commands, context, current, refusal
 
 
 def real_context() -> Context:
-    """Return a context that runs commands, with the settings of invoke.yaml."""
-    config = Config(project_location=str(ROOT))
-    config.load_project()
-    return Context(config)
+    """Return a context that runs commands, with the settings of tasks.py."""
+    return Context(Config(overrides=tasks.ns.configuration()))
 
 
 @pytest.mark.parametrize(

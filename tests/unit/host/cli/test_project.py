@@ -43,7 +43,7 @@ def test_metadata_is_valid_and_packages_no_runs_or_data():
     read = metadata()
     assert {"name", "version", "description", "license", "readme", "requires-python"} <= read["project"].keys()
     assert (ROOT / "LICENSE").read_text().lstrip().startswith("Apache License")
-    assert [] == read["tool"]["setuptools"]["packages"]
+    assert ["tf_cluster"] == read["tool"]["setuptools"]["packages"]
 
 
 def test_metadata_names_the_python_versions_that_make_accepts():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from invoke import Config, Context
 
+import tasks
 from cluster.contract.run import claim, owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.cli import command_line
@@ -20,7 +21,6 @@ from cluster.host.runtime import compose_services, supervisor, tensorboard
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, PrerequisiteError, RunFailed, TimedOut
 from cluster.system.json_files import read_json, write_json
-from cluster.system.paths import ROOT
 from tests.support.beats import end
 from tests.support.command_line import refusal
 from tests.support.launching import Commands
@@ -56,10 +56,8 @@ def client(docker, monkeypatch) -> Docker:
 
 @pytest.fixture
 def context() -> Context:
-    """A context that runs commands, with the settings of invoke.yaml."""
-    config = Config(project_location=str(ROOT))
-    config.load_project()
-    return Context(config)
+    """A context that runs commands, with the settings of tasks.py."""
+    return Context(Config(overrides=tasks.ns.configuration()))
 
 
 def code_of(task: str, c: Context, **options: object) -> int:

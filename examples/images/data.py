@@ -1,6 +1,6 @@
-"""Images from a folder: what subfolder a picture lies in is its class.
+"""Pictures from the folder `photos/`: the subfolder of a picture is its class.
 
-`python photos.py` makes such a folder, `photos/`, of pictures that it draws; put your own in its place.
+Without that folder, some are drawn first; put your own in its place.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).with_name("photos")
 SIZE = 32
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 PICTURES = 160
-"""That are drawn of each class."""
+"""How many are drawn of each class."""
 SKY_AND_GROUND = {
     "desert": ((120, 180, 230), (220, 180, 110)),
     "forest": ((150, 190, 220), (40, 100, 50)),
@@ -28,7 +28,9 @@ def read(path):
 
 
 def data():
-    """Return the pictures of the folder; every fifth of each class is to test on."""
+    """Return the pictures of the folder; every fifth of each class is for testing."""
+    if not FOLDER.exists():
+        draw()
     classes = sorted(each.name for each in FOLDER.iterdir() if each.is_dir())
     found = {"train": [], "test": []}
     for label, name in enumerate(classes):
@@ -40,38 +42,6 @@ def data():
         for split, examples in found.items()
     }
     return {**splits, "classes": classes}
-
-
-def model(feature_shape, num_outputs):
-    """Return a small CNN: images `[B, SIZE, SIZE, 3]` to logits `[B, num_outputs]`."""
-    from tensorflow import keras  # not needed to make the folder
-
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input(feature_shape),
-            layers.Rescaling(1 / 255),
-            layers.Conv2D(16, 3, strides=2, activation="relu"),
-            layers.Conv2D(32, 3, strides=2, activation="relu"),
-            layers.Flatten(),
-            layers.Dense(num_outputs),
-        ]
-    )
-
-
-def preset():
-    """Return the complete configuration."""
-    from train.config import Optimizer, TrainConfig  # not known to `python photos.py`
-
-    return TrainConfig(
-        preset="photos",
-        dataset="photos:data",
-        model="photos:model",
-        global_batch=48,
-        epochs=20,
-        log_every=5,
-        optimizer=Optimizer(learning_rate=3e-3, warmup_steps=0),
-    )
 
 
 def draw():
@@ -88,7 +58,3 @@ def draw():
             picture = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
             picture.save(FOLDER / name / f"{at:03}.png")
     print(f"wrote {PICTURES * len(SKY_AND_GROUND)} pictures to {FOLDER.name}/")
-
-
-if __name__ == "__main__":
-    draw()

@@ -1,15 +1,12 @@
-"""Whether a review is good: a classification of sentences, as word numbers through an embedding."""
+"""Reviews and whether they are good, as numbers of words."""
 
 import itertools
 import zlib
 
 import numpy as np
-from tensorflow import keras
-
-from train.config import Optimizer, TrainConfig
 
 WORDS = 2048
-"""Words are numbered by a hash of theirs, so that there is no vocabulary to keep; 0 fills up short sentences."""
+"""A word's number is its hash, so there is no vocabulary to keep; 0 fills up short sentences."""
 LENGTH = 12
 
 _SUBJECTS = ("the plot", "the cast", "this film", "the music", "every scene", "the ending")
@@ -45,29 +42,3 @@ def data():
         "test": (features[held_out], labels[held_out]),
         "classes": ["bad", "good"],
     }
-
-
-def model(feature_shape, num_outputs):
-    """Return a network from word numbers `[B, LENGTH]` to logits `[B, 2]`."""
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input(feature_shape, dtype="int32"),
-            layers.Embedding(WORDS, 16),
-            layers.Flatten(),
-            layers.Dense(32, activation="relu"),
-            layers.Dense(num_outputs),
-        ]
-    )
-
-
-def preset():
-    """Return the complete configuration."""
-    return TrainConfig(
-        dataset="reviews:data",
-        model="reviews:model",
-        global_batch=48,
-        epochs=12,
-        log_every=5,
-        optimizer=Optimizer(learning_rate=1e-2, warmup_steps=0),
-    )

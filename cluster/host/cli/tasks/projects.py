@@ -1,0 +1,96 @@
+"""Projects: the task that creates one in a folder, and its tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from invoke import Exit
+
+from cluster.contract import settings
+from cluster.host.cli.command_line import task
+from cluster.system.errors import UsageError, nearest
+from cluster.system.messages import COMMAND, short_path
+from cluster.system.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+KINDS = ("images", "table", "text")
+TEST = "test_project.py"
+SCRIPT_README = """# {name}
+
+`{script}` reads TF_CONFIG and runs unmodified in every task; `run.toml` has the options.
+
+```console
+$ {command} up --file run.toml
+```
+"""
+SCRIPT_TEST = '''"""`tf-cluster test` runs this in the training environment."""
+
+import ast
+import unittest
+from pathlib import Path
+
+
+class ProjectTest(unittest.TestCase):
+    def test_the_script_can_be_parsed(self):
+        ast.parse(Path("{script}").read_text())
+
+
+if __name__ == "__main__":
+    unittest.main()
+'''
+
+
+@task(
+    "folder",
+    folder="the project's folder, new or empty (default: none, it must be named)",
+    kind=f"{', '.join(KINDS[:-1])} or {KINDS[-1]} (default: {KINDS[0]})",
+    script="a script of yours that reads TF_CONFIG, instead of a kind (default: none)",
+)
+def new(c, folder="", kind="", script=""):
+    """Create a project that trains with one command: model, data, options, test and README."""
+    if not folder:
+        raise UsageError(f"the folder is missing: `{COMMAND} new my-project`")
+    if kind and script:
+        raise UsageError("--kind and --script: choose one of them")
+    if kind and kind not in KINDS:
+        raise UsageError(f"--kind {kind!r}: expected {', '.join(KINDS)}{nearest(kind, KINDS)}")
+    target, source = settings.expanded("folder", folder), settings.expanded("script", script)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"{folder!r} exists and is not an empty folder; choose another name")
+    if script and not source.is_file():
+        raise UsageError(f"--script {script!r}: no such file")
+    files = script_project(target.resolve().name, source) if script else example_project(target, kind or KINDS[0])
+    target.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (target / name).write_bytes(content)
+    print(f"wrote {', '.join(files)} to {short_path(target)}")
+    print(f"next: cd {short_path(target)} && {COMMAND} up --file run.toml")
+
+
+def example_project(target: Path, kind: str) -> dict[str, bytes]:
+    """Return the contents of the files of an example, by name."""
+    files = {path.name: path.read_bytes() for path in sorted((EXAMPLES / kind).iterdir()) if path.is_file()}
+    readme = files["README.md"].decode().replace(f"cd examples/{kind}", f"cd {target.name}")
+    return files | {"README.md": readme.replace("tf-cluster", COMMAND).encode()}
+
+
+def script_project(name: str, source: Path) -> dict[str, bytes]:
+    """Return the contents of the files of a project that runs a script, by name."""
+    readme = SCRIPT_README.format(name=name, script=source.name, command=COMMAND)
+    return {
+        source.name: source.read_bytes(),
+        "run.toml": f'workers = 1\nscript = "{source.name}"\nargs = []\n'.encode(),
+        TEST: SCRIPT_TEST.format(script=source.name).encode(),
+        "README.md": readme.encode(),
+    }
+
+
+def test(select: str = "") -> NoReturn:
+    """Run the tests of the project in the current folder in this environment, as `python -m unittest` does."""
+    command = [sys.executable, "-m", "unittest", *(["-k", select] if select else [])]
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    raise Exit(code=subprocess.run(command, env=quiet | os.environ, check=False).returncode)

@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""The command `tf-cluster`: the tasks of this project, in any folder.
+
+It uses the standard library alone. An installed copy is first copied to the user's cache, where the commands may write,
+and the environment that the locks describe is created there once; a checkout has its own. Runs are kept in the folder
+where the command is called, and data in the cache, shared by all of the user's projects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+HERE = Path(__file__).resolve().parents[1]
+"""The checkout, or the installed copy of its files."""
+LOCKS = ("build", "host", "train-cpu", "tensorboard")
+"""The locks of the environment, in the order in which they are installed."""
+COMPLETE = ".host"
+"""In an environment: the file that says that all of it is installed; `make setup` writes it, too."""
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "tf-cluster"
+EXIT_PREREQUISITE = 3
+NO_NETWORK = ("ProxyError", "NewConnectionError", "ConnectTimeoutError", "NameResolutionError")
+
+
+def main() -> NoReturn:
+    """Run the tasks with the arguments of this program."""
+    try:
+        if (HERE / "Makefile").exists():
+            code, venv = HERE, HERE / ".venv"
+            if not (venv / COMPLETE).exists():
+                fail(f"{HERE} has no environment; run `make setup` there")
+        else:
+            code, venv = copy_files(HERE, CACHE), environment(CACHE, HERE)
+            create_environment(venv, code)
+    except OSError as error:
+        fail(f"{error.filename or CACHE}: {error.strerror}; correct that, or set XDG_CACHE_HOME to another folder")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    os.environ.pop("PYTHONSAFEPATH", None)  # the tasks are found next to `tasks.py`
+    os.environ |= {
+        "INVOKED_AS": "tf-cluster",
+        "RUNS_DIR": os.environ.get("RUNS_DIR") or str(Path.cwd() / "runs"),
+        "DATA_DIR": os.environ.get("DATA_DIR") or str(CACHE / "data"),
+    }
+    python = str(venv / "bin" / "python")
+    os.execv(python, [python, str(code / "tasks.py"), *sys.argv[1:]])  # noqa: S606  # on purpose without a shell
+
+
+def copy_files(source: Path, cache: Path) -> Path:
+    """Copy the project's files to a folder of the cache that is named after their content, unless it is there."""
+    paths = sorted(path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.relative_to(source)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
+    target = cache / f"code-{digest.hexdigest()[:12]}"
+    with locked(target):
+        if not target.exists():
+            scratch = target.with_suffix(".new")
+            shutil.rmtree(scratch, ignore_errors=True)
+            for path in paths:
+                copy = scratch / path.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
+            scratch.rename(target)  # whole or not at all
+    return target
+
+
+def environment(cache: Path, code: Path) -> Path:
+    """Return the folder of the environment, which is named after the locks and the version of Python."""
+    texts = [sys.version.encode(), *((code / "requirements" / f"{name}.lock").read_bytes() for name in LOCKS)]
+    return cache / f"venv-{hashlib.sha256(b'|'.join(texts)).hexdigest()[:12]}"
+
+
+def create_environment(venv: Path, code: Path) -> None:
+    """Install what the locks pin, and nothing else, unless that is done."""
+    log = venv.with_suffix(".log")
+    with locked(venv):
+        if (venv / COMPLETE).exists():
+            return
+        print(f"setting up {venv} (TensorFlow and what the tasks need; once, about two minutes)", file=sys.stderr)
+        shutil.rmtree(venv, ignore_errors=True)
+        if subprocess.run([sys.executable, "-m", "venv", venv], check=False).returncode:
+            fail("python3 -m venv failed; install it (Debian: apt-get install python3-venv)")
+        pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        how = ["--require-hashes", "--no-deps", "--use-pep517", "--no-build-isolation"]
+        for names in (LOCKS[:1], LOCKS[1:]):
+            files = [f"--requirement={code / 'requirements' / name}.lock" for name in names]
+            with log.open("w") as output:
+                done = subprocess.run([*pip, "install", *how, *files], stdout=output, stderr=output, check=False)
+            if done.returncode:
+                text = log.read_text(errors="replace")
+                if any(word in text for word in NO_NETWORK):
+                    fail(f"the package index cannot be reached; set HTTPS_PROXY or PIP_INDEX_URL (pip's output: {log})")
+                fail(f"pip failed; its output is in {log}")
+        (venv / COMPLETE).touch()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time make a folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line of advice."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(EXIT_PREREQUISITE)
+
+
+if __name__ == "__main__":
+    main()

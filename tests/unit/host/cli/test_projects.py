@@ -1,0 +1,57 @@
+"""`new`: a project in a folder of the user's."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tasks
+from cluster.host.cli.tasks import projects
+from cluster.host.options import run_file
+from cluster.system.errors import EXIT_USAGE
+from tests.support.command_line import context, refusal
+
+
+def new(**options: str) -> None:
+    tasks.ns["new"](context(), **options)
+
+
+@pytest.mark.parametrize("kind", projects.KINDS)
+def test_a_project_is_five_files_and_its_data(tmp_path, kind):
+    new(folder=str(tmp_path / "mine"), kind=kind)
+    names = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert {"model.py", "data.py", "run.toml", "test_project.py", "README.md"} == names - {"houses.csv"}
+    assert "cd mine" in (tmp_path / "mine" / "README.md").read_text()
+    request = run_file.read_run_file(str(tmp_path / "mine" / "run.toml")).request({}, ())
+    assert request.workers == 1
+    assert request.run_name().startswith("mine-")
+
+
+def test_a_script_becomes_a_project(tmp_path):
+    (tmp_path / "train.py").write_text("print('trains')\n")
+    new(folder=str(tmp_path / "mine"), script=str(tmp_path / "train.py"))
+    assert (
+        str(tmp_path / "mine" / "train.py")
+        == run_file.read_run_file(str(tmp_path / "mine" / "run.toml")).options["script"]
+    )
+    assert 0 == subprocess.run([sys.executable, "-m", "unittest", "-q"], cwd=tmp_path / "mine").returncode
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"folder": "mine", "kind": "imges"},
+        {"folder": "mine", "script": "missing.py"},
+        {"folder": "mine", "kind": "text", "script": "missing.py"},
+        {"folder": "taken"},
+        {"folder": "taken/file"},
+    ],
+)
+def test_a_project_that_cannot_be_created_leaves_nothing(tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    code, _ = refusal("new", **options)
+    assert EXIT_USAGE == code
+    assert ["taken"] == [path.name for path in tmp_path.iterdir()]
