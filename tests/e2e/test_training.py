@@ -68,6 +68,12 @@ def test_parameter_servers_must_be_scaled_with_their_evaluator(clusters):
     assert {"chief": 0, "worker-0": 0, "ps-0": 0, "ps-1": 0, "evaluator": 0} == ended["tasks"]
 
 
+def test_parameter_servers_must_train_on_one_core(clusters):
+    core = str(min(os.sched_getaffinity(0)))
+    Clusters(clusters.runs_dir, limits=("taskset", "--cpu-list", core)).up("one-core", "--workers=2 --ps=1")
+    assert "succeeded" == summary(clusters.run("one-core"))["state"]
+
+
 MICRO = "--micro-batches=4"
 STEPS = 12
 MODEL = """

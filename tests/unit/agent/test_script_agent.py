@@ -243,12 +243,15 @@ def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(start_sc
     assert not (folder / "out.json").exists()
 
 
-def test_this_checkout_is_taken_off_a_script_s_path():
+def test_this_checkout_is_taken_off_a_script_s_path(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     path = os.pathsep.join(["/theirs", str(task_process.ROOT), "", "/more"])
     hook = str(task_process.KERAS_HOOK)
     expected = {"PYTHONPATH": f"{hook}:/theirs:/more", "A": "b"}
     assert expected == task_process.script_environment({"PYTHONPATH": path, "A": "b"})
     assert {"PYTHONPATH": hook} == task_process.script_environment({"PYTHONPATH": str(task_process.ROOT)})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert "4" == task_process.script_environment({})["TF_NUM_INTEROP_THREADS"]
 
 
 def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkeypatch):
