@@ -35,7 +35,6 @@ VERSIONS = {
     "fashion_mnist": "3.0.1",
     "mnist": "3.0.1",
     "jargon_file": "4.4.7",
-    "breast_cancer": "1.0.0",
 }
 """The known datasets and their versions; other versions may order their examples differently."""
 

@@ -38,7 +38,6 @@ _CHUNK_BYTES = 1 << 20
 PACKAGES = {
     "fashion_mnist": "dataset-fashion-mnist",
     "jargon_file": "dict-jargon",
-    "breast_cancer": "python3-sklearn",
 }
 COMMAND_TIMEOUT_S = 180.0
 

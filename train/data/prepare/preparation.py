@@ -7,8 +7,7 @@ Sources of a TFDS dataset, in order:
     4. Debian's package (Fashion-MNIST, the Jargon File, the table of breast cancers).
 Files from 3 and 4 must have the sha256 that TFDS records, and TFDS builds the dataset from them.
 
-The datasets of `train.data.prepare.packaged` are not in TFDS: source 3 does not apply, and their sha256 is recorded
-there.
+The Jargon File is not in TFDS: source 3 does not apply, and `train.data.prepare.jargon_file` records its sha256.
 
 A user's dataset, `package.module:function`, has one source: the function, which is called every time.
 """
@@ -32,7 +31,7 @@ from train.data.prepare import download
 from train.data.prepare.download import SourceFile
 
 if TYPE_CHECKING:
-    from train.data.prepare.packaged import Decoded
+    from train.data.prepare.jargon_file import Decoded
 
 Say = Callable[[str], None]
 Fetch = Callable[[str, Sequence[SourceFile], Path, Say], None]
@@ -168,10 +167,10 @@ def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
 
 
 def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:
-    from train.data.prepare import packaged  # imports NumPy
+    from train.data.prepare import jargon_file  # imports NumPy
 
-    if name in packaged.FILES:
-        return packaged.PackagedDataset
+    if name == jargon_file.NAME:
+        return jargon_file.JargonFile
     with quiet.imports():  # imports TensorFlow
         from train.data.prepare.tfds_datasets import TfdsDataset
 

@@ -19,7 +19,7 @@ from absl import logging
 from cluster.system.errors import PrerequisiteError, UsageError
 from train.data.prepare import download
 from train.data.prepare.download import SourceFile
-from train.data.prepare.packaged import Decoded
+from train.data.prepare.jargon_file import Decoded
 from train.data.prepare.preparation import say
 
 logging.set_verbosity(logging.ERROR)  # TFDS warns of every missing folder

@@ -1,13 +1,12 @@
-"""The data of presets: a text and a table."""
+"""The data of the language model: the Jargon File."""
 
 import hashlib
 
 import numpy as np
 import pytest
 
-from cluster.system.errors import PrerequisiteError
 from train.data import arrays
-from train.data.prepare import packaged
+from train.data.prepare import jargon_file
 from train.data.prepare.download import SourceFile
 from train.data.prepare.preparation import prepare_dataset
 
@@ -18,13 +17,13 @@ TEXT = bytes(range(97, 123)) * 30
 def short(monkeypatch):
     """Have the Jargon File be a short text."""
     file = SourceFile("jargon.dict", "", len(TEXT), hashlib.sha256(TEXT).hexdigest())
-    monkeypatch.setitem(packaged.FILES, "jargon_file", file)
-    monkeypatch.setattr(packaged.split_text, "__defaults__", (64,))
+    monkeypatch.setattr(jargon_file, "FILE", file)
+    monkeypatch.setattr(jargon_file.split_text, "__defaults__", (64,))
     return file
 
 
 def test_labels_are_the_bytes_that_follow_and_splits_do_not_overlap():
-    splits = packaged.split_text(TEXT, 50)
+    splits = jargon_file.split_text(TEXT, 50)
     features = np.concatenate([splits[part][0].ravel() for part in ("train", "test")])
     labels = np.concatenate([splits[part][1].ravel() for part in ("train", "test")])
     assert features.tobytes() == TEXT[: len(features)]
@@ -52,23 +51,3 @@ def test_a_training_cuts_windows_into_its_context():
     cut = whole.cut(16)
     assert ((52, 16), (52, 16)) == (cut.train.features.shape, cut.test.labels.shape)
     assert cut.train.features.size_bytes == features.size_bytes
-
-
-def test_a_table_is_split(tmp_path):
-    rows = np.random.default_rng(0).normal(size=(60, 30))
-    lines = ["60,30,malignant,benign", *(",".join(map(str, [*row, int(row[0] > 0)])) for row in rows)]
-    (tmp_path / "table.csv").write_text("\n".join(lines) + "\n")
-    classes, splits = packaged.split_table(tmp_path / "table.csv")
-    assert ("malignant", "benign") == classes
-    assert [(48, 30), (12, 30)] == [splits[name][0].shape for name in ("train", "test")]
-
-
-def test_a_table_that_is_damaged_or_missing_is_fetched_again(tmp_path):
-    dataset = packaged.PackagedDataset("breast_cancer", "1.0.0", tmp_path)
-    with pytest.raises(PrerequisiteError, match="none there"):
-        dataset.decode()
-    (tmp_path / "sources").mkdir()
-    (tmp_path / "sources" / "breast_cancer.csv").write_text("1,1,a,b\n1,0\n")
-    dataset.build(tmp_path / "sources", tmp_path)
-    with pytest.raises(PrerequisiteError, match="damaged"):
-        dataset.decode()
