@@ -85,6 +85,8 @@ class Started(Record):
     env: tuple[str, ...] = field(default=(), metadata=SPARSE)
     secrets: tuple[str, ...] = field(default=(), metadata=SPARSE)
     code_dirs: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    tags: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    note: str = field(default="", metadata=SPARSE)
 
 
 @dataclass(frozen=True, kw_only=True)

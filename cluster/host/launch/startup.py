@@ -223,6 +223,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     json_files.write_json(plan.run.config, plan.config)
     if stages:
         json_files.write_json(plan.run.stages, stages)
+    earlier = plan.previous.started if plan.previous else Started()
     started = Started(
         time=began,
         runtime=plan.runtime.name,
@@ -237,6 +238,8 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         secrets=tuple(f"{name}={file}" for name, file in plan.payload.secrets.items()),
         code_dirs=tuple(str(folder) for folder in plan.payload.code_dirs),
         job=asdict(plan.job),
+        tags=tuple(plan.request.tag) or earlier.tags,
+        note=plan.request.note or earlier.note,
         **plan.elastic,
     )
     json_files.write_json(plan.run.control / "started.json", started.to_json())

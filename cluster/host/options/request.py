@@ -218,6 +218,8 @@ class MonitoringOptions:
         bounds=(0, 65535),
     )
     detach: bool = switch("return once every task is training", "stay until the end")
+    tag: Sequence[str] = texts("a word for `runs --filter tag=WORD`; may be repeated", "none")
+    note: str = text("a sentence about the run, which `runs` shows", "none")
 
 
 @dataclass(frozen=True, kw_only=True)

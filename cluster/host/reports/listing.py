@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.heartbeat import final_state
 from cluster.contract.schema import Record, dictionary
 from cluster.host.view.columns import chosen_columns
+from cluster.system.errors import UsageError, nearest
 from cluster.system.json_files import DamagedError
 from cluster.system.messages import COMMAND, plain, size
 
-COLUMNS = ("RUN", "RESULT", "STEPS", "DURATION", "SCORE", "METRIC", "STRATEGY", "TASKS", "COMMIT", "RESTARTS", "DISK")
+COLUMNS = (
+    *("RUN", "RESULT", "STEPS", "DURATION", "SCORE", "METRIC", "STRATEGY", "TASKS", "COMMIT", "RESTARTS", "DISK"),
+    *("TAGS", "NOTE"),
+)
 NUMBERS = frozenset({"STEPS", "DURATION", "SCORE", "TASKS", "RESTARTS", "DISK"})
-SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC", "DISK", "DURATION", "SCORE")
+SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC", "DISK", "NOTE", "TAGS", "DURATION", "SCORE")
 """The columns that a narrow terminal does without, in this order."""
 
 
@@ -32,9 +37,37 @@ def list_runs(runs_dir: Path) -> list[dict[str, Any]]:
     )
 
 
+KEYS = (
+    *("run", "started", "result", "steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts"),
+    "disk_bytes",
+)
+"""The keys of a run's row by which runs can be sorted and chosen."""
+
+
+def choose_runs(found: list[dict[str, Any]], sort: str, reverse: bool, filters: Sequence[str], limit: int) -> list[Any]:
+    """Return the rows that pass all filters, sorted by a key, those without a value last; a limit of 0 is none.
+
+    Raises:
+        UsageError: a key does not exist, or a filter is not `KEY=VALUE`.
+    """
+    if sort and sort not in KEYS:
+        raise UsageError(f"--sort {sort!r}: expected {', '.join(KEYS)}{nearest(sort, KEYS)}")
+    for each in filters:
+        key, separator, value = each.partition("=")
+        if not separator or key not in (*KEYS, "tag"):
+            raise UsageError(f"--filter {each!r}: expected tag=WORD or KEY=VALUE with one of {', '.join(KEYS)}")
+        found = [row for row in found if (value in row["tags"] if key == "tag" else value == str(row[key]))]
+    known = [row for row in found if not sort or row[sort] is not None]
+    others = [row for row in found if row not in known]
+    known = sorted(known, key=lambda row: row[sort]) if sort else known
+    return [*(known[::-1] if reverse else known), *others][: limit or None]
+
+
 def describe_run(run: RunFolder) -> dict[str, Any]:
     """Return a run's row; of damaged records only that they are damaged."""
-    value: dict[str, Any] = {"run": run.name, "started": run.started.time, "disk_bytes": disk_bytes(run.path)}
+    started = run.started
+    value: dict[str, Any] = {"run": run.name, "started": started.time, "disk_bytes": disk_bytes(run.path)}
+    value |= {"tags": list(started.tags), "note": started.note}
     try:
         spec, summary = run.load_cluster(), run.load_summary()
     except (DamagedError, OSError):
@@ -117,10 +150,16 @@ def table_lines(found: list[dict[str, Any]], width: int | None = None) -> list[s
             or_dash(each["commit"]),
             or_dash(each["restarts"]),
             size(each["disk_bytes"]),
+            or_dash(" ".join(each["tags"])),
+            or_dash(each["note"]),
         )
         for each in found
     ]
-    return chosen_columns(COLUMNS, shown, right=NUMBERS, spare=SPARE, width=width)
+    used = [
+        at for at, name in enumerate(COLUMNS) if name not in ("TAGS", "NOTE") or {"-"} != {row[at] for row in shown}
+    ]
+    names, rows = [COLUMNS[at] for at in used], [[row[at] for at in used] for row in shown]
+    return chosen_columns(names, rows, right=NUMBERS, spare=SPARE, width=width)
 
 
 def or_dash(value: object) -> object:

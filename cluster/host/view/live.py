@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import sys
@@ -130,11 +131,14 @@ def new_lines(reader: LogReader, *, ended: bool, terminal: bool, styled: bool = 
             yield "".join(part if at % 2 else plain(part) for at, part in enumerate(_STYLED.split(line)))
 
 
-def print_logs(run: RunFolder, names: list[str], follow: bool) -> None:
+def print_logs(run: RunFolder, names: list[str], *, follow: bool, last: int | None = None) -> None:
     """Print what some tasks' programs printed, each line behind its task's name where there are several.
 
     Progress bars are shown in their last state. In a terminal colours are kept and TensorFlow's start-up messages left
     out.
+
+    Args:
+        last: the number of lines of each task to begin with; None for all.
     """
     terminal = sys.stdout.isatty()
     coloured = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -146,10 +150,12 @@ def print_logs(run: RunFolder, names: list[str], follow: bool) -> None:
         for at, (name, reader) in enumerate(readers.items()):
             head = f"{name:<{width}} |"
             head = f"\x1b[{COLOURS[at % len(COLOURS)]}m{head}\x1b[m" if coloured else head
-            for line in new_lines(reader, ended=ended, terminal=terminal, styled=coloured):
+            lines = new_lines(reader, ended=ended, terminal=terminal, styled=coloured)
+            for line in lines if last is None else collections.deque(lines, last):
                 silent.discard(name)
                 print(f"{head} {line}" if len(names) > 1 else line)
         sys.stdout.flush()
+        last = None
         if ended:
             break
         time.sleep(0.2)

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.contract import settings
+from cluster.contract import settings, spec
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, ask_user, show, task
 from cluster.host.control import ending
 from cluster.host.launch import folders
@@ -17,10 +17,19 @@ from cluster.system.files import write_text
 from cluster.system.messages import COMMAND, counted, short_path, size
 
 
-@task(json=JSON_HELP)
-def runs(c, json=False):
-    """List all runs, the newest first: result, duration, score, strategy, tasks, commit, restarts, disk use."""
-    found = listing.list_runs(folders.runs_dir())
+@task(
+    sort=f"by {', '.join(listing.KEYS[:-1])} or {listing.KEYS[-1]}, the least first (default: the newest first)",
+    reverse="the other way round (default: no)",
+    filter="only runs with tag=WORD, or KEY=VALUE with a key of --sort, such as result=failed; several with commas "
+    "(default: all)",
+    limit="at most so many (default: all)",
+    json=JSON_HELP,
+)
+def runs(c, sort="", reverse=False, filter="", limit="", json=False):
+    """List all runs: result, duration, score, strategy, tasks, commit, restarts, disk use."""
+    most = spec.parse_count("limit", limit, 1, 10**9) if limit else 0
+    filters = [part for part in filter.split(",") if part]
+    found = listing.choose_runs(listing.list_runs(folders.runs_dir()), sort, reverse, filters, most)
     show({"runs": found}, lambda _: listing.table_lines(found), as_json=json)
 
 

@@ -35,12 +35,15 @@ def status(c, run=None, watch=False, json=False):
     task="task such as chief or worker-0 (default: every task)",
     run=RUN_HELP,
     follow="continue until the run ends (default: no)",
+    tail="begin with the last lines, so many of each task (default: with the first)",
 )
-def logs(c, task=None, run="", follow=False):
+def logs(c, task=None, run="", follow=False, tail=""):
     """Show what the tasks' programs printed."""
+    last = spec.parse_count("tail", tail, 0, 10**9) if tail else None
     folder = folders.find_run(run)
     cluster = folder.load_cluster()
-    print_logs(folder, [cluster.task(task).name] if task else [member.name for member in cluster.tasks], follow)
+    names = [cluster.task(task).name] if task else [member.name for member in cluster.tasks]
+    print_logs(folder, names, follow=follow, last=last)
 
 
 @task(

@@ -30,12 +30,14 @@ def built(monkeypatch):
 def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monkeypatch):
     started, commands = [], Commands()
     monkeypatch.setattr(supervisor, "start_supervisor", started.append)
-    planned = planning.plan(Request(name="one", workers=1, runtime="local", tensorboard_port="0"))
+    requested = {"name": "one", "workers": 1, "runtime": "local", "tensorboard_port": "0"}
+    planned = planning.plan(Request(**requested, tag=("wide",), note="a first try"))
     startup.start(planned, commands, began=123.0)
     assert [startup.data_command("prepare", "fashion_mnist")] == commands
     assert [planned.run] == started
     assert (CONFIG, planned.cluster) == (read_json(planned.run.config), planned.run.load_cluster())
-    assert 123.0 == read_json(planned.run.control / "started.json")["time"]
+    started_as = planned.run.started
+    assert (123.0, ("wide",), "a first try") == (started_as.time, started_as.tags, started_as.note)
     assert planned.run == folders.find_run() == folders.find_run("one")
     shutil.rmtree(planned.run.path)
     with pytest.raises(ClusterError):

@@ -13,7 +13,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.reports import charts, comparison, listing, page
 from cluster.host.view.columns import thinned
 from cluster.host.view.ended import ended_lines
-from cluster.system.errors import EXIT_USAGE
+from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import append_json, read_json, write_json
 from tests.support.command_line import exit_code
 
@@ -115,7 +115,28 @@ def test_a_narrow_terminal_shows_of_the_runs_what_matters(make_run, width):
     head, row = listing.table_lines(found, width)
     assert max(len(head), len(row)) <= width
     assert {"RUN", "RESULT", "DURATION", "SCORE", "DISK"} <= set(head.split())
-    assert set(head.split()) < set(listing.table_lines(found)[0].split()) == set(listing.COLUMNS)
+    assert set(head.split()) < set(listing.table_lines(found)[0].split()) == set(listing.COLUMNS) - {"TAGS", "NOTE"}
+
+
+def test_runs_are_chosen_by_tag_and_value_and_sorted_with_unknown_values_last(ended, make_run):
+    for name, accuracy in (("one", 0.7), ("two", 0.9), ("three", 0.8)):
+        run = ended(name, metrics={"eval_accuracy": accuracy})
+        write_json(run.control / "started.json", {"time": 1.0, "tags": ["wide", name], "note": f"about {name}"})
+    make_run("new")
+    found = listing.list_runs(run.path.parent)
+
+    def names(sort: str = "", reverse: bool = False, filters: tuple[str, ...] = (), limit: int = 0) -> list[str]:
+        return [row["run"] for row in listing.choose_runs(found, sort, reverse, filters, limit)]
+
+    assert ["one", "three", "two", "new"] == names("score")
+    assert ["two", "three", "one", "new"] == names("score", reverse=True)
+    assert ["two", "three"] == names("score", reverse=True, limit=2)
+    assert ["three"] == names(filters=("tag=wide", "tag=three"))
+    assert ["new"] == names(filters=("result=not started",))
+    assert {"TAGS", "NOTE"} < set(listing.table_lines(found)[0].split())
+    for wrong in ({"sort": "scroe"}, {"filters": ("tag",)}, {"filters": ("tags=wide",)}):
+        with pytest.raises(UsageError):
+            names(**wrong)
 
 
 # The score

@@ -160,6 +160,13 @@ def test_logs_of_several_tasks_carry_their_names(run, capsys):
     assert ["chief    | one", "chief    | two", "chief    | half a li", "worker-0 | three \ufffd"] == shown
 
 
+@pytest.mark.parametrize(("last", "shown"), [(None, ["one", "two", "three"]), (2, ["two", "three"]), (0, [])])
+def test_logs_can_begin_with_the_last_lines(run, capsys, last, shown):
+    run.log("chief").write_text("one\ntwo\nthree\n")
+    print_logs(run, ["chief"], follow=False, last=last)
+    assert shown == capsys.readouterr().out.splitlines()
+
+
 def test_a_progress_bar_is_shown_in_its_last_state(run, capsys):
     """As Keras prints it: each state is drawn over the one before, and nothing ends the line before the epoch."""
     steps = [
