@@ -207,11 +207,16 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
         return list(tensors)
     gather = _gather_of_two(replica.strategy)
     if gather is None or not _can_be_one_message(tensors):
-        return replica.all_reduce("SUM", list(tensors))
+        return replica.all_reduce("SUM", [with_device(tensor) for tensor in tensors])
     local_N = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
     both_2N = tf.ensure_shape(gather(local_N[tf.newaxis]), [2, *local_N.shape])
     parts = tf.split(both_2N[0] + both_2N[1], [tensor.shape.num_elements() for tensor in tensors])
     return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def with_device(tensor: Any) -> Any:
+    """Return a tensor that TensorFlow can reduce: what a loop returns has no device."""
+    return tensor if isinstance(tensor, tf.IndexedSlices) else tf.identity(tensor)
 
 
 def _gather_of_two(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor] | None:

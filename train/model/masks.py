@@ -78,7 +78,7 @@ def sum_counts(counts_O: tf.Tensor) -> tf.Tensor:
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return counts_O
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, counts_O)
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(counts_O))  # what a loop returns has no device
 
 
 def count(outputs: Sequence[Any]) -> tf.Tensor:
