@@ -25,33 +25,45 @@ LOCKS = ("build", "host", "train-cpu", "tensorboard")
 """The locks of the environment, in the order in which they are installed."""
 COMPLETE = ".host"
 """In an environment: the file that says that all of it is installed; `make setup` writes it, too."""
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "tf-cluster"
 EXIT_PREREQUISITE = 3
 NO_NETWORK = ("ProxyError", "NewConnectionError", "ConnectTimeoutError", "NameResolutionError")
 
 
 def main() -> NoReturn:
     """Run the tasks with the arguments of this program."""
+    cache = cache_folder()
+    try:
+        runs = os.environ.get("RUNS_DIR") or str(Path.cwd() / "runs")
+    except FileNotFoundError:
+        fail("the current folder was removed; change to one that exists")
     try:
         if (HERE / "Makefile").exists():
             code, venv = HERE, HERE / ".venv"
             if not (venv / COMPLETE).exists():
                 fail(f"{HERE} has no environment; run `make setup` there")
         else:
-            code, venv = copy_files(HERE, CACHE), environment(CACHE, HERE)
+            code, venv = copy_files(HERE, cache), environment(cache, HERE)
             create_environment(venv, code)
     except OSError as error:
-        fail(f"{error.filename or CACHE}: {error.strerror}; correct that, or set XDG_CACHE_HOME to another folder")
+        fail(f"{error.filename or cache}: {error.strerror}; correct that, or set XDG_CACHE_HOME to another folder")
     except KeyboardInterrupt:
         sys.exit(130)
     os.environ.pop("PYTHONSAFEPATH", None)  # the tasks are found next to `tasks.py`
     os.environ |= {
         "INVOKED_AS": "tf-cluster",
-        "RUNS_DIR": os.environ.get("RUNS_DIR") or str(Path.cwd() / "runs"),
-        "DATA_DIR": os.environ.get("DATA_DIR") or str(CACHE / "data"),
+        "RUNS_DIR": runs,
+        "DATA_DIR": os.environ.get("DATA_DIR") or str(cache / "data"),
     }
     python = str(venv / "bin" / "python")
     os.execv(python, [python, str(code / "tasks.py"), *sys.argv[1:]])  # noqa: S606  # on purpose without a shell
+
+
+def cache_folder() -> Path:
+    """Return this project's folder in the user's cache."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "tf-cluster"
+    except RuntimeError:
+        fail("no home folder is known; set XDG_CACHE_HOME to a folder of yours")
 
 
 def copy_files(source: Path, cache: Path) -> Path:

@@ -128,14 +128,21 @@ def _restore(
         from train import strategy
         from train.data import sources
         from train.model import models
+        from train.pipeline import stage_variables
 
     source = sources.open_source(config, data_dir, run)
-    with strategy.precision_policy(precision_of(cluster.strategy, config.precision) if as_trained else "fp32"):
-        model = models.build_configured(config, source.feature_shape, source.num_outputs)
-    return source, config, model, _restore_newest(run, config, model)
+
+    def new_model() -> keras.Model:
+        return models.build_configured(config, source.feature_shape, source.num_outputs)
+
+    precision = precision_of(cluster.strategy, config.precision)
+    with strategy.precision_policy(precision if as_trained else "fp32"):
+        model = new_model()
+    built = None if as_trained else stage_variables.as_trained(new_model, precision)
+    return source, config, model, _restore_newest(run, config, model, built)
 
 
-def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model) -> int:
+def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, built: keras.Model | None) -> int:
     import tensorflow as tf
 
     from train.saving import checkpoint_files, saved_weights
@@ -148,7 +155,7 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model) -> 
         if newest is None:
             break
         try:
-            saved_weights.load_evaluated(config, model, newest.prefix)
+            saved_weights.load_evaluated(config, model, newest.prefix, built)
         except (tf.errors.NotFoundError, FileNotFoundError):
             time.sleep(0.1)  # a newer one has just replaced it
         else:

@@ -32,8 +32,8 @@ from tests.differential.source import write  # noqa: E402
 
 LOSSES, EVALUATIONS, WEIGHTS, OPTIMIZER, HALF = 1e-6, 1e-5, 1e-4, 1e-2, 0.2
 """How far apart, relatively, numbers may be from those of plain Keras; in half precision all of them."""
-ADAPTIVE = 1e-3
-"""Bound of weights under optimizers that divide a gradient by its size."""
+ADAPTIVE = {"weights": 1e-3, "losses": 1e-5}
+"""Bounds under optimizers that divide a gradient by its size."""
 CANCELLED = ("hidden/bias", "batch_normalization/moving_mean")
 """What batch normalization subtracts again: the gradient is rounding alone, and so is the step of those optimizers."""
 
@@ -85,7 +85,8 @@ def problems(case: Case, found: dict[str, Any]) -> list[str]:
     if "failed" in found:
         return [found["failed"]]
     half = case.precision != "fp32"
-    bounds = {"weights": WEIGHTS if case.optimizer == "sgd" else ADAPTIVE, "optimizer": OPTIMIZER}
+    bounds = {"losses": LOSSES, "weights": WEIGHTS, "optimizer": OPTIMIZER}
+    bounds |= {} if case.optimizer == "sgd" else ADAPTIVE
     wrong = [f"other bits than its twin: {', '.join(found['bits'][:5])}"] if found["bits"] else []
     for name, value in found.items():
         if name == "weights" and case.optimizer != "sgd" and "batch_norm" in case.layers:

@@ -18,7 +18,9 @@ from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT
 from tests import fast
 
-ENVIRONMENT = "from tf_cluster.cluster import launcher; print(launcher.environment(launcher.CACHE, launcher.HERE))"
+ENVIRONMENT = (
+    "from tf_cluster.cluster import launcher; print(launcher.environment(launcher.cache_folder(), launcher.HERE))"
+)
 
 
 @pytest.fixture(scope="module")

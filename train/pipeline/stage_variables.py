@@ -18,10 +18,12 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  #
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Task
 from train.config import TrainConfig
+from train.model.export import is_legacy
 from train.patches import optimizer_averages
 from train.pipeline.model_blocks import rebuild_with_shape, release_memory
 from train.pipeline.stage_models import StageModel, find_shared, load_models
 from train.saving.trees import Joint
+from train.strategy import precision_policy
 
 
 class TaskStages:
@@ -142,6 +144,14 @@ def to_restore(new_model: Callable[[], keras.Model]) -> keras.Model:
     for variable in created:
         leave_without_value(variable)
     return model
+
+
+def as_trained(new_model: Callable[[], keras.Model], precision: str) -> keras.Model | None:
+    """Build a model as it was trained, without memory for its variables; None if it computes in float32."""
+    if precision == "fp32" or is_legacy():
+        return None
+    with precision_policy(precision):
+        return to_restore(new_model)
 
 
 def _take_uninitialized() -> list[keras.Variable]:

@@ -10,24 +10,32 @@ from tensorflow import keras
 
 from train.config import TrainConfig
 from train.model import optimizers
+from train.saving.trees import Mirror, unwrap
 
 
-def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str) -> None:
+def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str, as_trained: keras.Model | None = None) -> None:
     """Load the weights of a checkpoint into a model, or their averages if the run evaluates by these.
 
     Args:
         model: the model of the run, with plain variables.
+        as_trained: the model in the precision of the training, if that is another: a checkpoint has its layers by
+            number, and Keras counts casts as well.
 
     Raises:
         tf.errors.OpError, OSError: the files cannot be read.
     """
-    load_trained(model, prefix)
+    load_trained(model, prefix, as_trained)
     load_averages(config, model, prefix)
 
 
-def load_trained(model: keras.Model, prefix: str) -> None:
+def load_trained(model: keras.Model, prefix: str, as_trained: keras.Model | None = None) -> None:
     """Load the trained weights of a checkpoint into a model; see `load_evaluated`."""
-    tf.train.Checkpoint(model=model).read(prefix).assert_existing_objects_matched().expect_partial()
+    checkpoint = tf.train.Checkpoint(model=as_trained or model)
+    if as_trained:
+        pairs = zip(as_trained.variables, model.variables, strict=True)
+        variables = {id(unwrap(saved)): unwrap(variable) for saved, variable in pairs}
+        checkpoint = Mirror(checkpoint, lambda saved: variables.get(id(saved))).checkpoint
+    checkpoint.read(prefix).assert_existing_objects_matched().expect_partial()
 
 
 def load_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from tensorflow import keras
 
+from cluster.contract.compatibility import precision_of
 from cluster.contract.recovery.step_record import StepRecord
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HEARTBEAT_S
@@ -19,7 +20,7 @@ from train.context import TaskContext
 from train.loops.loop import Action, CallProgress
 from train.model import export, optimizers
 from train.model.gradients import GradientPolicy
-from train.pipeline.stage_variables import to_restore
+from train.pipeline.stage_variables import as_trained, to_restore
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
 from train.saving.checkpoint_files import Saved
@@ -120,7 +121,8 @@ class Report(Action):
             model, trained = None, context.model
             if divided:  # only the checkpoint of this step has the whole model
                 model = trained = to_restore(context.new_model)
-                saved_weights.load_trained(model, Saved(context.run.checkpoints, step).prefix)
+                built = as_trained(context.new_model, precision_of(context.spec.strategy, self._config.precision))
+                saved_weights.load_trained(model, Saved(context.run.checkpoints, step).prefix, built)
             digest = saved_weights.weights_sha256(trained)
             if not stopped:
                 self._heartbeat.update(state="saving")

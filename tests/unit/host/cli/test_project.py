@@ -46,6 +46,11 @@ def test_metadata_is_valid_and_packages_no_runs_or_data():
     assert ["tf_cluster"] == read["tool"]["setuptools"]["packages"]
 
 
+def test_the_command_has_the_version_of_the_project():
+    done = subprocess.run([sys.executable, ROOT / "tasks.py", "--version"], capture_output=True, text=True)
+    assert f"tf-cluster {metadata()['project']['version']}\n" == done.stdout
+
+
 def test_metadata_names_the_python_versions_that_make_accepts():
     project = metadata()["project"]
     first, last = re.findall(r"\((\d), (\d+)\)", (ROOT / "Makefile").read_text())
