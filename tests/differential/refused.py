@@ -84,7 +84,7 @@ REFUSALS = (
     ),
     Refusal(
         "a mask that reaches the output with `--strategy pipeline`",
-        "stages are sent tensors without their masks",
+        "no stage knows the unmasked positions of the whole batch",
         "another strategy",
         lambda case: _piped(case) and case.masks_outputs,
         Case(0, strategy="pipeline", stages=2, kind="tags", dtype="int32", masked=True),
