@@ -127,3 +127,22 @@ def test_what_pip_prints_is_shown_where_it_fails(tmp_path, sources):
     assert not (folder / ".venv" / ".host").exists()
     assert "what pip prints" not in make(folder, "setup")
     assert (folder / ".venv" / ".host").exists()
+
+
+# The installed command
+
+
+def test_make_install_links_the_command(tmp_path, sources):
+    folder = tmp_path / "clones" / "one"
+    shutil.copytree(sources, folder)
+    assert "PATH" in make(folder, "install", f"BIN={tmp_path / 'bin'}")
+    assert folder / "cluster" / "launcher.py" == (tmp_path / "bin" / "tf-cluster").resolve()
+    assert os.access(tmp_path / "bin" / "tf-cluster", os.X_OK)
+
+
+def test_the_command_of_a_checkout_without_an_environment_names_make_setup(tmp_path, sources):
+    launched = [sys.executable, str(sources / "cluster" / "launcher.py"), "--list"]
+    done = subprocess.run(launched, cwd=tmp_path, capture_output=True, text=True)
+    assert 3 == done.returncode
+    assert "make setup" in done.stderr
+    assert 1 == len(done.stderr.splitlines())
