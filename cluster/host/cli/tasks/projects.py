@@ -50,7 +50,7 @@ if __name__ == "__main__":
     kind=f"{', '.join(KINDS[:-1])} or {KINDS[-1]} (default: {KINDS[0]})",
     script="a script of yours that reads TF_CONFIG, instead of a kind (default: none)",
 )
-def new(c, folder="", kind="", script=""):
+def new(c, folder=None, kind="", script=""):
     """Create a project that trains with one command: model, data, options, test and README."""
     if not folder:
         raise UsageError(f"the folder is missing: `{COMMAND} new my-project`")
