@@ -172,7 +172,7 @@ def test_without_clipping_and_fp16_keras_is_left_alone():
     config = TrainConfig(precision="bf16")
     optimizer = optimizers.build_optimizer(config)
     policy = optimizers.build_policy(config, optimizer)
-    policy.install()
+    policy.install([])
     assert "apply" not in vars(optimizer)
     assert policy.loss_gradient is None
 
@@ -180,7 +180,7 @@ def test_without_clipping_and_fp16_keras_is_left_alone():
 def test_tf_keras_takes_clipped_gradients():
     """As `--loop fit` under parameter servers gives them."""
     optimizer, weight = tf_keras.optimizers.SGD(0.5), tf.Variable([3.0, 4.0])
-    gradients.GradientPolicy(optimizer, clip_norm=1.0).install()
+    gradients.GradientPolicy(optimizer, clip_norm=1.0).install([])
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(weight**2) / 2  # its gradient is the weight, of norm 5
     optimizer.minimize(loss, [weight], tape=tape)
