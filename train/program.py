@@ -10,6 +10,7 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.contract import settings
 from cluster.contract.compatibility import precision_of
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import membership
@@ -154,10 +155,8 @@ def rehearse(run: RunFolder) -> None:
 def configure_threads(config: TrainConfig) -> None:
     """Set the numbers of threads. Call before any device is used."""
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
-    if len(os.sched_getaffinity(0)) == 1:
-        # With TensorFlow's single thread, tasks of parameter servers would wait for each other indefinitely. Their
-        # servers read this variable alone.
-        os.environ.setdefault("TF_NUM_INTEROP_THREADS", "4")
+    for name, value in settings.one_core_threads().items():
+        os.environ.setdefault(name, value)
 
 
 def is_peer_lost(error: Exception) -> bool:

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
+from cluster.contract import settings
 from cluster.contract.recovery import ends
 from cluster.contract.run import joining, logs
 from cluster.contract.run.folder import RunFolder
@@ -235,13 +236,11 @@ def remove_temporary_folder(run: RunFolder, task: Task) -> None:
 def script_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return a script's environment: modules of this checkout must not shadow those that it imports.
 
-    The folder of the hook that patches Keras has no other module. On one core TensorFlow gets the threads that
-    `train.program.configure_threads` sets.
+    The folder of the hook that patches Keras has no other module.
     """
-    one_core = {"TF_NUM_INTEROP_THREADS": "4"} if len(os.sched_getaffinity(0)) == 1 else {}
     entries = environment.get("PYTHONPATH", "").split(os.pathsep)
     kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
-    return {**one_core, **environment, "PYTHONPATH": os.pathsep.join([str(KERAS_HOOK), *kept])}
+    return {**settings.one_core_threads(), **environment, "PYTHONPATH": os.pathsep.join([str(KERAS_HOOK), *kept])}
 
 
 class MemoryKills:

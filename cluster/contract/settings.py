@@ -95,6 +95,14 @@ def is_on(name: str) -> bool:
     return text == "1"
 
 
+def one_core_threads() -> dict[str, str]:
+    """Return the variable that gives TensorFlow several threads between operations where it may use one core alone.
+
+    With one thread, tasks of parameter servers wait for each other indefinitely. Their servers read only this variable.
+    """
+    return {"TF_NUM_INTEROP_THREADS": "4"} if len(os.sched_getaffinity(0)) == 1 else {}
+
+
 def folder(name: str, default: str) -> Path:
     """Return the folder that a variable names, or one of this checkout."""
     return Path(os.environ.get(name) or ROOT / default).absolute()
