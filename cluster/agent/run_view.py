@@ -120,8 +120,10 @@ class RunView:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the tasks are to save and stop."""
-        return (self._news().stop or self._at_times("stop", lambda: self.folder.stop_request)) is not None
+        """Whether the tasks are to save and stop. A request that was read before is read again: it can be withdrawn."""
+        if self._news().stop:
+            return True
+        return self._at_times("stop", lambda: self.folder.stop_requested) and self.folder.stop_requested
 
     # Writes go to the folder at once, and this agent then reads it. An older copy of a task writes nothing
 

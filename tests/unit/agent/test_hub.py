@@ -17,7 +17,7 @@ from cluster.agent.run_view import RunView
 from cluster.contract.run import joining
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.records import Generation
+from cluster.contract.run.records import AfterStop, Generation
 from tests.support.waiting import wait_for
 
 FAR_S = 1000.0
@@ -88,6 +88,18 @@ def test_what_an_agent_knows_all_learn_although_their_folders_do_not_show_it(run
     wait_for(lambda: other.generation == 1, "the generation")
     assert 3.0 == other.begun(1).pause_s
     assert 0 == run.generation
+
+
+@pytest.mark.usefixtures("blind")
+def test_a_withdrawn_stop_does_not_stop_the_next_generation(run, join):
+    join("chief")
+    worker = linked(join("worker-0"))
+    assert worker.request_stop("worker-0", then=AfterStop.SCALE)
+    assert (0, True) == (worker.generation, worker.stop_requested)  # read in the folder before the hub reports it
+    run.withdraw_stop()
+    run.begin_generation(1)
+    wait_for(lambda: worker.generation == 1 and worker.is_relieved, "the generation")
+    assert not worker.stop_requested
 
 
 def test_an_agent_sees_at_once_what_it_has_recorded(run, join):
