@@ -12,6 +12,7 @@ from tensorflow import keras
 
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.errors import PrerequisiteError, UsageError
+from train.patches import central_sums
 
 TPU_TIMEOUT_S = 10.0
 GPUS_GIVEN = "GPUS_GIVEN"
@@ -116,7 +117,7 @@ def _tpu(spec: ClusterSpec, _devices: list[str]) -> tf.distribute.Strategy:
 BUILDERS: dict[str, Callable[[ClusterSpec, list[str]], tf.distribute.Strategy]] = {
     "one": lambda _, devices: tf.distribute.OneDeviceStrategy(f"/{devices[0]}"),
     "mirrored": lambda _, devices: tf.distribute.MirroredStrategy([f"/{device}" for device in devices]),
-    "central": lambda _, devices: tf.distribute.experimental.CentralStorageStrategy([f"/{name}" for name in devices]),
+    "central": lambda _, devices: central_sums.create_strategy([f"/{name}" for name in devices]),
     "multiworker": _multiworker,
     "ps": lambda *_: tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver()),
     "tpu": _tpu,

@@ -103,14 +103,14 @@ class Folder:
 
 @contextlib.contextmanager
 def open_folder(path: Path, *, make: bool = False) -> Iterator[Folder]:
-    """Open a folder; `make` creates it and those above it first.
+    """Open a folder; `make` creates it and those above it first, but no guarded one: what was deleted stays so.
 
     Raises:
         OSError: it cannot be opened, or a link is on the way to it below a guarded folder.
     """
     root = next((folder for folder in reversed((path / "file").parents) if str(folder) in _guarded), None)
     base = root or path
-    if make:
+    if make and not root:
         base.mkdir(parents=True, exist_ok=True)
     folder = Folder(base, os.open(base, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), guarded=root is not None)
     try:

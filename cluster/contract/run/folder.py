@@ -108,6 +108,7 @@ class RunFolder(Paths):
             PrerequisiteError: the folder cannot be written.
         """
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             for part in ("status", "metrics", "logs", "tensorboard", "checkpoints", "control"):
                 make_folder(self.path / part)
             with open_file(self.path / RESERVE, "wb") as file:

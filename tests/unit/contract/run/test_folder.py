@@ -119,6 +119,15 @@ def test_the_first_outcome_stays(run):
     assert ("failed", "worker-0") == (run.outcome.state, run.outcome.task)
 
 
+def test_a_deleted_run_stays_deleted_whoever_still_writes(run):
+    run.delete()
+    with pytest.raises(FileNotFoundError):
+        run.end("failed")
+    with pytest.raises(FileNotFoundError):
+        write_json(run.status("chief"), {})
+    assert not run.path.exists()
+
+
 def test_a_reopened_run_has_no_end_and_keeps_its_history(run):
     run.event("chief", "first step")
     run.request_stop("a test")
