@@ -24,7 +24,7 @@ from train.loops import evaluation, steps, train_step
 from train.loops.steps import LoopResult, Request, Signals, no_request
 from train.model.gradients import GradientPolicy
 from train.model.objectives import global_mean
-from train.patches import nan_gradients, optimizer_rate, summed_gradients
+from train.patches import exact_order, nan_gradients, optimizer_rate, summed_gradients
 from train.pipeline import edges, schedule
 from train.pipeline.stage import StageGraph
 from train.telemetry.timing import Times
@@ -34,8 +34,7 @@ class PipelineSteps:
     """This task's part of a pipeline: one stage, or all stages if it trains alone."""
 
     def __init__(self, context: TaskContext, policy: GradientPolicy) -> None:
-        # It rewrites sums, which changes bits.
-        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+        exact_order.keep_order_of_operations()
         assert context.task_stages is not None
         self._context, self._policy, self._task_stages = context, policy, context.task_stages
         summed_gradients.take_summed_gradients(policy.optimizer)

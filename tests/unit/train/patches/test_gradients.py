@@ -80,3 +80,4 @@ def test_only_sums_that_must_repeat_are_not_rewritten(rewrites, micro_batches, d
     keep_order_of_sums(micro_batches, deterministic=deterministic)
     assert (rewrites().memory_optimization == rewrites().NO_MEM_OPT) is (micro_batches > 1 or deterministic)
     assert (rewrites().arithmetic_optimization == rewrites().OFF) is (micro_batches > 1)
+    assert (rewrites().constant_folding == rewrites().OFF) is (micro_batches > 1)
