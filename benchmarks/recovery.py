@@ -56,5 +56,5 @@ def _recoveries(bench: Bench, number: int, how: str, victims: tuple[str, ...], r
         if result.resumed_s is None:
             raise RunFailed(f"{name} did not recover from the death of {victim}: {result.description}")
         found.append(result.resumed_s)
-    teardown.kill_run(run, lambda command: bench.call(["bash", "-c", command]))
+    teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
     return found

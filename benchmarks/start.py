@@ -51,7 +51,7 @@ def until_first_step(bench: Bench, name: str, workers: int, runtime: str = "loca
     began = time.time()
     run = bench.up(name, f"--workers={workers}", "--detach", steps=100_000, runtime=runtime, STANDBY="0")
     seconds = _first_step(run) - began
-    teardown.kill_run(run, lambda command: bench.call(["bash", "-c", command]))
+    teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
     if runtime == "docker":
         teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]))
     return seconds

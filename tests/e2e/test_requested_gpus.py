@@ -55,7 +55,7 @@ def host(clusters, nvidia_smi, monkeypatch) -> Iterator[Context]:
     yield context
     for name in teardown.find_leftovers(clusters.runs_dir).found:
         run = clusters.run(name)
-        teardown.kill_run(run, shell(context))
+        teardown.remove_run(run, shell(context), grace_s=0)
         teardown.record_end(run)  # no agent is left to write it, and until then its GPUs are taken
     clusters.invoke("down")
 

@@ -202,7 +202,8 @@ def kill(run: RunFolder, sh: Shell) -> Summary:
         run.end("stopped", task="user")  # before the claim: a scaling command releases it then
         try:
             with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
-                teardown.kill_run(run, sh)
+                # Compose's own `kill` fails where an agent has seen the outcome and ended first.
+                teardown.remove_run(run, sh, grace_s=0)
         finally:
             teardown.record_end(run)  # no agent is left to write it
     return records.read_record(run.summary, Summary.from_json)

@@ -7,13 +7,11 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from cluster.contract.run import claim, owner, provenance
-from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import Started
 from cluster.contract.run.records import AfterStop, StopRequest
 from cluster.host.launch import manifest, packages, planning, teardown, user_files
@@ -31,14 +29,9 @@ from cluster.system.terminal import print_lines
 
 
 def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
-    """Start every task of a plan; return the plan that was started.
+    """Start every task of a plan; return the plan that was started. `began` is when `up` was called.
 
     Where no name was requested and another command has taken this one, that is another plan, under the next name.
-
-    Args:
-        plan: what to start.
-        sh: runs commands.
-        began: when `up` was called, for the summary's times.
     """
     while True:
         try:
@@ -53,12 +46,7 @@ def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
 
 
 def start(plan: Plan, sh: Shell, *, began: float) -> None:
-    """Start every task of a plan: data, image, run folder, tasks.
-
-    Args:
-        plan: what to start.
-        sh: runs commands.
-        began: when `up` was called, for the summary's times.
+    """Start every task of a plan: data, image, run folder, tasks. `began` is when `up` was called.
 
     Raises:
         UsageError: another command has taken the run. Nothing was started.
@@ -73,12 +61,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         if owner.read_owner(plan.run):  # it has ended, but some of it may still be about to
             teardown.remove_run(plan.run, sh)
         _write_folder(plan, began, stages.get("record"))
-        _start_tasks(plan, sh, on_error=partial(_record_end, plan.run))
-
-
-def _record_end(run: RunFolder, error: BaseException) -> None:
-    state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-    teardown.record_end(run, state, " ".join(str(error).split()))
+        _start_tasks(plan, sh)
 
 
 def continue_run(plan: Plan, sh: Shell) -> None:
@@ -92,16 +75,21 @@ def continue_run(plan: Plan, sh: Shell) -> None:
     provenance.note_rewriting(plan.run)
     if (stop := _start_generation(plan)) and stop.then == AfterStop.END:
         plan.run.request_stop(stop.by)  # somebody else's, which came too late for the tasks that ended
-    _start_tasks(plan, sh)
+    _start_tasks(plan, sh, continues=True)
 
 
-def _start_tasks(plan: Plan, sh: Shell, on_error: Callable[[BaseException], object] = lambda error: None) -> None:
-    """Start the tasks; where that fails or is interrupted, end those that were started."""
+def _start_tasks(plan: Plan, sh: Shell, *, continues: bool = False) -> None:
+    """Start the tasks; where that fails or is interrupted, end those that were started.
+
+    The end of a run that `continues` is recorded by the command that continues it.
+    """
     try:
         plan.runtime.start(plan, sh)
     except BaseException as error:
         with interrupts.ignored("ending what was started"):
-            on_error(error)
+            if not continues:
+                state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+                teardown.record_end(plan.run, state, " ".join(str(error).split()))
             left = teardown.try_remove(plan.run, sh)
         if left:  # what went wrong first is what the error says
             print(left, file=sys.stderr)
@@ -125,11 +113,7 @@ def list_commands(plan: Plan) -> list[str]:
 
 
 def check_machine(plan: Plan, ending: int = 0) -> None:
-    """Check what this machine must have before anything is started.
-
-    Args:
-        plan: what is to be started.
-        ending: tasks that end before.
+    """Check what this machine must have before a plan is started, and after `ending` tasks have ended.
 
     Raises:
         PrerequisiteError: memory, disk space, the key, or what hands GPUs to the tasks is missing.
@@ -149,13 +133,9 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
 
 
 def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) -> str:
-    """Return the command that prepares or verifies a dataset, in a process that may import TensorFlow.
+    """Return a command of `python -m train.data` about a dataset, whose own modules are in the folders of `path`.
 
-    Args:
-        verb: a command of `python -m train.data`.
-        name: the dataset.
-        words: more options of that command.
-        path: folders in which the dataset's own modules are found.
+    It runs in a separate process because it may import TensorFlow.
     """
     command = [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
     return with_modules(path, shlex.join(command))
@@ -175,12 +155,7 @@ def _data_commands(plan: Plan) -> list[str]:
 
 
 def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
-    """Start TensorBoard over all runs, unless it runs; return its port.
-
-    Args:
-        port: of 127.0.0.1; None: any.
-        requested: `--runtime`, with whose tasks it would run.
-        sh: runs commands.
+    """Start TensorBoard over all runs, unless it runs, where tasks of the requested runtime run; return its port.
 
     Raises:
         PrerequisiteError: another program listens on the port, or no engine answers.

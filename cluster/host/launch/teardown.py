@@ -21,30 +21,16 @@ def in_progress(run: RunFolder) -> bool:
     """Whether the run still trains, or should: also before its first heartbeat."""
     if not run.cluster.exists() or run.load_summary():
         return False
-    return _alive(run) or (final_state(run) is None and not is_silent(run))
-
-
-def _alive(run: RunFolder) -> bool:
-    """Whether what was started of the run still runs, whether or not its tasks write heartbeats."""
-    return owner.read_owner(run) is not None and registry.find_runtime(run).alive(run)
-
-
-def kill_run(run: RunFolder, sh: Shell) -> None:
-    """End every task of a run at once, without saving."""
-    run.end("stopped", task="user")
-    remove_run(run, sh, grace_s=0)  # Compose's own `kill` fails where an agent has seen the outcome and ended first
+    if owner.read_owner(run) is not None and registry.find_runtime(run).alive(run):
+        return True  # whether or not its tasks write heartbeats
+    return final_state(run) is None and not is_silent(run)
 
 
 def remove_run(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[Runtime] = ()) -> None:
     """End and remove every process, container and network of a run. Its folder stays.
 
-    Only for the holder of the run's claim: otherwise another command may have resumed the run.
-
-    Args:
-        run: the run.
-        sh: runs commands.
-        grace_s: what containers get to end by themselves.
-        also: runtimes that have something of it, whatever its records say.
+    Only for the holder of the run's claim: otherwise another command may have resumed the run. Containers get `grace_s`
+    to end by themselves; `also` are runtimes that have something of the run, whatever its records say.
 
     Raises:
         PrerequisiteError: what runs its tasks does not answer.

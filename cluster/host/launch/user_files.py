@@ -129,13 +129,7 @@ def lay_out(payload: Payload, run: RunFolder, spec: ClusterSpec, seen_at: Path |
     """Make each task a folder to run the script in: `work/TASK`, with a link to each entry of the script's folder.
 
     So the script finds its files next to itself, and what it writes lands in the run's folder. What is there
-    already stays.
-
-    Args:
-        payload: with the script; without one there is nothing to do.
-        run: whose tasks.
-        spec: the cluster.
-        seen_at: where the tasks see the script's folder; None: where it lies.
+    already stays. Tasks see the script's folder at `seen_at`; None: where it lies.
     """
     if payload.script is None:
         return

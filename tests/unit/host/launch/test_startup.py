@@ -90,7 +90,7 @@ def test_what_was_started_is_ended_by_its_own_engine(make_run, monkeypatch, how,
     run, commands, killed = make_run(), Commands(), []
     write_json(run.compose, how)
     monkeypatch.setattr(supervisor, "kill_run", killed.append)
-    teardown.kill_run(run, commands)
+    teardown.remove_run(run, commands, grace_s=0)
     teardown.remove_run(run, commands)
     assert "stopped" == run.outcome.state
     assert expected == [
