@@ -6,8 +6,7 @@ python -m tests.tools.options_page
 from __future__ import annotations
 
 from benchmarks import documents
-from cluster.host.options.option import Group
-from cluster.host.options.request import OPTIONS
+from cluster.host.options.request import OPTIONS, Group
 from cluster.system.paths import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "options.md"

@@ -21,12 +21,13 @@ import invoke
 from invoke import Context, Exit
 from invoke.exceptions import CommandTimedOut, ThreadException, UnexpectedExit
 
+from cluster.contract.spec import parse_count
 from cluster.host.cli import parsing
 from cluster.host.cli.runner import Runner
 from cluster.host.image import engine
 from cluster.host.launch import configuration, folders
 from cluster.host.options import run_file
-from cluster.host.options.request import OPTIONS, Request, parse_options
+from cluster.host.options.request import OPTIONS, Request
 from cluster.system.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -88,7 +89,7 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
         @functools.wraps(body)
         def wrapped(c: Context, file: str = "", **typed: Any) -> None:
             own_options = {parameter.name: typed.pop(parameter.name, parameter.default) for parameter in parameters}
-            parsed = parse_options(typed)
+            parsed = parse_options(**typed)
             words = _split_overrides(c)
             settings = run_file.read_run_file(file, taken) if file else None
             request = settings.request(parsed, words) if settings else Request(**parsed, overrides=words)
@@ -113,6 +114,16 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
         )(report_errors(wrapped))
 
     return decorate
+
+
+def parse_options(**words: Any) -> dict[str, Any]:
+    """Return the fields of a request for options as they were typed, without those that were left out."""
+    fields = {}
+    for name, word in words.items():
+        if word:
+            option = OPTIONS[name]
+            fields[name] = parse_count(option.key, word, *option.bounds) if option.types == (int,) else word
+    return fields
 
 
 def _split_overrides(c: Context) -> tuple[str, ...]:

@@ -20,8 +20,7 @@ from invoke.parser import ParserContext
 from invoke.parser.context import to_flag
 from invoke.parser.parser import ParseMachine
 
-from cluster.host.options.option import Group
-from cluster.host.options.request import OPTIONS
+from cluster.host.options.request import OPTIONS, Group
 from cluster.system.errors import EXIT_UNREAD, EXIT_USAGE
 from cluster.system.messages import COMMAND, plain
 from cluster.system.terminal import error_text

@@ -21,7 +21,7 @@ from cluster.host.launch import planning, startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.planning import build_cluster
 from cluster.host.launch.resuming import inherit_topology
-from cluster.host.options.request import Request, parse_options
+from cluster.host.options.request import Request
 from cluster.host.runtime.base import Shell
 from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, TimedOut, UsageError
@@ -33,10 +33,12 @@ SHOWN_COUNTS = 3
 """How many suitable numbers of workers an error names."""
 
 
-def scale_run(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool = False) -> int:
+def scale_run(
+    run: RunFolder, sh: Shell, *, workers: int | None = None, ps: int | None = None, trust: bool = False
+) -> int:
     """Scale a run; return the exit code once every task trains again, or the run has ended instead.
 
-    `workers` and `ps` are as typed; empty: as many as now. `trust`: the run's records may have been changed since this
+    `workers` and `ps` that are None stay as many as now. `trust`: the run's records may have been changed since this
     user started it.
 
     Raises:
@@ -73,14 +75,15 @@ def scale_run(run: RunFolder, workers: str, ps: str, sh: Shell, *, trust: bool =
     return EXIT_DONE
 
 
-def plan_scaling(run: RunFolder, workers: str, ps: str, *, trust: bool = False) -> Plan:
+def plan_scaling(run: RunFolder, workers: int | None, ps: int | None = None, *, trust: bool = False) -> Plan:
     """Check that a run can be scaled to a size, and return the plan. Changes nothing.
 
     Raises:
         UsageError: it cannot.
         PrerequisiteError: something that this machine must have is missing.
     """
-    options = f"{f' --workers {workers}' if workers else ''}{f' --ps {ps}' if ps else ''}"
+    given = {"workers": workers, "ps": ps}
+    options = "".join(f" --{name} {count}" for name, count in given.items() if count is not None)
     if not options:
         raise UsageError("--workers is missing: say how many, such as --workers 1")
     if run.script:
@@ -98,7 +101,8 @@ def plan_scaling(run: RunFolder, workers: str, ps: str, *, trust: bool = False) 
         )
     requested = Request(
         resume=run.name,
-        **parse_options({"workers": workers, "ps": ps}),
+        workers=workers,
+        ps=ps,
         runtime=run.load_started().runtime or "auto",
         tensorboard_port="0",
         trust=trust,

@@ -17,11 +17,10 @@ from cluster.host.gpu.placement import Placement
 from cluster.host.launch import configuration, packages, resuming, user_files
 from cluster.host.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
 from cluster.host.launch.plan import Plan
-from cluster.host.launch.resuming import Previous, load_previous, resume
+from cluster.host.launch.resuming import Previous
 from cluster.host.launch.teardown import in_progress
 from cluster.host.launch.user_files import check_path, check_script
-from cluster.host.options.option import Needs
-from cluster.host.options.request import OPTIONS, Request, check_needs
+from cluster.host.options.request import OPTIONS, Needs, Request, check_needs, check_together
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime
 from cluster.host.runtime.payload import Payload, parse_secrets
@@ -45,8 +44,11 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         PrerequisiteError: something that this machine must have is missing.
     """
     settings.check_settings()
-    previous = load_previous(typed)
-    request = resume(previous, typed)
+    if typed.resume or typed.again:
+        previous, request = resuming.resume(typed)
+    else:
+        check_together(typed, scripted=bool(typed.script))
+        previous, request = Previous(), typed
     check_hardware(request.strategy)
     cluster = build_cluster(request)
     port, hang_timeout_s = request.board_port, request.count("hang_timeout")

@@ -36,37 +36,27 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Previous:
-    """The run to resume or to repeat, and what was requested of it; nothing for a new run."""
+    """The run to resume or to repeat, and how it was started; nothing for a new run."""
 
     run: RunFolder | None = None
-    cluster: ClusterSpec | None = None
     started: Started = field(default_factory=Started)
-    script: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_previous(request: Request) -> Previous:
-    """Return the run that a request names, once its options are checked together.
+def resume(request: Request) -> tuple[Previous, Request]:
+    """Return the run that a request resumes or repeats, and the request with what that run was started with.
+
+    Options that the request gives are kept.
 
     Raises:
         UsageError: there is no such run, this user did not start it, or the options do not go together.
     """
-    name = request.resume or request.again
-    check_together(request, scripted=None if name else bool(request.script))
-    if not name:
-        return Previous()
-    run = find_run(name)
+    check_together(request, scripted=None)
+    run = find_run(request.resume or request.again)
     if not request.trust:
         provenance.check_trusted(run)  # before any of its records is believed
-    script = run.script or {}
+    script = run.script
     check_together(request, scripted=bool(script))
-    return Previous(run, run.load_cluster(), run.started, script)
-
-
-def resume(previous: Previous, request: Request) -> Request:
-    """Return a request with what the run that it resumes or repeats was started with, as far as it gives no other."""
-    if previous.run is None or previous.cluster is None:
-        return request
-    started = previous.started
+    cluster, started = run.load_cluster(), run.started
     kept = ("max_restarts", "max_external_restarts", "memory", "network", "requirements", "env")
     recorded = {name: getattr(started, name) for name in kept}
     recorded |= {job_field.name: started.job.get(job_field.name) for job_field in fields(Job)}
@@ -75,12 +65,13 @@ def resume(previous: Previous, request: Request) -> Request:
         recorded |= {"min_workers": started.min_workers, "grow": started.grow}
     if started.runtime in registry.RUNTIMES and registry.RUNTIMES[started.runtime].is_remote:
         recorded |= {"runtime": started.runtime}  # it is queued there again
-    if previous.run.board_port == 0:
+    if run.board_port == 0:
         recorded |= {"tensorboard_port": "0"}
-    if previous.script:
-        recorded |= {"script": previous.script["script"], "args": previous.script.get("arguments", ())}
-        recorded |= {"separate_chief": previous.script.get("separate_chief", False)}
-    return inherit_topology(replace(request, **_inherited(request, recorded)), previous.cluster)
+    if script:
+        recorded |= {"script": script["script"], "args": script.get("arguments", ())}
+        recorded |= {"separate_chief": script.get("separate_chief", False)}
+    inherited = inherit_topology(replace(request, **_inherited(request, recorded)), cluster)
+    return Previous(run, started), inherited
 
 
 def _inherited(request: Request, recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.host.options.option import TYPES, Group, Option
-from cluster.host.options.request import OPTIONS, Request
+from cluster.host.options.request import OPTIONS, TYPES, Group, Option, Request
 from cluster.system.errors import UsageError, nearest
 from cluster.system.messages import COMMAND, short_path
 

@@ -13,12 +13,12 @@ from cluster.host.checks import doctor as machine
 from cluster.host.checks import explain as explaining
 from cluster.host.checks import rerun as repetition
 from cluster.host.checks import verify as verification
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
+from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, parse_options, shell, show, task
 from cluster.host.control import chaos as injection
 from cluster.host.control.chaos import KINDS, STORM
 from cluster.host.launch import folders, startup
 from cluster.host.launch.planning import build_cluster
-from cluster.host.options.request import OPTIONS, Request, parse_options
+from cluster.host.options.request import OPTIONS, Request
 from cluster.host.view.columns import columns
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.system.messages import COMMAND
@@ -123,8 +123,8 @@ def explain(
         text, source = (explaining.read_tf_config(file), file) if file else (variable or "", "TF_CONFIG")
         explained = explaining.explain_text(text, source, strategy)
     elif topology or (strategy and not run):
-        counts = parse_options({"workers": workers, "ps": ps, "devices": devices})
-        cluster = build_cluster(Request(**counts, evaluator=evaluator, strategy=strategy))
+        options = parse_options(workers=workers, ps=ps, devices=devices, evaluator=evaluator, strategy=strategy)
+        cluster = build_cluster(Request(**options))
         explained = explaining.explain_cluster(cluster, "the cluster of these options", task)
     else:
         if not run and not any(folders.runs_dir().glob("*/cluster.json")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from invoke import Exit
 
 from cluster.contract import spec
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, shell, show, task
+from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, parse_options, shell, show, task
 from cluster.host.control import ending, scaling
 from cluster.host.control import foreground as watching
 from cluster.host.control import profile as tracing
@@ -84,7 +84,8 @@ def wait(c, run=None, timeout=""):
 )
 def scale(c, workers="", ps="", run="", trust=False):
     """Continue with more or fewer workers: save at the same step on every task, then train on from there."""
-    raise Exit(code=scaling.scale_run(folders.find_run(run), workers, ps, shell(c), trust=trust))
+    counts = parse_options(workers=workers, ps=ps)
+    raise Exit(code=scaling.scale_run(folders.find_run(run), shell(c), trust=trust, **counts))
 
 
 @task("run", run=RUN_HELP)

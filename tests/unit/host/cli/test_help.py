@@ -7,8 +7,7 @@ import pytest
 
 import tasks
 from cluster.host.launch import planning
-from cluster.host.options.option import Group
-from cluster.host.options.request import OPTIONS, Request
+from cluster.host.options.request import OPTIONS, Group, Request
 from cluster.system.errors import PrerequisiteError
 from cluster.system.paths import ROOT
 from tests.support.command_line import context, invoke, options, refusal

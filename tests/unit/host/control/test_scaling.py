@@ -66,11 +66,11 @@ def scale_requested(run: RunFolder, age_s: float = 0) -> None:
     write_json(stop, read_json(stop) | {"time": time.time() - age_s})
 
 
-def refusal(run: RunFolder, workers: str, ps: str = "") -> ClusterError:
+def refusal(run: RunFolder, workers: int | None, ps: int | None = None) -> ClusterError:
     """Return the error that scaling is refused with; nothing may have been changed."""
     before = run.compose.read_text(), run.cluster.read_text(), run.generation
     with pytest.raises(ClusterError) as refused:
-        scaling.scale_run(run, workers, ps, no_shell)
+        scaling.scale_run(run, no_shell, workers=workers, ps=ps)
     assert before == (run.compose.read_text(), run.cluster.read_text(), run.generation)
     assert 1 == len(str(refused.value).splitlines())
     return refused.value
@@ -82,19 +82,18 @@ def refusal(run: RunFolder, workers: str, ps: str = "") -> ClusterError:
 @pytest.mark.parametrize(
     ("topology", "workers", "ps", "named"),
     [
-        ({"workers": 2}, "", "", "--workers"),
-        ({"workers": 2}, "two", "", "--workers 'two'"),
-        ({"workers": 2}, "0", "1", "--ps 1"),
-        ({"workers": 2}, "2", "", "2 workers already"),
-        ({"workers": 1, "ps": 1}, "", "1", "already"),
-        ({"workers": 2}, "4", "", "use 1, 3 or 5 workers"),
-        ({"workers": 1}, "4", "", "use 2, 3 or 5 workers"),
-        ({"workers": 0, "devices": 2}, "200", "", "use 15, 23 or 47 workers"),
-        ({"workers": 0, "devices": 32}, "1", "", "use 2 "),
-        ({"workers": 0, "devices": 64}, "1", "", "no other number"),
-        ({"workers": 0, "strategy": "tpu"}, "1", "", "TPU"),
-        ({"workers": 1, "strategy": "pipeline"}, "3", "", "--resume run --stages"),
-        ({"workers": 2, "config": {"script": "/its/train.py"}}, "1", "", "invoke stop run"),
+        ({"workers": 2}, None, None, "--workers"),
+        ({"workers": 2}, 0, 1, "--ps 1"),
+        ({"workers": 2}, 2, None, "2 workers already"),
+        ({"workers": 1, "ps": 1}, None, 1, "already"),
+        ({"workers": 2}, 4, None, "use 1, 3 or 5 workers"),
+        ({"workers": 1}, 4, None, "use 2, 3 or 5 workers"),
+        ({"workers": 0, "devices": 2}, 200, None, "use 15, 23 or 47 workers"),
+        ({"workers": 0, "devices": 32}, 1, None, "use 2 "),
+        ({"workers": 0, "devices": 64}, 1, None, "no other number"),
+        ({"workers": 0, "strategy": "tpu"}, 1, None, "TPU"),
+        ({"workers": 1, "strategy": "pipeline"}, 3, None, "--resume run --stages"),
+        ({"workers": 2, "config": {"script": "/its/train.py"}}, 1, None, "invoke stop run"),
     ],
 )
 def test_a_size_that_the_run_cannot_have_is_refused(training, topology, workers, ps, named):
@@ -107,7 +106,7 @@ def test_a_size_that_the_run_cannot_have_is_refused(training, topology, workers,
 def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(training):
     """96 examples in 6 shards: 4 workers, which could not share the batch evenly, can share these."""
     run = training({"bitwise_elastic": 6}, workers=2)
-    assert "--bitwise-elastic 6: 7 replicas share 6 virtual shards" in str(refusal(run, "6"))
+    assert "--bitwise-elastic 6: 7 replicas share 6 virtual shards" in str(refusal(run, 6))
     assert not run.stop_requested
     scaling._check_size(run, run.load_cluster(), spec.build(workers=4))
 
@@ -115,10 +114,10 @@ def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(trainin
 def test_memory_counts_the_tasks_that_end(training, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: limits.TASK_MEMORY_BYTES)
     run = training(workers=1)
-    error = refusal(run, "3")
+    error = refusal(run, 3)
     assert (EXIT_PREREQUISITE, False) == (error.exit_code, run.stop_requested)
     assert "use at most 3 tasks" in str(error)
-    startup.check_machine(scaling.plan_scaling(run, "2", ""), ending=2)
+    startup.check_machine(scaling.plan_scaling(run, 2), ending=2)
 
 
 @contextlib.contextmanager
@@ -134,10 +133,10 @@ def claimed_elsewhere(run: RunFolder) -> Iterator[None]:
 def test_only_a_run_that_goes_on_is_scaled(training):
     run = training(workers=2)
     assert run.request_stop("somebody")
-    assert "stopped already" in str(refusal(run, "1"))
+    assert "stopped already" in str(refusal(run, 1))
     assert ("somebody", "") == tuple(read_json(run.control / "stop.json")[key] for key in ("by", "then"))
     write_json(run.summary, {"state": "stopped"})
-    assert "--resume run --workers 1" in str(refusal(run, "1"))
+    assert "--resume run --workers 1" in str(refusal(run, 1))
 
 
 def test_the_request_of_a_killed_command_is_taken_over(training):
@@ -161,10 +160,10 @@ def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(orphaned, age_s):
 
 def test_the_plan_keeps_what_was_not_asked_for(training):
     run = training(workers=2, ps=1, evaluator=True)
-    planned = scaling.plan_scaling(run, "1", "")
+    planned = scaling.plan_scaling(run, 1)
     assert ("ps", "local", True) == (planned.cluster.strategy, planned.runtime.name, planned.resumes)
     assert ["chief", "worker-0", "ps-0", "evaluator"] == [task.name for task in planned.cluster.tasks]
-    assert "OneDeviceStrategy" == scaling.plan_scaling(run, "0", "").cluster.strategy_class
+    assert "OneDeviceStrategy" == scaling.plan_scaling(run, 0).cluster.strategy_class
 
 
 # Watchers
@@ -203,7 +202,7 @@ def test_a_stop_after_a_scaler_s_death_ends_the_run(orphaned):
 def test_a_run_may_be_scaled_before_it_trains(training):
     run = training(workers=1)
     (run.path / "status" / "worker-0.json").unlink()
-    smaller, seen = scaling.plan_scaling(run, "0", "").cluster.to_json(), []
+    smaller, seen = scaling.plan_scaling(run, 0).cluster.to_json(), []
 
     def shrink(value: dict[str, Any]) -> None:
         seen.append([beat["task"] for beat in value["tasks"]])

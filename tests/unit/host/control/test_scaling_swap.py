@@ -41,9 +41,9 @@ def end_of(gang: Gang) -> dict[str, Any]:
     return gang.summary()
 
 
-def fake_plan(run: RunFolder, lines: str, data: Path, **requested: str) -> Plan:
+def fake_plan(run: RunFolder, lines: str, data: Path, **requested: int) -> Plan:
     """Return a plan whose tasks run the given lines instead of the training program."""
-    planned = scaling.plan_scaling(run, requested.get("workers", ""), requested.get("ps", ""))
+    planned = scaling.plan_scaling(run, requested["workers"], requested.get("ps"))
     program = [sys.executable, "-c", f"from tests.programs.trainer import *\n{lines}"]
     how = processes_of(planned.cluster, run.path, data, ["--", *program])
     return dataclasses.replace(planned, compose=how)
@@ -53,12 +53,12 @@ def fake_plan(run: RunFolder, lines: str, data: Path, **requested: str) -> Plan:
 def scale(monkeypatch, tmp_path) -> Callable[..., int]:
     """Scales a gang of fake trainers; what they do next is in `lines`."""
 
-    def run_it(gang: Gang, lines: str = LASTING, **requested: str) -> int:
+    def run_it(gang: Gang, lines: str = LASTING, **requested: int) -> int:
         for task in membership.cluster(gang.run).tasks:
             gang.await_step(task.name, 0 if gang.run.load_cluster().serves(task) else 3)
         planned = fake_plan(gang.run, lines, tmp_path / "data", **requested)
         monkeypatch.setattr(scaling, "plan_scaling", lambda run, workers, ps, trust: planned)
-        return scaling.scale_run(gang.run, requested.get("workers", ""), requested.get("ps", ""), no_shell)
+        return scaling.scale_run(gang.run, no_shell, **requested)
 
     return run_it
 
@@ -69,7 +69,7 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(start_gang, scale
     started, ended = read_json(gang.run.control / "started.json"), []
     waits = threading.Thread(target=lambda: ended.append(foreground.follow(gang.run, lambda value: None, 60)))
     waits.start()
-    assert 0 == scale(gang, workers=str(after))
+    assert 0 == scale(gang, workers=after)
     assert f"from {before} to {after} workers at step 0 (3 steps " in capsys.readouterr().out
     summary = end_of(gang)
     waits.join()
@@ -89,7 +89,7 @@ def test_parameter_servers_continue_at_the_newest_checkpoint(start_gang, scale):
     gang = start_gang(lines, workers=1, ps=1)
     for step in (2, 3):
         write_json(gang.run.checkpoints / f"ckpt-{step}.json", {})
-    assert 0 == scale(gang, lines, workers="2", ps="2")
+    assert 0 == scale(gang, lines, workers=2, ps=2)
     assert [3] == [event.step for event in gang.events("scaled")]
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "ps-1": 0} == end_of(gang)["tasks"]
 
@@ -101,7 +101,7 @@ def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch
     wait_for(lambda: gang.beat("worker-1").state == "waiting", "worker-1 at the rendezvous")
     gang.run.away("chief").unlink()
     wait_for(lambda: gang.run.generation == 1, "the run to continue without worker-0")
-    assert 0 == scale(gang, lines, workers="2")
+    assert 0 == scale(gang, lines, workers=2)
     summary = end_of(gang)
     assert ("succeeded", 3) == (summary["state"], summary["replicas"])
     assert {"chief": 0, "worker-0": 0, "worker-1": 0} == summary["tasks"]
@@ -124,7 +124,7 @@ def test_a_run_that_is_being_scaled_is_not_resumed(start_gang, scale):
     resumes = threading.Thread(target=resume)
     resumes.start()
     try:
-        assert 0 == scale(gang, workers="2")
+        assert 0 == scale(gang, workers=2)
     finally:
         over.set()
         resumes.join()
@@ -144,7 +144,7 @@ def test_a_run_that_is_being_scaled_is_not_resumed(start_gang, scale):
 )
 def test_a_run_that_ends_by_itself_first_says_so(start_gang, scale, capsys, ends, code, state, tasks):
     gang = start_gang(f"train(3), until(lambda: run.stop_requested), {ends}", workers=len(tasks) // 2)
-    assert code == scale(gang, workers="2")
+    assert code == scale(gang, workers=2)
     assert "ended before it was scaled" in capsys.readouterr().out
     summary = gang.summary()
     assert state == summary["state"]
@@ -157,7 +157,7 @@ def test_a_run_that_does_not_stop_in_time_goes_on(start_gang, scale, monkeypatch
     saves = "until(lambda: run.stop_requested or run.stop_withdrawn(0)), until(lambda: not run.stop_requested)"
     gang = start_gang(f"train(3)\nif not GENERATION: {saves}, finish('stopped')\ntrain(4), meet(), finish()", workers=1)
     with pytest.raises(TimedOut):
-        scale(gang, workers="2")
+        scale(gang, workers=2)
     summary = gang.summary()
     assert ("succeeded", 1, []) == (summary["state"], gang.run.generation, summary["restarts"])
     assert {"chief": 0, "worker-0": 0} == summary["tasks"]
@@ -166,7 +166,7 @@ def test_a_run_that_does_not_stop_in_time_goes_on(start_gang, scale, monkeypatch
 def test_somebody_s_stop_comes_before_another_size(start_gang, scale):
     gang = start_gang("train(3), until(lambda: run.after_stop == ''), finish('stopped')", workers=1)
     codes: list[int] = []
-    scales = threading.Thread(target=lambda: codes.append(scale(gang, workers="2")))
+    scales = threading.Thread(target=lambda: codes.append(scale(gang, workers=2)))
     scales.start()
     wait_for(lambda: gang.run.after_stop == "scale", "the request")
     assert "stopped" == foreground.stop(gang.run, "invoke stop").state
@@ -183,7 +183,7 @@ def test_a_stop_that_comes_between_the_clusters_is_not_lost(start_gang, scale, m
 
     monkeypatch.setattr(startup, "continue_run", stopped_by_then)
     gang = start_gang(LASTING, workers=1)
-    assert 130 == scale(gang, "until(lambda: False)", workers="2")
+    assert 130 == scale(gang, "until(lambda: False)", workers=2)
     assert ("stopped", 3) == (gang.summary()["state"], len(gang.summary()["tasks"]))
 
 
@@ -195,6 +195,6 @@ def test_a_cluster_that_cannot_be_started_leaves_a_stopped_run(start_gang, scale
 
     monkeypatch.setattr(supervisor, "start_supervisor", fail)
     with pytest.raises(OSError, match="no more processes"):
-        scale(gang, workers="2")
+        scale(gang, workers=2)
     assert ("stopped", False) == (read_json(gang.run.summary)["state"], gang.run.after_stop == "scale")
     assert "`invoke up --resume run`" in capsys.readouterr().out

@@ -185,7 +185,7 @@ def test_a_run_is_scaled_by_nobody_while_another_is_at_work_on_it(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
     with claim.hold_claim(gang.run, "resumed"), pytest.raises(claim.Taken, match="is being resumed by process"):
-        scaling.scale_run(gang.run, "1", "", Commands())
+        scaling.scale_run(gang.run, Commands(), workers=1)
     assert not gang.run.stop_requested
 
 

@@ -172,9 +172,9 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(resolved, nvidia_smi, m
     provenance.write_note(run)
     monkeypatch.setattr("cluster.host.launch.teardown.in_progress", lambda run: True)
     monkeypatch.setattr(planning, "in_progress", lambda run: True)
-    assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan_scaling(run, "2", "").gpus.ids.values()]
+    assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan_scaling(run, 2).gpus.ids.values()]
     with pytest.raises(UsageError, match="--gpus 4 of the run"):
-        scaling.plan_scaling(run, "5", "")
+        scaling.plan_scaling(run, 5)
 
     def refuse(sh: object, accelerator: str, *, renew: bool) -> None:
         raise PrerequisiteError(f"no image for {accelerator}")
@@ -184,7 +184,7 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(resolved, nvidia_smi, m
     monkeypatch.setattr(startup, "check_machine", lambda *_, **__: None)
     monkeypatch.setattr(images, "build_images", refuse)
     with pytest.raises(PrerequisiteError, match="no image for gpu"):
-        scaling.scale_run(run, "1", "", Commands())
+        scaling.scale_run(run, Commands(), workers=1)
 
 
 @pytest.mark.parametrize("runtime", ["local", "docker"])
