@@ -37,7 +37,6 @@ DUTIES = {
     "worker": "computes the steps that the chief hands out, on whole batches",
     "ps": "holds its part of the weights, and updates them",
 }
-"""The duty of each role under ParameterServerStrategy."""
 ALONE = ("One process: no task waits for another, and TF_CONFIG may as well be unset.",)
 SERVED = (
     "Workers and parameter servers wait for the chief, which may come last. Steps",
@@ -113,11 +112,9 @@ class Explained:
         self.findings.append(Finding(check, "failed", detail, fix))
 
     def warn(self, check: str, detail: str, fix: str) -> None:
-        """Record something that may be a mistake."""
         self.findings.append(Finding(check, "warning", detail, fix))
 
     def duty(self, member: Member) -> str:
-        """Return the duty of a task, in words."""
         if member.role == Role.EVALUATOR:
             return "evaluates every new checkpoint, outside the cluster"
         if self.likely.served:
@@ -131,7 +128,6 @@ class Explained:
         return f"{work} and saves checkpoints" if saves else work
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form of `invoke explain --json`."""
         return {
             "ok": self.ok,
             "source": self.source,

@@ -6,8 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
@@ -38,14 +37,11 @@ class RunComparison:
     max_relative: float
     """Largest relative difference between the losses of a step."""
     from_step: int | None
-    """The first step whose losses differ."""
     same_weights: bool
     differences: list[str]
-    """What differs between the manifests."""
 
     @property
     def lines(self) -> list[str]:
-        """The comparison as lines of text."""
         steps = counted(self.steps_compared, "logged step")
         if self.verdict == "identical":
             return [f"identical: the losses of {steps} and the final weights are the same bits"]
@@ -60,17 +56,9 @@ class RunComparison:
 def repeat_run(
     run: RunFolder, runtime: str, sh: Shell, *, trust: bool = False, shown: bool = True
 ) -> tuple[RunFolder, RunComparison | None]:
-    """Make a run again and compare.
+    """Make a run again, by default on its own runtime; return the new one and the comparison, if it succeeded.
 
-    Args:
-        run: that succeeded.
-        runtime: `docker`, `local`, or `auto`; empty: the run's own.
-        sh: runs commands.
-        trust: whether the run may be one that this user did not start.
-        shown: whether to show the new run while it trains.
-
-    Returns:
-        The new run, and the comparison; None where it did not succeed.
+    With `trust` the run may be one that this user did not start. `shown` shows the new run while it trains.
     """
     _check(run)
     runtime = runtime or str(manifest.read_manifest(run).get("runtime", "auto"))
@@ -116,11 +104,6 @@ def compare_repeated(first: RunFolder, second: RunFolder) -> RunComparison:
 def rerun_lines(second: RunFolder, compared: RunComparison | None) -> list[str]:
     """Return the lines that the command prints about a run that was made again."""
     return [*compared.lines, f"run folder   {short_path(second.path)}"] if compared else ended_lines(second)
-
-
-def to_json(second: RunFolder, compared: RunComparison | None) -> dict[str, Any]:
-    """Return the same for programs."""
-    return {"run": second.name, **(asdict(compared) if compared else {"verdict": "failed"})}
 
 
 def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:

@@ -41,7 +41,6 @@ BAND = 0.05
 
 CASE_LIMIT_S = 90.0
 LIMIT_S = 285.0
-"""Seconds for all cases together."""
 
 OK, FAILED, UNVERIFIED = "ok", "failed", "not verified on hardware"
 
@@ -61,7 +60,6 @@ class Case:
 
     @property
     def options(self) -> str:
-        """The options of `up` that choose the strategy."""
         return f"--strategy {self.strategy} {self.kind.trial}".strip()
 
     @property

@@ -63,9 +63,7 @@ parsing.install()
 def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorator that turns a function into a task; its first argument is invoke's context.
 
-    Args:
-        positional: the options that may be given without their names.
-        help_texts: the help of every option by the name of its parameter, with its default.
+    `positional` are the options that may be given without their names; each help text ends with the option's default.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
@@ -77,9 +75,7 @@ def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], 
 def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., None]], Any]:
     """Decorator that turns a function `(c, request, ...)` into a task with the options of `Request` and its other ones.
 
-    Args:
-        left_out: the options of `Request` that it does not take, by the names of their fields.
-        help_texts: the help of the options that are its own, by the names of their parameters.
+    It does not take the options of the fields `left_out`. The help texts are those of its other options.
     """
     taken = {name: option for name, option in OPTIONS.items() if name not in left_out}
 
@@ -244,10 +240,8 @@ def in_checkout(c: Context) -> AbstractContextManager[None]:
 def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[str], object]:
     """Return a function that runs a command in the checkout and shows its output.
 
-    Args:
-        c: the task's context.
-        aside: show the output on stderr, because a program reads stdout.
-        quiet: do not show the command itself, because a program may read the output.
+    With `aside` the output is shown on stderr, because a program reads stdout; with `quiet` the command itself is not
+    shown, because a program may read the output.
     """
     c.config.runners.local = Runner
 

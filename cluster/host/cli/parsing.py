@@ -146,7 +146,6 @@ def _print_help_or_list(program: Program) -> None:
 
 
 def _print_task_help(program: Program, name: str) -> None:
-    """Print how a task is called, its purpose and its options."""
     context = program.parser.contexts[name]
     takes_request = "--preset" in context.flags
     words = [

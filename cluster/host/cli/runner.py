@@ -54,7 +54,6 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
         print(command, flush=True)
 
     def start(self, command: str, shell: str, env: dict[str, Any]) -> None:
-        """Start the command."""
         self.process = subprocess.Popen(
             [shell, "-c", command],
             env=env,
@@ -65,7 +64,6 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
         )
 
     def send_interrupt(self, interrupt: KeyboardInterrupt) -> None:  # noqa: ARG002  # invoke's name
-        """Pass a Ctrl-C on."""
         self._interrupts += 1
         self._signal(signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
 

@@ -100,7 +100,6 @@ class FaultCost:
     """Until the next new step, or the run's end; None for a script, which reports no steps."""
     steps_lost: int | None
     ended: str | None
-    """How the run ended, if it did."""
     script_started_s: float | None = None
     """Until the processes of a script that had to be restarted had started."""
 
@@ -111,7 +110,6 @@ class FaultCost:
 
     @property
     def description(self) -> str:
-        """The result in words."""
         if self.ended:
             return f"the run {self.ended} {self.resumed_s:.1f} s later"
         if self.detected_s is None:

@@ -71,7 +71,6 @@ def trace_task(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENC
 
 
 def _check_task(run: RunFolder, name: str) -> None:
-    """Check that a task trains, in a run that is in progress."""
     spec = run.load_cluster()
     task = spec.task(name)
     if run.script:

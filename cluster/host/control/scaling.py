@@ -30,7 +30,6 @@ from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
 SHOWN_COUNTS = 3
-"""How many suitable numbers of workers an error names."""
 
 
 def scale_run(
@@ -151,7 +150,6 @@ def _swap(planned: Plan, sh: Shell) -> bool:
 
 
 def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -> None:
-    """Check that the run can continue from its checkpoint on this cluster."""
     if previous.kind.hardware:
         raise UsageError(
             f"run {run.name!r} trains on the cores of a {previous.kind.hardware.upper()}, whose number is fixed"

@@ -30,7 +30,6 @@ def resolve_config(
     The last is in words, and empty where the data must be prepared first.
 
     Args:
-        request: the request.
         base: the `config.json` of a run that is resumed, instead of the preset.
         packages: extra packages that those modules import.
         code_dirs: where a run that is resumed had the user's modules, in case they are found nowhere else.
@@ -50,13 +49,7 @@ def check_config(
     """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
 
     The built-in ones do. Any others, and a model that is cut into stages, are tried: that takes as long as TensorFlow's
-    import.
-
-    Args:
-        config: the resolved one.
-        cluster: that it is trained on.
-        path: where modules of the user's own are found.
-        memory_bytes: what each stage may hold; 0: any amount.
+    import. The user's modules are found in the folders of `path`; each stage may hold `memory_bytes`, 0: any amount.
 
     Returns:
         What `train.pipeline.stage_models.describe_partition` says of the stages; empty where there are none.

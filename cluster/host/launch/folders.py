@@ -56,11 +56,6 @@ def free_folder(name: str) -> RunFolder:
 def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
     """Check that a run may be started in its folder. What is true without its claim may be over at once.
 
-    Args:
-        run: the run.
-        resumes: whether it is resumed.
-        replaces: whether its old folder may be deleted.
-
     Raises:
         UsageError: the folder is taken, or the run is in progress.
     """

@@ -28,7 +28,8 @@ CODE = ("cluster", "train")
 
 
 def write_manifest(plan: Plan) -> None:
-    """Write the manifest of a run that is about to start."""
+    """Write the manifest of a run that is about to start; of a script it has the name and contents, not the place."""
+    script = plan.payload.script
     value = {
         "schema": SCHEMA,
         "run": plan.run.name,
@@ -37,7 +38,7 @@ def write_manifest(plan: Plan) -> None:
         "runtime": plan.runtime.name,
         "network": plan.network.name,
         "image": plan.runtime.image(plan),
-        "config": _config(plan),
+        "config": plan.config | ({"script": script.name, "script_sha256": sha256(script)} if script else {}),
         "init": user_files.hash_weights(plan.run.init),
         "own_code": _own_code(plan.payload),
         "elastic": dict(plan.elastic),
@@ -62,14 +63,6 @@ def _code() -> dict[str, Any]:
     if not (commit := checkout.commit()):
         return {"commit": None, **hashes}
     return {"commit": commit, "changes_sha256": checkout.changes_sha256(*CODE), **hashes}
-
-
-def _config(plan: Plan) -> dict[str, Any]:
-    """Return the configuration; of a script its name and contents, not where it lies."""
-    script = plan.payload.script
-    if script is None:
-        return plan.config
-    return plan.config | {"script": script.name, "script_sha256": sha256(script)}
 
 
 def _own_code(payload: Payload) -> dict[str, str]:

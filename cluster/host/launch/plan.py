@@ -37,18 +37,14 @@ class Plan(Workload):
     previous: RunFolder | None = None
     """The run that is resumed or repeated."""
     init: tuple[Path, ...] = ()
-    """The files with the weights that training begins with."""
     about_resuming: tuple[str, ...] = ()
-    """Notes about a resumed run."""
 
     @property
     def resumes(self) -> bool:
-        """Whether it resumes an earlier run."""
         return bool(self.request.resume)
 
     @property
     def notes(self) -> list[str]:
-        """What the caller should know of it besides."""
         return [*self.gpus.lines(), *self._keras_notes, *self._warnings]
 
     @property
@@ -86,7 +82,6 @@ class Plan(Workload):
         return tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan for `invoke plan --json`."""
         batch = self.config.get("global_batch")
         shards = self.config.get("bitwise_elastic") or self.cluster.batch_divisor
         most = -(-shards // self.cluster.batch_divisor)  # of one replica: they need not share them evenly

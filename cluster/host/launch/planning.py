@@ -24,7 +24,7 @@ from cluster.host.options.request import OPTIONS, Needs, Request, check_needs, c
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime
 from cluster.host.runtime.payload import Payload, parse_secrets
-from cluster.host.runtime.resources import Job, Memory, Network, parse_memory
+from cluster.host.runtime.resources import Job, Network, parse_memory
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.messages import counted
 
@@ -35,9 +35,7 @@ DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
 def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     """Check a request and return the plan of its run. Changes nothing but the cache of packages.
 
-    Args:
-        typed: the request.
-        stops_first: whether the run to resume may be in progress, because it is stopped before the plan is started.
+    With `stops_first` the run to resume may be in progress, because it is stopped before the plan is started.
 
     Raises:
         UsageError: something requested cannot be done.
@@ -69,7 +67,9 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         if typed.resume:
             notes = resuming.check_resumed(run, typed.preset, config, cluster)
     init = () if typed.resume else user_files.find_weights(config.get("init_from", ""), previous.run)
-    memory = _memory(typed, request, runtime, len(cluster.tasks))
+    parse_memory(typed.memory)  # a typo is reported first
+    check_needs(typed, {Needs.CONTAINERS: runtime.limits_memory})
+    memory = runtime.memory(typed.memory, request.memory, len(cluster.tasks))
     if ports := runtime.ports(len(cluster.tasks)):
         cluster = cluster.listening(ports)
     planned = Plan(
@@ -100,12 +100,6 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     return replace(planned, compose=runtime.render(planned) | gpus.record())
 
 
-def _memory(typed: Request, request: Request, runtime: Runtime, num_tasks: int) -> Memory:
-    parse_memory(typed.memory)  # a typo is reported first
-    check_needs(typed, {Needs.CONTAINERS: runtime.limits_memory})
-    return runtime.memory(typed.memory, request.memory, num_tasks)
-
-
 def _network(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpec) -> Network:
     way_out = "where a script can fetch its data" if request.script else ""
     if cluster.kind.hardware:
@@ -132,13 +126,9 @@ def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpe
 
 
 def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: int = 0) -> None:
-    """Check that tasks may have GPUs, and as many devices as GPUs.
+    """Check that tasks may have the GPUs that an option requests, and as many devices as GPUs.
 
-    Args:
-        option: that requests them.
-        request: with the requested devices.
-        cluster: whose tasks get them.
-        per_task: the GPUs of a task; 0: not known yet.
+    `per_task` is 0 where the number is not known yet.
 
     Raises:
         UsageError: they may not.
@@ -153,7 +143,6 @@ def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: in
 
 
 def _place(typed: Request, previous: Previous, run: RunFolder, cluster: ClusterSpec) -> Placement:
-    """Return which task gets which of this machine's GPUs."""
     recorded = previous.started.gpus
     requested = placement.choose_request(typed.gpus, recorded, cluster.devices)
     if requested is None:
@@ -168,7 +157,6 @@ def _place(typed: Request, previous: Previous, run: RunFolder, cluster: ClusterS
 
 
 def _list_busy_gpus(run: RunFolder) -> dict[str, str]:
-    """Return the GPUs that other runs of this folder train on, each with the name of its run."""
     others = (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path)
     used = {other: placement.ids_in(other.composed) for other in others}
     return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
@@ -203,11 +191,7 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
 def _resolve(request: Request, previous: Previous, runtime: Runtime, cores: int) -> tuple[dict[str, Any], Payload, str]:
     """Return the run's `config.json`, the payload of its tasks, and in words which data is prepared.
 
-    Args:
-        request: what is requested, with what a resumed run was started with.
-        previous: the run to resume or to repeat.
-        runtime: what runs the tasks.
-        cores: that each task can use, where a scheduler chooses its machine; 0: those of this machine.
+    Each task can use `cores` where a scheduler chooses its machine; 0: those of this machine.
     """
     check_path("requirements", request.requirements)
     requirements = settings.expanded("requirements", request.requirements).absolute() if request.requirements else None
@@ -298,37 +282,29 @@ def check_hardware(strategy: str) -> None:
 def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> dict[str, Any]:
     """Return the part of `started.json` about lost workers; empty for a run that needs every task.
 
-    Args:
-        typed: the request without what it inherits.
-        request: the request with what a resumed run was started with.
-        cluster: of the run.
+    `typed` is the request without what it inherits from the run that it resumes.
 
     Raises:
         UsageError: such a cluster cannot lose a worker.
     """
     least, workers = request.min_workers, len(cluster.of(Role.WORKER))
-    if typed.min_workers is not None:
-        _check_min_workers(typed.min_workers, workers, cluster)
-    elif not cluster.kind.collective or cluster.kind.staged:
+    if not cluster.kind.collective or cluster.kind.staged:
+        if typed.min_workers is not None:
+            raise UsageError(
+                f"--min-workers {least} with {cluster.strategy_class}: no task of it can be left out, or a lost one is "
+                "already done without; leave it out"
+            )
         least = None
+    elif typed.min_workers is not None and typed.min_workers > workers:
+        raise UsageError(
+            f"--min-workers {least} with --workers {workers}: expected at most as many; use --min-workers {workers} or "
+            f"fewer, or --workers {least} or more"
+        )
     if least is None:
         if typed.grow:
             raise UsageError("--grow without --min-workers: say how many workers are enough, such as --min-workers 1")
         return {}
     return {"min_workers": min(least, workers), "grow": request.grow}
-
-
-def _check_min_workers(least: int, workers: int, cluster: ClusterSpec) -> None:
-    if not cluster.kind.collective or cluster.kind.staged:
-        raise UsageError(
-            f"--min-workers {least} with {cluster.strategy_class}: no task of it can be left out, or a lost one is "
-            "already done without; leave it out"
-        )
-    if least > workers:
-        raise UsageError(
-            f"--min-workers {least} with --workers {workers}: expected at most as many; use --min-workers {workers} or "
-            f"fewer, or --workers {least} or more"
-        )
 
 
 def check_elastic_batch(elastic: Mapping[str, Any], cluster: ClusterSpec, config: Mapping[str, Any]) -> None:

@@ -29,7 +29,6 @@ FIXED = {
     **dict.fromkeys(("model", "freeze", "optimizer.name", *SWITCHES), _OTHER_VARIABLES),
     "init_from": "has begun with other weights",
 }
-"""What a run that has saved cannot change, and why."""
 TOLERANCE = 1e-3
 """Of an epoch: rows in `metrics/` are rounded."""
 
@@ -75,7 +74,6 @@ def resume(request: Request) -> tuple[Previous, Request]:
 
 
 def _inherited(request: Request, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recorded values of fields that a request leaves out."""
     values = {}
     for name, value in recorded.items():
         option = OPTIONS.get(name)  # none declares `args`
@@ -129,13 +127,7 @@ def inherit_topology(request: Request, previous: ClusterSpec) -> Request:
 
 
 def check_resumed(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: ClusterSpec) -> list[str]:
-    """Check that a run can be resumed with a configuration and a cluster; return notes for the user.
-
-    Args:
-        run: to resume.
-        preset: the requested one; empty: the run's own.
-        config: of the resumed run.
-        cluster: of the resumed run.
+    """Check that a run can be resumed with a preset, a configuration and a cluster; return notes for the user.
 
     Raises:
         UsageError: it would skip or repeat data, could not read its checkpoint, or has trained longer than requested.

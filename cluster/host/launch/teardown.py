@@ -79,7 +79,6 @@ def record_end(run: RunFolder, state: str = "stopped", error: str = "") -> None:
 
 
 def _record_outcome(run: RunFolder, state: str, error: str = "") -> None:
-    """Record the outcome unless there is one."""
     with contextlib.suppress(Exception):
         if run.cluster.exists() and not run.summary.exists():
             run.end(state, task="user" if state == "stopped" else "", exit_code=EXIT_FAILED, error=error)

@@ -26,11 +26,9 @@ WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
 
 
 def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ...]:
-    """Return the files with the weights that are named.
+    """Return the files with the weights of a run's newest intact checkpoint, or of a file; none without a name.
 
-    Args:
-        name: of a run, whose newest intact checkpoint is meant, or of a file; empty for none.
-        previous: the run that is repeated: they are in its folder.
+    Those of a run that repeats a `previous` one are in the folder of that.
 
     Raises:
         UsageError: there is no such run or file, or it has no weights.

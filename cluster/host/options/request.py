@@ -84,11 +84,9 @@ class Option:
 
     @property
     def full_help(self) -> str:
-        """The help with the default."""
         return f"{self.help} (default: {self.default})"
 
     def is_given(self, value: Any) -> bool:
-        """Return whether a value of the field is not that of an option which was left out."""
         return value is not None if self.types == (int,) else bool(value)
 
 
@@ -336,7 +334,6 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
         return not self.script and any(word in ("--help", "-h") for word in self.overrides)
 
     def is_given(self, name: str) -> bool:
-        """Return whether an option was not left out."""
         return OPTIONS[name].is_given(getattr(self, name))
 
     def training(self) -> list[str]:
@@ -387,15 +384,12 @@ OPTIONS: dict[str, Option] = {
     for group, options in GROUPS.items()
     for field in dataclasses.fields(options)
 }
-"""Every option by the name of its field, in the order of the help."""
 
 
 def check_together(request: Request, *, scripted: bool | None) -> None:
     """Check the values of a request's options, and that they go together.
 
-    Args:
-        request: the request.
-        scripted: whether the tasks run a script; None: as in the earlier run that it names.
+    `scripted` says whether the tasks run a script; None: as in the earlier run that the request names.
 
     Raises:
         UsageError: a value is not valid, or an option does not go with the others.

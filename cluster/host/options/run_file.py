@@ -33,26 +33,19 @@ _KEYS = {option.key: option for option in OPTIONS.values()}
 
 @dataclass(frozen=True)
 class RunFile:
-    """What a run file says.
-
-    Attributes:
-        path: of the file.
-        options: values of `Request`'s fields.
-        train: the overrides of the training configuration, as words of a command line.
-        args: the script's arguments.
-    """
+    """The contents of a run file."""
 
     path: Path
     options: Mapping[str, Any]
+    """Values of `Request`'s fields."""
     train: tuple[str, ...]
+    """The overrides of the training configuration, as words of a command line."""
     args: tuple[str, ...]
 
     def request(self, given: Mapping[str, Any], words: Sequence[str]) -> Request:
         """Return the request of this file and of a command line, whose options win; variables are added.
 
-        Args:
-            given: the values of the options on the command line.
-            words: those after `--`.
+        The words are those after `--`.
         """
         added = {name: (*self.options.get(name, ()), *given.get(name, ())) for name in ("env", "secret")}
         return Request(
@@ -97,12 +90,7 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
 
 
 def write_run_file(name: str, request: Request, config: Mapping[str, Any]) -> Path:
-    """Write a run file that, read again, plans the same run; return its path.
-
-    Args:
-        name: of a file that does not exist.
-        request: one that was planned.
-        config: the plan's.
+    """Write a run file that, read again, plans the same run as this request and configuration; return its path.
 
     Raises:
         UsageError: the file exists, or cannot be written.
@@ -122,10 +110,7 @@ def write_run_file(name: str, request: Request, config: Mapping[str, Any]) -> Pa
 def render_run_file(request: Request, config: Mapping[str, Any], folder: Path) -> str:
     """Return a request as TOML: the options that were given, under the headings of their groups.
 
-    Args:
-        request: one that was planned.
-        config: the plan's, which has the types of the training overrides.
-        folder: of the file, which paths are relative to.
+    The configuration of the plan has the types of the training overrides; paths are relative to the folder.
     """
     options = {name: getattr(request, name) for name in OPTIONS if request.is_given(name)}
     train: dict[str, Any] = {}
@@ -157,7 +142,6 @@ def render_run_file(request: Request, config: Mapping[str, Any], folder: Path) -
 
 
 def _value(option: Option, value: Any, path: Path) -> Any:
-    """Return an option's value as `Request` holds it."""
     if type(value) not in option.types or (isinstance(value, list) and not _is_strings(value)):
         raise UsageError(f"{short_path(path)}: {option.key} = {_shown(value)}: expected {option.type}")
     if isinstance(value, list):

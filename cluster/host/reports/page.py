@@ -29,10 +29,7 @@ TEMPLATE = string.Template(Path(__file__).with_name("report.html").read_text())
 
 
 def render_page(run: RunFolder) -> str:
-    """Return the page.
-
-    Args:
-        run: which need not have ended.
+    """Return the page about a run, which need not have ended.
 
     Raises:
         DamagedError: the run's description is damaged.

@@ -15,7 +15,6 @@ from cluster.system.processes import describe_exit
 from cluster.system.terminal import terminal_width
 
 SHOWN_CHANGES = 5
-"""How many of the newest changes of the tasks are shown."""
 
 
 @plain_lines

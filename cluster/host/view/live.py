@@ -69,7 +69,6 @@ class Live:
             self._print_output(ended=True)
 
     def show(self, value: dict[str, Any]) -> None:
-        """Show the newest status."""
         if self._console:
             loss = chief_loss(value)
             if loss is not None and (value["step"], loss) != self._logged:
@@ -134,11 +133,8 @@ def new_lines(reader: LogReader, *, ended: bool, terminal: bool, styled: bool = 
 def print_logs(run: RunFolder, names: list[str], *, follow: bool, last: int | None = None) -> None:
     """Print what some tasks' programs printed, each line behind its task's name where there are several.
 
-    Progress bars are shown in their last state. In a terminal colours are kept and TensorFlow's start-up messages left
-    out.
-
-    Args:
-        last: the number of lines of each task to begin with; None for all.
+    It begins with the `last` lines of each, or with all. Progress bars are shown in their last state. In a terminal
+    colours are kept and TensorFlow's start-up messages left out.
     """
     terminal = sys.stdout.isatty()
     coloured = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

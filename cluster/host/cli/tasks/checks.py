@@ -54,7 +54,8 @@ def rerun(c, run=None, runtime="", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = folders.find_run(run or "")
     again, compared = repetition.repeat_run(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
-    show(repetition.to_json(again, compared), lambda _: repetition.rerun_lines(again, compared), as_json=json)
+    value = {"run": again.name, **(dataclasses.asdict(compared) if compared else {"verdict": "failed"})}
+    show(value, lambda _: repetition.rerun_lines(again, compared), as_json=json)
     raise Exit(code=EXIT_DONE if compared and compared.verdict == "identical" else EXIT_FAILED)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 from cluster.contract import settings, spec
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, ask_user, show, task
@@ -65,16 +64,12 @@ def report(c, run=None, output=""):
     """Write one HTML page about a run, which needs no network: curves, cluster, restarts, time, configuration."""
     folder = folders.find_run(run or "")
     path = settings.expanded("output", output).absolute() if output else folder.path / "report.html"
-    _check_writable(path)
-    write_text(path, page.render_page(folder))
-    print(short_path(path))
-
-
-def _check_writable(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(
             f"--output {str(path)!r}: the folder {path.parent} does not exist; create it, or name another file"
         )
+    write_text(path, page.render_page(folder))
+    print(short_path(path))
 
 
 @task(

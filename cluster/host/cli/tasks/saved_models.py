@@ -55,13 +55,9 @@ def _run(c, run, verb, *words, trust):
 
 
 def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
-    """Return the command, to be run in the root; the packages of the run are installed if they are not there.
+    """Return a command of `python -m train.saved_model` that reads a run's checkpoint or export, to be run in the root.
 
-    Args:
-        verb: a command of `python -m train.saved_model`.
-        run: whose checkpoint or export is read.
-        words: more options of that command.
-        trust: whether the run may be somebody else's.
+    The packages of the run are installed if they are not there. With `trust` the run may be somebody else's.
 
     Raises:
         UsageError: the run is not this user's, or not as it was left, or it is a script's.

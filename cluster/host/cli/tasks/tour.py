@@ -39,7 +39,6 @@ class TourStep:
     """Whether to run it without asking: the run that it is about does not wait for a reader."""
 
     def command(self, run: str = RUN) -> str:
-        """Return the command for a run of this name."""
         return shlex.join([COMMAND, *(run if word == RUN else word for word in self.words)])
 
 

@@ -12,20 +12,19 @@ from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault, FaultCost
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json, write_json
+from tests.support.beats import beat
 
 LONG = 10**9
 
 
-def beat(run: RunFolder, step: int, steps_total: int = LONG) -> None:
-    """Leave the chief's heartbeat."""
-    values = {"task": "chief", "state": "training", "generation": 0, "step": step, "steps_total": steps_total}
-    write_json(run.status("chief"), values | {"updated_at": time.time()})
+def reach(run: RunFolder, step: int, steps_total: int = LONG) -> None:
+    beat(run, "chief", step=step, steps_total=steps_total)
 
 
 @pytest.fixture
 def run(make_run) -> RunFolder:
     made = make_run(workers=2, evaluator=True)
-    beat(made, 100)
+    reach(made, 100)
     return made
 
 
@@ -36,7 +35,7 @@ def injected(monkeypatch) -> list[tuple[int, Fault]]:
 
     def inject(run: RunFolder, fault: Fault, timeout_s: float) -> FaultCost:
         faults.append((run.newest_step, fault))
-        beat(run, fault.at_step + 3, run.heartbeats()["chief"].steps_total)
+        reach(run, fault.at_step + 3, run.heartbeats()["chief"].steps_total)
         return FaultCost(fault.kind, fault.task, fault.at_step, 0.1, 2.5, 4, None)
 
     monkeypatch.setattr(chaos, "inject", inject)
@@ -80,7 +79,7 @@ def test_the_run_does_new_steps_between_two_faults(run, injected):
 def test_only_what_the_run_can_outlive_is_drawn(make_run, injected, topology, runtime, missing):
     run = make_run("another", **topology, evaluator=True)
     write_json(run.compose, {"x-runtime": runtime})
-    beat(run, 0)
+    reach(run, 0)
     deal(run, count=100)
     drawn = [fault for _, fault in injected]
     assert {"kill", "pause", "slow", "partition", "oom", "corrupt"} - missing == {fault.kind for fault in drawn}
@@ -95,7 +94,7 @@ def test_a_worker_is_lost_only_where_the_run_goes_on_without_and_is_spared_then(
     write_json(run.compose, {"x-runtime": runtime})
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"min_workers": 1})
     run.begin_generation(1, left_out=["worker-0"])
-    beat(run, 0)
+    reach(run, 0)
     deal(run, count=200)
     assert ({"worker-1"} if drawn else set()) == {fault.task for _, fault in injected if fault.kind == "lose"}
     assert {"chief", "worker-1"} == {fault.task for _, fault in injected}
@@ -112,7 +111,7 @@ def test_a_worker_is_lost_only_where_the_run_goes_on_without_and_is_spared_then(
 )
 def test_only_a_run_with_room_gets_faults(run, injected, steps_total, ended, expected):
     """0: no task has reported the run's end yet."""
-    beat(run, 100, steps_total)
+    reach(run, 100, steps_total)
     if ended:
         write_json(run.summary, {"state": "succeeded"})
     assert expected == len(deal(run, count=3)) == len(injected)
@@ -184,7 +183,7 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     make_run, monkeypatch, ended, weights, dealt, calm, code
 ):
     run = make_run("stormy", workers=1)
-    beat(run, 100)
+    reach(run, 100)
     run.event("chief", "fault", step=100, kind="kill")
     if calm:
         write_json(make_run("calm", workers=1).summary, summary("succeeded", calm))
