@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoke import Exit, MockContext, Result
 
-import tasks
 from cluster.contract.run.folder import RunFolder
 from cluster.host.checks import verify
 from cluster.host.checks.verify import CASES, FAILED, OK, UNVERIFIED, Case, CaseOutcome
 from cluster.system import processes
+from tests.support.command_line import exit_code
 from tests.tools import strategies_page
 
 FAKE_UP = """
@@ -227,17 +226,12 @@ def test_the_table_has_no_number_that_differs_from_machine_to_machine():
 # The task
 
 
-def invoked(monkeypatch: pytest.MonkeyPatch, made: list[dict[str, Any]], **options: Any) -> int:
-    """Run the task on rows made already; return its exit code."""
-    monkeypatch.setattr(verify, "verify_strategies", lambda log: log("a case has ended") or made)
-    with pytest.raises(Exit) as ended:
-        tasks.ns["verify"](MockContext(run=Result(), repeat=True), **options)
-    return ended.value.code
-
-
 def test_json_is_all_that_stdout_gets_and_a_failed_row_is_exit_code_1(monkeypatch, capsys):
-    assert 0 == invoked(monkeypatch, rows(), json=True)
+    made = rows()
+    monkeypatch.setattr(verify, "verify_strategies", lambda log: log("a case has ended") or made)
+    assert 0 == exit_code("verify", json=True)
     printed = capsys.readouterr()
     assert {"rows": rows()} == json.loads(printed.out)
     assert "a case has ended" in printed.err
-    assert 1 == invoked(monkeypatch, rows(status=FAILED))
+    made[3]["status"] = FAILED
+    assert 1 == exit_code("verify")

@@ -9,21 +9,14 @@ from invoke import Config, Context, Exit
 from invoke.exceptions import ThreadException
 from invoke.util import ExceptionWrapper
 
-import tasks
 from cluster.host.cli.command_line import report_errors
 from cluster.host.cli.runner import Runner
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
 from tests.support.beats import beat
 from tests.support.command_line import commands, context, current, refusal
-
-
-def real_context() -> Context:
-    """Return a context that runs commands, with the settings of tasks.py."""
-    return Context(Config(overrides=tasks.ns.configuration()))
 
 
 @pytest.mark.parametrize(
@@ -98,26 +91,6 @@ def test_an_interrupt_ends_with_130(monkeypatch):
 
     monkeypatch.setattr(planning, "plan", interrupt)
     assert (130, "interrupted") == refusal("up")
-
-
-def test_an_engine_that_stops_while_it_builds_ends_the_start(engine_that_fails, tmp_path, capfd):
-    calls = engine_that_fails("build ")
-    code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
-    assert (1, 1) == (code, len(message.splitlines()))
-    assert "the engine is gone" in capfd.readouterr().err
-    assert not (tmp_path / "runs" / "one").exists()
-    assert " up " not in calls.read_text()
-
-
-def test_an_engine_that_stops_half_way_leaves_nothing_behind(engine_that_fails, tmp_path):
-    calls = engine_that_fails(" up ")
-    code, message = refusal("up", real_context(), name="one", runtime="docker", tensorboard_port="0")
-    assert (1, 1) == (code, len(message.splitlines()))
-    up, down = calls.read_text().splitlines()[-2:]
-    run_dir = tmp_path / "runs" / "one"
-    assert str(run_dir / "compose.json") in up
-    assert f" --project-name {compose_services.project(run_dir)} " in down
-    assert down.endswith(" down --timeout 10 --volumes --remove-orphans")
 
 
 def test_a_command_that_is_interrupted_before_anybody_waits_for_it_is_ended(monkeypatch):

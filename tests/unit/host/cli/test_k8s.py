@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -11,6 +9,7 @@ from cluster.host.kubernetes import rendering
 from cluster.host.options.request import Request
 from cluster.system.errors import UsageError
 from cluster.system.paths import ROOT
+from tests.support.command_line import invoke
 
 GOLDEN = ROOT / "tests" / "unit" / "host" / "runtime" / "kubernetes" / "golden"
 RENDERED = {
@@ -21,8 +20,7 @@ RENDERED = {
 
 @pytest.mark.parametrize("kind", RENDERED)
 def test_the_golden_manifests_are_what_is_rendered(kind):
-    command = [sys.executable, "-m", "invoke", "k8s.render", *RENDERED[kind]]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    done = invoke("k8s.render", *RENDERED[kind])
     assert rendering.WARNING in done.stderr
     # The training's configuration changes with every new setting.
     training = re.compile(r"^  config\.json: \|\n(    .*\n)+", re.MULTILINE)
@@ -67,7 +65,6 @@ def test_what_cannot_be_rendered_is_refused(request_, place, option):
 
 
 def test_help_lists_what_can_be_rendered_alone():
-    command = [sys.executable, "-m", "invoke", "--help", "k8s.render"]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    output = invoke("--help", "k8s.render").stdout
     assert "--gpus-per-task" in output
     assert not [name for name in rendering.NOT_RENDERED if f"--{name.replace('_', '-')}=" in output]

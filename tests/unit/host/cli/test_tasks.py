@@ -36,17 +36,6 @@ def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path):
     assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
 
 
-def test_a_dry_run_only_asks_the_engine(engine_that_fails, tmp_path, capsys):
-    calls = engine_that_fails("no such call")
-    tasks.ns["up"](context(), name="one", runtime="docker", dry=True)
-    printed = capsys.readouterr().out.splitlines()
-    assert " up --detach --no-build --pull never chief worker-0 worker-1" in printed[-2]
-    assert "--profile tensorboard up --detach tensorboard" in printed[-1]
-    assert {"info", "compose", "image"} >= {call.split()[0] for call in calls.read_text().splitlines()}
-    assert " up " not in calls.read_text()
-    assert not (tmp_path / "runs").exists()
-
-
 def what_test_runs(*exited: int, **options: Any) -> tuple[int, list[str]]:
     """Return how `test` ends where its parts end so, and what each part's pytest was given."""
     c = MockContext(run=[Result(exited=code) for code in exited])

@@ -1,6 +1,5 @@
 """One fault after the other: which ones are drawn, when the storm is over, and when it counts as outlived."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,12 +161,6 @@ def test_what_makes_no_storm_is_refused_and_nothing_injected(run, injected, kind
 # How it went
 
 
-def summary(state: str, weights: str | None) -> dict[str, Any]:
-    cause = {"task": "chief", "exit_code": 1, "step": 7, "error": "it died", "time": time.time()}
-    values = {"state": state, "weights_sha256": weights, "cause": cause, "tasks": {}}
-    return values | {"steps": 400, "wall_s": 60.0, "startup_s": None, "metrics": {}, "restarts": []}
-
-
 @pytest.mark.parametrize(
     ("ended", "weights", "dealt", "calm", "code"),
     [
@@ -186,7 +179,7 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     reach(run, 100)
     run.event("chief", "fault", step=100, kind="kill")
     if calm:
-        write_json(make_run("calm", workers=1).summary, summary("succeeded", calm))
+        write_json(make_run("calm", workers=1).summary, {"state": "succeeded", "weights_sha256": calm})
     requested = []
 
     def dealing(*arguments: Any) -> list[FaultCost]:
@@ -194,8 +187,8 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
         return [FaultCost("kill", "chief", 110, 0.1, 2.0, 4, None)] * dealt
 
     def until_end(folder: RunFolder) -> Summary:
-        write_json(folder.summary, summary(ended, weights))
-        return Summary.from_json(summary(ended, weights))
+        write_json(folder.summary, {"state": ended, "weights_sha256": weights})
+        return Summary.from_json({"state": ended, "weights_sha256": weights})
 
     monkeypatch.setattr(chaos, "inject_all", dealing)
     monkeypatch.setattr(chaos.foreground, "show_until_end", until_end)

@@ -55,6 +55,14 @@ def client(docker, monkeypatch) -> Docker:
 
 
 @pytest.fixture
+def planned(monkeypatch) -> None:
+    """Nothing asks the training program, and no image has to be built."""
+    config = {"dataset": "mnist", "global_batch": 192}
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (config, (), "there"))
+    monkeypatch.setattr(images, "pending_commands", lambda accelerator: [])
+
+
+@pytest.fixture
 def context() -> Context:
     """A context that runs commands, with the settings of tasks.py."""
     return Context(Config(overrides=tasks.ns.configuration()))
@@ -159,13 +167,42 @@ def test_a_damaged_record_is_no_tensorboard(tmp_path, record):
     assert not tensorboard.stop(tmp_path, Commands())
 
 
+def test_a_dry_run_only_asks_the_engine(client, planned, context, tmp_path, capsys):
+    calls = client(ANSWERS)
+    tasks.ns["up"](context, name="one", runtime="docker", dry=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert " up --detach --no-build --pull never chief worker-0 worker-1" in printed[-2]
+    assert "--profile tensorboard up --detach tensorboard" in printed[-1]
+    assert {"info", "compose", "image"} >= {call.split()[0] for call in calls.read_text().splitlines()}
+    assert " up " not in calls.read_text()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_engine_that_stops_while_it_builds_ends_the_start(client, planned, context, tmp_path, monkeypatch, capfd):
+    calls = client(f"case \"$*\" in *'build '*) echo 'the engine is gone' >&2; exit 17;; esac{ANSWERS}")
+    monkeypatch.setattr(images, "pending_commands", lambda accelerator: ["docker build ."])
+    assert 1 == code_of("up", context, name="one", runtime="docker", tensorboard_port="0")
+    assert "the engine is gone" in capfd.readouterr().err
+    assert not (tmp_path / "runs" / "one").exists()
+    assert " up " not in calls.read_text()
+
+
+def test_an_engine_that_stops_half_way_leaves_nothing_behind(client, planned, context, tmp_path):
+    calls = client(f"{ANSWERS}\ncase \"$*\" in *' up '*) exit 17;; esac")
+    assert 1 == code_of("up", context, name="one", runtime="docker", tensorboard_port="0")
+    up, down = calls.read_text().splitlines()[-2:]
+    run_dir = tmp_path / "runs" / "one"
+    assert str(run_dir / "compose.json") in up
+    assert f" --project-name {compose_services.project(run_dir)} " in down
+    assert down.endswith(" down --timeout 10 --volumes --remove-orphans")
+
+
 @pytest.mark.parametrize("interrupts", [1, 2])
-def test_an_interrupt_while_containers_start_ends_those_that_did(client, context, tmp_path, monkeypatch, interrupts):
+def test_an_interrupt_while_containers_start_ends_those_that_did(
+    client, planned, context, tmp_path, monkeypatch, interrupts
+):
     deaf = "trap '' INT; " if interrupts == 2 else ""
     calls = client(f"{ANSWERS}\ncase \"$*\" in *' up '*) {deaf}/bin/sleep 600 & wait $!;; esac")
-    config = {"dataset": "mnist", "global_batch": 192}
-    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (config, (), "there"))
-    monkeypatch.setattr(images, "pending_commands", lambda accelerator: [])
 
     def interrupt() -> None:
         wait_for(lambda: noted and " up " in calls.read_text(), "the start")
@@ -188,12 +225,8 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(client, context
     assert owner.read_owner(run) is None
 
 
-def test_of_two_that_start_containers_the_loser_ends_nothing(client, tmp_path, monkeypatch):
+def test_of_two_that_start_containers_the_loser_ends_nothing(client, planned):
     client(ANSWERS)
-    monkeypatch.setattr(
-        configuration, "resolve_config", lambda *_: ({"dataset": "mnist", "global_batch": 192}, (), "there")
-    )
-    monkeypatch.setattr(images, "pending_commands", lambda accelerator: [])
     started, go = threading.Event(), threading.Event()
 
     def wait(command: str) -> None:
