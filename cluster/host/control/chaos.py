@@ -126,11 +126,7 @@ class FaultCost:
 
 
 def check_fault(run: RunFolder, fault: Fault) -> None:
-    """Check that a fault can be injected into a run.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Check that a fault can be injected into a run."""
     if fault.kind not in KINDS:
         raise UsageError(f"unknown fault {fault.kind!r}{nearest(fault.kind, [*KINDS, STORM])}")
     kind = KINDS[fault.kind]

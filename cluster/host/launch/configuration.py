@@ -72,11 +72,7 @@ def check_config(
 
 
 def count_memory(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str]) -> dict[str, Any]:
-    """Return the bytes of the parts of a configuration's model.
-
-    Raises:
-        UsageError: it cannot be built.
-    """
+    """Return the bytes of the parts of a configuration's model."""
     return _preflight(config, cluster, path, f"--model {config['model']!r}", ["--memory"])
 
 
@@ -95,11 +91,7 @@ def _preflight(
 
 
 def describe_training_options(request: Request) -> str:
-    """Return the help of the training options.
-
-    Raises:
-        UsageError: there is no such preset.
-    """
+    """Return the help of the training options."""
     return str(_ask(request, ["--", "-h"], None))
 
 

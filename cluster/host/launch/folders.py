@@ -28,11 +28,7 @@ def data_dir() -> Path:
 
 
 def find_run(name: str = "") -> RunFolder:
-    """Return the run called `name`, or the current one.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the run called `name`, or the current one."""
     current = runs_dir() / ".current"
     if not name:
         if not current.exists() or not (runs_dir() / current.read_text().strip()).exists():
@@ -54,11 +50,7 @@ def free_folder(name: str) -> RunFolder:
 
 
 def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
-    """Check that a run may be started in its folder. What is true without its claim may be over at once.
-
-    Raises:
-        UsageError: the folder is taken, or the run is in progress.
-    """
+    """Check that a run may be started in its folder. What is true without its claim may be over at once."""
     name = run.name
     if not os.path.lexists(run.path) or (run.incomplete and not claim.is_held(run)):
         return

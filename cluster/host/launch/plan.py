@@ -131,11 +131,7 @@ class Plan(Workload):
         }
 
     def try_configuration(self) -> dict[str, Any]:
-        """Check that model, data and loss fit together; return the stages, see `configuration.check_config`.
-
-        Raises:
-            UsageError: they do not, or the model cannot be cut into the cluster's stages.
-        """
+        """Check that model, data and loss fit together; return the stages, see `configuration.check_config`."""
         path = self.payload.local_path()
         return configuration.check_config(self.config, self.cluster, path, memory_bytes=self.stage_memory_bytes)
 

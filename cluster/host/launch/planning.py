@@ -129,9 +129,6 @@ def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: in
     """Check that tasks may have the GPUs that an option requests, and as many devices as GPUs.
 
     `per_task` is 0 where the number is not known yet.
-
-    Raises:
-        UsageError: they may not.
     """
     if cluster.kind.hardware:
         raise UsageError(f"{option} with --strategy {cluster.strategy}, which is for other hardware; leave one out")
@@ -163,11 +160,7 @@ def _list_busy_gpus(run: RunFolder) -> dict[str, str]:
 
 
 def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mapping[str, Any] | None = None) -> None:
-    """Check that the cluster's replicas can share the configuration's global batch, and compute in its precision.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """Check that the cluster's replicas can share the configuration's global batch, and compute in its precision."""
     compatibility.check_precision(cluster, config.get("precision", "fp32"))
     compatibility.check_stages(cluster, config, previous)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
@@ -215,11 +208,7 @@ def _resolve(request: Request, previous: Previous, runtime: Runtime, cores: int)
 
 
 def build_cluster(request: Request) -> ClusterSpec:
-    """Return the cluster of a request, which has the topology of the run that it resumes.
-
-    Raises:
-        UsageError: there is no such cluster.
-    """
+    """Return the cluster of a request, which has the topology of the run that it resumes."""
     strategy = strategies.requested(request.strategy or strategies.AUTO)
     if request.stages is not None:
         request, pipelines = _lay_out_stages(request, request.stages, strategy)

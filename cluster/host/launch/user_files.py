@@ -89,11 +89,7 @@ def _checkpoint(run: RunFolder, step: int) -> tuple[Path, ...]:
 
 
 def check_path(option: str, name: str) -> None:
-    """Check that a path can be one.
-
-    Raises:
-        UsageError: the system takes no such path, or it cannot be shown in one line.
-    """
+    """Check that a path can be one."""
     if not name.isprintable():
         raise UsageError(f"--{option} {name!r}: a path without control characters is expected; rename that file")
 

@@ -390,9 +390,6 @@ def check_together(request: Request, *, scripted: bool | None) -> None:
     """Check the values of a request's options, and that they go together.
 
     `scripted` says whether the tasks run a script; None: as in the earlier run that the request names.
-
-    Raises:
-        UsageError: a value is not valid, or an option does not go with the others.
     """
     for option in OPTIONS.values():
         value = getattr(request, option.name)

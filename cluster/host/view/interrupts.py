@@ -43,11 +43,7 @@ def handled() -> Iterator[None]:
 
 
 def raise_if_hung_up() -> None:
-    """Stop watching if the terminal is gone.
-
-    Raises:
-        HungUp: it is.
-    """
+    """Raise `HungUp` if the terminal is gone."""
     if _hung_up.is_set():
         raise HungUp
 
