@@ -11,13 +11,13 @@ from typing import Any
 
 from cluster.contract import compatibility, settings, spec, strategies
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.launch_records import Started
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.gpu import devices, placement
 from cluster.host.gpu.placement import Placement
 from cluster.host.launch import configuration, packages, resuming, user_files
 from cluster.host.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
 from cluster.host.launch.plan import Plan
-from cluster.host.launch.resuming import Previous
 from cluster.host.launch.teardown import in_progress
 from cluster.host.launch.user_files import check_path, check_script
 from cluster.host.options.request import OPTIONS, Needs, Request, check_needs, check_together
@@ -42,11 +42,12 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         PrerequisiteError: something that this machine must have is missing.
     """
     settings.check_settings()
+    previous: RunFolder | None = None
+    started, request = Started(), typed
     if typed.resume or typed.again:
-        previous, request = resuming.resume(typed)
+        previous, started, request = resuming.resume(typed)
     else:
         check_together(typed, scripted=bool(typed.script))
-        previous, request = Previous(), typed
     check_hardware(request.strategy)
     cluster = build_cluster(request)
     port, hang_timeout_s = request.board_port, request.count("hang_timeout")
@@ -54,19 +55,20 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
 
     runtime, why_runtime = registry.choose_runtime(request.runtime or registry.AUTO, cluster.kind)
     job = _job(typed, request, runtime, cluster)
-    gpus = Placement() if runtime.is_remote else _place(typed, previous, run, cluster)
+    gpus = Placement() if runtime.is_remote else _place(typed, started.gpus, run, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
         cluster = cluster.with_devices(devices_each, request.strategy or strategies.AUTO)
 
-    config, payload, data = _resolve(request, previous, runtime, int(job.cpus_per_task or 0))
+    base = previous.config if previous else None
+    config, payload, data = _resolve(request, base, started, runtime, int(job.cpus_per_task or 0))
     elastic = elastic_record(typed, request, cluster)
     notes: list[str] = []
     if not payload.script:
-        check_sharing(config, cluster, previous.run.load_config() if previous.run else None)
+        check_sharing(config, cluster, previous.load_config() if previous else None)
         check_elastic_batch(elastic, cluster, config)
         if typed.resume:
             notes = resuming.check_resumed(run, typed.preset, config, cluster)
-    init = () if typed.resume else user_files.find_weights(config.get("init_from", ""), previous.run)
+    init = () if typed.resume else user_files.find_weights(config.get("init_from", ""), previous)
     parse_memory(typed.memory)  # a typo is reported first
     check_needs(typed, {Needs.CONTAINERS: runtime.limits_memory})
     memory = runtime.memory(typed.memory, request.memory, len(cluster.tasks))
@@ -93,7 +95,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         max_restarts=request.count("max_restarts"),
         max_external_restarts=request.count("max_external_restarts"),
         replaces=typed.fresh and run.path.exists(),
-        previous=previous.run,
+        previous=previous,
         init=init,
         about_resuming=tuple(notes),
     )
@@ -139,8 +141,7 @@ def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: in
         )
 
 
-def _place(typed: Request, previous: Previous, run: RunFolder, cluster: ClusterSpec) -> Placement:
-    recorded = previous.started.gpus
+def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster: ClusterSpec) -> Placement:
     requested = placement.choose_request(typed.gpus, recorded, cluster.devices)
     if requested is None:
         return Placement()
@@ -181,7 +182,9 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
     return run
 
 
-def _resolve(request: Request, previous: Previous, runtime: Runtime, cores: int) -> tuple[dict[str, Any], Payload, str]:
+def _resolve(
+    request: Request, base: Path | None, started: Started, runtime: Runtime, cores: int
+) -> tuple[dict[str, Any], Payload, str]:
     """Return the run's `config.json`, the payload of its tasks, and in words which data is prepared.
 
     Each task can use `cores` where a scheduler chooses its machine; 0: those of this machine.
@@ -199,8 +202,7 @@ def _resolve(request: Request, previous: Previous, runtime: Runtime, cores: int)
         )
     else:
         here = packages.install_packages(requirements, packages.host_python()) if requirements else None
-        base, known = previous.run.config if previous.run else None, previous.started.code_dirs
-        config, code_dirs, data = configuration.resolve_config(request, base, here, known, cores)
+        config, code_dirs, data = configuration.resolve_config(request, base, here, started.code_dirs, cores)
         payload = replace(payload, code_dirs=code_dirs)
     if requirements:
         payload = replace(payload, packages=packages.install_packages(requirements, runtime.python))

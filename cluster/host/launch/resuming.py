@@ -6,7 +6,7 @@ Its checkpoint fits one model, and its step one order of the data.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from cluster.contract import spec, strategies
@@ -33,16 +33,8 @@ TOLERANCE = 1e-3
 """Of an epoch: rows in `metrics/` are rounded."""
 
 
-@dataclass(frozen=True)
-class Previous:
-    """The run to resume or to repeat, and how it was started; nothing for a new run."""
-
-    run: RunFolder | None = None
-    started: Started = field(default_factory=Started)
-
-
-def resume(request: Request) -> tuple[Previous, Request]:
-    """Return the run that a request resumes or repeats, and the request with what that run was started with.
+def resume(request: Request) -> tuple[RunFolder, Started, Request]:
+    """Return the run that a request resumes or repeats, how it was started, and the request with what it inherits.
 
     Options that the request gives are kept.
 
@@ -69,8 +61,7 @@ def resume(request: Request) -> tuple[Previous, Request]:
     if script:
         recorded |= {"script": script["script"], "args": script.get("arguments", ())}
         recorded |= {"separate_chief": script.get("separate_chief", False)}
-    inherited = inherit_topology(replace(request, **_inherited(request, recorded)), cluster)
-    return Previous(run, started), inherited
+    return run, started, inherit_topology(replace(request, **_inherited(request, recorded)), cluster)
 
 
 def _inherited(request: Request, recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,9 +177,11 @@ def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str
     most = config.get("max_steps")
     if most is not None and most < done:
         raise UsageError(f"--max-steps {most}: run {run.name!r} has done {done} steps already; request more")
-    epochs, done_epochs = config.get("epochs"), _epochs(run, done)
-    if epochs is None or done_epochs is None:
+    epochs = config.get("epochs")
+    rows = [row for row in read_json_lines(run.metrics("chief")) if row.get("step") and row.get("epoch")]
+    if epochs is None or not rows:
         return []
+    done_epochs = done * rows[-1]["epoch"] / rows[-1]["step"]
     # An epoch's last step runs into the next one, so a run that kept its epochs may have done a little more.
     if epochs != before.get("epochs") and epochs < done_epochs - TOLERANCE:
         raise UsageError(f"--epochs {epochs:g}: run {run.name!r} has done {done_epochs:.2f} already; request more")
@@ -196,12 +189,6 @@ def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str
         return []
     limit = "--max-steps" if most == done else "--epochs"
     return [f"run {run.name} has done all of its {done} steps; a larger {limit} trains on"]
-
-
-def _epochs(run: RunFolder, step: int) -> float | None:
-    """Return how many epochs a number of steps are in this run; None where no row says so."""
-    rows = [row for row in read_json_lines(run.metrics("chief")) if row.get("step") and row.get("epoch")]
-    return step * rows[-1]["epoch"] / rows[-1]["step"] if rows else None
 
 
 def _value(config: Mapping[str, Any], name: str) -> Any:

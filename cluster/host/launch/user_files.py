@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.contract import settings
@@ -131,16 +131,11 @@ def lay_out(payload: Payload, run: RunFolder, spec: ClusterSpec, seen_at: Path |
     for task in spec.tasks:
         work = run.work(task.name)
         make_folder(work)  # not through a link that an earlier run of the script left
-        for name in _entries(folder, run.path.resolve()):
-            link = work / name
+        for entry in folder.iterdir():
+            if run.path.resolve().is_relative_to(os.path.realpath(entry)):
+                continue  # it holds the run: a walk through the link would not end
+            link = work / entry.name
             if link.is_symlink():
                 link.unlink()
             if not link.exists():
-                link.symlink_to((seen_at or folder) / name)
-
-
-def _entries(folder: Path, run: Path) -> Iterator[str]:
-    """Yield the names to link to: all but the one that holds the run, in which a walk would not end."""
-    for entry in folder.iterdir():
-        if not run.is_relative_to(os.path.realpath(entry)):
-            yield entry.name
+                link.symlink_to((seen_at or folder) / entry.name)
