@@ -99,13 +99,15 @@ def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys,
 def test_down_ends_every_run_that_is_left_and_tensorboard(make_run, monkeypatch, capsys):
     left, stopped = make_run("left"), []
     make_run("ended")
-    owner.create_owner(left, "local")
+    gone = RunFolder(left.path.with_name("gone"))
+    for run in (left, gone):
+        owner.create_owner(run, "local")
     monkeypatch.setattr(engine, "ask", lambda *words: (127, "docker is not installed"))
-    monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run == left else [])
+    monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run in (left, gone) else [])
     monkeypatch.setattr(supervisor, "kill_run", stopped.append)
     monkeypatch.setattr(board, "stop", lambda runs_dir, sh: stopped.append(runs_dir) is None)
     assert (0, "") == refusal("down")
-    assert [left, folders.runs_dir()] == stopped
+    assert [gone, left, folders.runs_dir()] == stopped
     assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]
 
 

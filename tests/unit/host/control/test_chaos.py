@@ -255,17 +255,6 @@ def test_what_cannot_be_injected_is_refused(run, fault, named):
         chaos.check_fault(run, fault)
 
 
-@pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("ended", [True, False])
-def test_a_run_that_is_not_in_progress_is_refused(run, ended):
-    if ended:
-        write_json(run.summary, {"state": "succeeded"})
-    else:
-        beat(run, "chief", age_s=60)  # nothing of it lives
-    with pytest.raises(UsageError, match="not in progress"):
-        chaos.check_fault(run, Fault("kill", "worker-0"))
-
-
 # The command line
 
 

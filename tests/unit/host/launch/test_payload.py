@@ -62,8 +62,6 @@ def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("absent.py", "does not exist"),
-        ("", "is a folder"),
         ("s.py", "home folder"),
         ("runs/one/work/chief/s.py", "folder of the runs"),
         ("runs/s.py", "folder of the runs"),

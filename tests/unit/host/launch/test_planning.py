@@ -14,13 +14,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime import supervisor
 from cluster.system.errors import EXIT_PREREQUISITE, PrerequisiteError
-from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, refusal
-
-
-def test_a_plan_changes_nothing(resolved, tmp_path):
-    planned = planning.plan(Request(name="one", runtime="local"))
-    assert planned.run.path == tmp_path / "runs" / "one"
-    assert not (tmp_path / "runs").exists()
+from tests.support.launching import CONFIG, Commands, refusal
 
 
 def test_a_plan_as_json_shows_what_every_task_gets(resolved):
@@ -141,13 +135,6 @@ def test_without_an_engine_runs_are_local_and_containers_are_refused(
     planned = planning.plan(Request(runtime="auto"))
     assert "local" == planned.runtime.name
     assert message in planned.why_runtime
-
-
-def test_with_an_engine_runs_are_containers(resolved, docker):
-    docker(WORKING_ENGINE)
-    planned = planning.plan(Request())
-    assert "docker" == planned.runtime.name
-    assert ["chief:2222", "worker-0:2222", "worker-1:2222"] == [task.address for task in planned.cluster.tasks]
 
 
 @pytest.mark.parametrize(

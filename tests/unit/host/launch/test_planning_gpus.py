@@ -16,7 +16,7 @@ from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
 from cluster.host.runtime import namespaces, registry, supervisor
 from cluster.host.view.plan_view import plan_lines
-from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
+from cluster.system.errors import EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
@@ -78,13 +78,6 @@ def test_words_are_refused_before_any_gpu_is_looked_for(resolved, monkeypatch, t
     error = refusal(Request(**requested, runtime="local"))
     assert (EXIT_USAGE, True) == (error.exit_code, named in str(error))
     assert not (tmp_path / "runs").exists()
-
-
-def test_without_a_gpu_it_is_a_prerequisite_that_is_missing(resolved, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    error = refusal(Request(gpus="all", runtime="local"))
-    assert EXIT_PREREQUISITE == error.exit_code
-    assert planning.plan(Request(gpus="none", runtime="local")).gpus == planning.plan(Request(runtime="local")).gpus
 
 
 # Processes

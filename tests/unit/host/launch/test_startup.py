@@ -6,9 +6,7 @@ import time
 
 import pytest
 
-from cluster.contract.run import owner
-from cluster.contract.run.folder import RunFolder
-from cluster.host.image import engine, images
+from cluster.host.image import images
 from cluster.host.launch import configuration, folders, planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, supervisor
@@ -97,18 +95,3 @@ def test_what_was_started_is_ended_by_its_own_engine(make_run, monkeypatch, how,
         command.partition(f" --project-name {compose_services.project(run.path)} ")[2] for command in commands
     ]
     assert killed == ([] if expected else [run, run])
-
-
-def test_leftovers_are_the_runs_of_this_folder_that_live(make_run, monkeypatch):
-    left = make_run("left")
-    make_run("ended")
-    gone, contained = RunFolder(left.path.with_name("gone")), RunFolder(left.path.with_name("contained"))
-    for run, runtime in ((left, "local"), (gone, "local"), (contained, "docker")):
-        owner.create_owner(run, runtime)
-    monkeypatch.setattr(supervisor, "processes_left", lambda run, table: [1] if run in (left, gone) else [])
-    monkeypatch.setattr(engine, "ask", lambda *words: (1, "no engine"))
-    found = teardown.find_leftovers(folders.runs_dir())
-    assert ({"gone": ["local"], left.name: ["local"]}, ["contained"]) == (
-        {name: [each.name for each in runtimes] for name, runtimes in found.found.items()},
-        list(found.unreachable),
-    )
