@@ -37,6 +37,7 @@ DUTIES = {
     "worker": "computes the steps that the chief hands out, on whole batches",
     "ps": "holds its part of the weights, and updates them",
 }
+"""The duty of each role under ParameterServerStrategy."""
 ALONE = ("One process: no task waits for another, and TF_CONFIG may as well be unset.",)
 SERVED = (
     "Workers and parameter servers wait for the chief, which may come last. Steps",

@@ -37,6 +37,7 @@ class RunComparison:
     max_relative: float
     """Largest relative difference between the losses of a step."""
     from_step: int | None
+    """The first step whose losses differ."""
     same_weights: bool
     differences: list[str]
 

@@ -41,6 +41,7 @@ BAND = 0.05
 
 CASE_LIMIT_S = 90.0
 LIMIT_S = 285.0
+"""Seconds for all cases together."""
 
 OK, FAILED, UNVERIFIED = "ok", "failed", "not verified on hardware"
 

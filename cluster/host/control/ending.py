@@ -113,7 +113,7 @@ def find_old_runs(runs_dir: Path, older_s: float) -> list[RunFolder]:
 
 
 def find_ended_run(runs_dir: Path, name: str) -> RunFolder:
-    """Return the run of this name."""
+    """Return the run of this name, which must have ended."""
     run = RunFolder(runs_dir / spec.check_run_name(name))
     if not _is_run(run):
         known = [path.parent.name for path in runs_dir.glob("*/cluster.json")]

@@ -29,6 +29,7 @@ FIXED = {
     **dict.fromkeys(("model", "freeze", "optimizer.name", *SWITCHES), _OTHER_VARIABLES),
     "init_from": "has begun with other weights",
 }
+"""What a run that has saved cannot change, and why."""
 TOLERANCE = 1e-3
 """Of an epoch: rows in `metrics/` are rounded."""
 
