@@ -41,18 +41,6 @@ class RunComparison:
     same_weights: bool
     differences: list[str]
 
-    @property
-    def lines(self) -> list[str]:
-        steps = counted(self.steps_compared, "logged step")
-        if self.verdict == "identical":
-            return [f"identical: the losses of {steps} and the final weights are the same bits"]
-        far = "the losses are the same"
-        if self.from_step is not None:
-            far = f"the losses differ by up to {self.max_relative:.1e} (relative), from step {self.from_step} on"
-        weights = "the final weights are the same bits" if self.same_weights else "the final weights differ"
-        first = f"{self.verdict}: {far} over {steps}; {weights}"
-        return [first, *(f"differs: {difference}" for difference in self.differences)]
-
 
 def repeat_run(
     run: RunFolder, runtime: str, sh: Shell, *, trust: bool = False, shown: bool = True
@@ -104,7 +92,17 @@ def compare_repeated(first: RunFolder, second: RunFolder) -> RunComparison:
 @plain_lines
 def rerun_lines(second: RunFolder, compared: RunComparison | None) -> list[str]:
     """Return the lines that the command prints about a run that was made again."""
-    return [*compared.lines, f"run folder   {short_path(second.path)}"] if compared else ended_lines(second)
+    if compared is None:
+        return ended_lines(second)
+    steps, folder = counted(compared.steps_compared, "logged step"), f"run folder   {short_path(second.path)}"
+    if compared.verdict == "identical":
+        return [f"identical: the losses of {steps} and the final weights are the same bits", folder]
+    far = "the losses are the same"
+    if compared.from_step is not None:
+        far = f"the losses differ by up to {compared.max_relative:.1e} (relative), from step {compared.from_step} on"
+    weights = "the final weights are the same bits" if compared.same_weights else "the final weights differ"
+    differences = [f"differs: {difference}" for difference in compared.differences]
+    return [f"{compared.verdict}: {far} over {steps}; {weights}", *differences, folder]
 
 
 def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:

@@ -140,7 +140,10 @@ def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def wrapped(c: Context, *arguments: Any, **options: Any) -> None:
-        ended = _refuse_dry(body, c) or _ended(body, (c, *arguments), options)
+        if c.config.run.dry and not getattr(body, "has_dry_run", False):  # it only keeps commands from being run
+            message = f"error: {COMMAND} --dry {body.__name__}: it has no dry run; leave out --dry"
+            raise Exit(error_text(message), code=EXIT_USAGE)
+        ended = _ended(body, (c, *arguments), options)
         if parsing.has_closed_output() and not (ended and ended.message):
             ended = Exit(code=EXIT_UNREAD)
         if ended:
@@ -149,13 +152,6 @@ def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapped.__doc__ = (body.__doc__ or "").replace("invoke ", f"{COMMAND} ")
     return wrapped
-
-
-def _refuse_dry(body: Callable[..., Any], c: Context) -> Exit | None:
-    """Refuse invoke's own --dry, which only keeps commands from being run, for tasks that may do more than that."""
-    if not c.config.run.dry or getattr(body, "has_dry_run", False):
-        return None
-    return Exit(f"error: {COMMAND} --dry {body.__name__}: it has no dry run; leave out --dry", code=EXIT_USAGE)
 
 
 def normalise_environment() -> None:

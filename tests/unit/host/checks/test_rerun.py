@@ -47,7 +47,7 @@ def test_losses_and_weights_are_compared(made, monkeypatch, losses, sha256, expe
     compared = rerun.compare_repeated(one, two)
     assert (expected, from_step) == (compared.verdict, compared.from_step)
     assert (sha256 == "aa") is compared.same_weights
-    assert compared.lines[0].startswith(f"{expected}: ")
+    assert rerun.rerun_lines(two, compared)[0].startswith(f"{expected}: ")
     monkeypatch.setattr(rerun, "repeat_run", lambda *_, **__: (two, compared))
     assert (EXIT_DONE if expected == "identical" else EXIT_FAILED) == exit_code("rerun", "one")
 
