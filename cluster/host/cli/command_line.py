@@ -91,7 +91,7 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
             request = settings.request(parsed, words) if settings else Request(**parsed, overrides=words)
             if request.name in COMMANDS:
                 raise UsageError(f"--name {request.name} is also a command; choose another name")
-            if request.asks_for_help:
+            if not request.script and ("--help" in words or "-h" in words):
                 print(configuration.describe_training_options(request))
             else:
                 body(c, request, **own_options)

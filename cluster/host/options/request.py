@@ -328,11 +328,6 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
     code_dir: str = ""
     """The folder of the run file, where the user's modules are found besides the current folder."""
 
-    @property
-    def asks_for_help(self) -> bool:
-        """Whether the training options are to be shown."""
-        return not self.script and any(word in ("--help", "-h") for word in self.overrides)
-
     def is_given(self, name: str) -> bool:
         return OPTIONS[name].is_given(getattr(self, name))
 

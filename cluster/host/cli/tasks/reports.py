@@ -92,15 +92,11 @@ def clean(c, run=None, older="", yes=False):
     names = [old.name for old in found]
     print("\n".join(columns(zip(names, ages, map(size, sizes), strict=True), right=(1, 2))))
     question = f"delete {counted(len(found), 'run')} with checkpoints and logs, {size(sum(sizes))}? [y/N] "
-    if not yes and not _agreed(question):
+    if not yes and not sys.stdin.isatty():
+        raise UsageError("clean asks before it deletes, and there is no terminal to ask on; add --yes")
+    if not yes and ask_user(question) not in ("y", "yes"):
         print("nothing was deleted")
         return
     if left := ending.delete_runs(found):
         raise RunFailed(f"{counted(len(left), 'run')} could not be deleted: {'; '.join(left)}")
     print(f"deleted {counted(len(found), 'run')}")
-
-
-def _agreed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise UsageError("clean asks before it deletes, and there is no terminal to ask on; add --yes")
-    return ask_user(question) in ("y", "yes")
