@@ -38,14 +38,11 @@ class Manifest:
     Attributes:
         name: of the run and of every object.
         spec: the cluster, with the host names that its pods will have.
-        config: the resolved training configuration.
         started: the record of how the run was started, as far as it is known before that.
-        image: for the tasks.
         claim: the persistent volume claim with runs and data.
         memory_bytes: what a task may use.
         cpus: what a task requests of processors; it may use more.
         gpus: of the chief and of each worker.
-        environment: variables that every task gets.
     """
 
     name: str
@@ -125,11 +122,6 @@ def pod_template(
     }
 
 
-def variables(values: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return environment variables as a container has them; a `$` of theirs begins no reference."""
-    return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
-
-
 def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
     values = {
         "RUN_DIR": f"{SHARED}/runs/{manifest.name}",
@@ -141,7 +133,9 @@ def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
         values |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     elif manifest.gpus:  # a node whose default runtime is NVIDIA's could hand over all of them
         values |= {"CUDA_VISIBLE_DEVICES": "-1", "NVIDIA_VISIBLE_DEVICES": "void"}
-    return variables(values | dict(manifest.environment))
+    values |= manifest.environment
+    # A `$` of theirs begins no reference.
+    return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
 
 
 POD_RETRIES = 20
@@ -152,16 +146,15 @@ REPLICA_TYPES = {Role.CHIEF: "Chief", Role.WORKER: "Worker", Role.PS: "PS", Role
 INDEX = "JOB_COMPLETION_INDEX"
 
 
-def jobset_hosts(spec: ClusterSpec, name: str) -> ClusterSpec:
-    """Return the cluster with the host names that a JobSet gives its pods, in the headless service of its name."""
-    tasks = (replace(task, host=f"{name}-{task.role.value}-0-{task.index}.{name}") for task in spec.tasks)
-    return replace(spec, tasks=tuple(tasks))
-
-
-def tfjob_hosts(spec: ClusterSpec, name: str) -> ClusterSpec:
-    """Return the cluster with the host names of a TFJob, whose pods have a headless service each."""
-    tasks = (replace(task, host=f"{name}-{task.role.value}-{task.index}") for task in spec.tasks)
-    return replace(spec, tasks=tuple(tasks))
+def place_tasks(kind: str, spec: ClusterSpec, name: str) -> ClusterSpec:
+    """Return the cluster with the host names that a kind of job gives its pods."""
+    host, _ = KINDS[kind]
+    return replace(
+        spec,
+        tasks=tuple(
+            replace(task, host=host.format(name=name, role=task.role.value, index=task.index)) for task in spec.tasks
+        ),
+    )
 
 
 def jobset(manifest: Manifest) -> dict[str, Any]:
@@ -246,11 +239,11 @@ def tfjob(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-KINDS: dict[str, tuple[Callable[[ClusterSpec, str], ClusterSpec], Callable[[Manifest], dict[str, Any]]]] = {
-    "jobset": (jobset_hosts, jobset),
-    "tfjob": (tfjob_hosts, tfjob),
+KINDS: dict[str, tuple[str, Callable[[Manifest], dict[str, Any]]]] = {
+    "jobset": ("{name}-{role}-0-{index}.{name}", jobset),  # in the headless service of its name
+    "tfjob": ("{name}-{role}-{index}", tfjob),  # each pod has a headless service
 }
-"""For each kind of job, the host names that its pods get, and the job."""
+"""For each kind of job, the host names of its pods, and the function that renders the job."""
 DNS_PORT = 53
 DATA_MEMORY = "4Gi"
 

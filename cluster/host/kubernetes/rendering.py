@@ -17,7 +17,6 @@ from cluster.host.launch.planning import build_cluster, check_elastic_batch, ela
 from cluster.host.options.request import PRESET, Request, check_together
 from cluster.host.runtime import resources
 from cluster.host.runtime.payload import parse_variables
-from cluster.host.runtime.resources import TASK_MEMORY_BYTES
 from cluster.system.errors import UsageError, nearest
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -34,7 +33,7 @@ def render(
     Args:
         request: the request.
         kind: `jobset` or `tfjob`.
-        image: of the tasks; empty: that of this project.
+        image: of the tasks; empty for that of this project.
         claim: the persistent volume claim with runs and data.
         cpus: processors that each task requests.
         data: whether to render the job that prepares the data.
@@ -44,9 +43,9 @@ def render(
     """
     if kind not in kubernetes_objects.KINDS:
         raise UsageError(f"--kind {kind!r} is not a kind of job{nearest(kind, kubernetes_objects.KINDS)}")
-    place_tasks, render_job = kubernetes_objects.KINDS[kind]
+    _, render_job = kubernetes_objects.KINDS[kind]
     manifest = _manifest(request, image, claim, cpus)
-    manifest = replace(manifest, spec=place_tasks(manifest.spec, manifest.name))
+    manifest = replace(manifest, spec=kubernetes_objects.place_tasks(kind, manifest.spec, manifest.name))
     if data:
         return [kubernetes_objects.data_job(manifest)]
     return [
@@ -84,6 +83,7 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
     planning.check_sharing(config, cluster)
     elastic_run = elastic_record(request, request, cluster)
     check_elastic_batch(elastic_run, cluster, config)
+    given = {name: os.environ[name] if value is None else value for name, value in parse_variables(request.env).items()}
     return Manifest(
         name=name,
         spec=cluster,
@@ -96,10 +96,10 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
         },
         image=image or images.train_image("gpu" if gpus else "cpu"),
         claim=claim,
-        memory_bytes=_memory_bytes(request),
+        memory_bytes=resources.parse_memory(request.memory or MEMORY),
         cpus=cpus,
         gpus=gpus,
-        environment=_environment(request, gpus),
+        environment=({"NCCL_DEBUG": "WARN"} if gpus else {}) | given,
     )
 
 
@@ -111,17 +111,3 @@ def _cluster(request: Request, gpus: int) -> ClusterSpec:
     if cluster.kind.hardware:
         raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for other hardware than GPUs")
     return cluster
-
-
-def _memory_bytes(request: Request) -> int:
-    limit = resources.parse_memory(request.memory or MEMORY)
-    if limit < TASK_MEMORY_BYTES:
-        raise UsageError(
-            f"--memory {request.memory}: TensorFlow alone takes {resources.shown_bytes(TASK_MEMORY_BYTES)}"
-        )
-    return limit
-
-
-def _environment(request: Request, gpus: int) -> dict[str, str]:
-    given = {name: os.environ[name] if value is None else value for name, value in parse_variables(request.env).items()}
-    return ({"NCCL_DEBUG": "WARN"} if gpus else {}) | given

@@ -20,7 +20,7 @@ def given(tmp_path) -> Path:
 
 
 def records_of(folder: Path, **topology: Any) -> Path:
-    cluster = kubernetes_objects.jobset_hosts(spec.build(**topology), "a-run")
+    cluster = kubernetes_objects.place_tasks("jobset", spec.build(**topology), "a-run")
     folder.mkdir()
     values = {"cluster": cluster.to_json(), "config": {"global_batch": 8}, "started": {"max_restarts": 1}}
     for name, value in values.items():

@@ -29,14 +29,13 @@ TOPOLOGIES = [
     {"workers": 2, "ps": 1},
     {"workers": 64, "ps": 8, "evaluator": True},
 ]
-HOSTS = {kind: hosts for kind, (hosts, _) in kubernetes_objects.KINDS.items()}
 KINDS = {kind: job for kind, (_, job) in kubernetes_objects.KINDS.items()}
 
 
 def manifest(
     kind: str, gpus: int = 0, name: str = "a-run", environment: dict[str, str] | None = None, **topology: Any
 ) -> Manifest:
-    cluster = HOSTS[kind](spec.build(**topology), name)
+    cluster = kubernetes_objects.place_tasks(kind, spec.build(**topology), name)
     given = {"A": "$(B)"} if environment is None else environment
     return Manifest(name, cluster, CONFIG, {"max_restarts": 3}, "train:cpu", "claim", 2**32, 2, gpus, given)
 
@@ -116,9 +115,9 @@ def test_each_pod_is_the_task_that_its_host_name_is_in_tf_config(topology):
 
 
 def test_host_names_of_the_largest_cluster_are_labels_of_dns():
-    name = "a" * 40
-    for hosts in HOSTS.values():
-        for task in hosts(spec.build(workers=512, ps=2, evaluator=True), name).tasks:
+    largest = spec.build(workers=512, ps=2, evaluator=True)
+    for kind in KINDS:
+        for task in kubernetes_objects.place_tasks(kind, largest, "a" * 40).tasks:
             assert len(task.host.partition(".")[0] + "-abcde") <= 63
 
 
