@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
 
 from cluster.host.image import engine
 from cluster.system import processes
@@ -113,9 +111,8 @@ def parse_links(text: str) -> dict[tuple[str, str], str]:
 
 def check_engine() -> None:
     """Check that the engine can hand GPUs to containers."""
-    code, text = engine.ask("info", "--format", "{{json .Runtimes}}")
-    runtimes: dict[str, Any] = json.loads(text) if code == 0 and text.startswith("{") else {}
-    if "nvidia" not in runtimes and not shutil.which(_HOOK):
+    runtimes, _ = engine.ask_info("Runtimes")
+    if "nvidia" not in (runtimes or {}) and not shutil.which(_HOOK):
         raise PrerequisiteError(
             "--gpus with containers: the engine has no NVIDIA runtime, so containers get no GPU; install NVIDIA's "
             f"container toolkit, then {CONFIGURE}"

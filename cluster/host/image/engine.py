@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.system import memory, processes
 from cluster.system.errors import PrerequisiteError
@@ -44,16 +45,19 @@ def patience_s(command: str) -> float | None:
     return COMPOSE_TIMEOUT_S if match[1] == "compose" else BUILD_TIMEOUT_S
 
 
+def ask_info(field: str) -> tuple[Any, str]:
+    """Return a field of `docker info`, None where there is none; and the text, such as the reason."""
+    code, text = ask("info", "--format", f"{{{{json .{field}}}}}")
+    try:
+        return (None if code else json.loads(text.splitlines()[0])), text
+    except (ValueError, IndexError):
+        return None, text
+
+
 def probe() -> Availability:
     """Return whether a Docker Engine with Compose v2 answers."""
-    code, text = ask("info", "--format", "{{json .ServerVersion}}")
-    version = ""
-    if code == 0:
-        try:
-            version = json.loads(text.splitlines()[0])
-        except (ValueError, IndexError):
-            code = 1
-    if code != 0 or not version:
+    version, text = ask_info("ServerVersion")
+    if not version:
         return unavailable(f"no Docker Engine answers ({last_output_line(text)})")
     code, compose_version = ask("compose", "version", "--short")
     if code != 0:
@@ -74,8 +78,8 @@ def unavailable(detail: str) -> Availability:
 
 def memory_bytes() -> int:
     """Return the memory of the engine's machine, which may be virtual; of this machine if it does not say."""
-    code, text = ask("info", "--format", "{{.MemTotal}}")
-    return int(text) if code == 0 and text.isdecimal() and int(text) else memory.total_bytes()
+    size_bytes, _ = ask_info("MemTotal")
+    return size_bytes if isinstance(size_bytes, int) and size_bytes > 0 else memory.total_bytes()
 
 
 def demand(what: str) -> None:

@@ -25,8 +25,6 @@ from cluster.system.messages import last_output_line
 
 ENGINE_LABEL = "tf-cluster.engine"
 """The label of a node with the address of its engine, such as ssh://host, as `docker --host` takes it."""
-
-
 GPU = "NVIDIA-GPU"
 """What engines call their GPUs in `node-generic-resources`, as in NVIDIA's and Docker's documentation."""
 
@@ -50,12 +48,8 @@ class SwarmNode:
 
 def probe_manager() -> Availability:
     """Return whether the engine manages a Swarm."""
-    code, text = engine.ask("info", "--format", "{{json .Swarm}}")
-    try:
-        swarm = json.loads(text.splitlines()[-1]) if code == 0 and text else {}
-    except ValueError:
-        swarm = {}
-    if code or not swarm:
+    swarm, text = engine.ask_info("Swarm")
+    if not swarm:
         return engine.unavailable(f"no Docker Engine answers ({last_output_line(text)})")
     if swarm.get("LocalNodeState") != "active":
         fix = "`docker swarm init`, or set DOCKER_HOST to a manager's"
@@ -93,17 +87,12 @@ def ask_manager(*words: str) -> str:
 
 @dataclass(frozen=True)
 class PlacedTask:
-    """A task of a stack, as the Swarm sees it.
-
-    Attributes:
-        service: whose it is, without the stack's name.
-        state: such as `running`, `rejected` or `complete`.
-        node: the host; empty where it has none.
-        error: what the Swarm says of it.
-    """
+    """A task of a stack, as the Swarm sees it."""
 
     service: str
+    """Whose it is, without the stack's name."""
     state: str
+    """Such as `running`, `rejected` or `complete`."""
     node: str
     error: str
 
