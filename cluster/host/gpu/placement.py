@@ -45,11 +45,6 @@ class Placement:
     memory_bytes: int = 0
     """Memory of the smallest GPU; 0: not known."""
 
-    @property
-    def accelerator(self) -> str:
-        """Which training image the tasks need: all the same, so that all compute with one TensorFlow."""
-        return "gpu" if self.ids else "cpu"
-
     def of(self, task: str) -> tuple[str, ...]:
         """Return the ids of a task's GPUs."""
         return self.ids.get(task, ())

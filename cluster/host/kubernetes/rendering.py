@@ -31,7 +31,6 @@ def render(
     """Return the objects of a run, or the job that prepares its data. Changes nothing.
 
     Args:
-        request: the request.
         kind: `jobset` or `tfjob`.
         image: of the tasks; empty for that of this project.
         claim: the persistent volume claim with runs and data.

@@ -40,7 +40,6 @@ class Workload:
     run: RunFolder
     cluster: ClusterSpec
     data_dir: Path
-    """The folder of prepared data."""
     payload: Payload
     gpus: Placement
     memory: Memory
@@ -52,7 +51,7 @@ class Workload:
     @property
     def accelerator(self) -> str:
         """Which image the tasks need: all the same, so that all compute with one TensorFlow."""
-        return "gpu" if self.job.gpus_per_task else self.gpus.accelerator
+        return "gpu" if self.job.gpus_per_task or self.gpus.ids else "cpu"
 
 
 class Runtime(ABC):
@@ -93,10 +92,7 @@ class Runtime(ABC):
     def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002
         """Return the share of each task in the machine's memory; by default without a limit.
 
-        Args:
-            requested: `--memory`, a valid amount or empty.
-            previous: what was requested when the run began, for one that is resumed.
-            num_tasks: that share the machine.
+        A resumed run keeps the amount that was requested before, `previous`, unless another one is `requested`.
         """
         return Memory(requested or previous)
 
@@ -108,10 +104,6 @@ class Runtime(ABC):
             previous: what was requested when the run began, for one that is resumed.
             way_out: what the tasks must reach outside of this machine, in words; empty where that is nothing.
             serves: whether TensorFlow's servers run.
-
-        Raises:
-            UsageError: the network is unknown on every machine.
-            PrerequisiteError: this machine cannot provide it.
         """
         resources.check_network(requested)
         if requested == resources.HOST:
@@ -140,24 +132,10 @@ class Runtime(ABC):
 
     @abstractmethod
     def preflight(self, work: Workload, ending: int = 0) -> None:
-        """Check that the machine has the memory and hands out the GPUs.
-
-        Args:
-            work: what is to be started.
-            ending: tasks of the same run that end before, and whose memory is free then.
-
-        Raises:
-            PrerequisiteError: it does not.
-        """
+        """Check that the machine hands out the GPUs and has the memory, with that of `ending` tasks that end before."""
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:  # noqa: B027
-        """Make what tasks run in, such as images. By default nothing: they run in this checkout.
-
-        Args:
-            work: what is to be started.
-            sh: runs commands.
-            renew: whether to make it again where this checkout has changed.
-        """
+        """Make what tasks run in, such as images: with `renew` again where this checkout has changed."""
 
     def image(self, work: Workload) -> dict[str, Any] | None:  # noqa: ARG002
         """Return the record of the tasks' image in the manifest; None without an image."""
@@ -192,11 +170,7 @@ class Runtime(ABC):
         """End and remove everything of the run but its folder; return once that is gone.
 
         Whether something was there does not matter. The run's own records are not trusted: tasks can rewrite them.
-
-        Args:
-            run: the run.
-            sh: runs commands.
-            grace_s: what tasks get to end by themselves, where a runtime can wait for them.
+        The tasks get `grace_s` to end by themselves, where a runtime can wait for them.
 
         Raises:
             PrerequisiteError: what runs the tasks does not answer.
@@ -207,9 +181,7 @@ class Runtime(ABC):
     def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
         """Return the runs of a folder of which anything is left.
 
-        Args:
-            runs_dir: the folder of all runs.
-            names: the runs that have records there; there may be others, whose folders are gone.
+        `names` are the runs that have records there; there may be others, whose folders are gone.
 
         Raises:
             PrerequisiteError: what runs the tasks does not answer, and what to do.
@@ -239,11 +211,11 @@ class ScheduledRuntime(Runtime):
         self._answers: dict[tuple[str, str], tuple[float, Any]] = {}
         """When the scheduler was asked each question about each run last, and its answer."""
 
-    def look(self, question: Callable[..., Any], run: RunFolder, *arguments: Any) -> Any:
+    def look(self, question: Callable[[RunFolder], Any], run: RunFolder) -> Any:
         """Return the answer to a question about a run; one that is younger than `look_s` is used again."""
         key, now = (question.__name__, str(run.path)), time.monotonic()
         if key not in self._answers or now - self._answers[key][0] > self.look_s:
-            self._answers[key] = (now, question(run, *arguments))
+            self._answers[key] = (now, question(run))
         return self._answers[key][1]
 
     @abstractmethod
@@ -252,19 +224,11 @@ class ScheduledRuntime(Runtime):
 
     @abstractmethod
     def has_tasks(self, name: str) -> bool:
-        """Return whether tasks of this name run, or are about to.
-
-        Raises:
-            PrerequisiteError: the scheduler does not answer.
-        """
+        """Return whether tasks of this name run, or are about to; raise where the scheduler does not answer."""
 
     @abstractmethod
     def scheduled(self) -> Collection[str]:
-        """Return the names that the scheduler has anything of.
-
-        Raises:
-            PrerequisiteError: it does not answer.
-        """
+        """Return the names that the scheduler has anything of; raise where it does not answer."""
 
     def alive(self, run: RunFolder) -> bool:
         """Whether tasks of the run run, or are about to; also where the scheduler does not answer."""

@@ -200,7 +200,9 @@ class Compose(ContainerRuntime):
         return [Finding("docker", "warning", answer.detail, f"{answer.fix}; until then runs are local")]
 
     def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:
-        return resources.memory_of_containers(requested or previous, num_tasks, engine.memory_bytes())
+        amount, total_bytes = requested or previous, engine.memory_bytes()
+        share_bytes = int(total_bytes * resources.SHARED) // num_tasks
+        return Memory(amount, resources.parse_memory(amount) or share_bytes, total_bytes)
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
         if (requested or previous) != resources.EGRESS:

@@ -193,18 +193,18 @@ def processes_of(
         gpus: each task's; without, none sees any.
         network: `private` or `host`.
     """
-    values = {name: value for name, value in (more or {}).items() if value is not None}
-    gpus = gpus or Placement()
+    more, gpus = more or {}, gpus or Placement()
+    values = {name: value for name, value in more.items() if value is not None}
     tasks = {}
     for task in spec.tasks:
         environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **values}
-        environment |= visible(gpus, task.name, more or {})
+        environment |= _visible_gpus(gpus, task.name, more)
         if network == PRIVATE and gpus.of(task.name):
             environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may be one that is not in there
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {"command": [sys.executable, "-m", "cluster.agent", *command], "environment": environment}
-    names = [name for name, value in (more or {}).items() if value is None]
+    names = [name for name, value in more.items() if value is None]
     composed: dict[str, Any] = {"runtime": "local", "network": network, "inherits": names, "tasks": tasks}
     # An accelerator's library must be new in the process that uses it.
     accelerated = bool(spec.kind.hardware) or any(gpus.of(task.name) for task in spec.tasks)
@@ -212,10 +212,9 @@ def processes_of(
     return composed | {"preload": TRAINER_IMPORTS} if shared and not command and not accelerated else composed
 
 
-def visible(gpus: Placement, task: str, given: Collection[str] = ()) -> dict[str, str]:
+def _visible_gpus(gpus: Placement, task: str, given: Collection[str]) -> dict[str, str]:
     """Return the variables that make a process see its own GPUs and no others, whatever its caller sees."""
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus.of(task)) or NO_DEVICE}
-    if not gpus.of(task):
-        return visible
-    visible["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi's indices
-    return visible | gpus.environment(task, given)
+    if not (ids := gpus.of(task)):
+        return {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi's indices
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} | order | gpus.environment(task, given)

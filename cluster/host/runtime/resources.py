@@ -40,8 +40,8 @@ class Memory:
         if self.requested and num_tasks * self.task_bytes > self.total_bytes:
             raise PrerequisiteError(
                 f"--memory {self.requested} for {counted(num_tasks, 'task')} makes "
-                f"{shown_bytes(num_tasks * self.task_bytes)}, "
-                f"the engine's machine has {shown_bytes(self.total_bytes)}; use --memory "
+                f"{shown_bytes(num_tasks * self.task_bytes)}, the engine's machine has "
+                f"{shown_bytes(self.total_bytes)}; use --memory "
                 f"{self.total_bytes // num_tasks // 2**20}MiB, or fewer tasks"
             )
         if self.task_bytes < TASK_MEMORY_BYTES:
@@ -49,29 +49,18 @@ class Memory:
             raise PrerequisiteError(
                 f"{counted(num_tasks, 'task')} that share {shown_bytes(shared)} of memory get "
                 f"{shown_bytes(self.task_bytes)} each, and TensorFlow alone takes {shown_bytes(TASK_MEMORY_BYTES)}; "
-                f"use at most "
-                f"{counted(shared // TASK_MEMORY_BYTES, 'task')} here"
+                f"use at most {counted(shared // TASK_MEMORY_BYTES, 'task')} here"
             )
 
 
 def check_free_memory(num_tasks: int, ending: int = 0) -> None:
-    """Check that the TensorFlow processes of tasks without a limit fit into the free memory.
-
-    Args:
-        num_tasks: to be started.
-        ending: tasks that end before, and whose memory is free then.
-    """
+    """Check that TensorFlow processes without a limit fit into the free memory, with that of `ending` others."""
     available = memory.available_bytes() + ending * TASK_MEMORY_BYTES
     if num_tasks * TASK_MEMORY_BYTES > available:
         raise PrerequisiteError(
             f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
             f"{available / 2**30:.1f} GiB are free; use at most {counted(available // TASK_MEMORY_BYTES, 'task')} here"
         )
-
-
-def memory_of_containers(requested: str, num_tasks: int, total_bytes: int) -> Memory:
-    """Return the limit of each of a run's containers: the requested one, or its share of the machine's memory."""
-    return Memory(requested, parse_memory(requested) or int(total_bytes * SHARED) // num_tasks, total_bytes)
 
 
 def parse_memory(text: str) -> int:
@@ -132,7 +121,6 @@ class Job:
         time: the time limit, after which the job is queued again.
         account: that it is charged to.
         nodes: that its tasks are spread over.
-        cpus_per_task: processors of each task.
         gpus_per_task: GPUs of each task; only the chief and the workers use theirs.
         constraint: on the nodes of a Swarm, in Docker's words, or several, separated by commas.
     """

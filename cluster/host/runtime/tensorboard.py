@@ -30,7 +30,6 @@ AUTO = "auto"
 PORT = 6006
 FREE_PORTS = 100
 """How many ports from `PORT` on are tried."""
-OTHER_PORT = "--port 6007, or leave it out"
 START_TIMEOUT_S = 60.0
 ANSWER_S = 1.0
 """How long one request waits for an answer."""
@@ -60,7 +59,7 @@ def port_problem(runs_dir: Path, port: int) -> tuple[str, str] | None:
     if running_port(runs_dir) == port or (error := bind_error(port)) is None:
         return None
     problem = "may not be used by this user" if isinstance(error, PermissionError) else "is in use by another program"
-    return f"port 127.0.0.1:{port} {problem} ({error.strerror})", f"choose another one: {OTHER_PORT}"
+    return f"port 127.0.0.1:{port} {problem} ({error.strerror})", "choose another one: --port 6007, or leave it out"
 
 
 def build_image(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:

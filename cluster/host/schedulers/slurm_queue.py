@@ -25,8 +25,6 @@ IN_PROGRESS = frozenset(
     | {"SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL"}
 )
 """States of a job that runs, or is queued again at once, as after its preemption or the loss of a node."""
-
-
 IN_USE = frozenset({"idle", "allocated", "mixed", "completing", "planned", "reserved"})
 """States of nodes that are not away."""
 UNAVAILABLE = "node configuration is not available"
@@ -44,11 +42,6 @@ class JobState:
     """Why it is queued, or has ended."""
     node: str
     """Where its script runs or ran; empty where it never did."""
-
-    @property
-    def in_progress(self) -> bool:
-        """Whether it runs or is queued."""
-        return self.state in IN_PROGRESS
 
 
 class Queue:

@@ -23,7 +23,7 @@ from cluster.host.runtime.base import ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.payload import process_variables
 from cluster.host.runtime.resources import Network
-from cluster.host.schedulers.slurm_queue import CHECK_S, NOT_INSTALLED, Queue
+from cluster.host.schedulers.slurm_queue import CHECK_S, IN_PROGRESS, NOT_INSTALLED, Queue
 from cluster.system import processes
 from cluster.system.errors import ClusterError, TimedOut, UsageError
 from cluster.system.files import open_file
@@ -190,7 +190,22 @@ class Slurm(ScheduledRuntime):
         sh(f"{_sbatch(work)} {shlex.quote(str(path))}")
 
     def scheduler_status(self, run: RunFolder) -> str:
-        return str(self.look(_described, run, self._queue))
+        return str(self.look(self._describe_job, run))
+
+    def _describe_job(self, run: RunFolder) -> str:
+        if (job := self._queue.newest(job_name(run))) is None:
+            return ""
+        why = "" if job.reason == "None" else f": {job.reason}"  # the scheduler has not looked at it yet
+        if job.state in IN_PROGRESS:
+            held = f"; `scontrol release {job.number}` lets it begin" if "held" in job.reason.lower() else ""
+            return f"job {job.number} is queued{why}{held}" if job.state == "PENDING" else ""
+        ended = f"job {job.number} ended{f' on {job.node}' if job.node else ''}: {job.state} ({job.reason})"
+        if run.log("slurm").exists():
+            return f"{ended}; see logs/slurm.log of the run"
+        return (
+            f"{ended} before any task began, as where a node cannot write {run.path}; let every node see RUNS_DIR "
+            "under that path"
+        )
 
     def scheduled_name(self, run: RunFolder) -> str:
         return job_name(run)
@@ -216,22 +231,6 @@ class Slurm(ScheduledRuntime):
 def job_name(run: RunFolder) -> str:
     """Return the name of the run's job: readable, and another one for each run folder that a user has."""
     return f"tf-cluster-{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
-
-
-def _described(run: RunFolder, queue: Queue) -> str:
-    if (job := queue.newest(job_name(run))) is None:
-        return ""
-    why = "" if job.reason == "None" else f": {job.reason}"  # the scheduler has not looked at it yet
-    if job.in_progress:
-        held = f"; `scontrol release {job.number}` lets it begin" if "held" in job.reason.lower() else ""
-        return f"job {job.number} is queued{why}{held}" if job.state == "PENDING" else ""
-    ended = f"job {job.number} ended{f' on {job.node}' if job.node else ''}: {job.state} ({job.reason})"
-    if run.log("slurm").exists():
-        return f"{ended}; see logs/slurm.log of the run"
-    return (
-        f"{ended} before any task began, as where a node cannot write {run.path}; let every node see RUNS_DIR under "
-        "that path"
-    )
 
 
 def _sbatch(work: Workload) -> str:

@@ -121,7 +121,13 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         for command in commands:
             sh(command)
         if unknown:
-            print(_how_to_carry(image, unknown), file=sys.stderr)
+            host = unknown[0]
+            print(
+                f"whether {', '.join(unknown)} has {image} is not known; bring it there with `docker save {image} | "
+                f"docker --host ssh://{host} load`, or have `up` do that: `docker node update --label-add "
+                f"{swarm_stack.ENGINE_LABEL}=ssh://{host} {host}`",
+                file=sys.stderr,
+            )
 
     def commands(self, work: Workload) -> list[str]:
         build, deploy = images.pending_commands(work.accelerator), self.start_commands(work)
@@ -195,12 +201,3 @@ def _fix(error: str) -> str:
     if "does not exist" in error:
         return "put RUNS_DIR and DATA_DIR into folders that every host has under the same path"
     return "`docker service ps --no-trunc` says more"
-
-
-def _how_to_carry(image: str, unknown: list[str]) -> str:
-    host = unknown[0]
-    return (
-        f"whether {', '.join(unknown)} has {image} is not known; bring it there with `docker save {image} | "
-        f"docker --host ssh://{host} load`, or have `up` do that: `docker node update --label-add "
-        f"{swarm_stack.ENGINE_LABEL}=ssh://{host} {host}`"
-    )

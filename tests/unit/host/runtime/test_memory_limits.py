@@ -13,6 +13,7 @@ from cluster.host.image import engine
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import resources
+from cluster.host.runtime.compose_runtime import Compose
 from cluster.host.runtime.resources import Memory
 from cluster.system import memory as machine
 from cluster.system.errors import PrerequisiteError, UsageError
@@ -43,10 +44,10 @@ def test_what_is_none_is_refused(text):
 @pytest.mark.parametrize(
     ("requested", "num_tasks", "fits"), [("8GiB", 3, False), ("6826MiB", 3, True), ("", 31, False), ("", 30, True)]
 )
-def test_only_what_fits_into_the_engine_s_machine_is_accepted(requested, num_tasks, fits):
+def test_only_what_fits_into_the_engine_s_machine_is_accepted(monkeypatch, requested, num_tasks, fits):
+    monkeypatch.setattr(engine, "memory_bytes", lambda: 20 * GIB)
     with contextlib.nullcontext() if fits else pytest.raises(PrerequisiteError):
-        resources.memory_of_containers(requested, num_tasks, 20 * GIB).check(num_tasks)
-    assert 6 * GIB == resources.memory_of_containers("", 3, 20 * GIB).task_bytes  # nine tenths
+        Compose().memory(requested, "", num_tasks).check(num_tasks)
 
 
 def with_memory(total: str) -> str:
