@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.contract import spec, strategies, tf_config
+from cluster.contract import spec, strategies
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
@@ -23,7 +22,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime, Shell, Workload
 from cluster.host.runtime.injector import FaultInjector
-from cluster.host.runtime.local_runtime import ProcessFaults
+from cluster.host.runtime.local_runtime import ProcessFaults, processes_of
 from cluster.host.view.status import read_status
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, UsageError
@@ -58,16 +57,8 @@ class Toy(Runtime):
         return free_ports(num_tasks)
 
     def render(self, work: Workload) -> dict[str, Any]:
-        shared = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
-        environments = {
-            task.name: shared | {"TASK": task.name, "TF_CONFIG": tf_config.dumps(work.cluster, task) or ""}
-            for task in work.cluster.tasks
-        }
-        command = [sys.executable, "-m", "cluster.agent", *work.payload.command()]
-        return {
-            "x-runtime": self.name,
-            "tasks": {name: {"command": command, "environment": given} for name, given in environments.items()},
-        }
+        rendered = processes_of(work.cluster, work.run.path, work.data_dir, work.payload.command())
+        return {"x-runtime": self.name, "tasks": rendered["tasks"]}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:
         pass

@@ -11,12 +11,11 @@ import pytest
 from cluster.contract import spec
 from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import processes_of
-from cluster.system import ports, processes
+from cluster.system import ports
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
-from tests.support.waiting import wait_for
 
 
 def test_free_ports_are_free_and_different(monkeypatch):
@@ -58,14 +57,6 @@ def test_killing_a_run_leaves_no_process(start_gang):
     assert 6 == supervisor.kill_run(gang.run)
     assert [] == supervisor.processes_left(gang.run)
     assert 4 == len(supervisor.processes_left(other.run))
-
-
-def test_everything_dies_with_the_supervisor(start_gang):
-    gang = start_gang("train(2), work()", workers=1)
-    for task in ("chief", "worker-0"):
-        gang.await_step(task, 2)
-    processes.kill(gang.keeper, signal.SIGKILL)
-    wait_for(lambda: not supervisor.processes_left(gang.run), "the end of all processes", timeout_s=3)
 
 
 def test_the_keeper_continues_a_supervisor_that_a_signal_stopped():

@@ -107,15 +107,10 @@ def test_replacements_of_a_runs_tasks_end_with_it(run, monkeypatch):
 
 def test_what_is_left_is_found_by_the_name_of_its_job(run, monkeypatch):
     site(run, monkeypatch, "PENDING")
-    runtime = slurm.Slurm()
-    assert {"a-run"} == runtime.find_leftovers(run.path.parent, ["a-run", "another"])
-    site(run, monkeypatch, "down")
-    with pytest.raises(PrerequisiteError, match=runtime.way_back):
-        runtime.find_leftovers(run.path.parent, ["a-run"])
-    assert set() == runtime.find_leftovers(run.path.parent, ["another"])  # Slurm is not asked for nothing
+    assert {"a-run"} == slurm.Slurm().find_leftovers(run.path.parent, ["a-run", "another"])
     owner.remove_owner(run)
     there = site(run, monkeypatch, "down")
-    assert set() == slurm.Slurm().find_leftovers(run.path.parent, ["a-run"])
+    assert set() == slurm.Slurm().find_leftovers(run.path.parent, ["a-run", "another"])
     assert 0 == there.questions
 
 

@@ -1,10 +1,10 @@
 """TensorBoard's port (the running one's, the usual or a free one; a taken port ends no run), and its pinned cards."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
+import runpy
 import socket
 import zipfile
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ from cluster.host.runtime import tensorboard
 from cluster.system.errors import PrerequisiteError
 from cluster.system.json_files import write_json
 from cluster.system.paths import ROOT
+from cluster.system.ports import free_ports
 from tests.support.launching import no_shell
 
 
@@ -51,8 +52,7 @@ def started(monkeypatch) -> list[int]:
 @pytest.fixture
 def usual(monkeypatch) -> int:
     """A free port in the place of the usual one."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
+    (port,) = free_ports(1)
     monkeypatch.setattr(tensorboard, "PORT", port)
     return port
 
@@ -68,13 +68,6 @@ def start(runs_dir: Path, port: int | None = None, preferred: int | None = None)
     return tensorboard.start(runs_dir, port, tensorboard.PROCESS, no_shell, preferred=preferred)
 
 
-@pytest.fixture
-def free() -> int:
-    """A free port."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @pytest.mark.parametrize(
     ("preferred", "usual_is_taken", "expected"),
     [
@@ -84,8 +77,8 @@ def free() -> int:
         ("taken", False, "usual"),
     ],
 )
-def test_a_port_is_chosen(request, runs_dir, started, usual, preferred, usual_is_taken, expected):
-    wanted = request.getfixturevalue(preferred) if preferred else None
+def test_a_port_is_chosen(runs_dir, started, usual, taken, preferred, usual_is_taken, expected):
+    wanted = {"free": free_ports(2)[1], "taken": taken}.get(preferred)
     with socket.create_server(("127.0.0.1", usual)) if usual_is_taken else contextlib.nullcontext():
         port = start(runs_dir, preferred=wanted)
     assert [port] == started == [tensorboard.running_port(runs_dir)]
@@ -134,12 +127,7 @@ def test_a_resumed_run_does_without_tensorboard_if_it_did_before(resolved, make_
 
 
 def load() -> SimpleNamespace:
-    spec = importlib.util.spec_from_file_location("board", tensorboard.PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    board = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(board)
-    return SimpleNamespace(**vars(board))
+    return SimpleNamespace(**runpy.run_path(str(tensorboard.PROGRAM)))
 
 
 def zipped(text: str) -> io.BytesIO:
