@@ -140,9 +140,15 @@ def test_a_signal_is_sent_inside_the_task_s_container(run, faults, docker):
         ("pause", ("pause",), ("unpause",)),
         ("lose", ("kill",), ("start",)),
         ("slow", ("update", "--cpus", "0.2"), ("update", "--cpus", str(os.cpu_count()))),
+        (
+            "partition",
+            ("network", "disconnect", "--force", "run_cluster"),
+            ("network", "connect", "--alias", "worker-0", "run_cluster"),  # under its own name
+        ),
     ],
 )
 def test_a_container_has_a_fault_until_it_is_undone(faults, docker, fault, done, undone):
+    docker.answers["inspect"] = (0, json.dumps({"run_egress": {}, "run_cluster": {}}))
     getattr(faults, fault)("worker-0")
     assert (*done, "c0ffee") == docker.done()[-1]
     faults.undo("worker-0")
@@ -159,16 +165,6 @@ def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(faults, d
     monkeypatch.setattr(engine, "ask", busy)
     faults.pause("worker-0")
     assert 3 == len(tries)
-
-
-def test_a_container_that_is_cut_off_comes_back_under_its_own_name(faults, docker):
-    docker.answers["inspect"] = (0, json.dumps({"run_egress": {}, "run_cluster": {}}))
-    faults.partition("worker-0")
-    inspect, disconnect = docker.done()
-    assert ("inspect", "c0ffee") == (inspect[0], inspect[-1])
-    assert ("network", "disconnect", "--force", "run_cluster", "c0ffee") == disconnect
-    faults.undo("worker-0")
-    assert [("network", "connect", "--alias", "worker-0", "run_cluster", "c0ffee")] == docker.done()
 
 
 def test_the_hog_eats_all_memory_and_ends_with_the_program_that_it_starves():
