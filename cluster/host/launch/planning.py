@@ -71,7 +71,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     init = () if typed.resume else user_files.find_weights(config.get("init_from", ""), previous)
     parse_memory(typed.memory)  # a typo is reported first
     check_needs(typed, {Needs.CONTAINERS: runtime.limits_memory})
-    memory = runtime.memory(typed.memory, request.memory, len(cluster.tasks))
+    memory = runtime.memory(request.memory, len(cluster.tasks))
     if ports := runtime.ports(len(cluster.tasks)):
         cluster = cluster.listening(ports)
     planned = Plan(

@@ -89,12 +89,9 @@ class Runtime(ABC):
 
     # Planning: nothing is changed
 
-    def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002
-        """Return the share of each task in the machine's memory; by default without a limit.
-
-        A resumed run keeps the amount that was requested before, `previous`, unless another one is `requested`.
-        """
-        return Memory(requested or previous)
+    def memory(self, requested: str, num_tasks: int) -> Memory:  # noqa: ARG002
+        """Return the memory of each task for `--memory`, a valid amount or empty; by default without a limit."""
+        return Memory(requested)
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
         """Return the network of the tasks; by default a private one, without a choice.

@@ -199,10 +199,10 @@ class Compose(ContainerRuntime):
             return [Finding("docker", "ok", answer.detail)]
         return [Finding("docker", "warning", answer.detail, f"{answer.fix}; until then runs are local")]
 
-    def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:
-        amount, total_bytes = requested or previous, engine.memory_bytes()
+    def memory(self, requested: str, num_tasks: int) -> Memory:
+        total_bytes = engine.memory_bytes()
         share_bytes = int(total_bytes * resources.SHARED) // num_tasks
-        return Memory(amount, resources.parse_memory(amount) or share_bytes, total_bytes)
+        return Memory(requested, resources.parse_memory(requested) or share_bytes, total_bytes)
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
         if (requested or previous) != resources.EGRESS:

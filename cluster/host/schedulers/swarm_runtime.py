@@ -91,8 +91,8 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
             return [Finding("swarm", "warning", f"no tasks on {', '.join(away)}", fix)]
         return [Finding("swarm", "ok", ", ".join(node.name for node in found))]
 
-    def memory(self, requested: str, previous: str, num_tasks: int) -> Memory:  # noqa: ARG002  # on other machines
-        return Memory(requested or previous, parse_memory(requested or previous))
+    def memory(self, requested: str, num_tasks: int) -> Memory:  # noqa: ARG002  # on other machines
+        return Memory(requested, parse_memory(requested))
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
         typed = requested or previous

@@ -47,7 +47,7 @@ def test_what_is_none_is_refused(text):
 def test_only_what_fits_into_the_engine_s_machine_is_accepted(monkeypatch, requested, num_tasks, fits):
     monkeypatch.setattr(engine, "memory_bytes", lambda: 20 * GIB)
     with contextlib.nullcontext() if fits else pytest.raises(PrerequisiteError):
-        Compose().memory(requested, "", num_tasks).check(num_tasks)
+        Compose().memory(requested, num_tasks).check(num_tasks)
 
 
 def with_memory(total: str) -> str:
