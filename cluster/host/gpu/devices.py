@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 
 from cluster.host.image import engine
@@ -47,12 +46,8 @@ class Machine:
     """In the order of their indices."""
     instances: tuple[Gpu, ...] = ()
     """The MIG instances, if they were requested."""
-    links: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """How two of them are connected: NV4, PIX, SYS and so on. Empty where `nvidia-smi topo` gave no answer."""
-
-    def linked(self, one: str, other: str) -> bool:
-        """Whether NVLink connects two GPUs."""
-        return _NVLINK.fullmatch(self.links.get((one, other), "")) is not None
+    nvlinks: frozenset[tuple[str, str]] = frozenset()
+    """Which two of them NVLink connects, in both orders; empty where `nvidia-smi topo` gave no answer."""
 
 
 def ask_nvidia_smi(*words: str) -> tuple[int, str]:
@@ -70,9 +65,9 @@ def read_machine(what: str, *, with_instances: bool = False) -> Machine:
             f"{what}: no GPU was found on this machine ({why}); install NVIDIA's driver, or use --gpus none"
         )
     gpus = parse_inventory(text)
-    links = parse_links(ask_nvidia_smi(*TOPOLOGY)[1])  # empty if it failed
+    nvlinks = parse_nvlinks(ask_nvidia_smi(*TOPOLOGY)[1])  # empty if it failed
     code, text = ask_nvidia_smi(*LIST) if with_instances else (1, "")
-    return Machine(gpus, parse_instances(text) if code == 0 else (), links)
+    return Machine(gpus, parse_instances(text) if code == 0 else (), nvlinks)
 
 
 def parse_inventory(text: str) -> tuple[Gpu, ...]:
@@ -96,17 +91,17 @@ def parse_instances(text: str) -> tuple[Gpu, ...]:
     return tuple(Gpu(match[2], f"MIG {match[1]}", 0) for match in matches if match)
 
 
-def parse_links(text: str) -> dict[tuple[str, str], str]:
-    """Return how each two GPUs are connected, from the table that `nvidia-smi topo -m` printed."""
+def parse_nvlinks(text: str) -> frozenset[tuple[str, str]]:
+    """Return which two GPUs NVLink connects, from the table that `nvidia-smi topo -m` printed."""
     rows = [[cell.strip() for cell in line.split("\t")] for line in _UNDERLINE.sub("", text).splitlines()]
     header = next((row[1:] for row in rows if row[1:2] == ["GPU0"]), [])
-    links = {}
+    linked = set()
     for name, *cells in rows:
         for other, link in zip(header, cells, strict=False):
             pair = _INDEX.fullmatch(name), _INDEX.fullmatch(other)
-            if pair[0] and pair[1] and name != other:
-                links[pair[0][1], pair[1][1]] = link
-    return links
+            if pair[0] and pair[1] and _NVLINK.fullmatch(link):
+                linked.add((pair[0][1], pair[1][1]))
+    return frozenset(linked)
 
 
 def check_engine() -> None:

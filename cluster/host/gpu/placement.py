@@ -153,7 +153,6 @@ def _named(request: GpuRequest, machine: Machine, busy: Mapping[str, str]) -> li
 
 
 def _share(request: GpuRequest, available: int, unusable: int, num_tasks: int) -> int:
-    """Return how many GPUs each task gets."""
     tasks = "the chief alone" if num_tasks == 1 else f"{num_tasks} tasks (the chief and the workers)"
     count = request.per_task * num_tasks or request.count or len(request.ids) or available
     if count > available or not count:
@@ -178,7 +177,7 @@ def _share_out(ids: Sequence[str], num_tasks: int, per_task: int, machine: Machi
     for _ in range(num_tasks):
         group = [left.pop(0)]
         while len(group) < per_task:
-            linked = (gpu for gpu in left if all(machine.linked(gpu, member) for member in group))
+            linked = (gpu for gpu in left if all((gpu, member) in machine.nvlinks for member in group))
             group.append(next(linked, left[0]))
             left.remove(group[-1])
         groups.append(tuple(sorted(group, key=ids.index)))

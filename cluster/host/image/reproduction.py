@@ -53,7 +53,6 @@ class ImageComparison:
         return [number for number, (first, second) in enumerate(pairs, 1) if first != second]
 
     def lines(self) -> list[str]:
-        """Return the comparison as lines of text."""
         pair = f"{self.first.name} and {self.second.name}"
         if self.identical:
             shown = [f"layer {number}  {digest}" for number, digest in enumerate(self.first.layers, 1)]

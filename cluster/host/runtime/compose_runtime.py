@@ -60,7 +60,6 @@ class ContainerFaults(FaultInjector):
         return self._ask("exec", self._container(task), "sh", "-c", f"kill -0 {pid}")[0] == 0
 
     def pause(self, task: str) -> None:
-        """Pause the container."""
         container = self._container(task)
         # On a busy machine with cgroup v1 runc gives up ("unable to freeze") where the next try succeeds.
         for _ in range(PAUSE_TRIES - 1):
@@ -87,7 +86,6 @@ class ContainerFaults(FaultInjector):
         self._undo.append((*self._at, "start", container))
 
     def slow(self, task: str) -> None:
-        """Limit the container's share of the processor."""
         container = self._container(task)
         self._docker("update", "--cpus", str(SLOWED_SHARE), container)
         self._undo.append((*self._at, "update", "--cpus", str(os.cpu_count() or 1), container))

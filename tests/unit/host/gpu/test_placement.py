@@ -18,8 +18,9 @@ NONSENSE = ["two", "0", "-1", "1.5", "0,,1", ",", "0,-1", "0,$(id)", "MIG-$(id),
 OTHER_MIG = "MIG-d4c28c2e-7c26-847f-0316-909e3bbbe9ea"
 
 
-def machine_of(ids: str, links: dict[tuple[str, str], str] | None = None) -> Machine:
-    return Machine(tuple(Gpu(gpu, "a model", 80_000) for gpu in ids), (), links or {})
+def machine_of(ids: str, *nvlinks: tuple[str, str]) -> Machine:
+    both = {pair for one, other in nvlinks for pair in ((one, other), (other, one))}
+    return Machine(tuple(Gpu(gpu, "a model", 80_000) for gpu in ids), (), frozenset(both))
 
 
 def placed(words: str, **topology: object) -> Placement:
@@ -63,8 +64,8 @@ def test_tasks_get_equally_many(nvidia_smi, host, words, workers, expected):
 
 
 def test_a_pair_that_nvlink_connects_stays_together():
-    links = {("0", "2"): "NV4", ("2", "0"): "NV4", ("0", "1"): "PIX", ("1", "0"): "PIX"}
-    found = placement.place_gpus(GpuRequest("--gpus", per_task=2), machine_of("0123", links), spec.build(1))
+    machine = machine_of("0123", ("0", "2"))
+    found = placement.place_gpus(GpuRequest("--gpus", per_task=2), machine, spec.build(1))
     assert ["0,2", "1,3"] == groups(found)
 
 
@@ -77,10 +78,7 @@ def test_parameter_servers_workers_may_have_an_instance_each(nvidia_smi):
 def machines(draw: st.DrawFn) -> Machine:
     """A machine with random connections between its GPUs."""
     ids = "012345678"[: draw(st.integers(1, 9))]
-    links = {}
-    for one, other in itertools.combinations(ids, 2):
-        links[one, other] = links[other, one] = draw(st.sampled_from(["SYS", "PIX", "NV1", "NV18"]))
-    return machine_of(ids, links)
+    return machine_of(ids, *(pair for pair in itertools.combinations(ids, 2) if draw(st.booleans())))
 
 
 @settings(deadline=None)  # others use this machine, too
@@ -170,6 +168,10 @@ RECORDED = Path(__file__).parents[2] / "nvidia"
 HOSTS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
 
 
+NVLINKS = {"2-a100-mig": 1, "2-h100-nvl": 1, "3-mixed": 1, "8-a100-pcie-bridges": 4, "8-h100-nvswitch": 28}
+"""How many pairs NVLink connects; none on the other hosts."""
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_every_gpu_of_a_host_is_found(nvidia_smi, host):
     nvidia_smi(host)
@@ -177,15 +179,14 @@ def test_every_gpu_of_a_host_is_found(nvidia_smi, host):
     ids = [str(index) for index in range(int(host.partition("-")[0]))]
     assert ids == [gpu.id for gpu in machine.gpus]
     assert all(gpu.memory_mib > 15000 for gpu in machine.gpus)
-    expected = {(one, other) for one in ids for other in ids if one != other}
-    assert (set() if host.endswith("no-topology") else expected) == set(machine.links)
-    assert all(machine.links[other, one] == link for (one, other), link in machine.links.items())
+    assert 2 * NVLINKS.get(host, 0) == len(machine.nvlinks)
+    assert machine.nvlinks == {(other, one) for one, other in machine.nvlinks if one != other}
 
 
 def test_incomplete_tables_are_read_as_far_as_possible():
     text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV4\tN/A\tN/A\nGPU1\tNV4\t X \n"
-    assert {("0", "1"): "NV4", ("1", "0"): "NV4"} == devices.parse_links(text)
-    assert {} == devices.parse_links("Not supported\n")
+    assert {("0", "1"), ("1", "0")} == devices.parse_nvlinks(text)
+    assert set() == devices.parse_nvlinks("Not supported\n")
 
 
 def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi):
