@@ -12,8 +12,6 @@ from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError
 
 QUERY = ("--query-gpu=index,name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
-TOPOLOGY = ("topo", "-m")
-LIST = ("-L",)
 ANSWER_TIMEOUT_S = 30.0
 """The driver takes seconds to wake GPUs that nobody uses."""
 
@@ -65,8 +63,8 @@ def read_machine(what: str, *, with_instances: bool = False) -> Machine:
             f"{what}: no GPU was found on this machine ({why}); install NVIDIA's driver, or use --gpus none"
         )
     gpus = parse_inventory(text)
-    nvlinks = parse_nvlinks(ask_nvidia_smi(*TOPOLOGY)[1])  # empty if it failed
-    code, text = ask_nvidia_smi(*LIST) if with_instances else (1, "")
+    nvlinks = parse_nvlinks(ask_nvidia_smi("topo", "-m")[1])  # empty if it failed
+    code, text = ask_nvidia_smi("-L") if with_instances else (1, "")
     return Machine(gpus, parse_instances(text) if code == 0 else (), nvlinks)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from types import MappingProxyType
 from typing import Any
 
@@ -37,13 +37,14 @@ LEAVE_S = 60
 """How long the other tasks get once the first has ended, before Slurm ends them."""
 
 
-def batch_script(work: Workload, environment: Mapping[str, str], agent: Sequence[str]) -> str:
+def batch_script(work: Workload) -> str:
     """Return the batch script of a run; where its tasks will be is not known yet."""
+    agent = [sys.executable, "-m", "cluster.agent", *work.payload.command()]
     # The job of an elastic run survives the loss of a node.
     losses = "--no-kill --wait=0" if work.elastic else f"--wait={LEAVE_S}"
     step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
     directives = "\n".join(map(_directive, sbatch_options(work)))
-    exported = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items()))
+    exported = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(work).items()))
     return f"""#!/bin/bash
 {directives}
 
@@ -168,9 +169,7 @@ class Slurm(ScheduledRuntime):
         return Network(resources.HOST, requested or previous, warning)
 
     def render(self, work: Workload) -> dict[str, Any]:
-        given = {name: value for name, value in _environment(work).items() if not name.startswith("SLURM")}
-        agent = [sys.executable, "-m", "cluster.agent", *work.payload.command()]
-        return {"runtime": self.name, "script": batch_script(work, given, agent)}
+        return {"runtime": self.name, "script": batch_script(work)}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # another job
         """Check that Slurm would take the job; it knows which nodes have what that requests."""
@@ -242,10 +241,10 @@ def _sbatch(work: Workload) -> str:
 def _environment(work: Workload) -> dict[str, str]:
     """Return the variables of every task: nothing of the node that it will be on is known yet."""
     payload = work.payload
-    kept = process_variables()
     more = payload.environment(work.cluster, payload.local_path())
     given = {name: value for name, value in more.items() if value is not None}
     own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
     gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
+    values = process_variables() | given | own | gpus
     elsewhere = {"TMPDIR", *payload.caller_variables}  # a node has another folder
-    return {name: value for name, value in (kept | given | own | gpus).items() if name not in elsewhere}
+    return {name: value for name, value in values.items() if name not in elsewhere and not name.startswith("SLURM")}

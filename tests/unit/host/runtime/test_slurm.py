@@ -236,7 +236,7 @@ def test_why_no_task_is_heard_is_what_the_controller_says(printed, has_log, expe
 
 
 def script(given: Workload) -> str:
-    return slurm.batch_script(given, {"DATA_DIR": "/shared/the data"}, ["--script", "a b.py"])
+    return slurm.batch_script(replace(given, data_dir=Path("/shared/the data"), payload=Payload(Path("/a b.py"))))
 
 
 def directives(text: str) -> dict[str, str]:
