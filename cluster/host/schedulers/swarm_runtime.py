@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.contract.findings import Finding
 from cluster.contract.run.folder import RunFolder
-from cluster.host.image import images
+from cluster.host.image import engine, images
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import resources
 from cluster.host.runtime.base import ScheduledRuntime, Shell, Workload
@@ -24,6 +24,7 @@ from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.resources import Memory, Network, parse_memory
 from cluster.host.schedulers import swarm_stack
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut
+from cluster.system.messages import last_output_line
 from cluster.system.waiting import wait_until
 
 
@@ -79,7 +80,15 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     job_options = frozenset({"constraint", "cpus_per_task", "gpus_per_task"})
 
     def probe(self) -> Availability:
-        return swarm_stack.probe_manager()
+        swarm, text = engine.ask_info("Swarm")
+        if not swarm:
+            return engine.unavailable(f"no Docker Engine answers ({last_output_line(text)})")
+        if swarm.get("LocalNodeState") != "active":
+            fix = "`docker swarm init`, or set DOCKER_HOST to a manager's"
+            return Availability(False, "this Docker Engine is in no Swarm", fix)
+        if not swarm.get("ControlAvailable"):
+            return Availability(False, "this Docker Engine is a worker of its Swarm", self.way_back)
+        return Availability(True, f"a Swarm of {swarm.get('Nodes', 1)}")
 
     def examine(self) -> list[Finding]:
         if not self.probe().ready:
@@ -159,7 +168,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
             return not self.probe().ready
 
     def scheduled(self) -> Collection[str]:
-        return swarm_stack.list_stacks()
+        return swarm_stack.ask_manager("stack", "ls", "--format", "{{.Name}}").split()
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002  # the stack says how long
         if not (available := self.probe()).ready:
@@ -167,7 +176,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
                 f"{run.name}: on a Swarm, where it may continue: {available.detail}; {available.fix}"
             )
         name = swarm_stack.stack_name(run.path)
-        if name in swarm_stack.list_stacks():
+        if name in self.scheduled():
             sh(shlex.join(["docker", "stack", "rm", "--detach=false", name]))
         for secret in swarm_stack.stack_parts("secret", name):  # of a start that failed before it deployed
             sh(shlex.join(["docker", "secret", "rm", secret]))

@@ -15,13 +15,11 @@ from typing import Any
 from cluster.contract import settings
 from cluster.contract.spec import Role, Task
 from cluster.host.image import engine
-from cluster.host.image.engine import Availability
 from cluster.host.runtime import compose_services
 from cluster.host.runtime.base import Workload
 from cluster.host.runtime.compose_services import RUN_LABEL
 from cluster.host.runtime.resources import ENCRYPTED, Job
 from cluster.system.errors import PrerequisiteError
-from cluster.system.messages import last_output_line
 
 ENGINE_LABEL = "tf-cluster.engine"
 """The label of a node with the address of its engine, such as ssh://host, as `docker --host` takes it."""
@@ -44,20 +42,6 @@ class SwarmNode:
     is_manager: bool
     engine: str
     obstacle: str
-
-
-def probe_manager() -> Availability:
-    """Return whether the engine manages a Swarm."""
-    swarm, text = engine.ask_info("Swarm")
-    if not swarm:
-        return engine.unavailable(f"no Docker Engine answers ({last_output_line(text)})")
-    if swarm.get("LocalNodeState") != "active":
-        fix = "`docker swarm init`, or set DOCKER_HOST to a manager's"
-        return Availability(False, "this Docker Engine is in no Swarm", fix)
-    if not swarm.get("ControlAvailable"):
-        fix = "set DOCKER_HOST to a manager's engine"
-        return Availability(False, "this Docker Engine is a worker of its Swarm", fix)
-    return Availability(True, f"a Swarm of {swarm.get('Nodes', 1)}")
 
 
 def list_nodes() -> list[SwarmNode]:
@@ -106,11 +90,6 @@ def stack_tasks(stack: str, *states: str) -> list[PlacedTask]:
         service = value["Name"].removeprefix(f"{stack}_").split(".")[0]
         tasks.append(PlacedTask(service, value["CurrentState"].split()[0].lower(), value["Node"], value["Error"]))
     return tasks
-
-
-def list_stacks() -> list[str]:
-    """Return the names of all stacks."""
-    return ask_manager("stack", "ls", "--format", "{{.Name}}").split()
 
 
 def stack_parts(what: str, stack: str) -> list[str]:
