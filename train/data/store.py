@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.files import sha256
-from cluster.system.json_files import DISK_FULL
+from cluster.system.json_files import DISK_FULL, write_json
 
 BLOCK_BYTES = 4 << 20
 """Size of the blocks by which files are checked, see `train/data/blocks.py`; a file's last one may be smaller."""
@@ -88,10 +88,7 @@ def read_pointer(data_dir: Path, kind: str, name: str, command: str) -> str:
 
 def write_pointer(data_dir: Path, kind: str, name: str, version: str) -> None:
     """Make a version the newest one of a dataset, atomically."""
-    path = pointer_of(data_dir, kind, name)
-    written = path.with_name(f".{path.name}")
-    written.write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
-    os.replace(written, path)
+    write_json(pointer_of(data_dir, kind, name), {"version": version})
 
 
 @contextlib.contextmanager

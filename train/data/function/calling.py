@@ -24,6 +24,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx  # has no public name
 
 from cluster.system.errors import ClusterError, UsageError
+from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND, described
 from train import named
 from train.data import arrays, store
@@ -110,12 +111,7 @@ def _read_part(part: Mapping[str, Any]) -> Named:
 
 def write_record(data_dir: Path, record: FunctionRecord) -> None:
     """Write a record as the newest of its function."""
-    path = _record_file(data_dir, record.name, record.version)
-    path.parent.mkdir(exist_ok=True)
-    with store.scratch_folder(data_dir, record.name) as scratch:
-        written = scratch / "record.json"
-        written.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
-        written.replace(path)
+    write_json(_record_file(data_dir, record.name, record.version), asdict(record))
     store.write_pointer(data_dir, "functions", record.name, record.version)
 
 
