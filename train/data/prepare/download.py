@@ -6,8 +6,7 @@ TFDS's downloader retries for minutes without internet. Here TFDS gets the files
 Debian's packages are for machines that reach a Debian mirror and little else. `dataset-fashion-mnist` has the original
 four files, but with other gzip headers (no name, another time), so that their sha256 differs from the one that TFDS
 records. Restoring the headers restores the original files, bit for bit. `dict-jargon` has the compressed text of the
-Jargon File, and `python3-sklearn` the table of breast cancers in its example data. apt-get runs with separate lists and
-a separate cache: it needs no root and changes nothing on the machine.
+Jargon File. apt-get runs with separate lists and a separate cache: it needs no root and changes nothing on the machine.
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ def fetch_from_debian(dataset: str, files: Sequence[SourceFile], folder: Path, s
         packed = f"{file.name}.dz" if f"{file.name}.dz" in unpacked else file.name
         if packed not in unpacked:
             raise PrerequisiteError(f"{archive.name} holds no {packed}")
-        content = unpacked[packed].read_bytes()
-        (folder / file.name).write_bytes(content if packed.endswith(".csv") else _original(file.name, content))
+        (folder / file.name).write_bytes(_original(file.name, unpacked[packed].read_bytes()))
     shutil.rmtree(scratch)
 
 

@@ -4,7 +4,7 @@ Sources of a TFDS dataset, in order:
     1. prepared arrays;
     2. a TFDS dataset in the data folder;
     3. the addresses that TFDS records;
-    4. Debian's package (Fashion-MNIST, the Jargon File, the table of breast cancers).
+    4. Debian's package (Fashion-MNIST, the Jargon File).
 Files from 3 and 4 must have the sha256 that TFDS records, and TFDS builds the dataset from them.
 
 The Jargon File is not in TFDS: source 3 does not apply, and `train.data.prepare.jargon_file` records its sha256.
