@@ -94,9 +94,6 @@ class Optimizer:
         check_number("optimizer.clip_norm", self.clip_norm, "0, or a number above 0", least=0)
         check_number("optimizer.weight_decay", self.weight_decay or 0.0, "0, or a number above 0", least=0)
         check_number("optimizer.ema", self.ema, "a number from 0 to below 1, such as 0.999", least=0, below=1)
-        self._check_own()
-
-    def _check_own(self) -> None:
         for name in ("weight_decay", "no_decay", "ema", "nesterov"):
             value = getattr(self, name)
             option = f"--optimizer.{name.replace('_', '-')}"

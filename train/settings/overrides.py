@@ -45,10 +45,10 @@ def resolve_config(
             raise UsageError(f"--preset {preset!r} returned {shown(config)}; expected a train.config.TrainConfig")
         check_types(config, f"--preset {preset!r}: ")
         base = dataclasses.replace(config, preset=preset)
-    known = [option(name) for name in _field_names(TrainConfig) if name != "preset"]
+    known = {option(name) for name in _field_names(TrainConfig) if name != "preset"}
     for argument in overrides:
         name = argument.split("=", 1)[0].replace("_", "-")
-        if argument.startswith("--") and name not in known and not _negates(name, known):
+        if argument.startswith("--") and not {name, name.replace("--no-", "--", 1)} & known:
             raise UsageError(f"override {argument!r} is not an option of the training config{nearest(name, known)}")
     return _parse(base, overrides).check().check_references().pin(cores)
 
@@ -86,7 +86,3 @@ def _field_names(config: Any, prefix: str = "") -> list[str]:
         else:
             names.append(prefix + item.name)
     return names
-
-
-def _negates(name: str, known: Sequence[str]) -> bool:
-    return name.startswith("--no-") and "--" + name[5:] in known

@@ -19,7 +19,6 @@ from train.data.sources import Source
 
 PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "numpy", "nvidia-nccl-cu12")
 PREFIXES = ("TF_", "KERAS_", "XLA_", "OMP_", "MKL_", "KMP_", "NCCL_", "CUDA_", "GRPC_", "DNNL_", "ONEDNN_")
-RECORDED_ELSEWHERE = ("TF_CONFIG",)
 INSTRUCTIONS = ("sse4_2", "avx", "fma", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
 """Instruction sets by which TensorFlow and its libraries choose kernels, and so the order of sums."""
 
@@ -75,12 +74,11 @@ def describe_environment() -> dict[str, Any]:
 
 def relevant_variables(environment: dict[str, str]) -> dict[str, str]:
     """Return the environment variables that can change results; values with a path as their sha256."""
-    relevant = {name: value for name, value in sorted(environment.items()) if name.startswith(PREFIXES)}
-    return {name: _without_path(value) for name, value in relevant.items() if name not in RECORDED_ELSEWHERE}
-
-
-def _without_path(value: str) -> str:
-    return f"sha256:{hashlib.sha256(value.encode()).hexdigest()}" if "/" in value else value
+    relevant = {}
+    for name, value in sorted(environment.items()):
+        if name.startswith(PREFIXES) and name != "TF_CONFIG":  # which is recorded separately
+            relevant[name] = f"sha256:{hashlib.sha256(value.encode()).hexdigest()}" if "/" in value else value
+    return relevant
 
 
 def _version(package: str) -> str | None:

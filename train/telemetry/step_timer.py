@@ -97,16 +97,13 @@ class StepTimer:
         return times_from_marks(marks) if count else None
 
     def _recorded(self, event: str) -> tf.Tensor:
-        return tf.ensure_shape(tf.numpy_function(self._recorder(event), [], tf.int32), [])
-
-    def _recorder(self, event: str) -> Callable[[], np.ndarray]:
         nothing = np.zeros((), np.int32)
 
         def record() -> np.ndarray:
             self._marks.append((event, time.perf_counter()))
             return nothing
 
-        return record
+        return tf.ensure_shape(tf.numpy_function(record, [], tf.int32), [])
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,8 @@ def eval_dataset(record: FunctionRecord, data_dir: Path, replica_batch: int, rep
     def to_batch(part: Batch, weights_B: tf.Tensor) -> Batch:
         return part._replace(weights=weights_B)
 
-    return batches.eval_dataset(whole, count, example_bytes(record), replica_batch, replicas, to_batch)
-
-
-def example_bytes(record: FunctionRecord) -> int:
-    """Return the size of one example."""
-    return sum(math.prod(leaf.shape) * tf.as_dtype(leaf.dtype).size for leaf in record.leaves)
+    example_bytes = sum(math.prod(leaf.shape) * tf.as_dtype(leaf.dtype).size for leaf in record.leaves)
+    return batches.eval_dataset(whole, count, example_bytes, replica_batch, replicas, to_batch)
 
 
 def explain(error: Exception) -> ClusterError | None:

@@ -55,15 +55,13 @@ class JargonFile:
 
 
 def split_text(text: bytes, window: int = WINDOW) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return windows to train on, and windows of the last part to test on; an incomplete window is left out."""
-    features_NL, labels_NL = cut_windows(text, window)
-    train = len(features_NL) - max(1, round(TEST_SHARE * len(features_NL)))
-    return {"train": (features_NL[:train], labels_NL[:train]), "test": (features_NL[train:], labels_NL[train:])}
+    """Return windows to train on, and windows of the last part to test on; an incomplete window is left out.
 
-
-def cut_windows(text: bytes, window: int = WINDOW) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of a text and the following bytes, uint8 and int64 `[N, L]`."""
+    Features are the bytes of a window, uint8 `[N, L]`, and labels the following bytes, int64 `[N, L]`.
+    """
     values = np.frombuffer(text, np.uint8)
     count = (len(values) - 1) // window
     features_NL = values[: count * window].reshape(count, window)
-    return features_NL, values[1 : count * window + 1].reshape(count, window).astype(np.int64)
+    labels_NL = values[1 : count * window + 1].reshape(count, window).astype(np.int64)
+    train = len(features_NL) - max(1, round(TEST_SHARE * len(features_NL)))
+    return {"train": (features_NL[:train], labels_NL[:train]), "test": (features_NL[train:], labels_NL[train:])}
