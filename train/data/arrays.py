@@ -74,7 +74,6 @@ class ArrayFile:
 
     @property
     def size_bytes(self) -> int:
-        """Expected size of the file."""
         return size_bytes(self.shape, self.dtype)
 
 
@@ -93,12 +92,10 @@ class Split:
 
     @property
     def num_examples(self) -> int:
-        """Number of examples."""
         return int(named.leaves(self.features)[0].shape[0])
 
     @property
     def files(self) -> tuple[ArrayFile, ...]:
-        """Every array on disk."""
         parts = (self.features, self.labels, self.weights)
         return tuple(file for part in parts for file in named.leaves(part) if file is not None)
 
@@ -121,7 +118,6 @@ class ArraySet:
 
     @property
     def files(self) -> tuple[ArrayFile, ...]:
-        """Every array on disk."""
         return (*self.train.files, *self.test.files)
 
     @property

@@ -54,11 +54,9 @@ class ArrayExamples(NamedTuple):
 
     @property
     def num_examples(self) -> int:
-        """Number of examples."""
         return int(named.leaves(self.features)[0].shape[0])
 
     def read_batch(self, indices_B: tf.Tensor) -> Batch:
-        """Return the examples with these numbers and their weights."""
         features, labels = (
             named.each(lambda array: tf.gather(array, indices_B), part) for part in (self.features, self.labels)
         )

@@ -56,7 +56,6 @@ class ShardSplit:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the shards."""
         return tuple(str(file.path) for file in self.files)
 
     @property
@@ -66,7 +65,6 @@ class ShardSplit:
 
     @property
     def num_examples(self) -> int:
-        """Examples in all shards."""
         return sum(self.counts)
 
     @property
@@ -92,7 +90,6 @@ class ShardSet:
 
     @property
     def files(self) -> tuple[ShardFile, ...]:
-        """All shards."""
         return (*self.train.files, *self.test.files)
 
     def __str__(self) -> str:

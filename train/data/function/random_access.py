@@ -115,11 +115,9 @@ class SplitExamples:
 
     @property
     def num_examples(self) -> int:
-        """Number of examples."""
         return self.record.counts[self.split]
 
     def read_batch(self, indices_B: tf.Tensor) -> Batch:
-        """Return the examples with these numbers and their weights."""
         described_leaves = self.record.leaves
         with tf.device("CPU:0"):
             flat = tf.raw_ops.PyFuncStateless(
