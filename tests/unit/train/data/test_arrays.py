@@ -50,13 +50,6 @@ def test_only_a_complete_dataset_is_ready(tmp_path):
     assert "" == describe_ready(tmp_path, "mnist", "memory")
 
 
-def test_writing_again_replaces(tmp_path):
-    write(tmp_path)
-    write(tmp_path, IMAGES[:3], LABELS[:3])
-    assert 3 == arrays.find_arrays(tmp_path, "mnist").train.num_examples
-    assert ["mnist-3.0.1"] == [path.name for path in (tmp_path / "arrays").iterdir()]
-
-
 def test_the_wrong_type_is_refused_and_leaves_nothing_under_the_name(tmp_path):
     with pytest.raises(ValueError, match=r"train_features\.bin .*float64"):
         write(tmp_path, IMAGES.astype(np.float64), LABELS)
@@ -87,16 +80,6 @@ def test_outputs_are_classes_or_quantities(tmp_path, labels, classes, outputs):
     assert outputs == write(tmp_path, IMAGES[: len(labels)], labels, classes=classes).num_outputs
 
 
-def test_the_newest_version_of_a_users_dataset_is_found_or_the_requested_one(tmp_path):
-    write(tmp_path, name="mine:digits", version="aaa")
-    write(tmp_path, IMAGES[:3], LABELS[:3], name="mine:digits", version="bbb")
-    assert "bbb" == arrays.find_arrays(tmp_path, "mine:digits").version
-    assert 3 == arrays.find_arrays(tmp_path, "mine:digits").train.num_examples
-    assert 5 == arrays.find_arrays(tmp_path, "mine:digits", "aaa").train.num_examples
-    names = {path.name for path in (tmp_path / "arrays").iterdir()}
-    assert {"mine-digits.json", "mine-digits-aaa", "mine-digits-bbb"} == names
-
-
 def test_a_users_dataset_that_is_not_prepared_names_the_command(tmp_path):
     with pytest.raises(PrerequisiteError, match=r"^mine:digits is not prepared: .*; run `invoke data\.prepare --name"):
         arrays.find_arrays(tmp_path, "mine:digits")
@@ -122,14 +105,3 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path, index):
     (tmp_path / "arrays" / "mnist-3.0.1" / "arrays.json").write_text(index)
     with pytest.raises(RunFailed, match=r"arrays\.json cannot be read .* --fresh`"):
         arrays.find_arrays(tmp_path, "mnist")
-
-
-def test_verify_names_the_file_of_which_one_byte_differs(tmp_path):
-    path = write(tmp_path).test.features.path
-    content = bytearray(path.read_bytes())
-    content[7] ^= 1
-    path.write_bytes(content)
-    lines: list[str] = []
-    with pytest.raises(RunFailed, match=rf"^{path}: changed since they were prepared"):
-        arrays.verify_arrays(arrays.find_arrays(tmp_path, "mnist"), lines.append)
-    assert [f"DIFFERENT {path}"] == [line for line in lines if "DIFFERENT" in line]
