@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,8 +203,8 @@ def find_arrays(data_dir: Path, name: str, version: str = "") -> ArraySet:
     folder = store.path_of(data_dir, "arrays", name, version)
     fix = f"copy {folder} from where it is" if is_user_dataset(name) else f"run `{COMMAND} data.prepare --name {name}`"
     again = f"run `{COMMAND} data.prepare --name {name} --fresh`"
-    with store.index_errors(folder / INDEX, f"{name} {version} is not prepared in {data_dir}; {fix}", again):
-        array_set = _from_index(data_dir, folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
+    missing = f"{name} {version} is not prepared in {data_dir}; {fix}"
+    array_set = store.read_index(folder / INDEX, partial(_from_index, data_dir, folder), missing, again)
     store.check_sizes({file.path: (file.size_bytes, f" for {list(file.shape)}") for file in array_set.files}, again)
     return array_set
 

@@ -14,10 +14,10 @@ a tenth of a millisecond in every epoch.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,7 @@ def find_shards(data_dir: Path, name: str, version: str = "") -> ShardSet:
     version = version or store.read_pointer(data_dir, "shards", name, command)
     folder = store.path_of(data_dir, "shards", name, version)
     missing, again = f"{name} {version} is not sharded in {data_dir}; run `{command}`", f"run `{command} --fresh`"
-    with store.index_errors(folder / INDEX, missing, again):
-        shard_set = _from_index(folder, json.loads((folder / INDEX).read_text(encoding="utf-8")))
+    shard_set = store.read_index(folder / INDEX, partial(_from_index, folder), missing, again)
     sizes = {file.path: (file.size_bytes, f" for {file.num_examples} examples") for file in shard_set.files}
     store.check_sizes(sizes, again)
     return shard_set

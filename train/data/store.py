@@ -12,11 +12,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.files import sha256
 from cluster.system.json_files import DISK_FULL, write_json
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 4 << 20
 """Size of the blocks by which files are checked, see `train/data/blocks.py`; a file's last one may be smaller."""
@@ -68,11 +70,10 @@ def verify_files(expected: Mapping[Path, str], again: str, say: Callable[[str], 
         raise RunFailed(f"{', '.join(differing)}: changed since they were prepared; {again}")
 
 
-@contextlib.contextmanager
-def index_errors(path: Path, missing: str, again: str) -> Iterator[None]:
-    """Report a missing index by the message `missing`, and an unreadable one with the fix `again`."""
+def read_index(path: Path, parse: Callable[[Any], T], missing: str, again: str) -> T:
+    """Return a parsed index; report a missing one by the message `missing`, an unreadable one with the fix `again`."""
     try:
-        yield
+        return parse(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         raise PrerequisiteError(missing) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -82,8 +83,8 @@ def index_errors(path: Path, missing: str, again: str) -> Iterator[None]:
 def read_pointer(data_dir: Path, kind: str, name: str, command: str) -> str:
     """Return the newest version of a dataset from its pointer file, `{"version": ...}`."""
     path = pointer_of(data_dir, kind, name)
-    with index_errors(path, f"{name} is not prepared: there is no {path}; run `{command}`", f"run `{command}`"):
-        return str(json.loads(path.read_text(encoding="utf-8"))["version"])
+    missing = f"{name} is not prepared: there is no {path}; run `{command}`"
+    return read_index(path, lambda index: str(index["version"]), missing, f"run `{command}`")
 
 
 def write_pointer(data_dir: Path, kind: str, name: str, version: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,13 @@ def read_record(data_dir: Path, name: str, version: str = "") -> FunctionRecord:
     command = f"{COMMAND} data.examine --name {name}"
     version = version or store.read_pointer(data_dir, "functions", name, command)
     path = _record_file(data_dir, name, version)
-    with store.index_errors(path, f"{name} {version} was not examined in {data_dir}; run `{command}`", command):
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        return FunctionRecord(
-            **fields | {"example": {name: _read_part(part) for name, part in fields["example"].items()}}
-        )
+    return store.read_index(
+        path, _from_fields, f"{name} {version} was not examined in {data_dir}; run `{command}`", command
+    )
+
+
+def _from_fields(fields: dict[str, Any]) -> FunctionRecord:
+    return FunctionRecord(**fields | {"example": {name: _read_part(part) for name, part in fields["example"].items()}})
 
 
 def _read_part(part: Mapping[str, Any]) -> Named:
@@ -138,8 +140,8 @@ class Shard:
     data_dir: Path
 
 
-def load_function(name: str) -> Callable[[str, Shard], Any]:
-    """Return the function `package.module:function`."""
+def call_function(name: str, split: str, shard: Shard) -> Any:
+    """Call a dataset function for a shard of a split; it returns a `tf.data.Dataset` or a random-access source."""
     function = references.load_object("--dataset", name)
     if not callable(function):
         raise UsageError(f"--dataset {name!r} is a {type(function).__name__}; expected a function of (split, shard)")
@@ -148,12 +150,6 @@ def load_function(name: str) -> Callable[[str, Shard], Any]:
             f"--dataset {name!r} does not take (split, shard), which --source function passes; change it, or omit "
             "--source"
         )
-    return function
-
-
-def call_function(name: str, split: str, shard: Shard) -> Any:
-    """Call a dataset function for a shard of a split; it returns a `tf.data.Dataset` or a random-access source."""
-    function = load_function(name)
     with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):  # autograph converts mapped functions also inside a graph
         returned = references.call_user_function("--dataset", name, function, split, shard)
     if isinstance(returned, tf.data.Dataset):
