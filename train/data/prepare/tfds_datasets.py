@@ -127,17 +127,12 @@ class TfdsSource:
                 download.probe(url)  # TFDS retries for minutes without internet
             with contextlib.redirect_stdout(io.StringIO()):
                 self._builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
-        except OSError as error:
-            if error.errno is not None and error.filename is not None:
-                raise  # an error of this machine's disk
-            raise self._unavailable(error) from None
         except Exception as error:
-            raise self._unavailable(error) from None
-
-    def _unavailable(self, error: Exception) -> PrerequisiteError:
-        return PrerequisiteError(
-            f"TFDS cannot get {self._name}: {_short(error)}; connect this machine or choose another dataset"
-        )
+            if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+                raise  # an error of this machine's disk
+            raise PrerequisiteError(
+                f"TFDS cannot get {self._name}: {_short(error)}; connect this machine or choose another dataset"
+            ) from None
 
 
 def _short(error: Exception) -> str:
