@@ -152,13 +152,18 @@ def test_a_full_disk_is_reported_in_one_line(tmp_path, monkeypatch):
         shard(tmp_path, source(big, LABELS[:3]))
 
 
+def shard_own(data_dir: Path, monkeypatch: pytest.MonkeyPatch, *split: Any) -> shards.ShardSet:
+    """Shard the dataset of a user's module, with the same split to train and to test on."""
+    module: Any = types.ModuleType("own_module")
+    module.data = lambda: dict.fromkeys(("train", "test"), split)
+    monkeypatch.setitem(sys.modules, "own_module", module)
+    return sharding.write_shards("own_module:data", data_dir, num_shards=2)
+
+
 def test_weights_of_a_users_dataset_are_for_training_only(tmp_path, monkeypatch):
     values = np.arange(6.0)
-    module: Any = types.ModuleType("weighted_module")
-    module.data = lambda: dict.fromkeys(("train", "test"), (values, values, values))
-    monkeypatch.setitem(sys.modules, "weighted_module", module)
-    found = sharding.write_shards("weighted_module:data", tmp_path / "data", num_shards=2)
-    assert arrays.find_arrays(tmp_path / "data", "weighted_module:data").version == found.version
+    found = shard_own(tmp_path / "data", monkeypatch, values, values, values)
+    assert arrays.find_arrays(tmp_path / "data", "own_module:data").version == found.version
     assert ((), "float32", 1, True, False) == (
         found.train.feature_shape,
         found.train.feature_dtype,
@@ -166,19 +171,15 @@ def test_weights_of_a_users_dataset_are_for_training_only(tmp_path, monkeypatch)
         found.train.weighted,
         found.test.weighted,
     )
-    assert tmp_path / "data" / "shards" / f"weighted_module-data-{found.version}" == found.train.files[0].path.parent
+    assert tmp_path / "data" / "shards" / f"own_module-data-{found.version}" == found.train.files[0].path.parent
     feature = records(found.train.files[1].path)[2].features.feature
     assert [5.0] == list(feature["weight"].float_list.value) == list(feature["label"].float_list.value)
 
 
 def test_dictionaries_are_refused(tmp_path, monkeypatch):
     """An example of a shard is one array and one label: the second feature would be taken for the label."""
-    named = {"a": np.ones((6, 2)), "b": np.ones((6, 3))}, np.arange(6)
-    module: Any = types.ModuleType("named_module")
-    module.data = lambda: dict.fromkeys(("train", "test"), named)
-    monkeypatch.setitem(sys.modules, "named_module", module)
     with pytest.raises(UsageError, match="--source function"):
-        sharding.write_shards("named_module:data", tmp_path / "data", num_shards=2)
+        shard_own(tmp_path / "data", monkeypatch, {"a": np.ones((6, 2)), "b": np.ones((6, 3))}, np.arange(6))
     assert not (tmp_path / "data" / "shards").exists()
 
 
