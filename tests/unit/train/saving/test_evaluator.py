@@ -45,18 +45,15 @@ class Evaluator:
             stop=self.stop,
             new_evaluation=lambda: lambda: {"eval_loss": float(model.get_weights()[0][0, 0])},
         )
-        self.thread = threading.Thread(target=self._main, daemon=True)
         self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._main, daemon=True)
+        self.thread.start()
 
     def _main(self) -> None:
         try:
             evaluator.evaluate_checkpoints(self.context)
         except BaseException as error:
             self.error = error
-
-    def start(self) -> Evaluator:
-        self.thread.start()
-        return self
 
     def end(self) -> None:
         """Ask it to stop; it must, soon and well."""
@@ -77,7 +74,7 @@ def evaluating(run: RunFolder) -> Iterator[Callable[[], Evaluator]]:
 
     def start() -> Evaluator:
         started.append(Evaluator(run))
-        return started[-1].start()
+        return started[-1]
 
     yield start
     for one in started:

@@ -35,10 +35,6 @@ class Clock:
         return self.now_s
 
 
-def timer(every: int | str, past: Past | None, clock: Clock) -> SaveTimer:
-    return SaveTimer(every, past, clock=clock)
-
-
 @pytest.mark.parametrize(
     ("every", "expected"), [("auto", (0, 0)), (200, (200, 0)), ("200", (200, 0)), ("30s", (0, 30)), ("0.1s", (0, 0.1))]
 )
@@ -82,7 +78,7 @@ def test_the_interval_has_its_bounds(cost_s, writing_s, mtbf_s, expected):
 
 def test_a_checkpoint_is_due_so_many_seconds_after_the_last_one():
     clock = Clock()
-    saves = timer("30s", Past(), clock)
+    saves = SaveTimer("30s", Past(), clock=clock)
     assert not saves.due(1)  # the first step compiles, however long that takes
     clock.now_s += 500
     saves.stepped(1, 500, compiled=True)
@@ -99,7 +95,7 @@ def test_a_checkpoint_is_due_so_many_seconds_after_the_last_one():
 @pytest.mark.parametrize(("every", "past"), [(200, Past(failed=True)), ("30s", None), ("auto", None)])
 def test_by_steps_and_for_a_task_that_does_not_decide_nothing_is_ever_due(every, past):
     clock = Clock()
-    saves = timer(every, past, clock)
+    saves = SaveTimer(every, past, clock=clock)
     saves.stepped(1, 1.0, compiled=True)
     clock.now_s += 1e9
     saves.stepped(1, 1e9, compiled=False)
@@ -109,17 +105,17 @@ def test_by_steps_and_for_a_task_that_does_not_decide_nothing_is_ever_due(every,
 
 @pytest.mark.parametrize("every", [200, "30s"])
 def test_a_run_that_is_stuck_saves_its_first_new_step_at_any_interval(every):
-    saves = timer(every, Past(failed=True, stuck=True), Clock())
+    saves = SaveTimer(every, Past(failed=True, stuck=True), clock=Clock())
     assert saves.due(1)
     assert saves.waits
     saves.saved()
     assert not saves.due(1)
-    assert not timer(every, Past(failed=True), Clock()).due(1)
+    assert not SaveTimer(every, Past(failed=True), clock=Clock()).due(1)
 
 
 def test_the_interval_follows_what_saves_cost():
     clock = Clock()
-    saves = timer("auto", Past(), clock)
+    saves = SaveTimer("auto", Past(), clock=clock)
     assert best_interval_s(EXPECTED_COST_S, 0, CALM_MTBF_S) == pytest.approx(saves.saves["every_s"], abs=0.001)
     saves.saved(9.0, 0.5)  # the first of a generation makes the copy
     for cost_s in (0.4, 0.1, 7.0, 0.1, 0.1):
@@ -142,7 +138,7 @@ def test_no_checkpoint_is_due_while_the_last_one_is_being_written(before_s, due)
 
 def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less():
     clock, past = Clock(), Past(uptimes_s=(30.0, 10.0), failed=True, cost_s=0.02)
-    saves = timer("auto", past, clock)
+    saves = SaveTimer("auto", past, clock=clock)
     assert saves.due(1)
     assert saves.brief(1)
     assert not saves.waits  # the generation before has finished a checkpoint
@@ -160,7 +156,7 @@ def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less():
 
 def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_one():
     clock = Clock()
-    saves = timer("10s", Past(), clock)
+    saves = SaveTimer("10s", Past(), clock=clock)
     assert not saves.brief(25)
     for step_s, brief in ((0.1, False), (0.39, False), (0.41, True), (60.0, True)):
         saves.stepped(25, 25 * step_s, compiled=False)

@@ -212,29 +212,12 @@ def test_parts_that_cannot_be_divided_or_represented_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "named"),
+    ("model", "refused", "named"),
     [
         ("wide", {}, r"\(None, 3\)"),
         ("none", {}, "--model"),
         ("plain", {"loss": "tried_parts:scalar"}, "--loss"),
         ("plain", {"loss": "tried_parts:fails"}, "--loss"),
-    ],
-)
-def test_parts_that_do_not_match_are_refused(
-    check: Callable[..., None], model: str, more: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(UsageError, match=named) as error:
-        check(model, **more)
-    assert str(error.value).isprintable()
-
-
-def test_variables_of_keras_may_be_assigned_in_any_step(check: Callable[..., None]) -> None:
-    check("of_keras", replicas=2, micro_batches=2)
-
-
-@pytest.mark.parametrize(
-    ("model", "refused", "named"),
-    [
         ("penalized", {}, "overrides compute_loss"),
         ("penalized", {"loop": "fit", "micro_batches": 2}, "overrides compute_loss"),
         ("in_half", {}, "--precision fp16"),
@@ -246,14 +229,16 @@ def test_variables_of_keras_may_be_assigned_in_any_step(check: Callable[..., Non
         ("normalized", {"metrics": "tried_parts:metrics"}, "all pairs of examples"),
     ],
 )
-def test_what_would_train_otherwise_than_in_keras_is_refused(
+def test_parts_that_do_not_match_or_would_train_otherwise_than_in_keras_are_refused(
     check: Callable[..., None], model: str, refused: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(UsageError, match=named):
+    with pytest.raises(UsageError, match=named) as error:
         check(model, **refused)
+    assert str(error.value).isprintable()
 
 
 def test_what_trains_as_in_keras_is_not_refused(check: Callable[..., None]) -> None:
+    check("of_keras", replicas=2, micro_batches=2)
     check("penalized", loop="fit")
     check("with_optimizer", loop="fit")
     check("with_built_optimizer", loop="fit", replicas=2)
