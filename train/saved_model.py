@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 RESTORE_TRIES = 5
 
-TO_STDERR = {1: 2}
-"""Redirects output of a user's model, because programs read stdout."""
-
 
 def main(arguments: list[str]) -> int:
     """Run the command line; return its exit code."""
@@ -55,7 +52,7 @@ def main(arguments: list[str]) -> int:
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
     try:
         run = RunFolder(options.run_dir)
-        with quiet.redirected(TO_STDERR):
+        with quiet.redirected({1: 2}):  # output of a user's model to stderr, because programs read stdout
             if options.command == "predict":
                 with quiet.imports():
                     from train.prediction import predict

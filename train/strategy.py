@@ -71,11 +71,6 @@ def _multiworker(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strate
     return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
-def _pipeline(spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strategy:
-    """Build the strategy that forms the cluster and by which tasks agree; no variable is created in it."""
-    return BUILDERS["multiworker" if spec.members else "one"](spec, devices)
-
-
 def serve_chief(task: Task, threads: int) -> None:
     """Serve the chief of a parameter-server cluster until this process ends; `threads` is per operation, 0 for all."""
     if GPUS_GIVEN in os.environ:
@@ -121,7 +116,8 @@ BUILDERS: dict[str, Callable[[ClusterSpec, list[str]], tf.distribute.Strategy]] 
     "multiworker": _multiworker,
     "ps": lambda *_: tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver()),
     "tpu": _tpu,
-    "pipeline": _pipeline,
+    # It forms the cluster, and tasks agree by it; no variable is created in it.
+    "pipeline": lambda spec, devices: BUILDERS["multiworker" if spec.members else "one"](spec, devices),
 }
 """Builder of each strategy in `cluster.contract.strategies`: (cluster, this task's devices) -> strategy."""
 
