@@ -45,7 +45,7 @@ def resolve_config(
             raise UsageError(f"--preset {preset!r} returned {shown(config)}; expected a train.config.TrainConfig")
         check_types(config, f"--preset {preset!r}: ")
         base = dataclasses.replace(config, preset=preset)
-    known = {option(name) for name in _field_names(TrainConfig) if name != "preset"}
+    known = {option(name) for name in flat_settings(TrainConfig()) if name != "preset"}
     for argument in overrides:
         name = argument.split("=", 1)[0].replace("_", "-")
         if argument.startswith("--") and not {name, name.replace("--no-", "--", 1)} & known:
@@ -77,12 +77,9 @@ def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
         raise UsageError(f"override {' '.join(overrides)!r}: {problem}; see `python -m train --help`") from None
 
 
-def _field_names(config: Any, prefix: str = "") -> list[str]:
-    names = []
-    for item in dataclasses.fields(config):
-        part: Any = item.default_factory
-        if dataclasses.is_dataclass(part):
-            names += _field_names(part, f"{prefix}{item.name}.")
-        else:
-            names.append(prefix + item.name)
-    return names
+def flat_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings by names such as `part.setting`."""
+    flat: dict[str, Any] = {}
+    for name, value in config.to_json().items():
+        flat |= {f"{name}.{part}": item for part, item in value.items()} if isinstance(value, dict) else {name: value}
+    return flat

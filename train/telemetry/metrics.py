@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
 
 import tensorflow as tf
 from tensorboard.plugins.hparams import api as hparams
@@ -14,6 +13,7 @@ from cluster.contract.run.records import Pace
 from cluster.system.json_files import append_json
 from train import presets
 from train.config import TrainConfig
+from train.settings.overrides import flat_settings
 
 
 def varied(config: TrainConfig) -> dict[str, str | int | float | bool]:
@@ -22,24 +22,16 @@ def varied(config: TrainConfig) -> dict[str, str | int | float | bool]:
     A user's preset is compared with the defaults, because its function may be missing or slow.
     """
     preset = presets.load_preset(config.preset) if config.preset in presets.list_presets() else TrainConfig
-    defaults = flat(preset().pin(config.threads).to_json())
+    defaults = flat_settings(preset().pin(config.threads))
     return {
         name: value
-        for name, value in flat(config.to_json()).items()
+        for name, value in flat_settings(config).items()
         if value != defaults.get(name) and name not in NOT_VARIED and isinstance(value, str | int | float | bool)
     }
 
 
 NOT_VARIED = {"preset", "threads"}
 """Settings that are recorded separately, or that the machine determines."""
-
-
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to names such as `part.setting`."""
-    result: dict[str, Any] = {}
-    for name, value in settings.items():
-        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return result
 
 
 def grouped(name: str) -> str:
