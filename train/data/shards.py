@@ -55,10 +55,6 @@ class ShardSplit:
     """Whether examples have weights; test examples never have."""
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(str(file.path) for file in self.files)
-
-    @property
     def counts(self) -> tuple[int, ...]:
         """Examples in each shard."""
         return tuple(file.num_examples for file in self.files)

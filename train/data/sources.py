@@ -216,7 +216,7 @@ def _open_function(record: FunctionRecord, data_dir: Path, seed: int) -> Source:
         "test_examples": record.counts["test"],
         "weighted": "weights" in record.example,
     }
-    if not record.random_access:
+    if record.form == calling.DATASET:
         return FunctionSource(data_dir=data_dir, sharded=True, **described)
     for split in record.counts:
         random_access.open_split(record, split, data_dir, seed)

@@ -118,7 +118,7 @@ def _interleave(split: ShardSplit, shards_W: tf.Tensor) -> tf.data.Dataset:
     blocks_S = tf.constant([len(file.blocks) for file in split.files])
 
     def checked(shard: tf.Tensor) -> tf.Tensor:
-        path = tf.constant(split.paths)[shard]
+        path = tf.constant([str(file.path) for file in split.files])[shard]
         with tf.control_dependencies([blocks.read_checked(path, hashes[shard][: blocks_S[shard]])]):
             return tf.identity(path)
 

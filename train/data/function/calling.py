@@ -71,11 +71,6 @@ class FunctionRecord:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
     @property
-    def random_access(self) -> bool:
-        """Whether any example can be read by its number."""
-        return self.form == RANDOM_ACCESS
-
-    @property
     def leaves(self) -> list[Leaf]:
         """All arrays of an example."""
         return [leaf for part in self.example.values() for leaf in named.leaves(part)]

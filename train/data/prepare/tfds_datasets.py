@@ -113,8 +113,15 @@ class TfdsSource:
     def open(self) -> Mapping[str, int]:
         if not self._builder.is_prepared():
             self._download()
-        self._names = _splits(self._name, self._builder.info.splits)
-        return {split: self._builder.info.splits[name].num_examples for split, name in self._names.items()}
+        known = self._builder.info.splits
+        test = next((split for split in ("test", "validation") if split in known), None)
+        if "train" not in known or test is None:
+            raise UsageError(
+                f"{self._name} has the splits {', '.join(sorted(known))}; expected train, and test or validation; "
+                "choose another dataset"
+            )
+        self._names = {"train": "train", "test": test}
+        return {split: known[name].num_examples for split, name in self._names.items()}
 
     def examples(self, split: str) -> Iterator[tuple[Any, ...]]:
         dataset = self._builder.as_dataset(split=self._names[split], shuffle_files=False, as_supervised=True)
@@ -137,14 +144,3 @@ class TfdsSource:
 
 def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:_SHOWN] or type(error).__name__
-
-
-def _splits(name: str, known: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the splits to train on and to test on."""
-    test = next((split for split in ("test", "validation") if split in known), None)
-    if "train" not in known or test is None:
-        raise UsageError(
-            f"{name} has the splits {', '.join(sorted(known))}; expected train, and test or validation; "
-            "choose another dataset"
-        )
-    return {"train": "train", "test": test}

@@ -102,14 +102,9 @@ SIZES = given(
     replicas=st.integers(1, 4),
     seed=st.integers(0, 2**31 - 1),
 )
-test_some_sizes_keep_every_promise = settings(
-    max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)(SIZES(any_sizes))
-test_any_sizes_keep_every_promise = pytest.mark.long(
-    settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))(
-        SIZES(any_sizes)
-    )
-)
+QUIET = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+test_some_sizes_keep_every_promise = settings(QUIET, max_examples=4)(SIZES(any_sizes))
+test_any_sizes_keep_every_promise = pytest.mark.long(settings(QUIET, max_examples=40)(SIZES(any_sizes)))
 
 
 def test_orders_of_epochs_and_of_seeds_differ(numbers):
