@@ -13,15 +13,6 @@ from train.data.prepare.preparation import prepare_dataset
 TEXT = bytes(range(97, 123)) * 30
 
 
-@pytest.fixture
-def short(monkeypatch):
-    """Have the Jargon File be a short text."""
-    file = SourceFile("jargon.dict", "", len(TEXT), hashlib.sha256(TEXT).hexdigest())
-    monkeypatch.setattr(jargon_file, "FILE", file)
-    monkeypatch.setattr(jargon_file.split_text, "__defaults__", (64,))
-    return file
-
-
 def test_labels_are_the_bytes_that_follow_and_splits_do_not_overlap():
     splits = jargon_file.split_text(TEXT, 50)
     features = np.concatenate([splits[part][0].ravel() for part in ("train", "test")])
@@ -32,9 +23,13 @@ def test_labels_are_the_bytes_that_follow_and_splits_do_not_overlap():
 
 
 @pytest.mark.slow
-def test_a_text_is_prepared_from_a_package_and_found(short, tmp_path):
+def test_a_text_is_prepared_from_a_package_and_found(monkeypatch, tmp_path):
+    file = SourceFile("jargon.dict", "", len(TEXT), hashlib.sha256(TEXT).hexdigest())
+    monkeypatch.setattr(jargon_file, "FILE", file)
+    monkeypatch.setattr(jargon_file.split_text, "__defaults__", (64,))
+
     def fetch(dataset, files, folder, say):
-        (folder / short.name).write_bytes(TEXT)
+        (folder / file.name).write_bytes(TEXT)
 
     prepare_dataset("jargon_file", tmp_path, fetchers={"package": fetch})
     found = arrays.find_arrays(tmp_path, "jargon_file")

@@ -115,13 +115,8 @@ def test_everything_is_on_the_disk_before_the_record_says_so(tmp_path, monkeypat
     assert [*files, f"sync {tmp_path.name}", "record", f"sync {tmp_path.name}"] == done
 
 
-@pytest.fixture
-def small_disk(mount_disk) -> Path:
-    """A disk of a few hundred KiB."""
-    return mount_disk("400k")
-
-
-def test_a_full_disk_does_not_damage_the_good_checkpoint(small_disk):
+def test_a_full_disk_does_not_damage_the_good_checkpoint(mount_disk):
+    small_disk = mount_disk("400k")
     save(small_disk, 4, 5)
     before = contents(small_disk)
     for step in (5, 6):
