@@ -24,7 +24,9 @@ MAX_NUMBER = 1e30
 MAX_SECONDS = 1e11
 
 
-def _whole(expected: str, low: int, high: int) -> Callable[[Any], int]:
+def whole(expected: str, low: int, high: int) -> Callable[[Any], int]:
+    """A whole number from `low` to `high`."""
+
     def check(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise unexpected(expected, value)
@@ -33,10 +35,10 @@ def _whole(expected: str, low: int, high: int) -> Callable[[Any], int]:
     return check
 
 
-count = _whole("a whole number from 0", 0, MAX_COUNT)
-step = _whole("a number of steps", -1, MAX_COUNT)
+count = whole("a whole number from 0", 0, MAX_COUNT)
+step = whole("a number of steps", -1, MAX_COUNT)
 """The number of finished steps; -1 for none."""
-code = _whole("an exit code", -(2**31), 2**31)
+code = whole("an exit code", -(2**31), 2**31)
 
 
 def number(value: Any) -> float:
@@ -154,7 +156,6 @@ class Record:
         return cls(**known, unknown={name: each for name, each in value.items() if name not in known})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object."""
         result = {}
         for each in fields(self):
             value = getattr(self, each.name)

@@ -6,18 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from cluster.contract.schema import (
-    SPARSE,
-    Count,
-    Record,
-    Seconds,
-    count,
-    dictionary,
-    listing,
-    mapping,
-    one_of,
-    text,
-)
+from cluster.contract.schema import SPARSE, Count, Record, Seconds, dictionary, listing, mapping, one_of, text, whole
 from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Task
 from cluster.contract.strategies import STRATEGIES
 
@@ -32,17 +21,11 @@ class TaskAddress(Record):
     job: str = ""
 
 
-def _pid(value: Any) -> int:
-    if not 0 < count(value) < 2**22:
-        raise ValueError("expected the id of a process")
-    return int(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Process(Record):
     """A process as `cluster.system.processes` recognizes it."""
 
-    pid: Annotated[int, _pid]
+    pid: Annotated[int, whole("the id of a process", 1, 2**22 - 1)]
     start_ticks: Count | None = None
 
 
@@ -131,17 +114,11 @@ def compose(value: Any) -> dict[str, Any]:
     return checked | ({GPUS: mapping(listing(text))(checked[GPUS])} if GPUS in checked else {})
 
 
-def _port(value: Any) -> int:
-    if count(value) >= 2**16:
-        raise ValueError(f"expected a port, found {value}")
-    return count(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TensorBoardRecord(Record):
     """The TensorBoard that was started for a run: `control/tensorboard.json`."""
 
-    port: Annotated[int, _port]
+    port: Annotated[int, whole("a port", 0, 2**16 - 1)]
 
 
 HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")

@@ -8,16 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, overload
 
-from cluster.contract.schema import (
-    SPARSE,
-    Count,
-    ExitCode,
-    Measured,
-    Record,
-    Seconds,
-    Step,
-    dictionary,
-)
+from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Record, Seconds, Step, dictionary
 from cluster.system.json_files import RECORD_BYTES, REQUIRED, DamagedError, read_json
 
 TASK_BYTES = 2**20

@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.contract.run.records import OutcomeState, Pace
-from cluster.contract.schema import (
-    SPARSE,
-    Count,
-    ExitCode,
-    Measured,
-    Number,
-    Record,
-    Seconds,
-)
+from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Number, Record, Seconds
 
 EVALUATED = "eval_"
 """The prefix of the metrics of evaluations."""
