@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 
 from cluster.system.errors import PrerequisiteError
+from cluster.system.messages import counted
 
 PORTS = range(20000, 32000)
 """Below the ports that Linux gives to outgoing connections, which could take a chosen one before its task does."""
@@ -16,17 +17,22 @@ BACKLOG = 1024
 """The most connections that wait to be accepted."""
 
 
-def free_ports(count: int) -> tuple[int, ...]:
-    """Return `count` ports of 127.0.0.1 on which nothing listens.
+def free_ports(count: int, host: str = "127.0.0.1", first: int | None = None) -> tuple[int, ...]:
+    """Return `count` ports of an address of this machine on which nothing listens.
+
+    Args:
+        count: the number of ports.
+        host: the address.
+        first: where to begin to look. Programs that look at once begin in different places: by default, at their
+            process's own.
 
     Raises:
         PrerequisiteError: there are not that many.
     """
-    # Two clusters that start at once look in different places.
-    ports = tuple(itertools.islice(_unused("127.0.0.1", os.getpid() * 37), count))
+    ports = tuple(itertools.islice(_unused(host, os.getpid() * 37 if first is None else first), count))
     if len(ports) < count:
         raise PrerequisiteError(
-            f"{count} free ports on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: found {len(ports)}; "
+            f"{counted(count, 'free port')} on {host} from {PORTS.start} to {PORTS.stop - 1}: found {len(ports)}; "
             "use fewer tasks or end what listens there"
         )
     return ports
@@ -47,21 +53,6 @@ def bind_error(port: int) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def free_port(host: str, first: int) -> int:
-    """Return a port of an address of this machine on which nothing listens.
-
-    Args:
-        host: the address.
-        first: where to begin to look, so that several programs that look at once begin in different places.
-
-    Raises:
-        PrerequisiteError: there is none.
-    """
-    for port in _unused(host, first):
-        return port
-    raise PrerequisiteError(f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 def open_listener(host: str, port: int) -> socket.socket:

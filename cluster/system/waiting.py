@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float, poll_s: float = 0.05) -> bool:
-    """Wait for a condition; return False if it does not hold after `timeout_s`."""
+def wait_until(condition: Callable[[], T], timeout_s: float, poll_s: float = 0.05) -> T:
+    """Wait until a condition returns something true, for at most `timeout_s`; return its last value."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
+    while not (value := condition()) and time.monotonic() <= deadline:
         time.sleep(poll_s)
-    return True
+    return value

@@ -52,11 +52,7 @@ def await_layout(run: RunFolder, timeout_s: float) -> None:
     Raises:
         TimedOut: it has not.
     """
-
-    def laid_out() -> bool:
-        return run.cluster.exists() and not run.has_stopped
-
-    if not wait_until(laid_out, timeout_s, POLL_S):
+    if not wait_until(lambda: run.cluster.exists() and not run.has_stopped, timeout_s, POLL_S):
         raise TimedOut(f"{run.path} was not laid out in {timeout_s:g} s; see the log of the chief's container")
 
 

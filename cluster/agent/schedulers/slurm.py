@@ -9,8 +9,8 @@
 Where the tasks run is known only when the job has its nodes, and again elsewhere after each requeue. So every task
 records the address of its node and a port that is free there, and the chief's makes the cluster of all of them.
 
-In the job of a replacement REPLACED_TASK names the task, of an attempt that continues without
-it; such a job is never queued again.
+In the job of a replacement REPLACED_TASK names the task, of an attempt that continues without it; such a job is never
+queued again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from cluster.agent import elastic
-from cluster.agent.schedulers import lifecycle
-from cluster.agent.schedulers.lifecycle import continue_run, result_code
+from cluster.agent.schedulers.lifecycle import continue_run, result_code, run_agent
 from cluster.contract import settings, tf_config
 from cluster.contract.run import launch_records, membership, records
 from cluster.contract.run.copies import TaskCopy
@@ -52,9 +50,8 @@ from cluster.system.errors import (
 )
 from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND
-from cluster.system.ports import free_port
-
-T = TypeVar("T")
+from cluster.system.ports import free_ports
+from cluster.system.waiting import wait_until
 
 POLL_S = 0.1
 LATER_S = 10.0
@@ -93,7 +90,9 @@ def _task(run: RunFolder, command: list[str]) -> int:
     node = os.environ["SLURMD_NODENAME"]
     if shutil.which(command[0]) is None:
         raise PrerequisiteError(f"{node}: there is no {command[0]} on its PATH")
-    _require_folder(run, node)
+    if not os.access(run.control, os.W_OK):
+        state = "is read-only" if run.control.exists() else "is not there"
+        raise PrerequisiteError(f"{node}: {run.path} {state}; set RUNS_DIR to a folder that every node can write")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
     if REPLACED_TASK in os.environ and run.outcome:
         return EXIT_DONE  # it came too late
@@ -122,12 +121,6 @@ def queue_again(run: RunFolder) -> None:
     with contextlib.suppress(FileExistsError):
         (places(run) / "queued-again").touch(exist_ok=False)
         processes.run(["scontrol", "requeue", places(run).name.partition(".")[0]], SCONTROL_S)
-
-
-def _require_folder(run: RunFolder, node: str) -> None:
-    if not os.access(run.control, os.W_OK):
-        state = "is read-only" if run.control.exists() else "is not there"
-        raise PrerequisiteError(f"{node}: {run.path} {state}; set RUNS_DIR to a folder that every node can write")
 
 
 def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
@@ -174,7 +167,7 @@ def node_address(node: str) -> str:
 
 def task_port(host: str, number: int) -> int:
     """Return a free port of this node for a task; tasks of one job on one node look in different places."""
-    return free_port(host, int(os.environ["SLURM_JOB_ID"]) * 521 + number * 31)
+    return free_ports(1, host, int(os.environ["SLURM_JOB_ID"]) * 521 + number * 31)[0]
 
 
 def assemble(run: RunFolder) -> ClusterSpec:
@@ -186,11 +179,11 @@ def assemble(run: RunFolder) -> ClusterSpec:
         TimedOut: a task did not start.
     """
     cluster, folder, tasks = run.load_cluster(), places(run), []
-    deadline, is_elastic = _deadline(), run.started.min_workers is not None
+    is_elastic = run.started.min_workers is not None
+    deadline = time.monotonic() + settings.seconds("RENDEZVOUS_TIMEOUT_S")
     for task in cluster.tasks:
-        place = _await(
-            partial(records.read_record, folder / f"{task.name}.json", TaskAddress.from_json, None), deadline
-        )
+        find = partial(records.read_record, folder / f"{task.name}.json", TaskAddress.from_json, None)
+        place = wait_until(find, deadline - time.monotonic(), POLL_S)
         if place is None and not (is_elastic and task.role == Role.WORKER):
             raise TimedOut(f"{task.name} did not start on its node, or {UNSEEN}")
         tasks.append(replace(task, host=place.host, port=place.port) if place else task)
@@ -216,25 +209,14 @@ def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
         return cluster if task and (task.host, task.port) == (own.host, own.port) else None
 
     # The chief of an elastic run waits as long for others before it makes one without them.
-    if (cluster := _await(complete, _deadline() + LATER_S)) is None:
-        raise TimedOut(f"the chief did not start on its node, or {UNSEEN}")
-    return cluster
-
-
-def _deadline() -> float:
-    return time.monotonic() + settings.seconds("RENDEZVOUS_TIMEOUT_S")
-
-
-def _await(find: Callable[[], T | None], deadline: float) -> T | None:
-    """Return the first result that is not None before a deadline."""
-    while (found := find()) is None and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    return found
+    if cluster := wait_until(complete, settings.seconds("RENDEZVOUS_TIMEOUT_S") + LATER_S, POLL_S):
+        return cluster
+    raise TimedOut(f"the chief did not start on its node, or {UNSEEN}")
 
 
 def keep_agent(command: Sequence[str], run: RunFolder, copy: TaskCopy) -> int:
     """Run the agent, again where it was killed, alone or in its container; return its own code."""
-    while (code := lifecycle.run_agent(command, run, copy)) is not None:
+    while (code := run_agent(command, run, copy)) is not None:
         if code >= 0 and code != processes.as_exit_code(-signal.SIGKILL):
             return code
     return EXIT_DONE
@@ -273,7 +255,6 @@ class Replacements:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def end(self) -> None:
@@ -305,10 +286,8 @@ class Replacements:
         """Put the place of a task that has started into the cluster."""
         path = self._folder / "cluster.json"
         cluster = records.read_record(path, launch_records.cluster)
-        task, place = (
-            cluster.task(name),
-            records.read_record(self._folder / f"{name}.json", TaskAddress.from_json, None),
-        )
+        task = cluster.task(name)
+        place = records.read_record(self._folder / f"{name}.json", TaskAddress.from_json, None)
         if place and (place.host, place.port) != (task.host, task.port):
             moved = replace(task, host=place.host, port=place.port)
             tasks = tuple(moved if each.name == name else each for each in cluster.tasks)
@@ -318,9 +297,8 @@ class Replacements:
         """Queue a replacement, unless there is one; the pauses grow, should none come to be taken in."""
         times = self._queued.setdefault(name, 0)
         self._due[name] = self._clock() + elastic.patience_s(times + 1)
-        code, printed, _ = processes.run(
-            ["squeue", "--me", "--noheader", "--format=%i", f"--name={_job(name)}"], SCONTROL_S
-        )
+        listed = ["squeue", "--me", "--noheader", "--format=%i", f"--name={_job(name)}"]
+        code, printed, _ = processes.run(listed, SCONTROL_S)
         if code or printed.strip():
             return
         self._queued[name] = times + 1
