@@ -177,7 +177,6 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
 
     def start(self) -> None:
-        """Start to serve."""
         self._thread.start()
 
     def close(self) -> None:
@@ -311,7 +310,6 @@ class Client:
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message."""
         self._channel.send(message)
         self._flush()
 

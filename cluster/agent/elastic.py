@@ -59,12 +59,6 @@ def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) 
     return frozenset(missing) if enough and set(missing) <= workers else None
 
 
-def describe_change(cluster: ClusterSpec, left_out: Collection[str], missing: Collection[str], timeout_s: float) -> str:
-    """Describe why a generation leaves out tasks that were missing at the rendezvous."""
-    now = counted(len(cluster.without(left_out).of(Role.WORKER)), "worker")
-    return f"{', '.join(sorted(missing))} stayed away for {timeout_s:g} s: the run continues with {now}"
-
-
 def patience_s(times_left_out: int) -> float:
     """Return how long a task must have been back before it is taken in, so that a flapping host costs little."""
     if times_left_out <= 1:
@@ -133,7 +127,6 @@ class Members:
             self._everyone = membership.cluster_with_addresses(self._run.folder)
 
     def has(self, generation: int) -> bool:
-        """Whether this agent's task belongs to a generation."""
         return self._task.name not in membership.left_out(self._run.folder, generation)
 
     def patience_s(self, timeout_s: float, missing: Collection[str]) -> float:
@@ -148,13 +141,11 @@ class Members:
         return 2 * timeout_s + DECISION_S  # the chief may have come as late as it could
 
     def variables(self, cluster: ClusterSpec) -> dict[str, str]:
-        """Return the variables that an attempt's program gets for the cluster of its generation."""
         if self._min_workers is None or self._task not in cluster.tasks:
             return {}
         return {"TF_CONFIG": tf_config.dumps(cluster, self._task) or ""}
 
     def describe_missed(self, generation: int, error: ClusterError, timeout_s: float) -> MissedRendezvous:
-        """Describe a rendezvous that ended with this error."""
         missing = error.missing if isinstance(error, rendezvous.Incomplete) else frozenset[str]()
         return MissedRendezvous(
             str(error),
@@ -174,7 +165,8 @@ class Members:
         absent = membership.left_out(self._run.folder, generation) | set(missing)
         if (left_out := leave_out(self._everyone, absent, self._min_workers)) is None:
             return None
-        cause = describe_change(self._everyone, left_out, missing, timeout_s)
+        now = counted(len(self._everyone.without(left_out).of(Role.WORKER)), "worker")
+        cause = f"{', '.join(sorted(missing))} stayed away for {timeout_s:g} s: the run continues with {now}"
         begun = self._run.begun(generation)
         at = begun.failure_time if begun else time.time()
         return LeaveOut(left_out, End(min(missing), EXTERNAL, cause, None, at))
@@ -228,7 +220,6 @@ class Members:
         self._run.folder.event(self._task.name, "cluster complete", generation=generation)
 
     def _passed_rendezvous(self, generation: int) -> frozenset[str]:
-        """Return the tasks of which an attempt has passed the rendezvous of this generation."""
         complete = ("cluster complete", generation)
         return frozenset(e.task for e in self._run.folder.events() if (e.event, e.generation) == complete)
 

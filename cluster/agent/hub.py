@@ -220,7 +220,6 @@ class Hub(Server):
             peer.channel.send(self._sent)
 
     def on_message(self, peer: PeerConnection, message: dict[str, Any]) -> None:
-        """Process a message of an agent."""
         with self._lock:
             self._roster.receive(peer.channel.task, message)
 
@@ -295,7 +294,6 @@ class HubClient:
         return time.monotonic() - self._received_at < SILENCE_S
 
     def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
-        """Send a generation and the outcome to the hub."""
         if self._outgoing.report(number, begun, outcome):
             self._wake()
 
@@ -366,7 +364,6 @@ class HubClient:
                 digests = connection.receive() if self._await(LOOK_S, connection) else []
 
     def _receive(self, digest: dict[str, Any]) -> None:
-        """Process a message of the hub."""
         if digest == REPLACED:
             self._stopped = True  # a newer copy of this task has connected: this one uses the folder alone
         else:

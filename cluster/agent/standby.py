@@ -144,7 +144,6 @@ class Standby:
                 Path(f"/proc/{self._program.pid}/oom_score_adj").write_text(str(score))
 
     def end(self) -> None:
-        """End the standby process."""
         if program := self.take(in_cluster=self.cluster is not None):
             program.end(0.0)
 

@@ -172,14 +172,12 @@ class Trainer(TaskProcess):
             self._process.send_signal(signal.SIGUSR1)
 
     def open_gate(self, variables: dict[str, str]) -> None:
-        """Let the program join its cluster."""
         if self._gate is not None:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._gate, json.dumps(variables).encode() + b"\n")
             self._close_gate()
 
     def end(self, grace_s: float) -> int:
-        """End the program, after `grace_s` by SIGKILL; return its code."""
         code = super().end(grace_s)
         self._close_gate()
         self._scratch.cleanup()
@@ -201,7 +199,6 @@ class Script(TaskProcess):
         self._folder = folder
 
     def open_gate(self, variables: dict[str, str]) -> None:
-        """Start the script."""
         self._environment |= variables
         self._folder.mkdir(parents=True, exist_ok=True)
         self._start(self._folder)

@@ -35,15 +35,13 @@ SECONDS = {
     "PRESET_TIMEOUT_S": Seconds(120.0, 0.1, 86_400),
     "DATA_TIMEOUT_S": Seconds(3_600.0, 0.1, 10_000_000),
 }
-SWITCHES = {"STANDBY": True, "SHARED_IMPORT": True}
-"""The settings that are on unless they are 0, and whether tasks read them, too."""
+SWITCHES = ("STANDBY", "SHARED_IMPORT")
+"""The settings that are on unless they are 0. Tasks read them, too."""
 
 SECRET_FILES = "SECRET_FILES"  # noqa: S105  # the paths of the secrets
 """The variable with the files of `--secret` for a task, as JSON: the path of each variable's file."""
 
-OF_TASKS = frozenset(
-    [name for name, setting in SECONDS.items() if setting.tasks] + [name for name, tasks in SWITCHES.items() if tasks]
-)
+OF_TASKS = frozenset([*SWITCHES, *(name for name, setting in SECONDS.items() if setting.tasks)])
 
 
 def check_settings() -> None:

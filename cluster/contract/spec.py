@@ -109,7 +109,6 @@ class ClusterSpec:
 
     @property
     def kind(self) -> Strategy:
-        """The strategy."""
         return strategies.get(self.strategy)
 
     @property

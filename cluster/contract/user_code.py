@@ -59,15 +59,15 @@ def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
         printer = threading.Thread(target=_print, args=(process.stdout,), daemon=True)  # it closes what it reads
         printer.start()
         try:
-            code = _wait(process, timeout_s)
+            code = processes.wait(process, timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimedOut(
+                f"{what} did not return in {timeout_s:g} s; fix what it waits for, or set {setting} to more seconds"
+            ) from None
         finally:
             processes.signal_group(process, signal.SIGKILL)
             process.wait()
             printer.join(1.0)  # a process that left the group may still hold the pipe
-        if code is None:
-            raise TimedOut(
-                f"{what} did not return in {timeout_s:g} s; fix what it waits for, or set {setting} to more seconds"
-            )
         return _read(file, what, code)
 
 
@@ -78,12 +78,6 @@ def _print(output: IO[bytes]) -> None:
             if not any(part in line for part in NOISE):
                 with contextlib.suppress(OSError):
                     os.write(2, line)
-
-
-def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return processes.wait(process, timeout_s)
-    return None
 
 
 def _read(file: Path, what: str, code: int) -> Any:

@@ -44,7 +44,6 @@ class StepRecord:
                 weakref.finalize(self, os.close, self._descriptor)
 
     def done(self, step: int) -> None:
-        """Record the number of finished steps."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.pwrite(self._descriptor, _line(self._generation, step), 0)

@@ -27,7 +27,7 @@ def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome |
     await_last_heartbeats(run, settle_s)
     names, present = [task.name for task in spec.tasks], membership.cluster(run)
     beats = run.heartbeats()
-    result = run.result
+    result, ledgers = run.result, run.ledgers()
     started = _started(run)
     wall_s = max(0.0, outcome.time - started)  # records of tasks may be from the future
     began = restart_costs.training_began(spec, [event for event in run.events() if event.time > started])
@@ -47,10 +47,8 @@ def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome |
         weights_sha256=result.weights_sha256,
         restarts=tuple(restart_costs.costs(run, started)),
         goodput=_goodput(run, started, wall_s),
-        goodput_split=goodput.split(started, outcome.time, run.ledgers(), restart_costs.failures(run, started)),
-        checkpoint_every_s=goodput.checkpoint_every_s(
-            sorted(run.ledgers(), key=lambda ledger: ledger.generation, reverse=True)
-        ),
+        goodput_split=goodput.split(started, outcome.time, ledgers, restart_costs.failures(run, started)),
+        checkpoint_every_s=goodput.checkpoint_every_s(reversed(ledgers)),
         pace=replace(stragglers.findings(paces), tasks=paces),
         tasks={name: beats[name].exit_code if name in beats else None for name in names},
         cause=cause if outcome.state == OutcomeState.FAILED else None,

@@ -283,10 +283,10 @@ class RunFolder(Paths):
         return records.read_record(path, Outcome.from_json, None, limit=records.TASK_BYTES)
 
     def ledgers(self) -> list[TimeLedger]:
-        """Return the chief's ledger of each generation that has one."""
-        paths = sorted((self.control / "ledgers").glob("*.json"))
+        """Return the chief's ledger of each generation that has one, oldest first."""
+        paths = (self.control / "ledgers").glob("*.json")
         ledgers = (records.read_record(path, TimeLedger.from_json, None, limit=records.TASK_BYTES) for path in paths)
-        return [ledger for ledger in ledgers if ledger]
+        return sorted((ledger for ledger in ledgers if ledger), key=lambda ledger: ledger.generation)
 
     def end(self, state: str, **why: Any) -> bool:
         """Record the outcome unless another task has; return whether this call did."""
@@ -352,13 +352,8 @@ class RunFolder(Paths):
 
         The token goes first: the folder may be a copy, whose agents must not join those of the original.
         """
-        for path in (
-            self.token,
-            self.gang,
-            self.summary,
-            self.card,
-            *(self.control / f"{name}.json" for name in ("outcome", "result")),
-        ):
+        ends = (self.control / "outcome.json", self.control / "result.json")
+        for path in (self.token, self.gang, self.summary, self.card, *ends):
             remove(path)
         return self._take_stop()
 

@@ -85,7 +85,6 @@ class HeartbeatWriter:
             write_json(self._run.status(self._task), written.to_json(), durable=False)
 
     def start(self) -> HeartbeatWriter:
-        """Start to write in the background."""
         self.write()
         self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
         self._thread.start()
@@ -96,7 +95,6 @@ class HeartbeatWriter:
         self._handed_over = True
 
     def stop(self) -> None:
-        """Stop writing."""
         self._stopped = True
         self._due.set()
         if self._thread:

@@ -67,7 +67,6 @@ class Paths:
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.path.name
 
     @property

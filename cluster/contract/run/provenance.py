@@ -99,16 +99,14 @@ def create_folder() -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         owner = folder.stat().st_uid
+        if owner == os.geteuid():
+            return
+        problem = f"expected a folder of user {os.geteuid()}, it belongs to user {owner}"
     except OSError as error:
-        raise PrerequisiteError(
-            f"{folder}, the record of which runs are yours: {error.strerror}; set XDG_STATE_HOME to a folder that "
-            "you own"
-        ) from error
-    if owner != os.geteuid():
-        raise PrerequisiteError(
-            f"{folder}, the record of which runs are yours: expected a folder of user {os.geteuid()}, it belongs "
-            f"to user {owner}; set XDG_STATE_HOME to a folder that you own"
-        )
+        problem = str(error.strerror)
+    raise PrerequisiteError(
+        f"{folder}, the record of which runs are yours: {problem}; set XDG_STATE_HOME to a folder that you own"
+    )
 
 
 def _folder() -> Path:
