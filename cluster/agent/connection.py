@@ -66,11 +66,7 @@ class Channel:
         self._put(self._mac_of(body, self._serves) + body)
 
     def receive(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages that are complete with these bytes.
-
-        Raises:
-            Refused: the other side broke the protocol; the connection is to be closed.
-        """
+        """Return the messages that are complete with these bytes; raise `Refused` if one breaks the protocol."""
         self._received += data
         messages = []
         while (frame := self._frame()) is not None:
@@ -314,11 +310,7 @@ class Client:
         self._flush()
 
     def receive(self) -> list[dict[str, Any]]:
-        """Wait for data, and return the messages that are complete with it.
-
-        Raises:
-            EOFError: the server has closed the connection.
-        """
+        """Wait for data; return the messages that are complete with it, or raise EOFError once the server closes."""
         if not (data := self._socket.recv(READ_BYTES)):
             raise EOFError
         return self._channel.receive(data)

@@ -78,11 +78,7 @@ class News(Record):
 
     @classmethod
     def from_digest(cls, digest: Any) -> News:
-        """Return the news in a digest.
-
-        Raises:
-            ValueError: it is not valid.
-        """
+        """Return the news in a digest; raise ValueError if it is not valid."""
         news = cls.from_json(digest)
         if news.begun:
             news.begun.require_number(news.number)
@@ -107,11 +103,7 @@ class Roster:
         """The tasks at the rendezvous of the current generation."""
 
     def receive(self, name: str, received: Any) -> None:
-        """Process a message of an agent. A message about an earlier generation is ignored.
-
-        Raises:
-            ValueError: the message is not valid.
-        """
+        """Process a message of an agent unless its generation is over; raise ValueError if it is invalid."""
         message = Message.from_json(received)
         if message.begun is not None and message.number > self._number:
             self._run.learn(message.begun.require_number(message.number))
@@ -203,11 +195,7 @@ class Hub(Server):
             self._roster.join_rendezvous(number)
 
     def on_open(self, peer: PeerConnection) -> None:
-        """Accept the connection of a task that has proved itself; its newest connection counts.
-
-        Raises:
-            Refused: the task does not exist.
-        """
+        """Accept a connection of a task that exists; its newest connection counts."""
         task = peer.channel.task
         if task not in self._names[1:]:
             raise Refused(f"no task {task!r}")

@@ -72,11 +72,7 @@ class TaskProcess(ABC):
 
     @abstractmethod
     def open_gate(self, variables: dict[str, str]) -> None:
-        """Let the program join its cluster.
-
-        Args:
-            variables: environment variables of this attempt, which a standby process does not have yet.
-        """
+        """Let the program join its cluster, with variables of this attempt that a standby process does not have yet."""
 
     @property
     def pid(self) -> int:
@@ -99,11 +95,7 @@ class TaskProcess(ABC):
         return self._stop_timer.look(self.pid) if self._process and not self.ended else 0.0
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Return the code that it ended with, negative for a signal.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs.
-        """
+        """Return the code that it ended with, negative for a signal; raise TimeoutExpired if it still runs."""
         assert self._process is not None
         return processes.wait(self._process, timeout_s)
 

@@ -77,11 +77,7 @@ class Folder:
         os.replace(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def link(self, name: str, to: str) -> None:
-        """Give an entry a second name.
-
-        Raises:
-            FileExistsError: the second name is taken. Exactly one of several callers succeeds, also on NFS.
-        """
+        """Give an entry a second name, or raise FileExistsError: of several callers one succeeds, also on NFS."""
         os.link(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor, follow_symlinks=False)
 
     def remove(self, name: str) -> None:

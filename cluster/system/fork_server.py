@@ -121,11 +121,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the code that it ended with.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs.
-        """
+        """Return the code that it ended with; raise TimeoutExpired if it still runs."""
         return processes.wait(self, timeout)
 
     def send_signal(self, number: int) -> None:

@@ -73,10 +73,6 @@ class TaskCopy:
         return False
 
     def require_newest(self) -> None:
-        """Return where this copy is the newest.
-
-        Raises:
-            Superseded: it is not.
-        """
+        """Raise `Superseded` unless this copy is the newest."""
         if self.is_superseded:
             raise Superseded(f"a newer copy of {self.task} has begun on another host; this one ends")

@@ -122,27 +122,15 @@ class RunFolder(Paths):
             ) from error
 
     def load_cluster(self) -> ClusterSpec:
-        """Return the run's cluster.
-
-        Raises:
-            DamagedError: `cluster.json` has no valid one.
-        """
+        """Return the run's cluster; raise DamagedError without a valid one."""
         return records.read_record(self.cluster, launch_records.cluster)
 
     def load_config(self) -> dict[str, Any]:
-        """Return the run's configuration.
-
-        Raises:
-            DamagedError: `config.json` has no valid one.
-        """
+        """Return the run's configuration; raise DamagedError without a valid one."""
         return records.read_record(self.config, launch_records.config)
 
     def load_started(self) -> Started:
-        """Return how and when the run was started.
-
-        Raises:
-            DamagedError: `control/started.json` has no valid record.
-        """
+        """Return how and when the run was started; raise DamagedError without a valid record."""
         return records.read_record(self.control / "started.json", Started.from_json)
 
     @property
@@ -312,12 +300,7 @@ class RunFolder(Paths):
         return request.then if request else None
 
     def request_stop(self, by: str, *, then: str = AfterStop.END) -> bool:
-        """Request that every task saves at the same step and stops; return False if that was requested before.
-
-        Args:
-            by: who requests it.
-            then: what follows.
-        """
+        """Request that every task saves at the same step and stops; return False if that was requested before."""
         return create_json(self.stop, _stop(by, then), StopRequest.from_json)
 
     def insist_on_stop(self, by: str) -> None:
