@@ -143,14 +143,6 @@ def test_somebody_else_on_a_task_s_address_is_not_that_task(says, message):
     assert f"worker-0 ({cluster.task('worker-0').address} {message}" in str(error)
 
 
-def test_tasks_of_different_generations_do_not_meet():
-    cluster, over = spec.build(1, ports=free_ports(2)), threading.Event()
-    left_over = arrive(cluster, "worker-0", "run/0", abandon=over.is_set)
-    assert "is not worker-0 of this generation" in str(arrive(cluster, "chief", "run/1", timeout_s=0.5).end())
-    over.set()
-    assert isinstance(left_over.end(), rendezvous.Abandoned)
-
-
 def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself():
     cluster = spec.build(1, ports=free_ports(2))
     worker = cluster.task("worker-0")

@@ -83,20 +83,36 @@ def watch(run: RunFolder, task: str = "chief") -> watchdog.Watchdog:
     return watchdog.Watchdog(RunView(run), spec, spec.task(task), run.generation)
 
 
-def after(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Stall | None:
-    assert dog.examine() is None
-    return elapse(dog, clock, seconds)
+Found = tuple[str, str] | None
+"""The task and the kind of a finding."""
 
 
-def elapse(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> watchdog.Stall | None:
+def elapse(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> Found:
     """Let time pass as an agent does, which looks again and again; return the finding at the end."""
     end = clock.now + seconds
     while clock.now < end:
         step_s = min(watchdog.AWAY_S - 1, end - clock.now)
         clock.now += step_s
         if found := dog.examine():
+            return found.task, found.kind
+    return None
+
+
+def elapse_alive(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float, *alive: str) -> Found:
+    """Let time pass in which some tasks, without any named the chief, give signs of life; return the finding."""
+    end = clock.now + seconds
+    while clock.now < end:
+        for name in alive or ("chief",):
+            write_json(run.status(name), read_json(run.status(name)) | {"updated_at": clock.now}, durable=False)
+        if found := elapse(dog, clock, min(4.0, end - clock.now)):
             return found
     return None
+
+
+def hang(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float) -> Found:
+    """Return the finding after a time with heartbeats but without a new step."""
+    assert dog.examine() is None
+    return elapse_alive(dog, run, clock, seconds, *(task.name for task in run.load_cluster().tasks))
 
 
 def test_in_a_large_gang_only_the_chiefs_agent_reads_every_heartbeat_often(make_run, clock, monkeypatch):
@@ -121,9 +137,7 @@ def test_a_silent_task_is_found_by_the_others(make_run, clock):
     beats(run)
     dog = watch(run, "chief")
     assert dog.examine() is None
-    found = elapse_alive(dog, run, clock, watchdog.SILENT_S + 1)
-    assert found is not None
-    assert ("worker-0", "silent") == (found.task, found.kind)
+    assert ("worker-0", "silent") == elapse_alive(dog, run, clock, watchdog.SILENT_S + 1)
 
 
 def test_a_task_that_does_not_join_a_generation_is_found(make_run, clock):
@@ -137,9 +151,7 @@ def test_a_task_that_does_not_join_a_generation_is_found(make_run, clock):
     assert dog.examine() is None
     everyone = [task.name for task in run.load_cluster().tasks]
     assert elapse_alive(dog, run, clock, watchdog.SILENT_S - 1, *everyone) is None
-    found = elapse_alive(dog, run, clock, 4, *everyone)
-    assert found is not None
-    assert ("worker-0", "silent") == (found.task, found.kind)
+    assert ("worker-0", "silent") == elapse_alive(dog, run, clock, 4, *everyone)
 
 
 def test_a_program_that_a_signal_keeps_stopped_is_found_before_its_first_heartbeat(make_run, clock):
@@ -148,9 +160,7 @@ def test_a_program_that_a_signal_keeps_stopped_is_found_before_its_first_heartbe
     dog = watch(run)
     assert dog.examine(watchdog.FROZEN_S - 1) is None
     clock.now += watchdog.EXAMINE_S
-    found = dog.examine(watchdog.FROZEN_S)
-    assert found is not None
-    assert ("chief", "frozen") == (found.task, found.kind)
+    assert "frozen" == dog.examine(watchdog.FROZEN_S).kind
 
 
 def test_a_task_that_imports_may_be_silent_for_longer(make_run, clock, monkeypatch):
@@ -161,9 +171,7 @@ def test_a_task_that_imports_may_be_silent_for_longer(make_run, clock, monkeypat
     assert dog.examine() is None
     others = ("chief", "worker-0", "ps-0")
     assert elapse_alive(dog, run, clock, watchdog.SILENT_S + 1, *others) is None
-    found = elapse_alive(dog, run, clock, watchdog.IMPORT_S, *others)
-    assert found is not None
-    assert ("worker-1", "silent") == (found.task, found.kind)
+    assert ("worker-1", "silent") == elapse_alive(dog, run, clock, watchdog.IMPORT_S, *others)
 
 
 def test_a_task_whose_agent_reported_its_end_is_not_silent(make_run, clock):
@@ -225,14 +233,15 @@ def test_a_task_that_has_not_come_yet_is_not_silent(make_run, clock):
 def test_a_task_that_has_ended_may_be_silent(make_run, clock, state):
     run = make_run(workers=0)
     beats(run, chief={"state": state})
-    assert after(watch(run), clock, 1000) is None
+    assert elapse(watch(run), clock, 1000) is None
 
 
 def test_a_program_that_still_imports_may_be_silent_for_longer(make_run, clock):
     run = make_run(workers=0)
     beats(run, chief={"state": "waiting"})
     dog = watch(run)
-    assert after(dog, clock, watchdog.FROZEN_S + 1) is None
+    assert dog.examine() is None
+    assert elapse(dog, clock, watchdog.FROZEN_S + 1) is None
     beats(run, chief={"state": "waiting", "updated_at": time.time() + 9})  # of its agent, which does not mean much
     assert elapse(dog, clock, watchdog.IMPORT_S) is not None
 
@@ -245,14 +254,25 @@ def test_a_silent_evaluator_is_left_alone(make_run, clock):
     assert elapse_alive(dog, run, clock, watchdog.SILENT_S + 1) is None
 
 
-@pytest.mark.parametrize("state", ["starting", "compiling"])
-def test_a_first_step_that_does_not_come_is_a_hang(make_run, clock, state):
-    run = make_run(workers=0)
-    beats(run, chief={"state": state, "step": 0})
-    assert hang(watch(run), run, clock, 9 * HANG_TIMEOUT_S) is None
-    found = hang(watch(run), run, clock, 11 * HANG_TIMEOUT_S)
-    assert found is not None
-    assert ("chief", "hang") == (found.task, found.kind)
+STARTING, COMPILING = ({"state": state, "step": 0} for state in ("starting", "compiling"))
+
+
+@pytest.mark.parametrize(
+    ("topology", "by", "differing", "found"),
+    [
+        ({}, "chief", {"chief": STARTING}, "chief"),
+        ({}, "chief", {"chief": COMPILING}, "chief"),
+        ({}, "chief", {"chief": {"state": "evaluating"}}, "chief"),
+        ({"workers": 2}, "chief", {"chief": COMPILING, "worker_0": COMPILING, "worker_1": STARTING}, "worker-1"),
+        ({"evaluator": True}, "evaluator", {"evaluator": STARTING}, "evaluator"),
+        ({"evaluator": True}, "evaluator", {"evaluator": {"state": "evaluating", "step": 0}}, None),  # no checkpoint
+    ],
+)
+def test_the_first_step_and_evaluating_may_take_ten_times_as_long(make_run, clock, topology, by, differing, found):
+    run = make_run(**{"workers": 0} | topology)
+    beats(run, **differing)
+    assert hang(watch(run, by), run, clock, 9 * HANG_TIMEOUT_S) is None
+    assert (found and (found, "hang")) == hang(watch(run, by), run, clock, 11 * HANG_TIMEOUT_S)
 
 
 def test_changes_of_state_before_the_first_step_win_no_time(make_run, clock):
@@ -264,29 +284,6 @@ def test_changes_of_state_before_the_first_step_win_no_time(make_run, clock):
     assert found is not None
 
 
-def test_the_task_that_still_builds_its_model_is_named(make_run, clock):
-    run = make_run(workers=2)
-    beats(
-        run,
-        chief={"state": "compiling", "step": 0},
-        worker_0={"state": "compiling", "step": 0},
-        worker_1={"state": "starting", "step": 0},
-    )
-    found = hang(watch(run), run, clock, 11 * HANG_TIMEOUT_S)
-    assert found is not None
-    assert "worker-1" == found.task
-
-
-def test_an_evaluator_that_never_begins_is_found_by_its_own_agent(make_run, clock):
-    run = make_run(workers=0, evaluator=True)
-    beats(run, evaluator={"state": "starting", "step": 0})
-    found = hang(watch(run, "evaluator"), run, clock, 11 * HANG_TIMEOUT_S)
-    assert found is not None
-    assert "evaluator" == found.task
-    beats(run, evaluator={"state": "evaluating", "step": 0})  # it may wait for a checkpoint for as long as none comes
-    assert hang(watch(run, "evaluator"), run, clock, 11 * HANG_TIMEOUT_S) is None
-
-
 def test_time_in_which_an_agent_was_stopped_does_not_count(make_run, clock):
     run = make_run(workers=1)
     beats(run)
@@ -294,31 +291,4 @@ def test_time_in_which_an_agent_was_stopped_does_not_count(make_run, clock):
     assert dog.examine() is None
     clock.now += 3600  # the machine slept
     assert dog.examine() is None
-    found = elapse(dog, clock, watchdog.SILENT_S + 1)
-    assert found is not None
-
-
-def test_evaluating_may_take_ten_times_as_long(make_run, clock):
-    run = make_run(workers=0)
-    beats(run, chief={"state": "evaluating"})
-    assert hang(watch(run), run, clock, 9 * HANG_TIMEOUT_S) is None
-    assert hang(watch(run), run, clock, 11 * HANG_TIMEOUT_S) is not None
-
-
-def hang(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float) -> watchdog.Stall | None:
-    """Return the finding after a time with heartbeats but without a new step."""
-    assert dog.examine() is None
-    return elapse_alive(dog, run, clock, seconds, *(task.name for task in run.load_cluster().tasks))
-
-
-def elapse_alive(
-    dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float, *alive: str
-) -> watchdog.Stall | None:
-    """Let time pass in which some tasks, without any named the chief, give signs of life; return the finding."""
-    end = clock.now + seconds
-    while clock.now < end:
-        for name in alive or ("chief",):
-            write_json(run.status(name), read_json(run.status(name)) | {"updated_at": clock.now}, durable=False)
-        if found := elapse(dog, clock, min(4.0, end - clock.now)):
-            return found
-    return None
+    assert elapse(dog, clock, watchdog.SILENT_S + 1) is not None

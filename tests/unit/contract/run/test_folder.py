@@ -88,13 +88,6 @@ def test_events_carry_time_task_generation_and_detail(run):
     assert (0, None, {"cause": "exit code 137"}) == (second.generation, second.step, second.detail)
 
 
-def test_one_failure_begins_one_generation(run):
-    begun: list[int] = []
-    together(lambda at: run.begin_generation(1, task=f"worker-{at}") and begun.append(at))
-    assert 1 == len(begun) == run.generation
-    assert f"worker-{begun[0]}" == run.generations()[-1].task
-
-
 def test_generations_count_as_numbers(run):
     for number in range(1, 12):
         run.begin_generation(number)
@@ -110,13 +103,6 @@ def test_a_look_for_new_generations_changes_the_folder_and_leaves_nothing_in_it(
     assert folder.stat().st_mtime > 1
     assert [0, 1] == [record.generation for record in run.generations()]
     assert {"0.json", "1.json"} == {path.name for path in folder.iterdir()}
-
-
-def test_the_first_outcome_stays(run):
-    assert run.outcome is None
-    assert run.end("failed", task="worker-0", error="loss is nan")
-    assert not run.end("succeeded", task="chief")
-    assert ("failed", "worker-0") == (run.outcome.state, run.outcome.task)
 
 
 def test_a_deleted_run_stays_deleted_whoever_still_writes(run):
