@@ -179,15 +179,27 @@ def record(run: RunFolder, **elasticity: object) -> None:
     write_json(run.control / "started.json", read_json(run.control / "started.json") | elasticity)
 
 
+def members_of(run: RunFolder, task: str = "chief") -> Members:
+    cluster = run.load_cluster()
+    return Members(RunView(run), cluster, cluster.task(task))
+
+
+def restarter_of(run: RunFolder) -> Restarter:
+    cluster = run.load_cluster()
+    return Restarter(RunView(run), cluster, cluster.task("chief"))
+
+
+def agent_of(run: RunFolder, task: str) -> agent.Agent:
+    return agent.Agent(RunView(run), task, ["false"], rendezvous_timeout_s=1)
+
+
 @pytest.fixture
 def without(make_run) -> RunFolder:
     """A run of a chief and two workers that continues without worker-1, in generation 1."""
     run = make_run(workers=2)
     record(run, min_workers=1, grow=True)
-    chief = run.load_cluster().task("chief")
-    change = Members(RunView(run), run.load_cluster(), chief).continue_without(0, {"worker-1"}, timeout_s=60)
-    assert change
-    Restarter(RunView(run), run.load_cluster(), chief).change_members(0, change.tasks, change.end, "left out")
+    change = members_of(run).continue_without(0, {"worker-1"}, timeout_s=60)
+    restarter_of(run).change_members(0, change.tasks, change.end, "left out")
     assert (1, {"worker-1"}) == (run.generation, membership.left_out(run))
     return run
 
@@ -195,9 +207,7 @@ def without(make_run) -> RunFolder:
 def test_only_the_chief_leaves_a_task_out(make_run):
     run = make_run(workers=2)
     record(run, min_workers=0)
-    cluster = run.load_cluster()
-    worker = cluster.task("worker-0")
-    assert not Members(RunView(run), cluster, worker).continue_without(0, {"worker-1"}, 60)
+    assert not members_of(run, "worker-0").continue_without(0, {"worker-1"}, 60)
 
 
 @pytest.mark.parametrize(
@@ -210,21 +220,19 @@ def test_a_job_is_queued_again_for_a_lost_task_unless_its_cluster_is_never_compl
     run = make_run(workers=2)
     for each in complete:
         run.event("chief", "cluster complete", generation=each)
-    members = Members(RunView(run), run.load_cluster(), run.load_cluster().task("worker-0"))
+    members = members_of(run, "worker-0")
     assert not members.are_queued_again(generation)  # by an engine that has no queue
     monkeypatch.setenv("LOST_THEN", AfterStop.REQUEUE)
     assert again == members.are_queued_again(generation)
 
 
 def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without):
-    cluster, chief = without.load_cluster(), without.load_cluster().task("chief")
-    assert not Members(RunView(without), cluster, chief).continue_without(1, {"worker-0"}, 60)
+    assert not members_of(without).continue_without(1, {"worker-0"}, 60)
     record(without, min_workers=0)
-    members = Members(RunView(without), cluster, chief)
+    members = members_of(without)
     change = members.continue_without(1, {"worker-0"}, 60)
-    assert change
     assert {"worker-0", "worker-1"} == change.tasks
-    Restarter(RunView(without), cluster, chief).change_members(1, change.tasks, change.end, "left out")
+    restarter_of(without).change_members(1, change.tasks, change.end, "left out")
     alone = members.cluster(2)
     assert ((), "") == (alone.members, members.variables(alone)["TF_CONFIG"])
 
@@ -236,16 +244,15 @@ def test_a_loss_never_counts_as_a_failure_of_the_program(without):
 
 def test_the_agent_of_a_task_that_was_left_out_reports_no_death(without):
     HeartbeatWriter(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")
-    killed = agent.Agent(RunView(without), "worker-1", ["false"], rendezvous_timeout_s=1)
-    killed._report_own_death()
+    agent_of(without, "worker-1")._report_own_death()
     assert (1, None) == (without.generation, without.outcome)
 
 
 def test_sigterm_to_a_task_that_was_left_out_ends_its_agent_alone(without):
     with pytest.raises(SystemExit):
-        agent.Agent(RunView(without), "worker-1", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
+        agent_of(without, "worker-1")._act_on_terminate("")
     assert not without.stop_requested
-    agent.Agent(RunView(without), "worker-0", ["false"], rendezvous_timeout_s=1)._act_on_terminate("")
+    agent_of(without, "worker-0")._act_on_terminate("")
     assert without.stop_requested
 
 
@@ -253,10 +260,8 @@ def test_sigterm_to_a_task_that_was_left_out_ends_its_agent_alone(without):
 def returned(without) -> Iterator[RunFolder]:
     """The same, and worker-1's agent is back."""
     over = threading.Event()
-    cluster = without.load_cluster()
-    worker = cluster.task("worker-1")
-    arguments = (1, over.is_set, worker)
-    thread = threading.Thread(target=Members(RunView(without), cluster, worker).await_turn, args=arguments)
+    arguments = (1, over.is_set, without.load_cluster().task("worker-1"))
+    thread = threading.Thread(target=members_of(without, "worker-1").await_turn, args=arguments)
     thread.start()
     wait_for(lambda: (beat := without.heartbeat("worker-1")) and beat.state == "waiting", "worker-1 to wait")
     yield without
@@ -267,12 +272,7 @@ def returned(without) -> Iterator[RunFolder]:
 def look(run: RunFolder, saved: int) -> None:
     """Let the chief's agent look once, after a checkpoint."""
     (run.checkpoints / f"ckpt-{saved}.json").touch()
-    cluster = run.load_cluster()
-    members, recovery = (
-        Members(RunView(run), cluster, cluster.task("chief")),
-        Restarter(RunView(run), cluster, cluster.task("chief")),
-    )
-    members.take_in_returned(recovery, run.generation)
+    members_of(run).take_in_returned(restarter_of(run), run.generation)
 
 
 def test_a_task_that_returned_and_can_be_reached_is_taken_in(returned, monkeypatch):
@@ -310,7 +310,7 @@ def test_a_task_that_waits_answers_only_its_generation(returned):
 
 
 def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without):
-    chief = agent.Agent(RunView(without), "chief", ["false"], rendezvous_timeout_s=1)
+    chief = agent_of(without, "chief")
     HeartbeatWriter(without, without.load_cluster().task("chief"), 1).update(state="stopped")
     without.request_stop("invoke scale", then="scale")
     without.withdraw_stop()
@@ -322,7 +322,7 @@ def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without):
 
 def test_a_frozen_task_that_returns_acts_on_nothing(without):
     """Its generation is over, however its program has ended."""
-    zombie = agent.Agent(RunView(without), "worker-1", ["false"], rendezvous_timeout_s=1)
+    zombie = agent_of(without, "worker-1")
     attempt = zombie._attempt_in(0)
     attempt.begin(Phase.RUNNING)
     zombie._watch(attempt)
@@ -330,9 +330,8 @@ def test_a_frozen_task_that_returns_acts_on_nothing(without):
 
 
 def test_only_the_others_wait_for_the_chief_s_decision(without):
-    cluster = without.load_cluster()
     waits = [
-        Members(RunView(without), cluster, cluster.task(name)).patience_s(60, [missing])
+        members_of(without, name).patience_s(60, [missing])
         for name, missing in (("chief", "worker-1"), ("worker-0", "worker-1"), ("worker-0", "chief"))
     ]
     assert 60 == waits[0] == waits[2]  # without the chief nobody decides

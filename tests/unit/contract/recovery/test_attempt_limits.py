@@ -93,6 +93,11 @@ def test_failures_before_a_resume_do_not_count(make_run):
 # Attempts of a run, without processes
 
 
+def restarter_of(run: RunFolder, task: str = "chief") -> Restarter:
+    spec = run.load_cluster()
+    return Restarter(RunView(run), spec, spec.task(task))
+
+
 class Record(loop.Action):
     """Records each call's last step."""
 
@@ -135,7 +140,7 @@ class Story:
         first = max(run.saved_steps, default=0)
         record = step_record.StepRecord(run, "chief", generation)
         ends_at = first + self.kills.pop() if self.kills else self.total + 1
-        recovery = Restarter(RunView(run), run.load_cluster(), run.load_cluster().task("chief"))
+        recovery = restarter_of(run)
         try:
             loop.Loop(
                 first,
@@ -197,8 +202,7 @@ def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run, seed):
 
 def test_two_tasks_that_fail_together_count_once(make_run):
     run = make_run(workers=1)
-    spec = run.load_cluster()
-    chief, worker = (Restarter(RunView(run), spec, spec.task(name)) for name in ("chief", "worker-0"))
+    chief, worker = restarter_of(run), restarter_of(run, "worker-0")
     for generation in range(3):
         for recovery in (chief, worker):
             recovery.restart_gang(generation, recovery.end(generation, PROGRAM_FAILURE, "it died"))
@@ -211,7 +215,7 @@ def test_two_tasks_that_fail_together_count_once(make_run):
 
 def test_a_failure_before_any_step_leaves_it_where_the_next_attempts_go_step_by_step(make_run):
     run = make_run(workers=0)
-    chief = Restarter(RunView(run), run.load_cluster(), run.load_cluster().task("chief"))
+    chief = restarter_of(run)
     chief.restart_gang(0, chief.end(0, PROGRAM_FAILURE, "a failure before the first step"))
     assert range(0) == step_record.single_steps(run, 1, 25)
     step_record.StepRecord(run, "chief", 1).done(26)
@@ -238,8 +242,7 @@ def test_the_culprit_is_the_task_that_failed_first(make_run):
 
 def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw(make_run):
     run = make_run(workers=2, ps=1)
-    spec = run.load_cluster()
-    recovery = Restarter(RunView(run), spec, spec.task("worker-0"))
+    recovery = restarter_of(run, "worker-0")
     worked = step_record.StepRecord(run, "worker-0", 0)
     for step in (10, 20, 30, 40, 50, 60):
         recovery.restart_alone(recovery.end(0, PROGRAM_FAILURE, "it died"))

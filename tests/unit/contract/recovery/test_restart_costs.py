@@ -18,6 +18,24 @@ def run(make_run) -> RunFolder:
     return make_run("demo", workers=1)
 
 
+Moment = tuple[float, str, str, dict[str, Any]]
+"""Seconds from the start of a story, as `failed_at` of the detail is; a task, an event in generation 0, its detail."""
+
+
+def tell(run: RunFolder, *story: Moment, gang_at: float | None = None) -> float:
+    """Record what happened, and the gang's restart a second after worker-0's death; return when the story began."""
+    began = time.time() + 10
+    for at, task, event, detail in story:
+        failed = {"failed_at": began + detail["failed_at"]} if "failed_at" in detail else {}
+        line = {"time": began + at, "task": task, "event": event, "generation": 0, "step": None}
+        append_json(run.events_log, line | {"detail": detail | failed})
+    if gang_at is not None:
+        why = {"task": "worker-0", "cause": "killed", "failed_at": began + gang_at - 1, "step": 5}
+        path = run.control / "generations" / "1.json"
+        write_json(path, {"generation": 1, "time": began + gang_at} | why)
+    return began
+
+
 def test_restarts_are_counted_from_their_own_fault(run):
     now = time.time() + 10
     events = [
@@ -47,17 +65,14 @@ def test_restarts_are_counted_from_their_own_fault(run):
 
 
 def test_a_worker_that_restarted_alone_cost_the_others_nothing(run):
-    now = time.time() + 10
-    killed = {"cause": "killed", "failed_at": now}
-    for moment, task, event, detail in [
-        (now + 1, "worker-0", "restarted", killed),
-        (now + 2, "chief", "resumed", {}),
-        (now + 5, "worker-0", "resumed", {}),
-        (now + 6, "evaluator", "restarted", killed),  # never the run's concern
-        (now + 7, "worker-0", "restarted", killed | {"failed_at": now + 6.5}),
-    ]:
-        line = {"time": moment, "task": task, "event": event, "generation": 0, "step": None, "detail": detail}
-        append_json(run.events_log, line)
+    tell(
+        run,
+        (1.0, "worker-0", "restarted", {"cause": "killed", "failed_at": 0.0}),
+        (2.0, "chief", "resumed", {}),
+        (5.0, "worker-0", "resumed", {}),
+        (6.0, "evaluator", "restarted", {"cause": "killed", "failed_at": 0.0}),  # never the run's concern
+        (7.0, "worker-0", "restarted", {"cause": "killed", "failed_at": 6.5}),
+    )
     first = {"generation": 0, "task": "worker-0", "cause": "killed", "detected_s": 1.0, "resumed_s": 5.0}
     second = first | {"detected_s": 0.5, "resumed_s": None}
     assert [first | {"steps_lost": 0}, second | {"steps_lost": 0}] == end(run, "succeeded")["restarts"]
@@ -77,23 +92,6 @@ def test_the_summary_counts_a_restart_from_the_injected_fault(run):
     write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 20})
     split = summary.write_summary(run, settle_s=0).goodput_split
     assert (1.0, 1.0, 6.0) == (split["start"], split["compile"], split["restart"])
-
-
-Moment = tuple[float, str, str, dict[str, Any]]
-"""Seconds from the start of a story, a task, an event in generation 0, its detail."""
-
-
-def tell(run: RunFolder, *story: Moment, gang_at: float | None = None) -> float:
-    """Record what happened, and the gang's restart a second after worker-0's death; return when the story began."""
-    began = time.time() + 10
-    for at, task, event, detail in story:
-        line = {"time": began + at, "task": task, "event": event, "generation": 0, "step": None, "detail": detail}
-        append_json(run.events_log, line)
-    if gang_at is not None:
-        why = {"task": "worker-0", "cause": "killed", "failed_at": began + gang_at - 1, "step": 5}
-        path = run.control / "generations" / "1.json"
-        write_json(path, {"generation": 1, "time": began + gang_at} | why)
-    return began
 
 
 @pytest.mark.parametrize(
@@ -125,11 +123,8 @@ def test_a_gang_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with
     ],
 )
 def test_a_lone_restart_counts_from_its_own_task_s_fault(run, story, detected_s):
-    began = tell(run, *story)
-    died = {"cause": "killed", "failed_at": began + 9}
-    for at, event, detail in [(10.0, "restarted", died), (12.0, "resumed", {})]:
-        line = {"time": began + at, "task": "worker-0", "event": event, "generation": 0, "step": None}
-        append_json(run.events_log, line | {"detail": detail})
+    died = (10.0, "worker-0", "restarted", {"cause": "killed", "failed_at": 9.0})
+    tell(run, *story, died, (12.0, "worker-0", "resumed", {}))
     restart = end(run, "succeeded")["restarts"][-1]  # a fault counts for one restart alone
     assert ("worker-0", detected_s, detected_s + 2) == (restart["task"], restart["detected_s"], restart["resumed_s"])
 
