@@ -22,10 +22,8 @@ from cluster.host.runtime import registry, supervisor
 from cluster.host.runtime import resources as limits
 from cluster.system import files, json_files
 from tests.support import damage
-from tests.support.gang import StartGang
 from tests.support.waiting import wait_for
 
-MakeRun = Callable[..., RunFolder]
 CODES = (0, 1, 2, 3, 4, 130)
 
 READING: dict[str, Callable[[Any, str], Any]] = {
@@ -170,8 +168,11 @@ def test_commands_that_act_say_what_is_wrong(runs, capsys, seed, count):
     check(CHANGING, runs, seed, count, capsys)
 
 
-def live(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
-    """Damage a run that trains; `down` ends it."""
+SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 30))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_runs_of_a_damaged_run_is_ended(seed, make_run, start_gang):
     draw = random.Random(seed)
     calm = make_run("calm", workers=1)
     damage.fill(calm)
@@ -190,14 +191,3 @@ def live(seed: int, make_run: MakeRun, start_gang: StartGang) -> None:
     call(lambda c, run: tasks.ns["down"](c, timeout="2"), "")
     assert not supervisor.processes_left(gang.run), done
     assert (before, []) == (contents(calm), list(outside.iterdir()))
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_what_runs_of_a_damaged_run_is_ended(seed, make_run, start_gang):
-    live(seed, make_run, start_gang)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 30))
-def test_so_it_is_however_it_is_damaged(seed, make_run, start_gang):
-    live(seed, make_run, start_gang)
