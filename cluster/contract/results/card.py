@@ -86,15 +86,12 @@ def _restarts(summary: Summary) -> list[str]:
     if not summary.restarts:
         return []
     rows = [
-        f"| {each.generation} | {code(each.task)} | {code(each.cause)} | {_number(each.steps_lost)} |"
+        f"| {each.generation} | {code(each.task)} | {code(each.cause)} "
+        f"| {'-' if each.steps_lost is None else each.steps_lost} |"
         for each in summary.restarts[:MAX_RESTARTS]
     ]
     head = ["## Restarts", "", "| generation | task | cause | steps lost |", "|---|---|---|---|"]
     return [*head, *rows, ""]
-
-
-def _number(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 def _again(run: RunFolder, summary: Summary) -> list[str]:
