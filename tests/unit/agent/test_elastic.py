@@ -140,7 +140,7 @@ assert 0 == cluster['task']['index'], cluster
 @pytest.fixture
 def begin(start_gang, monkeypatch) -> Callable[..., Gang]:
     """Starts a gang of a chief and two workers without worker-0, and the chief once worker-1 waits for it."""
-    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "2")
+    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "5")
 
     def start(lines: str, min_workers: int) -> Gang:
         elastic_run = {"min_workers": min_workers, "grow": False}
