@@ -35,21 +35,9 @@ def document(printed: str) -> list[str]:
         shown = re.split(rf"\n\n{number + 1}/|\n\n{re.escape(TAIL[:20])}", rest)[0].removeprefix("\n")
         lines += [f"## {number}. {step.title}", "", *wrapped(step.why), ""]
         shown = PROGRESS.sub(r"\1\2\3", shown)
-        lines += [
-            "```console",
-            f"$ {step.command()}",
-            *map(_without_paths, shown.splitlines()),
-        ]
-        lines += ["```", ""]
+        printed_lines = [line.replace(str(ROOT), "<checkout>").rstrip() for line in shown.splitlines()]
+        lines += ["```console", f"$ {step.command()}", *printed_lines, "```", ""]
     return [*lines, *wrapped(TAIL)]
-
-
-def _without_paths(line: str) -> str:
-    return line.replace(str(ROOT), "<checkout>").rstrip()
-
-
-def _without_paths(line: str) -> str:
-    return line.replace(str(ROOT), "<checkout>").rstrip()
 
 
 def wrapped(text: str) -> list[str]:
