@@ -102,7 +102,7 @@ def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters, strate
 def test_faults_in_any_phase_must_lose_no_run_and_change_no_bit(clusters, case):
     """STORM_SEED repeats the faults of a failure."""
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
-    words = ("--faults=1", f"--cases={case}", f"--seed={seed}", "--json")
+    words = ("--faults=1", f"--case={case}", f"--seed={seed}")
     campaign = Clusters(clusters.runs_dir, module="tests.tools.campaign")
     print(campaign.invoke(*words, timeout_s=SLOW_MACHINE_S))
 

@@ -11,6 +11,7 @@ import functools
 import json
 import sys
 
+from cluster.host.runtime import registry
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError
 from tests.tools.campaign import campaign, record
 from tests.tools.campaign.cases import CASES
@@ -21,21 +22,21 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=20, help="after which no further run is started")
     parser.add_argument("--minutes", type=float, default=60, help="after which no further run is started")
     parser.add_argument("--seed", type=int, default=0, help="the same one draws the same faults")
-    parser.add_argument("--cases", default="", help=f"some of {', '.join(CASES)} (default: all possible here)")
+    parser.add_argument("--case", action="append", choices=CASES, help="to run (default: all possible here)")
     parser.add_argument("--write", action="store_true", help="record the runs and renew the table of docs")
-    parser.add_argument("--json", action="store_true", help="print the runs as JSON")
     given = parser.parse_args()
     log = functools.partial(print, file=sys.stderr, flush=True)
     keep = record.add if given.write else lambda row: None
     try:
-        cases = campaign.chosen(given.cases)
-        rows = campaign.main(cases, given.faults, given.seed, given.minutes * 60, log, keep)
+        cases = [CASES[name] for name in given.case or CASES]
+        possible = [case for case in cases if given.case or registry.get_runtime(case.runtime).probe().ready]
+        rows = campaign.main(possible, given.faults, given.seed, given.minutes * 60, log, keep)
     except ClusterError as error:
         log(f"error: {error}")
         return error.exit_code
     if given.write:
         record.write()
-    print(json.dumps({"runs": rows}, indent=2) if given.json else "\n".join(campaign.lines(rows)))
+    print(json.dumps({"runs": rows}, indent=2))
     return EXIT_FAILED if campaign.failed(rows) else EXIT_DONE
 
 

@@ -20,12 +20,12 @@ from cluster.host.image import checkout
 from cluster.host.launch import folders
 from cluster.host.runtime import registry
 from cluster.system import processes
-from cluster.system.errors import RunFailed, UsageError, nearest
+from cluster.system.errors import RunFailed, UsageError
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
 from tests.tools.campaign import record, volleys
-from tests.tools.campaign.cases import CASES, Case
+from tests.tools.campaign.cases import Case
 from tests.tools.campaign.injection import Injection
 from tests.tools.campaign.record import Row
 
@@ -36,21 +36,6 @@ RESUMED_RUNS = 3
 START_S, KILL_S = 120.0, 60.0
 STANDBY_DELAY_S = ("0", "2", "")
 """After how much training standby processes start: in turn, so that faults come before, while and after they do."""
-
-
-def chosen(names: str) -> list[Case]:
-    """Return the requested cases; all that this machine can run if none is named.
-
-    Raises:
-        UsageError: unknown case.
-    """
-    requested = [name for name in names.split(",") if name]
-    for name in requested:
-        if name not in CASES:
-            raise UsageError(f"--cases {name!r}: expected names of {', '.join(CASES)}{nearest(name, CASES)}")
-    return [CASES[name] for name in dict.fromkeys(requested)] or [
-        case for case in CASES.values() if registry.get_runtime(case.runtime).probe().ready
-    ]
 
 
 def main(
@@ -84,7 +69,6 @@ def main(
             rows.append(campaign.run(case, f"{seed}-{number}"))
             keep(rows[-1])
             log(f"{done + sum(rows[-1]['kinds'].values())}/{faults}  {_in_words(rows[-1])}")
-            log("  waited for " + ", ".join(f"{what} {s:.0f} s" for what, s in campaign.waited_s.items()))
     except RunFailed:  # its message names a log
         kept = True
         raise
@@ -111,8 +95,6 @@ class _Campaign:
         self._runs = runs
         self._undisturbed: dict[str, str] = {}
         self._commit = checkout.commit()[:7]
-        self.waited_s: dict[str, float] = {}
-        """What was waited for during the newest run, and how long."""
         self._up: subprocess.Popen[bytes]
         self._newest: RunFolder | None = None
 
@@ -130,12 +112,10 @@ class _Campaign:
             run.load_cluster(), f"{case.name} {seed}", _kinds(run, case, resumed=number % RESUMED_RUNS == 0)
         )
         injection = Injection(run, drawn, case.volleys)
-        self.waited_s = {"start": time.monotonic() - began}
         while lost := self._follow(run, injection, began):
             if not _resumable(run, injection):
                 break
             self._resume(run, case, delay_s)
-        self.waited_s |= injection.waited_s
         bits = record.NOT_COMPARED
         if expected and not lost:
             bits = record.SAME if _result(run, case) == expected else record.CHANGED
@@ -258,10 +238,3 @@ def _in_words(row: Row) -> str:
     faults = counted(sum(row["kinds"].values()), "fault")
     lost = f"lost: {row['lost']}" if row["lost"] else "succeeded"
     return f"{row['case']} {row['seed']}: {faults}, {lost}, bits {row['bits']}, {row['seconds']:.0f} s"
-
-
-def lines(rows: Sequence[Row]) -> list[str]:
-    """Return the counts of these runs for a terminal."""
-    lost, changed = sum(bool(row["lost"]) for row in rows), sum(row["bits"] == record.CHANGED for row in rows)
-    faults = sum(sum(row["kinds"].values()) for row in rows)
-    return [f"{counted(faults, 'fault')}, {counted(len(rows), 'run')}, {lost} lost, {changed} with changed bits"]

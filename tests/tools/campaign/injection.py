@@ -1,9 +1,8 @@
-"""Injects the volleys of a run: waits for the phase of each fault, undoes what lasts, notes what it waited for."""
+"""Injects the volleys of a run: waits for the phase of each fault, and undoes what lasts."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -40,7 +39,6 @@ class Injection:
 
     Attributes:
         faults: a record of each: kind, task, phase and step.
-        waited_s: how long it waited, by what for.
     """
 
     def __init__(self, run: RunFolder, drawn: Iterator[tuple[Volley, Volley]], most: int) -> None:
@@ -52,7 +50,6 @@ class Injection:
             most: volleys before the last ones.
         """
         self.faults: list[dict[str, Any]] = []
-        self.waited_s: dict[str, float] = defaultdict(float)
         self._run, self._drawn, self._left = run, drawn, most
         self._closing = CLOSING_VOLLEYS
         self._ending = ""
@@ -71,13 +68,13 @@ class Injection:
                 self._left -= 1
                 self._inject(next(self._drawn)[0], last_deadline, closing=False)
             while self._closing and not self._run.script and not self._over(last_deadline):
-                self._waits("the last steps", partial(self._await, lambda: self._near_the_end, LAST_STEPS_S))
+                self._await(lambda: self._near_the_end, LAST_STEPS_S)
                 if not self._near_the_end:
                     return
                 self._closing -= 1
                 self._inject(next(self._drawn)[1], last_deadline, closing=True)
         finally:
-            self._waits("end of a lasting fault", self._lasting.end)
+            self._lasting.end()
 
     def take_ending(self) -> str:
         """Return the kind of the newest fault that ends runs, once; empty where there was none since."""
@@ -103,22 +100,17 @@ class Injection:
         return self._ended or time.monotonic() > deadline
 
     def _inject(self, volley: Volley, deadline: float, *, closing: bool) -> None:
-        self._waits("recovery", lambda: self._await_training(volley, closing=closing))
+        self._await_training(volley, closing=closing)
         for shot in volley.shots:
             first = shot is volley.shots[0]
             self._lasting.wait(shot.after_s)
             if shot.phase:
-                self._waits(shot.phase, partial(self._await_phase, shot, first=first))
-            self._waits("a process", partial(self._await, partial(self._reaches, shot), PROCESS_S))
+                self._await_phase(shot, first=first)
+            self._await(partial(self._reaches, shot), PROCESS_S)
             if self._over(deadline):
                 return
             if record := self._shoot(shot):
                 self.faults.append(record)
-
-    def _waits(self, what: str, wait: Callable[[], object]) -> None:
-        began = time.monotonic()
-        wait()
-        self.waited_s[what] += time.monotonic() - began
 
     def _await_training(self, volley: Volley, *, closing: bool) -> None:
         """Wait until the run has recovered and done some new steps."""

@@ -1,4 +1,4 @@
-"""A campaign: which runs it makes, which faults are drawn, when they are injected, and how they are counted."""
+"""A campaign: which faults are drawn, when they are injected and undone, and how runs are counted."""
 
 import threading
 import time
@@ -30,30 +30,6 @@ def row(case: str, count: int = 4, **values: Any) -> record.Row:
     return record.row(case, "0-0", "abc", [FAULT] * count, **given)
 
 
-@pytest.fixture
-def made(monkeypatch) -> list[str]:
-    """The cases of which runs are made, in their order."""
-    cases: list[str] = []
-
-    def run(self: object, case: Any, seed: str) -> record.Row:
-        cases.append(case.name)
-        return row(case.name)
-
-    monkeypatch.setattr(campaign._Campaign, "run", run)
-    return cases
-
-
-def test_cases_take_turns_until_there_were_enough_faults(made):
-    rows = campaign.main(campaign.chosen("fit,one"), 10, 0, 60.0, lambda line: None)
-    assert ["fit", "one", "fit"] == made
-    assert 12 == sum(sum(row["kinds"].values()) for row in rows)
-
-
-def test_a_campaign_is_bounded_in_time(made):
-    campaign.main(campaign.chosen(""), 10**6, 0, -1.0, lambda line: None)
-    assert [] == made
-
-
 def test_an_interrupted_campaign_ends_the_run_in_progress_before_its_folder_goes(monkeypatch):
     ended: list[tuple[str, bool]] = []
 
@@ -70,11 +46,6 @@ def test_an_interrupted_campaign_ends_the_run_in_progress_before_its_folder_goes
     with pytest.raises(KeyboardInterrupt):
         campaign.main([CASES["containers"]], 1, 0, 60.0, lambda line: None)
     assert [("calm-containers", True)] == ended
-
-
-def test_an_unknown_case_is_refused():
-    with pytest.raises(UsageError, match="multiworkers"):
-        campaign.chosen("fit,multiworkers")
 
 
 @pytest.mark.parametrize(
@@ -131,11 +102,6 @@ def test_a_run_is_resumed_once_at_most():
         assert 1 == sum(kind in volleys.ENDING for kind in shots)
 
 
-def test_the_last_volleys_of_a_run_come_in_its_last_phases():
-    assert set(volleys.LAST_PHASES) == {last.shots[0].phase for _, last in drawn("last", 50)}
-    assert all(middle.shots[1:] == last.shots[1:] for middle, last in drawn("last", 50))
-
-
 TOTAL = 100
 
 
@@ -167,14 +133,6 @@ class Injected:
 
     def undo(self, task: str) -> None:
         self.calls.append(("undo", task))
-
-
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows with every look at a task's newest step."""
-    read, looks = injection.step_record.read_step, []
-    monkeypatch.setattr(injection.step_record, "read_step", lambda *words: looks.append(words) or read(*words))
-    return looks
 
 
 @pytest.fixture
@@ -216,48 +174,9 @@ def test_a_fault_is_recorded_with_the_phase_in_which_its_task_was(run: RunFolder
     assert [("kill", "rendezvous"), ("agent", "export")] == [(each["kind"], each["phase"]) for each in first + last]
 
 
-def test_a_volley_waits_for_new_steps_and_its_phase(
-    run: RunFolder, injected: Injected, looks: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(injection, "PHASE_S", 60.0)
-    thread = threading.Thread(target=inject, args=(run, one("kill", phase="evaluate", steps=3)))
-    thread.start()
-    wait_for(lambda: len(looks) > 5, "the volley to wait for steps after the fifth")
-    beat(run, "chief", "training", 8)
-    assert thread.is_alive()
-    assert not injected.calls
-    beat(run, "worker-0", "evaluating", 8)
-    thread.join()
-    assert [("kill", "worker-0", False)] == injected.calls
-
-
 def test_a_phase_that_does_not_come_is_not_waited_for_without_end(run: RunFolder, injected: Injected) -> None:
     (found,) = inject(run, one("kill", phase="compile"))
     assert "step" == found["phase"]
-
-
-@pytest.mark.parametrize(("step", "generation"), [(5 + injection.RECOVERED_STEPS + 1, 0), (3, 1)])
-def test_a_phase_of_a_recovery_is_not_waited_for_once_the_run_goes_on(
-    run: RunFolder, injected: Injected, looks: list[Any], monkeypatch: pytest.MonkeyPatch, step: int, generation: int
-) -> None:
-    monkeypatch.setattr(injection, "PHASE_S", 60.0)
-    volley = Volley(0, 0.0, (Shot("kill", "chief", "step", 0.0, 0.0), Shot("kill", "worker-0", "start", 0.0, 0.0)))
-    thread = threading.Thread(target=inject, args=(run, volley))
-    thread.start()
-    wait_for(lambda: injected.calls, "the first fault")
-    looked = len(looks)
-    wait_for(lambda: len(looks) > looked + 3, "the second to wait for its phase")
-    beat(run, "chief", "training", step, generation=generation)
-    thread.join()
-    assert ["chief", "worker-0"] == [task for _, task, _ in injected.calls]
-
-
-def test_the_last_volleys_come_at_the_end_and_are_bounded(run: RunFolder, injected: Injected) -> None:
-    middle, last = one("kill"), one("slow", "chief", "export")
-    beat(run, "chief", "saving", TOTAL)
-    made = Injection(run, iter([(middle, last)] * 9), 9)
-    made.inject(time.monotonic() + 60, time.monotonic() + 60)
-    assert ["slow"] * injection.CLOSING_VOLLEYS == [fault["kind"] for fault in made.faults]
 
 
 def test_what_lasts_is_undone_even_if_the_run_ends_meanwhile(run: RunFolder, injected: Injected) -> None:
@@ -277,9 +196,3 @@ def _end_after(run: RunFolder, injected: Injected) -> None:
 def test_a_fault_that_cannot_be_injected_does_not_count(run: RunFolder, injected: Injected, why: str) -> None:
     setattr(injected, why, True)
     assert [] == inject(run, one("kill"))
-
-
-def test_a_fault_that_ends_the_run_is_named_once(run: RunFolder, injected: Injected) -> None:
-    made = Injection(run, iter([(one("stop"), one("stop"))]), 1)
-    made.inject(time.monotonic() + 60, time.monotonic() + 60)
-    assert ["stop", ""] == [made.take_ending(), made.take_ending()]
