@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime import supervisor
 from tests import fast
 from tests.e2e.scenario import DATA, IMAGES, ROOT, Clusters
 
@@ -49,9 +47,7 @@ def clusters(data, tmp_path_factory) -> Iterator[Clusters]:
     """Commands on a fresh folder of runs; what they leave behind is ended, and that nothing is left is checked."""
     cluster = Clusters(tmp_path_factory.mktemp("runs"))
     yield cluster
-    cluster.invoke("down")
-    for path in cluster.runs_dir.glob("*/cluster.json"):
-        assert [] == supervisor.processes_left(RunFolder(path.parent))
+    cluster.down()
 
 
 @pytest.fixture

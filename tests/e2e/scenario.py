@@ -9,6 +9,8 @@ from typing import Any
 
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
+from cluster.host.launch import teardown
+from cluster.host.runtime import supervisor, tensorboard
 from cluster.system.json_files import read_json
 from tests.support.waiting import wait_for
 
@@ -89,6 +91,13 @@ class Clusters:
         """Return a run's folder."""
         return RunFolder(self.runs_dir / name)
 
+    def down(self) -> None:
+        """End whatever still runs, and check that nothing is left."""
+        if teardown.find_leftovers(self.runs_dir).found or tensorboard.running_port(self.runs_dir):
+            self.invoke("down")
+        for path in self.runs_dir.glob("*/cluster.json"):
+            assert [] == supervisor.processes_left(RunFolder(path.parent))
+
     def logs(self) -> str:
         """Return the end of every task's log, for the report of a failure."""
         paths = sorted(self.runs_dir.glob("*/logs/*.log"), key=lambda path: path.stat().st_mtime)[-6:]
@@ -98,11 +107,6 @@ class Clusters:
 def summary(run: RunFolder) -> dict[str, Any]:
     """Return a run's summary."""
     return read_json(run.summary)
-
-
-def losses(run: RunFolder, task: str = "chief") -> dict[int, float]:
-    """Return the loss of every logged step."""
-    return run.losses(task)
 
 
 def step_of(run: RunFolder) -> int:

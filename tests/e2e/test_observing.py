@@ -1,25 +1,79 @@
-"""What is seen of a run while it trains, which must change nothing of it."""
+"""What is seen of a run from outside while it trains: its ports by nobody, and a profile, which changes no bit."""
+
+from pathlib import Path
 
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from tests.e2e.scenario import ENDLESS, step_of, summary
+from cluster.host.runtime import namespaces, supervisor
+from cluster.system.json_files import read_json
+from tests.e2e.scenario import ENDLESS, TRAINING, step_of, summary
+from tests.support import doors
 from tests.support.waiting import wait_for
 
 FEWEST_STEPS = 40
 """Enough to have an undisturbed step timed."""
+LISTENS = "0A"
+"""How /proc writes that state of a socket."""
+ANYWHERE = {"0" * 8, "0" * 32}
+
+Door = tuple[str, int]
 
 
 @pytest.fixture(scope="module")
-def seen(clusters) -> RunFolder:
-    """A run of which worker-0 was profiled while it trained."""
-    run = clusters.up("seen", "--workers=1", "--detach", "--", *ENDLESS)
+def training(clusters) -> RunFolder:
+    """A run that trains until it is stopped."""
+    return clusters.up("seen", "--workers=1", "--detach", "--", *ENDLESS)
+
+
+def listening(pid: int) -> set[int]:
+    """Return the ports on which something listens on every interface of a process' network."""
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    sockets = [line.split() for table in tables for line in table]
+    return {
+        int(at.rpartition(":")[2], 16)
+        for _, at, _, state, *_ in sockets
+        if state == LISTENS and at.rpartition(":")[0] in ANYWHERE
+    }
+
+
+def doors_of(run: RunFolder) -> tuple[set[Door], set[Door]]:
+    """Return the addresses and ports at which a run's servers might be reached, and those where they are."""
+    wait_for(lambda: step_of(run) > 0, "the first step")
+    ports = {task.port for task in run.load_cluster().tasks}
+    pid = read_json(run.programs("chief"))["program"]["pid"]
+    assert ports <= listening(pid)  # TensorFlow's doing, whatever address it is given
+    everywhere = {(address, port) for address in doors.addresses() for port in ports}
+    return everywhere, {door for door in everywhere if doors.speaks(*door)}
+
+
+def test_servers_must_be_reached_from_their_own_network_alone(training):
+    if refused := namespaces.refusal():
+        pytest.skip(refused.why)
+    assert "private" == read_json(training.manifest)["network"]
+    assert set() == doors_of(training)[1]
+
+
+@pytest.mark.long
+def test_servers_in_the_machine_s_network_must_be_reached_and_warned_of(clusters):
+    options = ("--name=host", "--runtime=local", "--tensorboard-port=0", "--network=host", "--workers=1")
+    output = clusters.invoke("up", *options, "--detach", "--", *TRAINING, *ENDLESS)
+    assert "warning: TensorFlow's servers ask for no password" in output
+    everywhere, found = doors_of(clusters.run("host"))
+    clusters.invoke("down", "host")
+    assert everywhere == found
+    assert [] == supervisor.processes_left(clusters.run("host"))
+
+
+@pytest.fixture(scope="module")
+def seen(clusters, training) -> RunFolder:
+    """The run, of which worker-0 was profiled while it trained."""
     lines = clusters.invoke("profile", "worker-0", "--steps", "3", "--run", "seen").splitlines()
     (head,) = [line for line in lines if line.startswith("worker-0: steps ")]
     assert head.endswith(" traced (5, 3 steps requested: whole calls of the training are traced)")
-    wait_for(lambda: step_of(run) >= FEWEST_STEPS, f"step {FEWEST_STEPS}")
+    wait_for(lambda: step_of(training) >= FEWEST_STEPS, f"step {FEWEST_STEPS}")
     clusters.invoke("stop", "seen")
-    return run
+    return training
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a run gave and saved: golden losses; restored under another strategy, evaluated, exported, served."""
+"""What a run gave and saved: golden losses; exported, served, and the first weights of another run."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from PIL import Image
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import DATA, losses, summary
+from tests.e2e.scenario import DATA
 from tests.golden import losses as golden
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -40,17 +40,6 @@ def alone(clusters) -> RunFolder:
     return golden.train(clusters, "fashion_mnist")
 
 
-@pytest.fixture(scope="module")
-def crossing(clusters) -> RunFolder:
-    """Begun under MultiWorkerMirroredStrategy, ended under OneDeviceStrategy."""
-    run = clusters.up("crossing", "--workers=1 -- --global-batch 192 --max-steps 10")
-    assert "MultiWorkerMirroredStrategy" == summary(run)["strategy"]
-    options = ("--runtime=local", "--tensorboard-port=0")
-    clusters.invoke("up", "--resume=crossing", "--workers=0", *options, "--", "--max-steps", "20")
-    assert ("OneDeviceStrategy", 20) == (summary(run)["strategy"], summary(run)["steps"])
-    return run
-
-
 def test_the_first_losses_must_be_the_golden_ones(alone):
     """Bit for bit on the processor and the packages that they were recorded with, otherwise nearly."""
     expected, found = read_json(golden.path_of("fashion_mnist")), golden.describe(alone)
@@ -58,19 +47,6 @@ def test_the_first_losses_must_be_the_golden_ones(alone):
     if all(expected[name] == found[name] for name in ("cpu", "packages")):
         assert expected == found
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=RELATIVE)
-
-
-@pytest.mark.long  # `test_pipelines_equal_one_device.py` resumes stages on one device each time
-def test_a_checkpoint_must_go_on_under_another_strategy(alone, crossing):
-    assert list(range(1, 21)) == list(losses(crossing))
-    assert max(abs(losses(crossing)[step] / loss - 1) for step, loss in losses(alone).items()) < 1e-5
-
-
-def test_evaluate_must_give_what_the_run_gave(clusters, alone):
-    value = json.loads(clusters.invoke("evaluate", alone.name, "--json"))
-    assert (alone.name, 20, 10_000) == (value["run"], value["step"], value["examples"])
-    assert summary(alone)["metrics"]["eval_accuracy"] == value["eval_accuracy"]
-    assert pytest.approx(summary(alone)["metrics"]["eval_loss"], rel=1e-6) == value["eval_loss"]
 
 
 def test_an_export_must_serve_with_and_without_a_strategy(clusters, alone):
@@ -99,3 +75,9 @@ def test_predict_must_name_the_likeliest_classes(clusters, alone):
     assert {line.split("%")[1].strip() for line in lines} <= set(names)
     output = clusters.invoke("predict", alone.name, f"--image={alone.summary}", expect=2)
     assert "expected a PNG or JPEG file" in output
+
+
+def test_a_run_must_begin_with_the_weights_of_another(clusters, alone):
+    tuned = clusters.up("tuned", f"--workers=0 --init-from={alone.name} -- --max-steps 5 --freeze conv2d*")
+    assert "began with 8 of the 8 weights from ckpt-20.index" in tuned.log("chief").read_text()
+    assert tuned.losses()[1] < alone.losses()[1]

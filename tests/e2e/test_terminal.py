@@ -1,4 +1,4 @@
-"""A whole run, and the tour, in a terminal."""
+"""The tour in a terminal; a whole run in one is in `tests/promises/test_one_command_trains_a_cluster.py`."""
 
 import fcntl
 import os
@@ -12,7 +12,6 @@ import pytest
 
 from cluster.host.cli.tasks import tour
 from cluster.system.paths import ROOT
-from tests.e2e.scenario import TRAINING
 
 WIDTH = 80
 
@@ -39,19 +38,6 @@ def check_lines(shown: str) -> list[str]:
     lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
     assert not [line for line in lines if len(line) > WIDTH and len(line[13:].split()) > 1]
     return lines
-
-
-@pytest.mark.usefixtures("data")
-def test_no_line_of_a_run_must_be_wrapped_and_its_view_must_stay_while_tensorboard_starts(clusters):
-    name = "a-run-with-a-name-as-long-as-that-of-a-preset"
-    words = ["up", f"--name={name}", "--workers=2", "--runtime=local", "--", *TRAINING]
-    code, shown = show(words, clusters.settings | {"TERM": "xterm"})
-    assert 0 == code, shown
-    lines = check_lines(shown)
-    address = next(at for at, line in enumerate(lines) if line.startswith("TensorBoard http"))
-    first_step = next(at for at, line in enumerate(lines) if re.match(r".* step [1-9]", line))
-    assert [line for line in lines[first_step + 1 : address] if line.startswith("chief ")]
-    assert any(line.startswith("succeeded: ") for line in lines)
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Whole trainings: from a stream, on truncated data, in micro-batches, for three epochs, fine-tuned, and scaled."""
+"""Whole trainings: from a stream, on truncated data, in micro-batches, for three epochs, and scaled."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.e2e.scenario import DATA, ROOT, Clusters, losses, step_of, summary
+from tests.e2e.scenario import DATA, ROOT, Clusters, step_of, summary
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -18,7 +18,7 @@ def test_a_streamed_run_must_go_on_in_the_middle_of_an_epoch(clusters):
     whole = clusters.up("streamed", f"{words} 30")
     halved = clusters.up("streamed-halves", f"{words} 15")
     clusters.invoke("up", "--resume=streamed-halves", "--runtime=local", "--tensorboard-port=0", "--", "--max-steps=30")
-    assert losses(whole) == losses(halved)
+    assert whole.losses() == halved.losses()
     assert summary(whole)["weights_sha256"] == summary(halved)["weights_sha256"]
 
 
@@ -61,8 +61,8 @@ def test_parameter_servers_must_be_scaled_with_their_evaluator(clusters):
     clusters.invoke("wait", "--timeout=200", "scaled")
     first, second = (event.step for event in run.events() if event.event == "scaled")
     assert 6 <= first < second < 200
-    assert list(range(1, 201)) == list(losses(run))
-    assert losses(run)[200] < losses(run)[1]
+    assert list(range(1, 201)) == list(run.losses())
+    assert run.losses()[200] < run.losses()[1]
     ended = summary(run)
     assert ("succeeded", "ParameterServerStrategy", 1) == tuple(ended[k] for k in ("state", "strategy", "replicas"))
     assert {"chief": 0, "worker-0": 0, "ps-0": 0, "ps-1": 0, "evaluator": 0} == ended["tasks"]
@@ -94,13 +94,6 @@ def test_two_tasks_must_give_the_bits_of_two_devices_wherever_they_are(clusters,
     training = f"{MICRO} -- --max-steps {STEPS} --model guarded:model"
     devices = own.up("devices", f"--workers=0 --devices=2 {training}")
     tasks = own.up("tasks", f"--workers=1 {training}")
-    assert losses(devices) == losses(tasks)
-    assert STEPS == len(losses(tasks))
+    assert devices.losses() == tasks.losses()
+    assert STEPS == len(tasks.losses())
     assert summary(devices)["weights_sha256"] == summary(tasks)["weights_sha256"]
-
-
-def test_a_run_must_begin_with_the_weights_of_another(clusters):
-    base = clusters.up("base", "--workers=1 -- --max-steps 10")
-    tuned = clusters.up("tuned", "--workers=0 --init-from=base -- --max-steps 5 --freeze conv2d*")
-    assert "began with 8 of the 8 weights from ckpt-10.index" in (tuned.path / "logs" / "chief.log").read_text()
-    assert tuned.losses()[1] < base.losses()[1]

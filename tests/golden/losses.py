@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, write_json
-from tests.e2e.scenario import Clusters, losses, summary
+from tests.e2e.scenario import Clusters, summary
 
 FOLDER = Path(__file__).parent
 PRESETS = ("fashion_mnist",)
@@ -32,7 +32,7 @@ def describe(run: RunFolder) -> dict[str, Any]:
     environment = read_json(run.environment)
     kept = {name: environment[name] for name in ("cpu", "packages")}
     kept["threads"] = environment["threads"]["intra_op"]
-    return {**kept, "losses": list(losses(run).values()), "weights_sha256": summary(run)["weights_sha256"]}
+    return {**kept, "losses": list(run.losses().values()), "weights_sha256": summary(run)["weights_sha256"]}
 
 
 def path_of(preset: str) -> Path:

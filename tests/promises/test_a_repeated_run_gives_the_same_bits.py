@@ -4,27 +4,27 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import ENDLESS, STEPS, Clusters, losses, step_of, summary
+from tests.e2e.scenario import ENDLESS, STEPS, Clusters, step_of, summary
 from tests.promises.test_containers_are_locked_down import containers
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 
-ELASTIC = "--bitwise-elastic=6"
+ELASTIC = "--bitwise-elastic=4"
 SHARED_STEPS = 140
 LONGER = f"-- --max-steps {SHARED_STEPS} --global-batch 192"
 
 
 @pytest.fixture(scope="module")
 def alone(clusters) -> RunFolder:
-    """The chief alone, which computes all six shards."""
+    """The chief alone, which computes all four shards."""
     return clusters.up("alone", f"--workers=0 {ELASTIC} {LONGER}")
 
 
 def check_same(run: RunFolder, alone: RunFolder) -> None:
     """Check that a run came out as the chief alone: every loss, the weights and what evaluating them gave."""
-    assert losses(alone) == losses(run)
-    assert SHARED_STEPS == len(losses(run))
+    assert alone.losses() == run.losses()
+    assert SHARED_STEPS == len(run.losses())
     for key in ("weights_sha256", "metrics"):
         assert summary(alone)[key] == summary(run)[key]
 
@@ -50,18 +50,18 @@ def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local", e
 
 
 def test_a_run_scaled_to_an_uneven_number_of_tasks_must_give_the_bits_of_one(clusters):
-    """6 shards on 2 tasks, then on 4, of which two have one shard more."""
-    run = scaled(clusters, "uneven", 1, 3, ending="stop")
+    """4 shards on 2 tasks, then on 3, of which one has one shard more."""
+    run = scaled(clusters, "uneven", 1, 2, ending="stop")
     steps = summary(run)["steps"]
     alone = clusters.up("as-long", f"--workers=0 {ELASTIC} -- --max-steps {steps}")
-    assert losses(alone) == losses(run)
-    assert steps == len(losses(run))
+    assert alone.losses() == run.losses()
+    assert steps == len(run.losses())
     assert summary(alone)["weights_sha256"] == summary(run)["weights_sha256"]
 
 
 @pytest.mark.long
 def test_a_run_scaled_to_as_many_tasks_as_shards_must_give_the_bits_of_one(clusters, alone):
-    check_same(scaled(clusters, "scaled", 2, 1, 5), alone)
+    check_same(scaled(clusters, "scaled", 2, 1, 3), alone)
 
 
 @pytest.mark.long
@@ -85,7 +85,7 @@ def test_the_same_seed_must_give_the_same_bits_again(clusters, three):
     output, again = clusters.rerun(three.name)
     assert f"identical: the losses of {STEPS} logged steps and the final weights are the same bits" in output
     assert summary(three)["weights_sha256"] == summary(again)["weights_sha256"]
-    assert losses(three) == losses(again)
+    assert three.losses() == again.losses()
 
 
 @pytest.mark.docker
@@ -97,5 +97,5 @@ def test_containers_must_give_the_same_bits_as_processes(clusters, three):
     assert "docker" == read_json(contained.manifest)["runtime"]
     assert read_json(contained.manifest)["image"]["id"].startswith("sha256:")
     assert summary(three)["weights_sha256"] == summary(contained)["weights_sha256"]
-    assert losses(three) == losses(contained)
+    assert three.losses() == contained.losses()
     assert {} == containers(contained)

@@ -1,6 +1,7 @@
-"""`up` trains a chief and two workers to the end, leaves a complete run folder, and saves at Ctrl-C."""
+"""`up` trains a chief and two workers in a terminal, leaves a complete run folder, and saves at Ctrl-C."""
 
 import os
+import re
 import signal
 import subprocess
 
@@ -8,17 +9,37 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json, read_json_lines
-from tests.e2e.scenario import ENDLESS, STEPS, TRAINING, losses, step_of, summary
+from tests.e2e.scenario import ENDLESS, STEPS, TRAINING, step_of, summary
+from tests.e2e.test_terminal import check_lines, show
 from tests.support.waiting import wait_for
 from train.startup import preload
 
 pytestmark = pytest.mark.usefixtures("data")
 
 
+NAME = "a-run-with-a-name-as-long-as-that-of-a-preset"
+
+
 @pytest.fixture(scope="module")
-def three(clusters) -> RunFolder:
-    """Chief and two workers, as local processes, undisturbed."""
-    return clusters.up("three")
+def lines(clusters) -> list[str]:
+    """What a terminal shows while a chief and two workers train as local processes, undisturbed."""
+    words = ["up", f"--name={NAME}", "--workers=2", "--runtime=local", "--", *TRAINING]
+    code, shown = show(words, clusters.settings | {"TERM": "xterm"})
+    assert 0 == code, shown
+    return check_lines(shown)
+
+
+@pytest.fixture(scope="module")
+def three(clusters, lines) -> RunFolder:
+    """The run that was shown."""
+    return clusters.run(NAME)
+
+
+def test_the_view_of_a_run_must_stay_while_tensorboard_starts(lines):
+    address = next(at for at, line in enumerate(lines) if line.startswith("TensorBoard http"))
+    first_step = next(at for at, line in enumerate(lines) if re.match(r".* step [1-9]", line))
+    assert [line for line in lines[first_step + 1 : address] if line.startswith("chief ")]
+    assert any(line.startswith("succeeded: ") for line in lines)
 
 
 def test_chief_and_two_workers_must_train_under_multi_worker_mirrored(three):
@@ -51,8 +72,8 @@ def test_a_run_must_leave_everything_that_the_contract_lists(three):
 
 
 def test_every_task_must_log_the_same_loss(three):
-    assert list(range(1, STEPS + 1)) == list(losses(three))
-    assert losses(three) == losses(three, "worker-0") == losses(three, "worker-1")
+    assert list(range(1, STEPS + 1)) == list(three.losses())
+    assert three.losses() == three.losses("worker-0") == three.losses("worker-1")
 
 
 def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters):

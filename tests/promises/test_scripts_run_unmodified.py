@@ -111,9 +111,7 @@ def clusters(tmp_path_factory) -> Iterator[Clusters]:
     folder = tmp_path_factory.mktemp("scripts")
     cluster = Clusters(folder / "runs", {"DATA_DIR": str(folder / "data")})
     yield cluster
-    cluster.invoke("down")
-    for path in cluster.runs_dir.glob("*/cluster.json"):
-        assert [] == supervisor.processes_left(RunFolder(path.parent))
+    cluster.down()
 
 
 def run_script(clusters: Clusters, name: str, script: Path, *words: str, runtime: str = "local") -> RunFolder:
