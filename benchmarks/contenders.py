@@ -81,33 +81,21 @@ def threads(tasks: int) -> list[int]:
 
 
 def _loop_settings(tasks: int) -> list[Setting]:
-    return [
-        Setting("as in the tutorial"),
-        *(
-            Setting(
-                f"oneDNN, {counted(count, 'thread')}, {counted(steps, 'step')} a call",
-                (f"--threads={count}", f"--steps-per-call={steps}"),
-                ONEDNN,
-            )
-            for count in threads(tasks)
-            for steps in (1, EVERY)
-        ),
-    ]
+    return _tutorial_settings(tasks, "oneDNN", "a call", "--steps-per-call")
 
 
 def _fit_settings(tasks: int) -> list[Setting]:
-    return [
-        Setting("as in the tutorial"),
-        *(
-            Setting(
-                f"oneDNN, no XLA, {counted(count, 'thread')}, {counted(steps, 'step')} an execution",
-                ("--no-jit", f"--threads={count}", f"--steps-per-execution={steps}"),
-                ONEDNN,
-            )
-            for count in threads(tasks)
-            for steps in (1, EVERY)
-        ),
-    ]
+    return _tutorial_settings(tasks, "oneDNN, no XLA", "an execution", "--steps-per-execution", "--no-jit")
+
+
+def _tutorial_settings(tasks: int, kernels: str, of: str, option: str, *words: str) -> list[Setting]:
+    """Return a tutorial's setting, and each number of threads with one step and with several in a call."""
+    settings = [Setting("as in the tutorial")]
+    for count in threads(tasks):
+        for steps in (1, EVERY):
+            name = f"{kernels}, {counted(count, 'thread')}, {counted(steps, 'step')} {of}"
+            settings.append(Setting(name, (*words, f"--threads={count}", f"{option}={steps}"), ONEDNN))
+    return settings
 
 
 def _script(name: str) -> Callable[[Bench, int, int, Setting], list[dict[str, Any]]]:

@@ -30,6 +30,7 @@ from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
 from cluster.system.messages import counted
 from cluster.system.ports import free_ports
+from cluster.system.waiting import wait_until
 
 COUNTS = (8, 16, 32, 64)
 LARGEST = 256
@@ -166,11 +167,8 @@ def _prepare(folder: Path, count: int, hosts: Sequence[Host]) -> RunFolder:
 
 
 def _await(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimedOut(f"{what}: not within {LIMIT_S:g} s")
-        time.sleep(POLL_S)
+    if not wait_until(condition, LIMIT_S, POLL_S):
+        raise TimedOut(f"{what}: not within {LIMIT_S:g} s")
 
 
 def _trains(run: RunFolder, names: list[str], generation: int) -> bool:

@@ -1,8 +1,9 @@
-"""Two stages with one core each: what more micro-batches bring, against the bubble's formula and against one task."""
+"""Two stages with one core each: what more micro-batches bring; and the memory that each schedule takes."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from statistics import median
 
 from benchmarks.figures import Figure, Goal, ratios
@@ -12,6 +13,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
 from cluster.system.errors import PrerequisiteError
+from cluster.system.json_files import read_json
 
 STEPS = 6
 BATCH, LAYERS, WIDTH, CONTEXT = 128, 4, 256, 64
@@ -19,6 +21,10 @@ MICRO_BATCHES = {1: None, 4: Goal(1.5, at_least=True), 8: None, 16: None, 32: Go
 """M, and the goal for its throughput over that of M = 1; the formula allows 1.6 and 1.94."""
 OVER_ONE_TASK = {4: None, 32: Goal(1.7, at_least=True)}
 """M, and the goal for two stages over one task of one core; the formula allows 1.6 and 1.94."""
+
+MEMORY_STAGES, MEMORY_MICRO_BATCHES, MEMORY_SCHEDULES = 4, 8, ("1f1b", "gpipe", "gpipe --remat")
+MEMORY_STEPS = 3
+"""Every step takes the same memory."""
 
 
 def measure(bench: Bench) -> list[Figure]:
@@ -41,7 +47,7 @@ def measure(bench: Bench) -> list[Figure]:
             finally:
                 supervisor.kill_run(run)
             bench.log(f"    {stages} stages, M = {micro_batches}: {samples[-1]:.1f} examples/s")
-    return _measured(rates, chosen)
+    return [*_measured(rates, chosen), _measure_memory(bench)]
 
 
 def _measured(rates: dict[tuple[int, int], list[float]], chosen: dict[int, Goal | None]) -> list[Figure]:
@@ -55,6 +61,36 @@ def _measured(rates: dict[tuple[int, int], list[float]], chosen: dict[int, Goal 
             against = OVER_ONE_TASK[micro_batches]
             figures.append(_over(name, f"2 stages, M={micro_batches}", two, "1 stage", one, against))
     return figures
+
+
+def _measure_memory(bench: Bench) -> Figure:
+    """Train a few steps with each schedule in turn."""
+    peaks: dict[str, list[float]] = {name: [] for name in MEMORY_SCHEDULES}
+    for turn in bench.turns():
+        for name, samples in peaks.items():
+            order, *remat = name.split()
+            run_name = f"memory-{turn}-{order}-{len(remat)}"
+            run = start(
+                bench, run_name, MEMORY_STAGES, MEMORY_MICRO_BATCHES, order, remat=bool(remat), batch=64, context=128
+            )
+            try:
+                bench.await_step(run, MEMORY_STEPS)
+                samples.append(_peak_mib(run))
+            finally:
+                supervisor.kill_run(run)
+            bench.log(f"    {name}: {samples[-1]:.0f} MiB")
+    title = (
+        f"peak memory of stage 0 of {MEMORY_STAGES}, M={MEMORY_MICRO_BATCHES}: 1f1b, which holds {MEMORY_STAGES} "
+        f"micro-batches, over gpipe, which holds {MEMORY_MICRO_BATCHES}"
+    )
+    return Figure("pipeline-memory", title, "MiB", peaks, ratios(peaks["1f1b"], peaks["gpipe"]), "times")
+
+
+def _peak_mib(run: RunFolder) -> float:
+    """Return the most memory that the first stage's process had at a time, TensorFlow's own included."""
+    pid = read_json(run.programs("chief"))["program"]["pid"]
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 def _over(name: str, ours: str, samples: list[float], theirs: str, others: list[float], goal: Goal | None) -> Figure:

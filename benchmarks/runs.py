@@ -154,15 +154,7 @@ class Bench:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def baseline(self, script: str, workers: int, steps: int, *words: str, **environment: str) -> list[dict[str, Any]]:
-        """Run a hand-written script on a chief and so many workers, all started at once; return the chief's rows.
-
-        Args:
-            script: a module of `benchmarks.baselines`.
-            workers: besides the chief; 0: no TF_CONFIG.
-            steps: to do.
-            words: more options.
-            environment: more variables.
-        """
+        """Run a module of `benchmarks.baselines` on a chief and so many workers at once; return the chief's rows."""
         command = [sys.executable, "-m", f"benchmarks.baselines.{script}", f"--arrays={self.arrays}"]
         command += [f"--steps={steps}", f"--global-batch={GLOBAL_BATCH}", *words]
         environment = {"TF_CPP_MIN_LOG_LEVEL": "2"} | environment

@@ -81,13 +81,7 @@ def start(
 ) -> RunFolder:
     """Start a training with one of these cores for each task from its first moment on.
 
-    Args:
-        bench: where.
-        name: of the run.
-        workers: besides the chief.
-        batches: of the usual size in a global batch.
-        own: the cores.
-        marked: whether every step leaves its marks, see `marked.py`.
+    Its global batch is so many of the usual size; `marked` steps leave their marks, see `marked.py`.
     """
     batch = batches * GLOBAL_BATCH
     overrides = [*TRAINING, f"--max-steps={ENDLESS}", "--threads=1", f"--global-batch={batch}"]
@@ -100,11 +94,7 @@ def start(
 def start_pinned(bench: Bench, request: Request, own: Sequence[int], program: str = "") -> RunFolder:
     """Start a run of local processes with one of these cores for each task from its first moment on.
 
-    Args:
-        bench: where.
-        request: what to start.
-        own: the cores.
-        program: a module that every task runs on the run's folder; empty: the training program.
+    Every task runs the module `program` on the run's folder, or the training program where none is named.
     """
     planned = planning.plan(request)
     words = ["--", sys.executable, "-m", program, str(planned.run.path)] if program else []
