@@ -95,9 +95,7 @@ def test_tasks_and_images_are_made_of_the_installed_files_alone(call, tmp_path):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("new", "first", "--kind", "imges"), "images"),
         (("new", "."), "exists"),
-        (("new", "first", "--script", "missing.py"), "missing.py"),
         (("up", "--workres", "1"), "--workers"),
     ],
 )

@@ -62,7 +62,8 @@ def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempt
     assert "on_train_batch_end" in cause["error"]
 
 
-@pytest.mark.parametrize("loop", ["custom", "fit"])
+# The custom loop's error is in test_loop.py, and that it is not retried in test_agent.py.
+@pytest.mark.parametrize("loop", ["fit", pytest.param("custom", marks=pytest.mark.long)])
 def test_a_loss_that_diverges_must_end_the_run_at_once_and_name_the_step(own, loop):
     training = ("--", "--model=wrong:linear", "--optimizer.name=sgd", "--optimizer.learning-rate=1e38")
     output = own.invoke("up", f"--name=nan-{loop}", *OPTIONS, "--workers=1", f"--loop={loop}", *training, expect=1)

@@ -5,8 +5,8 @@ import pytest
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
 from cluster.system.json_files import read_json_lines
-from tests.e2e.scenario import summary
-from tests.e2e.test_storms import EARLY_S, SLOW_MACHINE_S, calm, start
+from tests.e2e.scenario import SLOW_MACHINE_S, summary
+from tests.e2e.test_storms import EARLY_S, calm, start
 
 pytestmark = pytest.mark.usefixtures("data")
 

@@ -177,12 +177,6 @@ def test_local_tasks_in_a_container_must_get_the_reason_why_they_have_no_network
     assert (0, "system calls are filtered") == engine.ask(*run, "-c", program, timeout_s=60)
 
 
-def test_tf_config_must_name_the_services(training):
-    environment = dict(entry.split("=", 1) for entry in containers(training)["worker-0"]["Config"]["Env"])
-    cluster = {"chief": ["chief:2222"], "worker": ["worker-0:2222"]}
-    assert {"cluster": cluster, "task": {"type": "worker", "index": 0}} == json.loads(environment["TF_CONFIG"])
-
-
 def test_tensorboard_must_show_the_run_on_loopback_only(training, port):
     _, ids = engine.ask("ps", "--quiet", "--filter", f"publish={port}")
     _, text = engine.ask("inspect", ids)

@@ -51,12 +51,10 @@ def killed_once(run_dir, task):
 
 @pytest.fixture(scope="module")
 def own(clusters, tmp_path_factory) -> Clusters:
-    """Clusters whose user has these parts and has prepared the data."""
+    """Clusters whose user has these parts."""
     folder, data = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("data")
     (folder / "fit_parts.py").write_text(PARTS)
-    own = Clusters(clusters.runs_dir, {"PYTHONPATH": str(folder), "DATA_DIR": str(data)})
-    own.invoke("data.prepare", "--name=fit_parts:data")
-    return own
+    return Clusters(clusters.runs_dir, {"PYTHONPATH": str(folder), "DATA_DIR": str(data)})
 
 
 def words(name: str, workers: int, callbacks: str) -> tuple[str, ...]:

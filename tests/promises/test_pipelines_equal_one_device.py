@@ -51,11 +51,6 @@ def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_
     assert one_device["metrics"] == found["metrics"]
 
 
-def test_the_devices_of_one_task_must_give_the_same_weights(clusters, one_device):
-    clusters.invoke(*words("devices", *PIPELINE, "--workers=0", "--stages=2"))
-    assert one_device["weights_sha256"] == summary(clusters.run("devices"))["weights_sha256"]
-
-
 TEXT = ("--transformer.layers=2", "--transformer.width=32", "--transformer.context=16", "--global-batch=8")
 
 
