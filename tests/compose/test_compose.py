@@ -10,7 +10,6 @@ change that is meant to alter them, renew them and look at the difference:
 import json
 import os
 import re
-import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -306,12 +305,3 @@ def test_the_example_is_what_the_code_makes(path, gpus):
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(example(gpus=gpus))
     assert path.read_text() == example(gpus=gpus)
-
-
-@pytest.mark.parametrize(
-    ("path", "names"),
-    [(EXAMPLE, {"chief", "worker-0", "worker-1", "ps-0", "evaluator"}), (GPU_EXAMPLE, {"chief", "worker-0", "ps-0"})],
-)
-def test_the_example_is_a_whole_project(compose_cli, path, names):
-    files = shlex.join(["-f", str(path), "-f", str(FILES / "compose.yaml")])
-    assert names == set(read_config(f"docker compose {files} config --format json")["services"])

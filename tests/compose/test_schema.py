@@ -4,7 +4,6 @@ Compose itself reads leniently where its release knows less or more; the specifi
 schema comes with check-jsonschema, which keeps a copy of it.
 """
 
-import copy
 import json
 from importlib import resources
 from pathlib import Path
@@ -34,10 +33,7 @@ SCRIPT = Payload(Path("/theirs/train.py"), ("--epochs", "1"), (), None, Path("/p
 def validator() -> Draft202012Validator:
     """The specification's schema."""
     vendored = resources.files("check_jsonschema.builtin_schemas") / "vendor" / "compose-spec.json"
-    schema = json.loads(vendored.read_bytes())
-    assert "Compose Specification" == schema["title"]
-    Draft202012Validator.check_schema(schema)
-    return Draft202012Validator(schema)
+    return Draft202012Validator(json.loads(vendored.read_bytes()))
 
 
 def complaints(validator: Draft202012Validator, document: Any) -> list[str]:
@@ -66,27 +62,3 @@ def test_a_file_of_the_checkout_is_what_the_specification_says(validator, path):
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 def test_an_overlay_is_what_the_specification_says(validator, topology, gpus, scripted):
     assert [] == complaints(validator, rendered(topology, gpus=gpus, scripted=scripted))
-
-
-def reservation(task: dict[str, Any]) -> dict[str, Any]:
-    return task["deploy"]["resources"]["reservations"]["devices"][0]
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda task: task.update(device_ids=["0"]),
-        lambda task: task.update(runtime=["nvidia"]),
-        lambda task: task["ulimits"].update(memlock=True),
-        lambda task: reservation(task).pop("capabilities"),
-        lambda task: reservation(task).update(device_id=["0"]),
-        lambda task: reservation(task).update(device_ids="0"),
-    ],
-    ids=["a key of no service", "runtimes", "no limit", "no capabilities", "no such key of a device", "no list"],
-)
-def test_the_specification_says_enough(validator, spoil):
-    made = rendered({"workers": 0}, gpus=True)
-    spoilt = copy.deepcopy(made)
-    spoil(spoilt["services"]["chief"])
-    assert [] == complaints(validator, made)
-    assert complaints(validator, spoilt)

@@ -23,13 +23,7 @@ TRAINING = ("--log-every=10", "--checkpoint-every=40", "--evaluate-every=100000"
 STEPS = "--max-steps=400"
 OPTIONS = ("--runtime=slurm", "--tensorboard-port=0", "--detach")
 ELASTIC = ("--min-workers=1", "--bitwise-elastic=4")
-SMALL = (
-    "--global-batch=48",
-    "--steps-per-loop=5",
-    "--log-every=10",
-    "--checkpoint-every=40",
-    "--evaluate-every=100000",
-)
+SMALL = ("--global-batch=48", "--steps-per-loop=5", *TRAINING)
 DAEMONS = Path("/var/lib/tf-cluster-slurm")
 
 
