@@ -65,6 +65,8 @@ class Terminal:
     pid: int = 0
     began: float = 0.0
     words: list[str] = field(default_factory=list)
+    code: int = 0
+    """Exit code of the command that ended last."""
 
     def run(self, *words: str) -> None:
         """Start a command."""
@@ -95,9 +97,9 @@ class Terminal:
     def busy(self) -> bool:
         """Whether the command is still running."""
         if self.pid:
-            ended, _ = os.waitpid(self.pid, os.WNOHANG)
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
-                self.pid = 0
+                self.pid, self.code = 0, os.waitstatus_to_exitcode(status)
         return self.pid != 0
 
     def signal(self, number: int) -> None:
@@ -105,21 +107,15 @@ class Terminal:
         if self.busy:
             os.kill(self.pid, number)
 
-    def wait(self, timeout_s: float = LONGEST_S) -> None:
+    def wait(self) -> None:
         """Wait for the command's end."""
-        wait_for(lambda: not self.busy, f"the end of {self.words}", timeout_s)
+        wait_for(lambda: not self.busy, f"the end of {self.words}", LONGEST_S)
 
     def call(self, *words: str) -> int:
         """Run a command to its end; return its exit code."""
         self.run(*words)
-        deadline = time.monotonic() + LONGEST_S
-        while time.monotonic() < deadline:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self.pid = 0
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.01)
-        raise AssertionError(f"{words} did not end")
+        self.wait()
+        return self.code
 
 
 class Actions:

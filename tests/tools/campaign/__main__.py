@@ -11,6 +11,7 @@ import functools
 import json
 import sys
 
+from benchmarks import documents
 from cluster.host.runtime import registry
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError
 from tests.tools.campaign import campaign, record
@@ -35,7 +36,7 @@ def main() -> int:
         log(f"error: {error}")
         return error.exit_code
     if given.write:
-        record.write()
+        documents.renew([record.PAGE], record.BEGIN, record.table(record.read()))
     print(json.dumps({"runs": rows}, indent=2))
     return EXIT_FAILED if campaign.failed(rows) else EXIT_DONE
 

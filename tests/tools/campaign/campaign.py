@@ -48,13 +48,7 @@ def main(
 ) -> list[Row]:
     """Make runs of the cases in turn until there were enough faults or the time is over; return a row for each.
 
-    Args:
-        cases: kinds of runs.
-        faults: after which no further run is started.
-        seed: determines the faults of every run; the moment at which each is injected depends on the run.
-        limit_s: after which no further run is started.
-        log: takes a line for each run.
-        keep: takes the row of each run as soon as that has ended.
+    The seed determines the faults of every run; the moment at which each is injected depends on the run.
     """
     rows: list[Row] = []
     began, runs = time.monotonic(), Path(tempfile.mkdtemp(prefix="tf-cluster-storms-"))
@@ -147,13 +141,7 @@ class _Campaign:
         return self._undisturbed[case.name]
 
     def _start(self, name: str, words: Sequence[str], standby_delay_s: str) -> RunFolder:
-        """Start a run in the background; return as soon as its chief has a program.
-
-        Args:
-            name: of the run.
-            words: of the command that starts it.
-            standby_delay_s: after how much training standby processes start; empty: as by default.
-        """
+        """Start a run in the background; return as soon as its chief has a program."""
         settings = {"RUNS_DIR": str(self._runs), "DATA_DIR": str(folders.data_dir()), "TMPDIR": str(self._runs / "tmp")}
         (self._runs / "tmp").mkdir(exist_ok=True)  # a TensorFlow process that is killed leaves temporary files behind
         run, log = RunFolder(self._runs / name), self._runs / f"{name}.log"

@@ -42,13 +42,6 @@ class Injection:
     """
 
     def __init__(self, run: RunFolder, drawn: Iterator[tuple[Volley, Volley]], most: int) -> None:
-        """Inject nothing yet.
-
-        Args:
-            run: in progress.
-            drawn: what to inject, see `volleys.draw`.
-            most: volleys before the last ones.
-        """
         self.faults: list[dict[str, Any]] = []
         self._run, self._drawn, self._left = run, drawn, most
         self._closing = CLOSING_VOLLEYS

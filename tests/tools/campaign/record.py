@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from benchmarks import documents
@@ -22,30 +21,10 @@ Row = dict[str, Any]
 SAME, CHANGED, NOT_COMPARED = "same", "changed", "not compared"
 
 
-def add(row: Row, path: Path = RECORD) -> None:
-    """Append the row of a run to the record file."""
-    append_json(path, row)
-
-
-def read(path: Path = RECORD) -> list[Row]:
-    """Return all rows of the record file."""
-    return list(read_json_lines(path))
-
-
 def row(
     case: str, seed: str, commit: str, faults: Sequence[dict[str, Any]], *, lost: str, bits: str, seconds: float
 ) -> Row:
-    """Return the row of a run.
-
-    Args:
-        case: key of `CASES`.
-        seed: that its faults were drawn from.
-        commit: of this project.
-        faults: that were injected.
-        lost: why the run did not succeed; empty where it did.
-        bits: `SAME`, `CHANGED` or `NOT_COMPARED`.
-        seconds: from the start to the end of the run.
-    """
+    """Return the row of a run: `lost` says why it did not succeed, `bits` how it compares with an undisturbed one."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit,
@@ -85,6 +64,11 @@ def table(rows: Sequence[Row]) -> list[str]:
     return [*lines, "", f"From {dates[0]} to {dates[-1]}." if dates else "No run yet."]
 
 
-def write() -> None:
-    """Renew the table in docs/internals/recovery.md from the record file."""
-    documents.renew([PAGE], BEGIN, table(read()))
+def read() -> list[Row]:
+    """Return all rows of the record file."""
+    return list(read_json_lines(RECORD))
+
+
+def add(row: Row) -> None:
+    """Append the row of a run to the record file."""
+    append_json(RECORD, row)

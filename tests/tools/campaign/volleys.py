@@ -86,13 +86,7 @@ class Volley:
 
 
 def draw(spec: ClusterSpec, seed: str, kinds: Collection[str]) -> Iterator[tuple[Volley, Volley]]:
-    """Yield volleys without end, each in two forms: for the middle of a run, and for its end.
-
-    Args:
-        spec: the cluster.
-        seed: determines them.
-        kinds: of faults that the run outlives, or can be resumed after.
-    """
+    """Yield volleys without end, each in two forms: for the middle of a run, and for its end."""
     dice = random.Random(seed)  # chaos needs to be repeated, not to be secret
     names = [task.name for task in spec.tasks]
     weights = {kind: weight for kind, weight in WEIGHTS.items() if kind in kinds}
