@@ -35,7 +35,7 @@ CASES = (
     "435:precision='fp32'",  # stages that compute their forward pass again,
     "435:precision='fp32';layers=('dropout',)",  # and what they drop
     "435:precision='fp32';remat=False;layers=('double','pretrained','dropout');clip=0.1",  # several types in stages
-    *(str(seed) for seed in cheap_seeds(40) if not any(refusal.applies(draw(seed)) for refusal in REFUSALS)),
+    *(str(seed) for seed in cheap_seeds(50) if not any(refusal.applies(draw(seed)) for refusal in REFUSALS)),
 )
 ALL, EACH = 2000, 50
 """Cases of `make test-all`, and of each of its tests."""

@@ -16,8 +16,8 @@ from cluster.system import processes
 from tests.e2e.scenario import DATA, ROOT
 from tests.tools import strategies_page
 
-SAMPLE = (Case("one", "custom"), Case("ps", "fit"), Case("tpu", "custom"))
-"""The strategies and loops that no other test trains with, and the reference; `central` is in `tests/differential`."""
+SAMPLE = (Case("one", "custom"), Case("central", "custom"), Case("ps", "fit"), Case("tpu", "custom"))
+"""The strategies and loops that no other end-to-end test trains with, and the reference."""
 
 
 def check(rows: list[dict[str, Any]], cases: tuple[Case, ...]) -> None:
