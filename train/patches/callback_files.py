@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +114,10 @@ def _move(backup: Any, folder: str) -> None:
 def _save(checkpoint: Any, epoch: int, batch: int | None, logs: Any) -> None:
     """Save the model on the chief, and on other tasks if the path is in their working folder."""
     elsewhere = _is_chief(checkpoint.model) is False and _in_task_folder(checkpoint.filepath) is None
-    with _temporary(checkpoint) if elsewhere else contextlib.nullcontext():
-        checkpoint._unpatched["_save_model"](checkpoint, epoch, batch, logs)
-
-
-@contextlib.contextmanager
-def _temporary(checkpoint: Any) -> Iterator[None]:
-    path, folder = checkpoint.filepath, tempfile.mkdtemp()
-    checkpoint.filepath = str(Path(folder, Path(path).name))
-    try:
-        yield
-    finally:
-        checkpoint.filepath = path
-        shutil.rmtree(folder, ignore_errors=True)
+    path = checkpoint.filepath
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if elsewhere else contextlib.nullcontext() as folder:
+        checkpoint.filepath = str(Path(folder, Path(path).name)) if folder else path
+        try:
+            checkpoint._unpatched["_save_model"](checkpoint, epoch, batch, logs)
+        finally:
+            checkpoint.filepath = path

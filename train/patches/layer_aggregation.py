@@ -15,13 +15,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+_keras_add_weight = keras.layers.Layer.add_weight
+
 
 def apply() -> list[str]:
     """Patch `Layer.add_weight`."""
-    layer = keras.layers.Layer
-    if "aggregate(" in inspect.getsource(layer.add_weight):
+    if "aggregate(" in inspect.getsource(keras.layers.Layer.add_weight):
         return []
-    layer.add_weight = _aggregated(layer.add_weight)
+    keras.layers.Layer.add_weight = _add_weight
     return ["Layer.add_weight"]
 
 
@@ -32,12 +33,8 @@ def aggregate(variable: Any) -> None:
         value._aggregation = kinds.MEAN if value.dtype.is_floating else kinds.ONLY_FIRST_REPLICA
 
 
-def _aggregated(original: Any) -> Any:
-    def add_weight(layer: Any, *args: Any, **options: Any) -> Any:
-        """Add a variable, which is aggregated over replicas if it is a layer's state."""
-        variable = original(layer, *args, **options)
-        if not variable.trainable:
-            aggregate(variable)
-        return variable
-
-    return add_weight
+def _add_weight(layer: Any, *args: Any, **options: Any) -> Any:
+    variable = _keras_add_weight(layer, *args, **options)
+    if not variable.trainable:
+        aggregate(variable)
+    return variable

@@ -76,29 +76,20 @@ def random_place(
         )
 
 
-def place() -> RandomPlace | None:
-    """Return the current place; None outside `random_place`."""
-    return _place.get()
-
-
-def draw_seed(place: RandomPlace, generator: object, generator_seed: tf.Tensor) -> tf.Tensor:
-    """Return a seed `[2] uint32` for the next draw of a generator in a place."""
-    call = place.drawn.get(id(generator), 0)
-    place.drawn[id(generator)] = call + 1
-    draw = generator_seed * 1009 + call
-    if place.micro_batch is not None:
-        draw += place.micro_batch * _DRAWS
-    key = tf.stack([draw, place.step * 65_537 + place.replica])
-    return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
-
-
 def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
+    """Return a seed `[2] uint32` for the next draw of a generator."""
     place = _place.get()
     if place is None:
         return _keras_next_seed(generator, ordered)
     place.repeats |= _is_in_loop(place.graph)
+    call = place.drawn.get(id(generator), 0)
+    place.drawn[id(generator)] = call + 1
     # The state's first word is the generator's seed and never changes.
-    return draw_seed(place, generator, tf.cast(generator.state.value[0], tf.int64))
+    draw = tf.cast(generator.state.value[0], tf.int64) * 1009 + call
+    if place.micro_batch is not None:
+        draw += place.micro_batch * _DRAWS
+    key = tf.stack([draw, place.step * 65_537 + place.replica])
+    return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
 
 
 def _is_in_loop(outside: tf.Graph) -> bool:

@@ -17,24 +17,22 @@ import tensorflow as tf
 _REPLICA_STRIDE = 0x9E3779B1
 """An odd number of 32 bits: its multiples are all different."""
 
+_keras_next_seed = keras.random.SeedGenerator.next
+
 
 def apply() -> list[str]:
     """Patch `SeedGenerator.next` if replicas draw alike."""
-    generator = keras.random.SeedGenerator
-    if "replica" in inspect.getsource(generator.next):
+    if "replica" in inspect.getsource(keras.random.SeedGenerator.next):
         return []
-    generator.next = _draw_by_replica(generator.next)
+    keras.random.SeedGenerator.next = _next_seed
     return ["SeedGenerator.next"]
 
 
-def _draw_by_replica(original: Any) -> Any:
-    def next_seed(generator: Any, ordered: bool = True) -> Any:
-        """Return a seed that differs between replicas, which all count the same draws."""
-        seed = original(generator, ordered)
-        context = tf.distribute.get_replica_context()
-        if context is None or context.num_replicas_in_sync == 1:
-            return seed
-        offset = tf.cast(context.replica_id_in_sync_group, seed.dtype) * tf.constant(_REPLICA_STRIDE, seed.dtype)
-        return seed + tf.stack([offset, tf.zeros_like(offset)])
-
-    return next_seed
+def _next_seed(generator: Any, ordered: bool = True) -> Any:
+    """Return a seed that differs between replicas, which all count the same draws."""
+    seed = _keras_next_seed(generator, ordered)
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return seed
+    offset = tf.cast(context.replica_id_in_sync_group, seed.dtype) * tf.constant(_REPLICA_STRIDE, seed.dtype)
+    return seed + tf.stack([offset, tf.zeros_like(offset)])

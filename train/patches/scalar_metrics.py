@@ -17,29 +17,24 @@ from keras.src.backend.tensorflow import trainer  # has no public name
 
 from .trial_strategy import TrialStrategy
 
+_keras_reduce = trainer.reduce_per_replica
+
 
 def apply() -> list[str]:
     """Replace the function if Keras has the defect."""
-    if not _reduces_scalars_along_an_axis():
-        return []
-    trainer.reduce_per_replica = _reduce_per_replica(trainer.reduce_per_replica)
-    return ["reduce_per_replica"]
-
-
-def _reduces_scalars_along_an_axis() -> bool:
     strategy = TrialStrategy()
     with contextlib.suppress(Exception):
         trainer.reduce_per_replica(1.0, strategy, "mean")
-    return strategy.reduced_axes == [0]
+    if strategy.reduced_axes != [0]:
+        return []
+    trainer.reduce_per_replica = _reduce_per_replica
+    return ["reduce_per_replica"]
 
 
-def _reduce_per_replica(original: Any) -> Any:
-    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-        """Reduce each replica's values, which may be scalars, to those of all replicas of all tasks."""
-        multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        if reduction in ("auto", "mean", "sum") and multi_worker and strategy.extended._in_multi_worker_mode():
-            operation = "SUM" if reduction == "sum" else "MEAN"
-            return tree.map_structure(lambda value: strategy.reduce(operation, value, axis=None), values)
-        return original(values, strategy, reduction)
-
-    return reduce_per_replica
+def _reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+    """Reduce each replica's values, which may be scalars, to those of all replicas of all tasks."""
+    multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if reduction in ("auto", "mean", "sum") and multi_worker and strategy.extended._in_multi_worker_mode():
+        operation = "SUM" if reduction == "sum" else "MEAN"
+        return tree.map_structure(lambda value: strategy.reduce(operation, value, axis=None), values)
+    return _keras_reduce(values, strategy, reduction)

@@ -18,33 +18,32 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer  # has no public name
 
+_keras_make_function = trainer.TensorFlowTrainer._make_function
+
 
 def apply() -> list[str]:
     """Replace the method if Keras has the defect."""
     source = inspect.getsource(trainer.TensorFlowTrainer._make_function)
     if "tf.cond(" not in source or "num_replicas_in_sync" in source:
         return []
-    trainer.TensorFlowTrainer._make_function = _make_function(trainer.TensorFlowTrainer._make_function)
+    trainer.TensorFlowTrainer._make_function = _make_function
     return ["_make_function"]
 
 
-def _make_function(original: Any) -> Any:
-    def make_function(model: Any, step_function: Any) -> Any:
-        """Return a function that repeats a step `steps_per_execution` times, or until the data ends."""
-        execute = original(model, step_function)
-        if model.steps_per_execution == 1 or model.distribute_strategy.num_replicas_in_sync == 1:
-            return execute
+def _make_function(model: Any, step_function: Any) -> Any:
+    """Return a function that repeats a step `steps_per_execution` times, or until the data ends."""
+    execute = _keras_make_function(model, step_function)
+    if model.steps_per_execution == 1 or model.distribute_strategy.num_replicas_in_sync == 1:
+        return execute
 
-        def function(iterator: Any) -> Any:
-            if isinstance(iterator, tf.distribute.DistributedIterator):
-                iterator = _batches(iterator)
-                first = next(iterator)  # ends the epoch if there is none
-                iterator = itertools.chain([first], iterator)
-            return execute(iterator)  # Keras runs step after step on an iterator that is not TensorFlow's
+    def function(iterator: Any) -> Any:
+        if isinstance(iterator, tf.distribute.DistributedIterator):
+            iterator = _batches(iterator)
+            first = next(iterator)  # ends the epoch if there is none
+            iterator = itertools.chain([first], iterator)
+        return execute(iterator)  # Keras runs step after step on an iterator that is not TensorFlow's
 
-        return function
-
-    return make_function
+    return function
 
 
 def _batches(iterator: Any) -> Iterator[Any]:

@@ -23,20 +23,16 @@ from .trial_strategy import TrialStrategy, TrialValue
 
 def apply() -> list[str]:
     """Replace the method if Keras has the defect."""
-    if not _reduces_the_batch():
-        return []
-    trainer.TensorFlowTrainer._maybe_symbolic_build = _maybe_symbolic_build
-    return ["_maybe_symbolic_build"]
-
-
-def _reduces_the_batch() -> bool:
     strategy = TrialStrategy()
     model = SimpleNamespace(
         _distribute_strategy=strategy, distribute_strategy=strategy, _symbolic_build=lambda data_batch: None
     )
     with contextlib.suppress(Exception):  # another Keras may expect other attributes
         trainer.TensorFlowTrainer._maybe_symbolic_build(model, iterator=[(0, 0, iter([(TrialValue(),)]))])
-    return bool(strategy.reduced_axes)
+    if not strategy.reduced_axes:
+        return []
+    trainer.TensorFlowTrainer._maybe_symbolic_build = _maybe_symbolic_build
+    return ["_maybe_symbolic_build"]
 
 
 def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
