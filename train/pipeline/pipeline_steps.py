@@ -78,7 +78,7 @@ class PipelineSteps:
                 at = tf.identity(at)
             examples_B = feeds.eval_batch(examples, at, tf.constant(self._task_stages.pipeline, tf.int64), **share)
             outputs = self._forward(lambda: self._as_input(examples_B.features), batch, edges.EVALUATED)
-            if not self._has_last:
+            if self._task_stages.stages - 1 not in self._stages:
                 with tf.control_dependencies([outputs]):
                     return tf.identity(totals_N2M)
             place = at * pipelines + self._task_stages.pipeline
@@ -100,10 +100,6 @@ class PipelineSteps:
         stages = sum(self._task_stages.models[number].penalty() for number in self._stages)
         return float(self._total(tf.constant(stages, tf.float32))) / self._task_stages.pipelines
 
-    @property
-    def _has_last(self) -> bool:
-        return self._task_stages.stages - 1 in self._stages
-
     def _forward(self, features: Callable[[], tf.Tensor], batch: int, direction: int) -> tf.Tensor:
         """Return the outputs of this task's stage for a batch, after sending them to the next stage."""
         ((number, stage),) = self._stages.items()
@@ -118,10 +114,6 @@ class PipelineSteps:
 
     def _new_stage(self, number: int) -> StageGraph:
         config, task_stages = self._context.config, self._task_stages
-
-        def update(sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
-            return self._update(number, sums, at)
-
         return StageGraph(
             task_stages.models[number],
             number,
@@ -130,7 +122,7 @@ class PipelineSteps:
             self._edges,
             features=lambda step, at: self._as_input(self._batch(step, at).features),
             loss=self._loss,
-            update=update,
+            update=functools.partial(self._update, number),
             scale=lambda: tf.ones([]) if (scale := self._policy.loss_gradient) is None else scale,
             shares=1 if self._asynchronous else self._parts,
             replica=task_stages.pipeline,

@@ -37,15 +37,11 @@ class Opcode(Enum):
 
 @dataclass(frozen=True)
 class Instruction:
-    """One action of one stage.
-
-    Attributes:
-        opcode: the action.
-        micro_batch: number of the micro-batch; for an update, the last one whose gradient it applies.
-    """
+    """One action of one stage."""
 
     opcode: Opcode
     micro_batch: int
+    """Number of the micro-batch; for an update, the last one whose gradient it applies."""
 
 
 def build_programs(schedule: str, stages: int, micro_batches: int) -> list[list[Instruction]]:
@@ -107,8 +103,10 @@ def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Ins
         for stage, program in enumerate(programs):
             while place[stage] < len(program):
                 instruction = program[place[stage]]
-                if instruction.opcode in _SENT_AS and _source(stage, instruction) not in sent:
-                    break
+                if instruction.opcode in _SENT_AS:
+                    opcode, offset = _SENT_AS[instruction.opcode]
+                    if (opcode, stage + offset, instruction.micro_batch) not in sent:
+                        break
                 sent.add((instruction.opcode, stage, instruction.micro_batch))
                 order.append((stage, instruction))
                 place[stage] += 1
@@ -122,8 +120,3 @@ _SENT_AS = {
     Opcode.RECEIVE_GRADIENTS: (Opcode.SEND_GRADIENTS, +1),
 }
 """The send for which each receive waits: the neighbour's action, and the offset of its stage."""
-
-
-def _source(stage: int, receive: Instruction) -> tuple[Opcode, int, int]:
-    opcode, offset = _SENT_AS[receive.opcode]
-    return opcode, stage + offset, receive.micro_batch

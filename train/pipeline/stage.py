@@ -152,7 +152,7 @@ class StageGraph:
                 tape, outputs, layer_losses, state = self._taped(values, micro_batch)
                 self._kept[at] = (tape, outputs, layer_losses, values)
         self._states = add(self._states, state) if self._states else state
-        self._done(outputs)
+        self._chain.append(outputs)
         if not self._last:
             self._values[at] = outputs
         else:
@@ -191,20 +191,17 @@ class StageGraph:
             self._sums = dense
             # A stage with frozen weights has only the gradient that it sends, or the one that it received.
             done = tf.identity(next(iter(dense), self._gradients.get(at, seed)))
-        self._done(done)
+        self._chain.append(done)
 
     def _do_update(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
             self._state.assign(self._states, list)  # of one replica
             self._flags.append(self._update(self.sums, at))
         self._sums = None
-        self._done(self._flags[-1])
+        self._chain.append(self._flags[-1])
 
     def _send(self, tensor: tf.Tensor, direction: int, at: int) -> None:
         self._sent += self._edges.send(tensor, direction, self._number, at)
-
-    def _done(self, tensor: tf.Tensor) -> None:
-        self._chain.append(tensor)
 
 
 @never_inlined
