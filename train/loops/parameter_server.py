@@ -67,7 +67,8 @@ class AsynchronousSteps:
         self._coordinator.join()
         results = []
         for value, (at, length) in zip(pending, slices, strict=True):
-            self._workers[_worker_of(value)].done(at + length)
+            worker = tf.DeviceSpec.from_string(value._values.device).task  # that computed this remote value
+            self._workers[int(worker)].done(at + length)
             results.append(value.fetch()[:length])
         # The chief decides alone, and short calls would leave workers idle.
         return LoopResult.of_columns(np.concatenate(results), self._train_step.objective, request(0, 0))
@@ -110,11 +111,6 @@ class AsynchronousSteps:
 
     def _update(self, computed: Computed) -> tf.Tensor:
         return self._train_step.update(computed)[0]
-
-
-def _worker_of(value: Any) -> int:
-    """Return the index of the worker that computed a remote value, from the device of its tensor."""
-    return int(tf.DeviceSpec.from_string(value._values.device).task)
 
 
 def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[], tf.data.Dataset]:

@@ -49,12 +49,7 @@ class Setup:
 class Training:
     """One generation's training from step `first`, to the end or to a stop."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        first: int,
-        new_evaluation: Callable[[], Callable[[], dict[str, float]]],
-    ) -> None:
+    def __init__(self, setup: Setup, first: int, new_evaluation: Callable[[], Callable[[], dict[str, float]]]) -> None:
         """Prepare the actions. With callbacks, the model must be compiled.
 
         Args:

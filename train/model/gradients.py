@@ -43,11 +43,6 @@ class LossScale(tf.Module):
         self.good_steps = tf.Variable(0, dtype=tf.int64, **shared)
         self.skipped_steps = tf.Variable(0, dtype=tf.int64, **shared)
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether gradients overflowed at 1."""
-        return float(self.scale.numpy()) < 1
-
     def metrics(self) -> dict[str, float]:
         """Return the values that metrics report."""
         return {"loss_scale": float(self.scale.numpy()), "skipped_steps": int(self.skipped_steps.numpy())}
@@ -165,7 +160,7 @@ class GradientPolicy:
 
     def check_scale(self, step: int) -> None:
         """Raise an error if gradients overflow at any scale."""
-        if self.loss_scale is not None and self.loss_scale.exhausted:
+        if self.loss_scale is not None and float(self.loss_scale.scale.numpy()) < 1:
             raise divergence_error(
                 f"gradients overflow float16 at step {step} even at loss scale 1 (bf16 has float32's range)"
             )
@@ -207,16 +202,13 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
         return list(tensors)
     gather = _gather_of_two(replica.strategy)
     if gather is None or not _can_be_one_message(tensors):
-        return replica.all_reduce("SUM", [with_device(tensor) for tensor in tensors])
+        # What a loop returns has no device, without which TensorFlow cannot reduce it.
+        placed = [tensor if isinstance(tensor, tf.IndexedSlices) else tf.identity(tensor) for tensor in tensors]
+        return replica.all_reduce("SUM", placed)
     local_N = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
     both_2N = tf.ensure_shape(gather(local_N[tf.newaxis]), [2, *local_N.shape])
     parts = tf.split(both_2N[0] + both_2N[1], [tensor.shape.num_elements() for tensor in tensors])
     return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def with_device(tensor: Any) -> Any:
-    """Return a tensor that TensorFlow can reduce: what a loop returns has no device."""
-    return tensor if isinstance(tensor, tf.IndexedSlices) else tf.identity(tensor)
 
 
 def _gather_of_two(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor] | None:

@@ -125,10 +125,6 @@ class LayerState:
         """Specs of the contributions of a part."""
         return [_spec(variable) for variable in self.variables]
 
-    def values(self) -> list[tf.Tensor]:
-        """Return the state before the step."""
-        return [tf.convert_to_tensor(variable._value) for variable in self.variables]
-
     @contextlib.contextmanager
     def part(
         self, weights: Sequence[keras.Variable] = (), values: Sequence[tf.Tensor] = ()
@@ -142,7 +138,8 @@ class LayerState:
         if not self.variables and not weights:
             yield list
             return
-        with PartScope([*self.variables, *weights], [*self.values(), *values]) as scope:
+        before = [tf.convert_to_tensor(variable._value) for variable in self.variables]
+        with PartScope([*self.variables, *weights], [*before, *values]) as scope:
             yield lambda: [self._contribution(scope, at) for at in range(len(self.variables))]
         for refusal in scope.refusals:
             raise UsageError(refusal)
@@ -178,11 +175,8 @@ class LayerState:
         elif spec.dtype.is_floating:
             stored.assign(tf.cast(total / self._parts, stored.dtype))
         else:
-            agree = tf.debugging.assert_equal(
-                total[0] * total[0],
-                total[1] * self._parts,
-                f"{_DISAGREE} {variable.path};",
-            )
+            message = f"{_DISAGREE} {variable.path};"
+            agree = tf.debugging.assert_equal(total[0] * total[0], total[1] * self._parts, message)
             with tf.control_dependencies([agree]):
                 value = total[0] // self._parts
             if stored.dtype.is_bool:

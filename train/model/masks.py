@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -92,30 +93,23 @@ def is_counting() -> bool:
     return _counting.get()
 
 
-@contextlib.contextmanager
-def count_only() -> Iterator[None]:
+def count_only() -> AbstractContextManager[None]:
     """Make a step only count the positions of a part of its batch."""
-    with _set(_counting, True):
-        yield
+    return _set(_counting, True)
 
 
-@contextlib.contextmanager
-def of_batch(counts_O: tf.Tensor, examples: int) -> Iterator[None]:
+def of_batch(counts_O: tf.Tensor, examples: int) -> AbstractContextManager[None]:
     """Average over a batch whose unmasked positions were counted in all of its parts."""
-    with _set(_batch, (counts_O, examples)):
-        yield
+    return _set(_batch, (counts_O, examples))
 
 
-@contextlib.contextmanager
-def average_over_batch(outputs: Sequence[Any]) -> Iterator[None]:
+def average_over_batch(outputs: Sequence[Any]) -> AbstractContextManager[None]:
     """Average these outputs over the batch of `of_batch`, if there is one."""
     batch = _batch.get()
     if batch is None:
-        yield
-        return
+        return contextlib.nullcontext()
     places = {id(mask_of(output)): place for place, output in enumerate(outputs)}
-    with _set(_positions, lambda mask: tf.cast(batch[0][places[id(mask)]], tf.float32) / batch[1]):
-        yield
+    return _set(_positions, lambda mask: tf.cast(batch[0][places[id(mask)]], tf.float32) / batch[1])
 
 
 @contextlib.contextmanager
