@@ -52,7 +52,10 @@ def test_whole_calls_are_traced_until_the_steps_are_there(run, calls):
     assert not run.trace_request.exists()
 
 
-def test_another_task_s_request_is_left_alone(run, calls):
+def test_without_a_request_or_with_that_of_another_task_nothing_is_done(run, calls):
+    train(run, calls, 1, 4)
+    assert [(0, 1), (1, 4)] == calls
+    calls.clear()
     ask(run, steps=5, task="worker-0")
     train(run, calls, 1, 4)
     assert [(0, 1), (1, 4)] == calls
@@ -69,8 +72,3 @@ def test_a_profiler_that_runs_already_is_reported(run, calls, monkeypatch):
     assert [(0, 1), (1, 4)] == calls
     assert "Another profiler is running." == read_json(run.trace_answer)["error"]
     assert not run.trace_request.exists()
-
-
-def test_without_a_request_nothing_is_done(run, calls):
-    train(run, calls, 1, 4)
-    assert [(0, 1), (1, 4)] == calls
