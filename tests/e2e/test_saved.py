@@ -1,4 +1,4 @@
-"""What a run gave and saved: golden losses; restored under another strategy, exported, served; first weights of a run."""
+"""What a run gave and saved: golden losses; restored under another strategy, exported, served, trained further."""
 
 import json
 import os
