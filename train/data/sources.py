@@ -114,6 +114,8 @@ class IndexedSource(Source):
 class ArraySource(IndexedSource):
     """Examples that fit in memory."""
 
+    splits: Mapping[str, arrays.Split]
+
     @classmethod
     def from_arrays(cls, array_set: arrays.ArraySet) -> ArraySource:
         """Return the source of prepared arrays."""
@@ -132,11 +134,11 @@ class ArraySource(IndexedSource):
             files={file.path: file.sha256 for file in array_set.files},
             made_from=array_set.source_files,
             again=f"run `{COMMAND} data.prepare --name {array_set.name} --fresh`",
+            splits={"train": train, "test": test},
         )
 
     def examples(self, split: str) -> Examples:
-        assert self.arrays is not None
-        return feeds.load_examples(self.arrays.train if split == "train" else self.arrays.test)
+        return feeds.load_examples(self.splits[split])
 
 
 @dataclass(frozen=True, kw_only=True)
