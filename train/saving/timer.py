@@ -80,7 +80,6 @@ class Past:
         """Read the generations before this one, which starts at step `first`, from a run folder."""
         failed = {begun.generation for begun in run.generations() if begun.task}
         earlier = [ledger for ledger in run.ledgers() if ledger.generation < generation]
-        earlier.sort(key=lambda ledger: ledger.generation)
         numbers = [ledger.generation for ledger in earlier] + [generation]
         ended = [
             ledger
