@@ -250,7 +250,8 @@ class TrainStep:
 
 def sum_layer_losses(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return the sum of the losses of a model's layers; as in Keras, a term may have a number for each example."""
-    return tf.add_n([tf.reduce_sum(tf.cast(term, tf.float32)) for term in terms])
+    # AddN's order depends on timing.
+    return tf.reduce_sum(tf.stack([tf.reduce_sum(tf.cast(term, tf.float32)) for term in terms]))
 
 
 def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -177,7 +177,8 @@ def build_for_heads(loss: str, weights: str, classifies: Mapping[str, bool], sha
     }
 
     def total(labels: Named, outputs: Named) -> tf.Tensor:
-        return tf.add_n([head.weight * head.loss(labels[name], outputs[name]) for name, head in all_heads.items()])
+        losses = [head.weight * head.loss(labels[name], outputs[name]) for name, head in all_heads.items()]
+        return tf.reduce_sum(tf.stack(losses), 0)  # AddN's order depends on timing.
 
     objective = _scored(total, all_scores)
     reported = {f"{name}_loss": _of_head(head.loss, name) for name, head in all_heads.items()}
