@@ -47,6 +47,9 @@ AT_ONCE = 16
 PASSED_S = 0.5
 """How often to ask who has passed."""
 CONNECT_TIMEOUT_S = 2.0
+LAST_TRY_S = 5.0
+"""How long tasks that have answered before are dialed again before the rendezvous fails."""
+AGAIN = "does not answer any more"
 POLL_S = 0.02
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """The first bytes of an HTTP/2 client: the preface and empty settings (RFC 9113, 3.4)."""
@@ -84,6 +87,8 @@ class Attendance:
     """The tasks that have not reached this one."""
     received_s: float = 0.0
     """The time of the hub's last message, in seconds from the beginning."""
+    last_try_ends: float = 0.0
+    """The time until which all are dialed once more; 0 before that."""
     over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -106,6 +111,8 @@ class Attendance:
 
     def exchange(self, first: frozenset[str], waited_s: float, timeout_s: float) -> frozenset[str]:
         """Exchange the attendance with the hub; return the tasks to dial from now on, of which `first` always are."""
+        if self.last_try_ends:
+            return self.others
         if self.view is None or not self.view.hub_is_current:
             soon = len(self.others) > SMALL and waited_s - self.received_s < min(timeout_s / 4, HUB_S)
             return first if soon else self.others
@@ -118,6 +125,16 @@ class Attendance:
         if waited_s < (timeout_s / 2 if absent is None else min(timeout_s / 4, GATHER_S)):
             return first
         return self.others if absent is None else first | absent
+
+    def gives_up(self, now: float) -> bool:
+        """Return whether the rendezvous has failed, once its time is over.
+
+        If all have answered, one of them does not answer the others any more: all are dialed once more to name it.
+        """
+        if not self.missing and not self.last_try_ends:
+            self.last_try_ends = now + LAST_TRY_S
+            self.missing = dict.fromkeys(self.others, AGAIN)
+        return now >= self.last_try_ends
 
 
 def hold_rendezvous(
@@ -176,7 +193,7 @@ def hold_rendezvous(
                 raise Abandoned("the rendezvous was abandoned")
             absent = rendezvous.absent  # the last of them may have answered in between
             limit_s = patience(absent) if patience else timeout_s
-            if absent and time.monotonic() - began > limit_s:
+            if absent and (now := time.monotonic()) - began > limit_s and rendezvous.gives_up(now):
                 raise Incomplete(_describe_missing(rendezvous, absent, limit_s, explain), absent)
             time.sleep(poll_s)
         if view:  # the last may have been dialed, and others still wait until the hub reports this task
@@ -266,9 +283,9 @@ class Dialer:
         self._dialed: set[str] = set()
         self._threads = ThreadPoolExecutor(DIALERS, thread_name_prefix="dialer")
 
-    def dial(self, names: Collection[str]) -> None:
-        """Dial these tasks, too, from now on."""
-        for name in sorted(set(names) - self._dialed):
+    def dial(self, names: frozenset[str]) -> None:
+        """Dial those of these tasks that are missing from now on."""
+        for name in sorted((names & self._rendezvous.missing.keys()) - self._dialed):
             self._dialed.add(name)
             self._threads.submit(self._dial, name)
 
@@ -278,10 +295,12 @@ class Dialer:
 
     def _dial(self, name: str) -> None:
         rendezvous = self._rendezvous
-        if name not in rendezvous.missing or rendezvous.over.is_set():
-            return  # the hub may have reported it
+        if name not in rendezvous.missing or rendezvous.over.is_set():  # the hub may have reported it
+            self._dialed.discard(name)
+            return
         if not (reason := _dial(self._task, self._others[name], rendezvous.token, CONNECT_TIMEOUT_S)):
             rendezvous.missing.pop(name, None)
+            self._dialed.discard(name)
             return
         rendezvous.missing[name] = reason
         rendezvous.over.wait(self._again_s)

@@ -109,7 +109,7 @@ def hold_rendezvous(
                 return
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
-            if world.now > began + patience(missing):
+            if world.now > began + patience(missing) and mine.gives_up(world.now):
                 raise Incomplete(f"missing {sorted(missing)}", missing)
             world.sleep(POLL_S)
     finally:

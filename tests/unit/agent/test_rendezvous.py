@@ -112,6 +112,25 @@ def test_a_missing_task_is_named_with_what_else_is_known(three):
         assert f"the cluster was not complete after 0.5 s: missing worker-1 ({reason})" == str(error)
 
 
+def test_a_task_that_stopped_answering_is_named_instead_of_one_that_waits_for_it(three, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LAST_TRY_S", 0.5)
+    ended, left = threading.Event(), threading.Event()
+    waits = {"token": "run/0", "abandon": ended.is_set}  # it answers, and dials nobody
+    threading.Thread(target=rendezvous.await_turn, args=[three.task("chief")], kwargs=waits, daemon=True).start()
+
+    def patience(absent: frozenset[str]) -> float:
+        if absent == {"chief"}:
+            left.set()
+        return 1.0
+
+    leaves, stays = arrive(three, "worker-0", abandon=left.is_set), arrive(three, "worker-1", patience=patience)
+    assert isinstance(leaves.end(), rendezvous.Abandoned)
+    error = stays.end()
+    ended.set()
+    assert isinstance(error, rendezvous.Incomplete)
+    assert {"worker-0"} == error.missing
+
+
 def test_a_name_that_does_not_resolve_is_distinguished(three, monkeypatch):
     moved = tuple(replace(task, host="gone") if task.name == "worker-1" else task for task in three.tasks)
     connect = socket.create_connection
