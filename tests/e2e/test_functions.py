@@ -82,7 +82,7 @@ def train(own: Clusters, name: str, topology: str, *overrides: str) -> RunFolder
 
 
 def test_two_tasks_read_shards_of_their_own(own):
-    train(own, "streamed", "--workers=1", "--dataset", "made:streamed", "--micro-batches", "2")
+    train(own, "streamed", "--workers=1 --micro-batches=2", "--dataset", "made:streamed")
 
 
 @pytest.mark.long

@@ -1,7 +1,8 @@
 """How invoke reads a command line and shows help here.
 
-Positional arguments may be left out, a typo is refused as elsewhere, and help groups the options of `up`. invoke has no
-setting for these and a task file cannot replace the program that loads it, so public methods of its are replaced.
+Positional arguments may be left out, a typo is refused as elsewhere, and help begins with the commands and options in
+daily use. invoke has no setting for these and a task file cannot replace the program that loads it, so public methods
+of its are replaced.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from invoke import Exit, Program
 from invoke.exceptions import ParseError
 from invoke.parser import ParserContext
-from invoke.parser.context import to_flag
 from invoke.parser.parser import ParseMachine
 
 from cluster.host.options.request import OPTIONS, Group
@@ -25,6 +25,30 @@ from cluster.system.errors import EXIT_UNREAD, EXIT_USAGE
 from cluster.system.messages import COMMAND, plain
 from cluster.system.terminal import error_text
 
+DAILY = ("new", "up", "status", "logs", "stop", "down", "runs", "evaluate", "export", "doctor")
+"""The commands that help shows first."""
+DAILY_OPTIONS = (
+    *("workers", "ps", "preset", "script", "strategy", "devices", "gpus", "runtime", "precision", "micro-batches"),
+    *("checkpoint-every", "name", "resume", "detach"),
+)
+"""The options that help shows of commands such as `up`, before those of the command alone; `--help-all` shows all."""
+HELP, HELP_ALL = ("--help", "-h"), "--help-all"  # of a command, all options; of the program, all commands
+COUNTS = (
+    *("at_step", "checkpoint_every", "cpus", "faults", "limit", "minutes", "num_outputs", "rounds", "seed"),
+    *("shards", "size", "steps", "tail", "timeout", *(name for name, each in OPTIONS.items() if each.types == (int,))),
+)
+VALUES = {
+    **dict.fromkeys(COUNTS, "N"),
+    **dict.fromkeys(("features", "file", "output", "requirements", "script", "write"), "FILE"),
+    **dict.fromkeys(("fourth", "name", "other", "resume", "third"), "RUN"),
+    "env": "NAME=VALUE",
+    "filter": "KEY=VALUE",
+    "init_from": "RUN",
+    "port": "PORT",
+    "secret": "NAME=FILE",
+    "tensorboard_port": "PORT",
+}
+"""What help calls the value of an option; its own name in capitals if it is not here."""
 MUST_BE_NAMED = "must be named"
 """In the help of a positional argument that has no default."""
 OF_EVERY_TASK = ("--help", "-h", "--dry", "-R")
@@ -35,6 +59,14 @@ _LIKENESS = 0.7
 """Similarity from which another word is suggested; `--epochs` is not `--ps`."""
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
 _switch_to_context, _parse_cleanup = ParseMachine.switch_to_context, Program.parse_cleanup
+_print_help, _display = Program.print_help, Program.display_with_columns
+
+
+class _Shown:
+    """How much the help that was requested shows."""
+
+    everything = False
+    other_commands = True
 
 
 class Misuse(ParseError, Exit):  # type: ignore[misc]  # invoke has no types
@@ -53,6 +85,7 @@ def install() -> None:
     ParseMachine.handle, ParseMachine.complete_context = _handle_leniently, _complete_leniently
     ParseMachine.switch_to_context, ParseMachine.error = _switch_to_only_context, _refuse
     Program.print_task_help, Program.parse_cleanup = _print_task_help, _print_help_or_list
+    Program.print_help, Program.display_with_columns = _print_commands, _list_commands
 
 
 def has_closed_output() -> bool:
@@ -79,7 +112,12 @@ def _complete_leniently(machine: ParseMachine) -> None:
 
 
 def _handle_leniently(machine: ParseMachine, token: str) -> None:
-    asks_for_help = token in ("--help", "-h")
+    if token == HELP_ALL and machine.current_state != "unknown":  # what is unknown is read again with the tasks
+        _leave_out(machine)
+        _Shown.everything = True
+        machine.initial.flags[HELP[0]].set_value(machine.context.name or True, cast=False)
+        return
+    asks_for_help = token in HELP
     is_misspelt = token[:1] == "-" != token and not machine.waiting_for_flag_value and not _is_option(machine, token)
     if is_misspelt and token in machine.initial.flags and token not in OF_EVERY_TASK:
         raise Misuse(_unknown(machine, token), machine.context)
@@ -97,6 +135,8 @@ def _switch_to_only_context(machine: ParseMachine, name: str) -> None:
     """Refuse a second command: a word too many would run as one, whatever it deletes."""
     if task := machine.context.name:
         raise Misuse(f"{name!r} after `{task}` is a separate command; give one command on a line", machine.context)
+    if _Shown.everything:
+        machine.initial.flags[HELP[0]].value = name
     _switch_to_context(machine, name)
 
 
@@ -155,18 +195,60 @@ def _print_task_help(program: Program, name: str) -> None:
     print(" ".join([COMMAND, context.name, *words, "[OPTIONS]", *(["[-- OVERRIDES]"] if takes_request else [])]))
     width = min(shutil.get_terminal_size().columns, 120)
     print(f"\n{textwrap.fill(inspect.getdoc(program.collection[name]) or '', width)}\n")
-    if options := _grouped_help(context) if takes_request else context.help_tuples():
+    grouped = takes_request and _Shown.everything
+    names = list(context.args)
+    if takes_request:
+        names = [*(name for name in DAILY_OPTIONS if name in names), *filter(_is_of_command, names)]
+    if options := _grouped_help(context) if grouped else [_describe(context, name) for name in names]:
         print("Options:")
         program.print_columns(options)
+    if takes_request and not grouped:
+        print(f"All {len(context.args)} options, by topic: {COMMAND} {name} {HELP_ALL}")
+        print(f"Options of training, such as --epochs, follow --: {COMMAND} {name} -- --help")
+
+
+def _print_commands(program: Program) -> None:
+    """Print the help of the program: its commands in daily use, or everything after `--help-all`."""
+    if program.namespace is None or _Shown.everything:
+        _print_help(program)
+        if program.namespace is None:
+            program.list_tasks()
+        return
+    print(f"Usage: {program.binary} COMMAND [OPTIONS]\n")
+    _Shown.other_commands = False
+    program.list_tasks()
+    print(f"All commands: {program.binary} {HELP_ALL}. The options of one: {program.binary} up --help")
+
+
+def _list_commands(program: Program, pairs: Sequence[tuple[str, str]], extra: str = "") -> None:
+    daily = [pair for name in DAILY for pair in pairs if pair[0] == name]
+    if not daily:  # those of a collection
+        _display(program, pairs, extra)
+        return
+    print("Commands in daily use:\n")
+    program.print_columns(daily)
+    if _Shown.other_commands:
+        print("Other commands:\n")
+        program.print_columns([pair for pair in pairs if pair not in daily])
+
+
+def _describe(context: ParserContext, name: str) -> tuple[str, str | None]:
+    """Return an option with the name of its value, and its help."""
+    argument = context.args[name]
+    value = f"={VALUES.get(name.replace('-', '_'), name.upper())}" if argument.kind is not bool else ""
+    return f"--{name}{value}", argument.help
 
 
 def _grouped_help(context: ParserContext) -> list[tuple[str, str | None]]:
     """Return the options of a task that takes a request, and their help, under the headings of their groups."""
-    names = {group: [option.key for option in OPTIONS.values() if option.group == group] for group in Group}
-    declared = {key for keys in names.values() for key in keys}
-    names[Group.COMMAND] = [name for name in context.args if name not in declared]
     lines: list[tuple[str, str | None]] = []
-    for group, keys in names.items():
+    for group in Group:
         lines += [*([("", None)] if lines else []), (f"{group}:", None)]
-        lines += [context.help_for(to_flag(key)) for key in keys if key in context.args]
+        keys = [option.key for option in OPTIONS.values() if option.group == group]
+        names = keys if keys else filter(_is_of_command, context.args)
+        lines += [_describe(context, name) for name in names if name in context.args]
     return lines
+
+
+def _is_of_command(name: str) -> bool:
+    return name.replace("-", "_") not in OPTIONS

@@ -392,6 +392,11 @@ def check_together(request: Request, *, scripted: bool | None) -> None:
             raise UsageError(f"--{option.key} {value!r} is not a {option.name}{nearest(value, option.choices)}")
         if option.types == (int,) and value is not None:
             parse_count(option.key, value, *option.bounds)
+    if scripted is False:
+        both = {f"--{option.override}": option.key for option in OPTIONS.values() if option.override}
+        for word in request.overrides:
+            if key := both.get(word.partition("=")[0].replace("_", "-")):
+                raise UsageError(f"{word} is an option of `up`; give --{key} before --")
     met = {Needs.NEW_RUN: not request.resume, Needs.EARLIER_RUN: bool(request.resume or request.again)}
     check_needs(request, met if scripted is None else met | {Needs.TRAINER: not scripted, Needs.SCRIPT: scripted})
 

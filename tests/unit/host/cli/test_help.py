@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import tasks
+from cluster.host.cli import parsing
 from cluster.host.launch import planning
 from cluster.host.options.request import OPTIONS, Group, Request
 from cluster.system.errors import PrerequisiteError
@@ -29,6 +30,7 @@ def test_tasks_have_the_contract_s_names():
 
 def test_the_list_shows_every_task_in_a_sentence():
     lines = invoke("--list").stdout.splitlines()
+    assert list(parsing.DAILY) == [line.split()[0] for line in lines if line[:2] == "  " != line[2:4]][:10]
     assert set(ALL_TASKS) == {line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "}
     for name in ALL_TASKS:
         assert tasks.ns[name].__doc__.splitlines()[0].endswith("."), name
@@ -50,8 +52,25 @@ def test_up_and_plan_take_every_option_of_a_request():
     assert declared | {"file": "", "write": "", "json": False} == options(tasks.ns["plan"])
 
 
+def test_help_of_up_fits_on_a_screen_and_names_the_values():
+    shown = invoke("up", "--help", COLUMNS="80").stdout
+    flags = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
+    assert [*parsing.DAILY_OPTIONS, "file", "dry"] == [flag[2:].partition("=")[0] for flag in flags]
+    assert {"--workers=N", "--preset=PRESET", "--script=FILE", "--resume=RUN"} <= set(flags)
+    assert 50 > shown.count("\n")
+    assert "STRING" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("--help-all", "image.build"), ("plan --workers 1 --help-all", "--tag=TAG"), ("--help-all logs", "--tail=N")],
+)
+def test_all_of_the_help_follows_in_any_place(words, expected):
+    assert expected in invoke(*words.split()).stdout
+
+
 def test_help_lists_every_option_in_its_group():
-    shown = invoke("up", "--help", COLUMNS="80").stdout.partition("Options:\n")[2]
+    shown = invoke("up", "--help-all", COLUMNS="80").stdout.partition("Options:\n")[2]
     groups = [part.splitlines() for part in shown.strip("\n").split("\n\n")]
     assert [f"{group}:" for group in Group] == [heading.strip() for heading, *_ in groups]
     for group, (_, *lines) in zip(Group, groups, strict=True):

@@ -65,6 +65,6 @@ def test_what_cannot_be_rendered_is_refused(request_, place, option):
 
 
 def test_help_lists_what_can_be_rendered_alone():
-    output = invoke("--help", "k8s.render").stdout
+    output = invoke("--help-all", "k8s.render").stdout
     assert "--gpus-per-task" in output
     assert not [name for name in rendering.NOT_RENDERED if f"--{name.replace('_', '-')}=" in output]
