@@ -23,7 +23,7 @@ from cluster.host.cli.command_line import (
     takes_request,
     task,
 )
-from cluster.host.cli.tasks import checks, k8s, preparing, projects, reports, runs, saved_models, tour
+from cluster.host.cli.tasks import checks, k8s, preparing, projects, reports, runs, saved_models, sweeps, tour
 from cluster.host.control import foreground
 from cluster.host.launch import footprint, planning, startup
 from cluster.host.options import run_file
@@ -124,6 +124,7 @@ ns = Collection(
     test,
     up,
     plan,
+    sweeps.sweep,
     runs.status,
     runs.logs,
     runs.profile,

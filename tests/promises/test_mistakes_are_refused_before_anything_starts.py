@@ -36,7 +36,10 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message)
         (Request(script="s.py", loop="fit", checkpoint_every="5"), ["--loop and --checkpoint-every"]),
         (Request(script="s.py", precision="bf16"), ["--precision"]),
         (Request(script="s.py", bitwise_elastic=2), ["--bitwise-elastic"]),
-        (Request(overrides=("--epochs=1", "--pipeline.schedule", "1f1b")), ["--pipeline.schedule", "--schedule before"]),
+        (
+            Request(overrides=("--epochs=1", "--pipeline.schedule", "1f1b")),
+            ["--pipeline.schedule", "--schedule before"],
+        ),
         (Request(script="s.py", evaluator=True), ["--evaluator"]),
         (Request(separate_chief=True), ["--separate-chief", "--script"]),
         (Request(hang_timeout=0), ["--hang-timeout"]),

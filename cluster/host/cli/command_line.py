@@ -72,10 +72,13 @@ def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], 
     return decorate
 
 
-def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., None]], Any]:
+def takes_request(
+    *left_out: str, positional: Sequence[str] = (), **help_texts: str
+) -> Callable[[Callable[..., None]], Any]:
     """Decorator that turns a function `(c, request, ...)` into a task with the options of `Request` and its other ones.
 
-    It does not take the options of the fields `left_out`. The help texts are those of its other options.
+    It does not take the options of the fields `left_out`; those of `positional` may be given without their names. The
+    help texts are those of its other options, of which one whose default is None may be repeated.
     """
     taken = {name: option for name, option in OPTIONS.items() if name not in left_out}
 
@@ -84,6 +87,7 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
 
         @functools.wraps(body)
         def wrapped(c: Context, file: str = "", **typed: Any) -> None:
+            file = file or ""
             own_options = {parameter.name: typed.pop(parameter.name, parameter.default) for parameter in parameters}
             parsed = parse_options(**typed)
             words = _split_overrides(c)
@@ -100,12 +104,16 @@ def takes_request(*left_out: str, **help_texts: str) -> Callable[[Callable[..., 
             Parameter(option.name, Parameter.KEYWORD_ONLY, default=UNTYPED.get(option.types, ""))
             for option in taken.values()
         ]
-        file = Parameter("file", Parameter.KEYWORD_ONLY, default="")
+        file = Parameter("file", Parameter.KEYWORD_ONLY, default=None if positional else "")
         extras = [file, *(parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters)]
         wrapped.__signature__ = inspect.Signature([context, *options, *extras])  # type: ignore[attr-defined]
         return invoke.task(
             auto_shortflags=False,
-            iterable=[option.name for option in taken.values() if option.types == (list,)],
+            positional=positional,
+            iterable=[
+                *(option.name for option in taken.values() if option.types == (list,)),
+                *(parameter.name for parameter in parameters if parameter.default is None),
+            ],
             help={name: option.full_help for name, option in taken.items()} | {"file": FILE_HELP} | help_texts,
         )(report_errors(wrapped))
 

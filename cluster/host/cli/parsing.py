@@ -34,8 +34,17 @@ DAILY_OPTIONS = (
 """The options that help shows of commands such as `up`, before those of the command alone; `--help-all` shows all."""
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"  # of a command, all options; of the program, all commands
 COUNTS = (
-    *("at_step", "checkpoint_every", "cpus", "faults", "limit", "minutes", "num_outputs", "rounds", "seed"),
-    *("shards", "size", "steps", "tail", "timeout", *(name for name, each in OPTIONS.items() if each.types == (int,))),
+    *("at_step", "checkpoint_every", "cpus", "faults", "halving", "limit", "minutes", "num_outputs", "parallel"),
+    *(
+        "rounds",
+        "seed",
+        "shards",
+        "size",
+        "steps",
+        "tail",
+        "timeout",
+        *(name for name, each in OPTIONS.items() if each.types == (int,)),
+    ),
 )
 VALUES = {
     **dict.fromkeys(COUNTS, "N"),
@@ -44,6 +53,7 @@ VALUES = {
     "env": "NAME=VALUE",
     "filter": "KEY=VALUE",
     "init_from": "RUN",
+    "over": "OPTION=VALUES",
     "port": "PORT",
     "secret": "NAME=FILE",
     "tensorboard_port": "PORT",

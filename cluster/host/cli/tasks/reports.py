@@ -10,6 +10,7 @@ from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, ask_user, show, t
 from cluster.host.control import ending
 from cluster.host.launch import folders
 from cluster.host.reports import comparison, listing, page
+from cluster.host.sweep import best_first
 from cluster.host.view.columns import columns
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.files import write_text
@@ -22,13 +23,15 @@ from cluster.system.messages import COMMAND, counted, short_path, size
     filter="only runs with tag=WORD, or KEY=VALUE with a key of --sort, such as result=failed; several with commas "
     "(default: all)",
     limit="at most so many (default: all)",
+    sweep="only those of this sweep, the best score first (default: all)",
     json=JSON_HELP,
 )
-def runs(c, sort="", reverse=False, filter="", limit="", json=False):
+def runs(c, sort="", reverse=False, filter="", limit="", sweep="", json=False):
     """List all runs: result, duration, score, strategy, tasks, commit, restarts, disk use."""
     most = spec.parse_count("limit", limit, 1, 10**9) if limit else 0
     filters = [part for part in filter.split(",") if part]
-    found = listing.choose_runs(listing.list_runs(folders.runs_dir()), sort, reverse, filters, most)
+    rows = best_first(sweep) if sweep else listing.list_runs(folders.runs_dir())
+    found = listing.choose_runs(rows, sort, reverse, filters, most)
     show({"runs": found}, lambda _: listing.table_lines(found), as_json=json)
 
 

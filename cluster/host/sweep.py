@@ -1,0 +1,345 @@
+"""A sweep: a loop over `up`, which can be killed and resumed. Each trial is a run with one combination of the values.
+
+The record of a sweep names its trials; the state of each is read from its run folder. Asynchronous successive halving
+(Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2018) stops a trial that is not among the best
+third of those that have done as many steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.contract.run import claim, records
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import OutcomeState
+from cluster.contract.schema import Count, Record
+from cluster.contract.spec import check_run_name, parse_count
+from cluster.host.launch import folders, planning, teardown
+from cluster.host.options.request import OPTIONS, Request
+from cluster.host.reports import listing
+from cluster.host.view import interrupts
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UsageError
+from cluster.system.json_files import read_json_lines, write_json
+from cluster.system.messages import COMMAND, counted, short_path
+from cluster.system.paths import ROOT
+from cluster.system.terminal import print_lines
+
+ETA = 3
+"""One of so many trials continues at each rung, and each rung is so many times as far as the one before."""
+MAX_TRIALS = 1000
+MAX_PARALLEL = 64
+POLL_S = 0.5
+NOT_SWEPT = ("name", "resume", "fresh", "detach", "trust", "env", "secret", "tag", "note", "tensorboard_port")
+"""The options of `up` that have no value to draw, or that the sweep itself sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Record):
+    """A trial: the name of its run, and its values by option."""
+
+    run: str
+    values: dict[str, str]
+
+    @property
+    def note(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Record):
+    """The record of a sweep: `.sweeps/NAME/sweep.json` next to the run folders."""
+
+    name: str
+    options: tuple[str, ...]
+    """The options of `up` that all trials share, as words of a command line."""
+    overrides: tuple[str, ...]
+    """The words after `--` that all trials share."""
+    code_dir: str = ""
+    trials: tuple[Trial, ...]
+    halving: Count = 0
+    """The step of the first rung; 0 without rungs."""
+    rungs: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The loss of each run at each rung that it has reached, by step; an infinite one is `MAX`."""
+    dropped: dict[str, Count] = field(default_factory=dict)
+    """The rung at which each run was stopped that was not among the best."""
+
+
+def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
+    """Return the sweep of a request over the product of the values, after trying every value.
+
+    Raises:
+        UsageError: an axis or a value is invalid, or the sweep exists.
+    """
+    axes = [_axis(each) for each in over]
+    if not axes:
+        raise UsageError(f"a sweep needs values: {COMMAND} sweep --over optimizer.learning-rate=1e-3,1e-2")
+    if len({key for key, _ in axes}) < len(axes):
+        raise UsageError(f"--over {' --over '.join(over)}: give each option once, with all its values")
+    total = math.prod(len(values) for _, values in axes)
+    if total > MAX_TRIALS:
+        raise UsageError(f"--over {' --over '.join(over)}: {total} trials, expected at most {MAX_TRIALS}")
+    name = check_run_name(request.name or request.run_name())
+    if _record(name).exists():
+        raise UsageError(
+            f"sweep {name!r} exists; continue it with `{COMMAND} sweep --resume {name}`, or choose another"
+        )
+    trials = []
+    for number, values in enumerate(itertools.product(*(values for _, values in axes)), 1):
+        run = f"{name}-{number:0{len(str(total))}}"
+        folders.check_folder(RunFolder(folders.runs_dir() / run), resumes=False, replaces=False)
+        trials.append(Trial(run=run, values=dict(zip((key for key, _ in axes), values, strict=True))))
+    seen: set[tuple[str, str]] = set()
+    for trial in trials:
+        if set(trial.values.items()) - seen:
+            seen |= set(trial.values.items())
+            planning.plan(_requested(request, trial))
+    words, overrides = _words(request), (*request.train, *request.arguments)
+    return Sweep(
+        name=name, options=words, overrides=overrides, code_dir=request.code_dir, trials=tuple(trials), halving=halving
+    )
+
+
+def load_sweep(name: str) -> Sweep:
+    """Return the sweep of this name.
+
+    Raises:
+        UsageError: there is none.
+        DamagedError: its record is damaged.
+    """
+    if not _record(check_run_name(name)).exists():
+        known = sorted(path.parent.name for path in _record("*").parent.parent.glob("*/sweep.json"))
+        raise UsageError(
+            f"there is no sweep {name!r} in {short_path(folders.runs_dir())}; known: {', '.join(known) or 'none'}"
+        )
+    return records.read_record(_record(name), Sweep.from_json)
+
+
+def run_sweep(sweep: Sweep, parallel: int) -> int:
+    """Run every trial that has not ended, `parallel` at a time; return the exit code.
+
+    Raises:
+        Taken: another command runs this sweep.
+    """
+    with claim.hold_claim(RunFolder(_record(sweep.name).parent), "swept"):
+        _record(sweep.name).parent.mkdir(parents=True, exist_ok=True)
+        write_json(_record(sweep.name), sweep.to_json())
+        loop = _Loop(sweep, parallel)
+        try:
+            with interrupts.handled():
+                loop.run()
+        except KeyboardInterrupt:
+            loop.interrupt()
+            print_lines(f"next: {COMMAND} sweep --resume {sweep.name}")
+            return EXIT_INTERRUPTED
+    rows = best_first(sweep.name)
+    print_lines(*listing.table_lines(rows))
+    ended = {row["run"]: row["result"] for row in rows}
+    bad = [each.run for each in sweep.trials if not _is_good(ended.get(each.run), each.run in loop.sweep.dropped)]
+    print_lines(f"{counted(len(bad), 'trial')} failed: {', '.join(bad)}" if bad else f"next: {COMMAND} tensorboard")
+    return EXIT_FAILED if bad else EXIT_DONE
+
+
+def best_first(name: str) -> list[dict[str, Any]]:
+    """Return the rows of a sweep's runs as `listing` describes them, the best score first, those without one last."""
+    rows = listing.choose_runs(listing.list_runs(folders.runs_dir()), "run", False, [f"tag={name}"], 0)
+
+    def rank(row: Mapping[str, Any]) -> float:
+        if row["score"] is None:
+            return math.inf
+        return float(row["score"] if row["metric"].endswith(("loss", "error")) else -row["score"])
+
+    return sorted(rows, key=rank)
+
+
+def _is_good(result: str | None, dropped: bool) -> bool:
+    return result == OutcomeState.SUCCEEDED or (result == OutcomeState.STOPPED and dropped)
+
+
+class _Loop:
+    """The trials of a sweep, each a process of `up` or `wait` while it runs."""
+
+    def __init__(self, sweep: Sweep, parallel: int) -> None:
+        self.sweep, self._parallel = sweep, parallel
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def run(self) -> None:
+        waiting = [trial for trial in self.sweep.trials if self._command(trial)]
+        done = len(self.sweep.trials) - len(waiting)
+        print_lines(f"sweep {self.sweep.name}: {counted(len(self.sweep.trials), 'trial')}, {done} done before")
+        while waiting or self._running:
+            while waiting and len(self._running) < self._parallel:
+                self._start(waiting.pop(0))
+            for trial in self.sweep.trials:
+                if (process := self._running.get(trial.run)) is None:
+                    continue
+                if process.poll() is None:
+                    self._halve(trial)
+                else:
+                    del self._running[trial.run]
+                    print_lines(self._describe_end(trial, process.returncode))
+            time.sleep(POLL_S)
+
+    def interrupt(self) -> None:
+        """Pass an interrupt on: every trial saves and stops; a second one kills them."""
+        print_lines(f"stopping {counted(len(self._running), 'trial')}; a second Ctrl-C kills")
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                for name, process in self._running.items():
+                    if isinstance(process.args, list) and "wait" in process.args:
+                        RunFolder(folders.runs_dir() / name).request_stop(f"{COMMAND} sweep")
+                    else:
+                        process.send_signal(signal.SIGINT)
+                for process in self._running.values():
+                    process.wait()
+                return
+
+    def _command(self, trial: Trial) -> list[str]:
+        """Return the command that continues a trial; empty if it has ended."""
+        run = RunFolder(folders.runs_dir() / trial.run)
+        if not run.cluster.exists() or run.incomplete:
+            before, after = list(self.sweep.options), [*self.sweep.overrides]
+            for key, value in trial.values.items():
+                (before if _option(key) else after).append(f"--{key}={value}")
+            shared = {word.partition("=")[0] for word in before}
+            added = {"--tensorboard-port": "0", "--note": trial.note}
+            before += [f"{key}={value}" for key, value in added.items() if key not in shared]
+            return [
+                "up",
+                f"--name={trial.run}",
+                f"--tag={self.sweep.name}",
+                *before,
+                *(["--", *after] if after else []),
+            ]
+        if teardown.in_progress(run):
+            return ["wait", trial.run]
+        summary = run.load_summary()
+        if summary and (summary.state != OutcomeState.STOPPED or trial.run in self.sweep.dropped):
+            return []
+        return ["up", "--resume", trial.run, "--tensorboard-port=0"]
+
+    def _start(self, trial: Trial) -> None:
+        words = self._command(trial)
+        path = [each for each in (self.sweep.code_dir, os.environ.get("PYTHONPATH", "")) if each]
+        log = _record(self.sweep.name).with_name(f"{trial.run}.log")
+        with log.open("ab") as output:
+            self._running[trial.run] = subprocess.Popen(
+                [sys.executable, str(ROOT / "tasks.py"), *words],
+                env=os.environ | ({"PYTHONPATH": os.pathsep.join(path)} if path else {}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # a Ctrl-C of the terminal reaches it through `interrupt` alone
+            )
+        print_lines(f"{trial.run}: {trial.note}")
+
+    def _describe_end(self, trial: Trial, code: int) -> str:
+        run = RunFolder(folders.runs_dir() / trial.run)
+        log = short_path(_record(self.sweep.name).with_name(f"{trial.run}.log"))
+        if not run.cluster.exists():
+            return f"{trial.run}: did not start, exit code {code}; see {log}"
+        row = listing.describe_run(run)
+        score = "" if row["score"] is None else f", {row['metric']} {row['score']:.4f}"
+        if step := self.sweep.dropped.get(trial.run):
+            return f"{trial.run}: stopped at step {step}, not among the best third"
+        return f"{trial.run}: {row['result']}{score}" + ("" if code == EXIT_DONE else f"; see {log}")
+
+    def _halve(self, trial: Trial) -> None:
+        """Stop a trial at a rung unless it is among the best there."""
+        run = RunFolder(folders.runs_dir() / trial.run)
+        if not self.sweep.halving or trial.run in self.sweep.dropped or run.incomplete:
+            return
+        rows = list(read_json_lines(run.metrics("chief")))
+        newest = max((row["step"] for row in rows), default=-1)
+        rung = self.sweep.halving
+        while rung <= newest:
+            reached = self.sweep.rungs.get(str(rung), {})
+            if trial.run not in reached:
+                reached = reached | {trial.run: loss_at(rows, rung)}
+                is_good = is_among_best(reached, trial.run)
+                dropped = {} if is_good else {trial.run: rung}
+                self.sweep = replace(
+                    self.sweep, rungs=self.sweep.rungs | {str(rung): reached}, dropped=self.sweep.dropped | dropped
+                )
+                write_json(_record(self.sweep.name), self.sweep.to_json())
+                if not is_good:
+                    run.request_stop(f"{COMMAND} sweep")
+                    return
+            rung *= ETA
+
+
+MAX = 1e30
+"""A loss that is not finite, in a record."""
+
+
+def loss_at(rows: Sequence[Mapping[str, Any]], rung: int) -> float:
+    """Return the newest loss of an evaluation up to a step; without an evaluation the newest logged one."""
+    until = [row for row in rows if row["step"] <= rung]
+    found = [row[name] for name in ("eval_loss", "loss") for row in reversed(until) if name in row]
+    loss = found[0] if found else MAX
+    return loss if loss is not None and math.isfinite(loss) else MAX
+
+
+def is_among_best(reached: Mapping[str, float], run: str) -> bool:
+    """Whether a run is among the best third of those that have reached a rung, by their losses."""
+    return reached[run] < MAX and sorted(reached.values()).index(reached[run]) < math.ceil(len(reached) / ETA)
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    """Return the option and the values of `OPTION=VALUE,VALUE`."""
+    key, equals, values = text.removeprefix("--").replace("_", "-").partition("=")
+    values = text.partition("=")[2]
+    found = [value for value in values.split(",") if value]
+    if not key or not equals or not found:
+        raise UsageError(f"--over {text!r}: expected OPTION=VALUE,VALUE, such as optimizer.learning-rate=1e-3,1e-2")
+    option = OPTIONS.get(key.replace("-", "_"))
+    if option and (option.name in NOT_SWEPT or option.types == (bool,)):
+        raise UsageError(f"--over {text!r}: --{option.key} has no values to compare; give it for all trials")
+    return key, found
+
+
+def _option(key: str) -> bool:
+    return key.replace("-", "_") in OPTIONS
+
+
+def _requested(request: Request, trial: Trial) -> Request:
+    """Return the request of one trial."""
+    fields: dict[str, Any] = {"name": trial.run, "resume": ""}
+    words = []
+    for key, value in trial.values.items():
+        if _option(key):
+            option = OPTIONS[key.replace("-", "_")]
+            fields[option.name] = parse_count(key, value, *option.bounds) if option.types == (int,) else value
+        else:
+            words.append(f"--{key}={value}")
+    return replace(request, **fields, overrides=(*request.arguments, *words))
+
+
+def _words(request: Request) -> tuple[str, ...]:
+    """Return the options of a request as words of a command line, but for its name."""
+    words: list[str] = []
+    for option in OPTIONS.values():
+        value = getattr(request, option.name)
+        if option.name in ("name", "resume", "fresh", "detach", "trust") or not request.is_given(option.name):
+            continue
+        if option.types == (bool,):
+            words.append(f"--{option.key}")
+        elif option.types == (list,):
+            words += [f"--{option.key}={each}" for each in value]
+        else:
+            words.append(f"--{option.key}={value}")
+    return tuple(words)
+
+
+def _record(name: str) -> Path:
+    return folders.runs_dir() / ".sweeps" / name / "sweep.json"
