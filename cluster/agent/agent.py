@@ -294,7 +294,8 @@ class Agent:
         if facts.finding:
             self._report_finding(facts.finding, attempt, facts.end)
         if facts.phase is Phase.RUNNING and facts.code is not None and facts.scripted:
-            ended = TaskState.DONE if facts.code == 0 else TaskState.FAILED
+            finished = TaskState.STOPPED if facts.stop_requested else TaskState.DONE
+            ended = finished if facts.code == 0 else TaskState.FAILED
             attempt.heartbeat.update(state=ended, exit_code=as_exit_code(facts.code))
         match action:
             case BareAction.START:

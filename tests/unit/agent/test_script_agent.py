@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent, task_process
+from cluster.agent import agent, decide, task_process
+from cluster.agent.decide import STOP_RUN, EndRun, Phase
 from cluster.agent.run_view import RunView
+from cluster.contract.run.records import OutcomeState
 from cluster.contract.run.summary_records import Summary
 from cluster.host.control import foreground
 from cluster.host.launch.user_files import lay_out
@@ -191,6 +193,16 @@ def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(
 
 
 # Stops
+
+
+@pytest.mark.parametrize(("worker", "action"), [("done", EndRun(OutcomeState.SUCCEEDED)), ("stopped", STOP_RUN)])
+def test_a_stop_that_only_another_host_sees_is_no_success(make_run, worker, action):
+    run = make_run(workers=1)
+    chief = agent.Agent(RunView(run), "chief", [], 1.0, kind=task_process.Script)._attempt_in(0)
+    for task, state in (("chief", "done"), ("worker-0", worker)):
+        write_json(run.status(task), {"task": task, "state": state, "generation": 0, "updated_at": time.time()})
+    chief.begin(Phase.DONE)
+    assert action == decide.decide(chief.observe())
 
 
 @pytest.mark.parametrize("on_sigterm", ["signal.SIG_DFL", "lambda *_: sys.exit('saved')"])
