@@ -7,6 +7,7 @@ of its are replaced.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import os
@@ -20,6 +21,7 @@ from invoke.exceptions import ParseError
 from invoke.parser import ParserContext
 from invoke.parser.parser import ParseMachine
 
+from cluster.host.cli import completion
 from cluster.host.options.request import OPTIONS, Group
 from cluster.system.errors import EXIT_UNREAD, EXIT_USAGE
 from cluster.system.messages import COMMAND, plain
@@ -186,6 +188,13 @@ def _print_help_or_list(program: Program) -> None:
     """Print the help or the list of tasks if either is requested; a reader that closes the pipe ends it quietly."""
     ended: Exit | None = None
     try:
+        if program.args.complete.value:
+            if found := _complete(program):
+                print("\n".join(found))
+                raise Exit
+            with contextlib.suppress(ValueError):  # an open quote
+                _parse_cleanup(program)
+            raise Exit
         _parse_cleanup(program)
     except Exit as error:
         ended = error
@@ -193,6 +202,10 @@ def _print_help_or_list(program: Program) -> None:
         ended = Exit(code=EXIT_UNREAD)
     if ended:
         raise Exit(code=EXIT_UNREAD) if has_closed_output() else ended
+
+
+def _complete(program: Program) -> list[str]:
+    return completion.find_candidates(program.collection, program.parser.contexts, program.core.remainder)
 
 
 def _print_task_help(program: Program, name: str) -> None:

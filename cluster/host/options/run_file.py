@@ -184,18 +184,19 @@ def _words(table: Mapping[str, Any], parent: str, path: Path) -> Iterator[str]:
 
 def _overridden(words: Sequence[str], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a configuration that words of a command line set, each with its value."""
-    fields = dict(_flat(config))
+    fields = dict(flatten(config))
     typed = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
     names = [name.replace("_", "-") for name in typed]
     names = [name if name in fields else name.removeprefix("no-") for name in names]
     return {name: fields[name] for name in names if name in fields}
 
 
-def _flat(config: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(config: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a configuration as options are named, `part.field`, each with its value."""
     for name, value in config.items():
         key = parent + name.replace("_", "-")
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{key}.")
+            yield from flatten(value, f"{key}.")
         else:
             yield key, value
 
