@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -27,6 +28,8 @@ KEPT_LINES = 1000
 """Enough for a traceback and its message, in which TensorFlow may print a whole node."""
 KEPT_CHARACTERS = 2000
 
+MARK_S = 5.0
+"""How often the time is noted at which a log had which size, for `logs --since`."""
 LAST_BYTES = 4096
 """Enough for the last line of a log."""
 
@@ -38,6 +41,8 @@ GAP = b"... some output was left out here ...\n"
 
 _appending = threading.Lock()
 """A task's program and its standby process share a log."""
+_marked_at: dict[Path, float] = {}
+"""When the time was last noted for a log."""
 
 
 def copy_output(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...] = ()) -> None:
@@ -81,11 +86,25 @@ def append_output(log: Path, data: bytes) -> None:
     """Append to a log. A full disk must not hold up the program."""
     with _appending, contextlib.suppress(OSError):
         with open_file(log, "ab") as file:
+            _mark(log, file)
             file.write(data)
             file.flush()
             size = os.fstat(file.fileno()).st_size
         if size >= PART_BYTES:
             _begin_part(log)
+
+
+def _mark(log: Path, file: IO[bytes]) -> None:
+    """Note the size of a log before its next output, unless that was done a moment ago."""
+    if time.monotonic() - _marked_at.get(log, -MARK_S) >= MARK_S:
+        _marked_at[log] = time.monotonic()
+        status = os.fstat(file.fileno())
+        with open_file(_marks(log), "ab") as marks:
+            marks.write(f"{time.time():.1f} {status.st_ino} {status.st_size}\n".encode())
+
+
+def _marks(log: Path) -> Path:
+    return log.with_name(f"{log.name}.marks")
 
 
 def _begin_part(log: Path) -> None:
@@ -140,6 +159,24 @@ class LogReader:
             self._offsets = {key: self._offsets.get(key, 0) for key in opened}
             for at, (key, file) in enumerate(reversed(opened.items()), start=1):
                 yield from self._read_on(key, file, ended or at < len(opened))
+
+    def skip_until(self, since: float) -> None:
+        """Leave out what was printed before a time in seconds since the epoch, but for some seconds."""
+        start = None
+        with contextlib.suppress(OSError), open_file(_marks(self._log), "rb") as marks:
+            for line in iter(lambda: marks.readline(LINE_BYTES), b""):  # a task may write anything there
+                with contextlib.suppress(ValueError):
+                    at, inode, size = line.split()
+                    if float(at) >= since - MARK_S:
+                        start = int(inode), int(size)
+                        break
+        for path in _parts(self._log):
+            with contextlib.suppress(OSError), open_file(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                is_first = start is not None and status.st_ino == start[0]
+                self._offsets[status.st_dev, status.st_ino] = start[1] if start and is_first else status.st_size
+                if is_first:
+                    return
 
     def _read_on(self, key: tuple[int, int], file: IO[bytes], ended: bool) -> Iterator[bytes]:
         size = os.fstat(file.fileno()).st_size

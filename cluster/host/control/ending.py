@@ -19,7 +19,7 @@ from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, TimedOut
 from cluster.system.messages import COMMAND, plain, short_path
 from cluster.system.terminal import error_text, print_lines
 
-UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
@@ -93,11 +93,11 @@ class _Failures:
         return True
 
 
-def parse_age(text: str) -> float:
+def parse_age(text: str, option: str = "older") -> float:
     """Return the seconds of an age such as `7d`, `12h`, `30m` or `2w`."""
-    match = re.fullmatch(r"([0-9]{1,6})([mhdw])", text.strip())
+    match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
     if not match:
-        raise UsageError(f"--older {text!r}: expected a number with m, h, d or w behind it, such as 7d")
+        raise UsageError(f"--{option} {text!r}: expected a number with s, m, h, d or w behind it, such as 7d")
     return float(match[1]) * UNITS[match[2]]
 
 

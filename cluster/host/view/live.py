@@ -130,16 +130,21 @@ def new_lines(reader: LogReader, *, ended: bool, terminal: bool, styled: bool = 
             yield "".join(part if at % 2 else plain(part) for at, part in enumerate(_STYLED.split(line)))
 
 
-def print_logs(run: RunFolder, names: list[str], *, follow: bool, last: int | None = None) -> None:
+def print_logs(
+    run: RunFolder, names: list[str], *, follow: bool, last: int | None = None, since: float | None = None
+) -> None:
     """Print what some tasks' programs printed, each line behind its task's name where there are several.
 
-    It begins with the `last` lines of each, or with all. Progress bars are shown in their last state. In a terminal
-    colours are kept and TensorFlow's start-up messages left out.
+    It begins with the `last` lines of each, or with all, and at the time `since`. Progress bars are shown in their last
+    state. In a terminal colours are kept and TensorFlow's start-up messages left out.
     """
     terminal = sys.stdout.isatty()
     coloured = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = max(len(name) for name in names)
     readers, silent = {name: LogReader(run.log(name)) for name in names}, set(names)
+    if since is not None:
+        for reader in readers.values():
+            reader.skip_until(since)
     while True:
         # Before reading: what was printed until then is still shown.
         ended = not follow or run.load_summary() is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from cluster.host.runtime import registry, tensorboard
 from cluster.host.view.columns import MIN_ROOM, bar, chosen_columns, columns, plain_lines, sparkline
 from cluster.system.messages import plain, shortened
 from cluster.system.terminal import WIDE, fit, terminal_width
+
+METRIC = re.compile(r"(\w+): (-?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?!\S)")
+"""A metric in Keras's progress, such as `val_loss: 0.4321`."""
 
 
 def read_status(
@@ -41,7 +45,10 @@ def read_status(
     port = tensorboard.running_port(run.path.parent) if with_board else None
     script = config.get("script")
     reporting = any(beat.state not in (TaskState.LOST, *FINAL_STATES) for beat in beats.values())
-    printed = {"printed": {task.name: last_line(run.log(task.name)) for task in spec.tasks}} if script else {}
+    printed: dict[str, Any] = {}
+    if script:
+        lines = {task.name: last_line(run.log(task.name)) for task in spec.tasks}
+        printed = {"printed": lines, "metrics": {name: _logged_metrics(line) for name, line in lines.items()}}
     return {
         "run": run.name,
         "state": final_state(run) or chief.state,
@@ -61,6 +68,11 @@ def read_status(
         "queued": "" if summary or reporting else registry.find_runtime(run).scheduler_status(run),
         "tasks": [beats[task.name].to_json() for task in spec.tasks if task.name in beats],
     }
+
+
+def _logged_metrics(line: str) -> dict[str, float]:
+    """Return the metrics in a line of Keras's progress; empty for any other line."""
+    return {name: float(value) for name, value in METRIC.findall(line)} if "loss: " in line else {}
 
 
 def chief_loss(value: dict[str, Any]) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from invoke import Exit
 
 from cluster.contract import spec
@@ -36,14 +38,16 @@ def status(c, run=None, watch=False, json=False):
     run=RUN_HELP,
     follow="continue until the run ends (default: no)",
     tail="begin with the last lines, so many of each task (default: with the first)",
+    since="only what was printed in this time until now, such as 30s, 10m or 2h (default: everything)",
 )
-def logs(c, task=None, run="", follow=False, tail=""):
+def logs(c, task=None, run="", follow=False, tail="", since=""):
     """Show what the tasks' programs printed."""
     last = spec.parse_count("tail", tail, 0, 10**9) if tail else None
+    begin = time.time() - ending.parse_age(since, "since") if since else None
     folder = folders.find_run(run)
     cluster = folder.load_cluster()
     names = [cluster.task(task).name] if task else [member.name for member in cluster.tasks]
-    print_logs(folder, names, follow=follow, last=last)
+    print_logs(folder, names, follow=follow, last=last, since=begin)
 
 
 @task(

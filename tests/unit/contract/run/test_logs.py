@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import tracemalloc
+import types
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ def test_of_a_log_without_end_the_beginning_and_the_end_are_kept(log, monkeypatc
     monkeypatch.setattr(logs, "PART_BYTES", 1000)
     for number in range(1000):
         logs.append_output(log, b"line %d\n" % number)
-    assert {"chief.log", "chief.log.first", "chief.log.previous"} == {path.name for path in log.parent.iterdir()}
+    names = {"chief.log", "chief.log.first", "chief.log.previous", "chief.log.marks"}
+    assert names == {path.name for path in log.parent.iterdir()}
     lines = read(LogReader(log))
     at = lines.index(GAP.strip())
     numbers = [int(line.split()[1]) for line in lines[:at]]
@@ -92,6 +94,22 @@ def test_whoever_follows_a_log_misses_and_repeats_nothing(log, monkeypatch):
         seen += read(reader, ended=False)
     lines = [line for line in seen if line != GAP.strip()]
     assert [b"line %d" % number for number in range(1, 15 * 36 + 1)] == lines
+
+
+@pytest.mark.parametrize("part_bytes", [2**20, 40])
+def test_a_log_is_read_from_a_time_on(log, monkeypatch, part_bytes):
+    monkeypatch.setattr(logs, "PART_BYTES", part_bytes)
+    now = 1000.0
+    monkeypatch.setattr(logs, "time", types.SimpleNamespace(time=lambda: now, monotonic=lambda: now))
+    for _ in range(20):
+        logs.append_output(log, b"%d\n" % now)
+        now += 7.0
+    for since in (1000.0, 1050.0, 1105.5, 1133.0, now + 10):
+        reader = LogReader(log)
+        reader.skip_until(since)
+        times = [int(line) for line in read(reader) if line != GAP.strip()]
+        assert [at for at in range(1000, int(now), 7) if at >= since][-5:] == [at for at in times if at >= since][-5:]
+        assert all(at >= since - logs.MARK_S for at in times)
 
 
 def test_half_a_line_is_shown_once_it_is_whole_or_the_last(log):

@@ -39,7 +39,9 @@ def old(make_run) -> MakeRun:
 clean = functools.partial(exit_code, "clean")
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("7d", 604800), ("12h", 43200), ("30m", 1800), (" 2w ", 1209600)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("7d", 604800), ("12h", 43200), ("30m", 1800), (" 2w ", 1209600), ("9s", 9)]
+)
 def test_ages(text, seconds):
     assert seconds == ending.parse_age(text)
 

@@ -8,6 +8,7 @@ from cluster.contract.results import summary
 from cluster.contract.run.summary_records import Summary
 from cluster.host.control import foreground
 from cluster.host.runtime import tensorboard
+from cluster.host.view import status
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.status import progress, read_status, status_table
 from cluster.system.json_files import read_json, write_json
@@ -149,3 +150,16 @@ def test_a_run_that_claims_to_start_after_its_end_took_no_time(run):
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"time": time.time() + 60})
     run.end("succeeded")
     assert 0.0 == summary.write_summary(run, settle_s=0).wall_s
+
+
+@pytest.mark.parametrize(
+    ("line", "metrics"),
+    [
+        ("1875/1875 - 3s - 2ms/step - accuracy: 0.91 - loss: 3.2e-01", {"accuracy": 0.91, "loss": 0.32}),
+        ("12/60 [==>...] - ETA: 2s - loss: 2.3026 - val_loss: -1", {"loss": 2.3026, "val_loss": -1.0}),
+        ("epoch: 3", {}),
+        ("", {}),
+    ],
+)
+def test_the_metrics_of_a_script_are_those_that_keras_prints(line, metrics):
+    assert metrics == status._logged_metrics(line)
