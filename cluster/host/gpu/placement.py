@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.contract.run.launch_records import GPUS
-from cluster.contract.spec import ClusterSpec, Role
+from cluster.contract.spec import ClusterSpec, Role, parse_count
 from cluster.host.gpu.devices import Gpu, Machine
 from cluster.system.errors import UsageError
 from cluster.system.messages import counted
@@ -89,8 +89,8 @@ def parse_gpus(gpus: str) -> GpuRequest | None:
         return None
     if gpus == "all":
         return request
-    if re.fullmatch(r"[1-9][0-9]{0,3}", gpus) and int(gpus) <= MAX_GPUS:
-        return replace(request, count=int(gpus))
+    if re.fullmatch(r"[1-9][0-9]*", gpus):
+        return replace(request, count=parse_count("gpus", gpus, 1, MAX_GPUS))
     ids = gpus.removesuffix(",").split(",")
     if not all(re.fullmatch(r"0|[1-9][0-9]{0,3}|MIG-[0-9A-Za-z/-]+", part) for part in ids) or gpus == "0":
         raise UsageError(
