@@ -140,8 +140,13 @@ def build_by_name(loss: str, *, classifies: bool, shapes: Shapes | None = None) 
         loss: a key of `LOSSES`, or a reference `package.module:function` to a function of the form `PerPosition`.
         classifies: whether the labels are classes, in which case the score is the accuracy.
         shapes: None for the shapes that a built-in loss requires.
+
+    Raises:
+        UsageError: the loss is for classes, and the labels are not.
     """
     function = _loss(loss)
+    if loss == "sparse_categorical_crossentropy" and not classifies:
+        raise UsageError(f"--loss {loss} takes classes, and the labels are not whole numbers; use {_usual_loss(False)}")
     return Objective(function, *(_score(classifies, shapes) or (function, DATA_LOSS)))
 
 

@@ -79,7 +79,6 @@ def check_parts(
         if config.loop == "fit" and not config.needs_tf_keras(strategy):
             fit_model.check_optimizers(model, replicas)
     _check_ranges(config, model, source)
-    _check_logits(config, model, source.feature_shape, cut=bool(stages))
     if getattr(model, "compiled", False):
         print(
             f"warning: --model {config.model!r} is compiled, which has no effect: name optimizer, loss and metrics by "
@@ -90,6 +89,7 @@ def check_parts(
     shapes = source.label_shape, models.output_shapes(outputs)
     objectives.check_outputs(config, source.num_outputs, shapes)
     objective = objectives.build_configured(config, classifies=source.classifies, shapes=lambda: shapes)
+    _check_logits(config, model, source.feature_shape, cut=bool(stages))
     if stages and objectives.DATA_LOSS in objective.score_name:  # not even the last stage knows the shapes
         raise UsageError(
             f"--strategy pipeline: no score compares the outputs of --model {config.model!r} with the labels"
