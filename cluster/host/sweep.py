@@ -23,12 +23,13 @@ from typing import Any
 from cluster.contract.run import claim, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import OutcomeState
-from cluster.contract.schema import Count, Record
+from cluster.contract.schema import Count, Number, Record
 from cluster.contract.spec import check_run_name, parse_count
 from cluster.host.launch import folders, planning, teardown
 from cluster.host.options.request import OPTIONS, Request
 from cluster.host.reports import listing
 from cluster.host.view import interrupts
+from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UsageError
 from cluster.system.json_files import read_json_lines, write_json
 from cluster.system.messages import COMMAND, counted, short_path
@@ -40,6 +41,8 @@ ETA = 3
 MAX_TRIALS = 1000
 MAX_PARALLEL = 64
 POLL_S = 0.5
+MAX = 1e30
+"""A loss that is not finite, in a record."""
 NOT_SWEPT = ("name", "resume", "fresh", "detach", "trust", "env", "secret", "tag", "note", "tensorboard_port")
 """The options of `up` that have no value to draw, or that the sweep itself sets."""
 
@@ -69,8 +72,8 @@ class Sweep(Record):
     trials: tuple[Trial, ...]
     halving: Count = 0
     """The step of the first rung; 0 without rungs."""
-    rungs: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The loss of each run at each rung that it has reached, by step; an infinite one is `MAX`."""
+    rungs: dict[str, dict[str, Number]] = field(default_factory=dict)
+    """The loss of each run at each rung that it has reached, by step."""
     dropped: dict[str, Count] = field(default_factory=dict)
     """The rung at which each run was stopped that was not among the best."""
 
@@ -145,7 +148,12 @@ def run_sweep(sweep: Sweep, parallel: int) -> int:
     rows = best_first(sweep.name)
     print_lines(*listing.table_lines(rows))
     ended = {row["run"]: row["result"] for row in rows}
-    bad = [each.run for each in sweep.trials if not _is_good(ended.get(each.run), each.run in loop.sweep.dropped)]
+    good = {OutcomeState.SUCCEEDED}
+    bad = [
+        trial.run
+        for trial in sweep.trials
+        if ended.get(trial.run) not in (good | {OutcomeState.STOPPED} if trial.run in loop.sweep.dropped else good)
+    ]
     print_lines(f"{counted(len(bad), 'trial')} failed: {', '.join(bad)}" if bad else f"next: {COMMAND} tensorboard")
     return EXIT_FAILED if bad else EXIT_DONE
 
@@ -160,10 +168,6 @@ def best_first(name: str) -> list[dict[str, Any]]:
         return float(row["score"] if row["metric"].endswith(("loss", "error")) else -row["score"])
 
     return sorted(rows, key=rank)
-
-
-def _is_good(result: str | None, dropped: bool) -> bool:
-    return result == OutcomeState.SUCCEEDED or (result == OutcomeState.STOPPED and dropped)
 
 
 class _Loop:
@@ -208,19 +212,14 @@ class _Loop:
         """Return the command that continues a trial; empty if it has ended."""
         run = RunFolder(folders.runs_dir() / trial.run)
         if not run.cluster.exists() or run.incomplete:
-            before, after = list(self.sweep.options), [*self.sweep.overrides]
+            before, after = (
+                ["--tensorboard-port=0", f"--note={trial.note}", *self.sweep.options],
+                [*self.sweep.overrides],
+            )
             for key, value in trial.values.items():
                 (before if _option(key) else after).append(f"--{key}={value}")
-            shared = {word.partition("=")[0] for word in before}
-            added = {"--tensorboard-port": "0", "--note": trial.note}
-            before += [f"{key}={value}" for key, value in added.items() if key not in shared]
-            return [
-                "up",
-                f"--name={trial.run}",
-                f"--tag={self.sweep.name}",
-                *before,
-                *(["--", *after] if after else []),
-            ]
+            words = ["up", f"--name={trial.run}", f"--tag={self.sweep.name}", *before]  # of an option the last counts
+            return [*words, "--", *after] if after else words
         if teardown.in_progress(run):
             return ["wait", trial.run]
         summary = run.load_summary()
@@ -240,6 +239,7 @@ class _Loop:
                 stdout=output,
                 stderr=output,
                 process_group=0,  # a Ctrl-C of the terminal reaches it through `interrupt` alone
+                preexec_fn=processes.die_with_parent,  # its run continues without it
             )
         print_lines(f"{trial.run}: {trial.note}")
 
@@ -278,10 +278,6 @@ class _Loop:
             rung *= ETA
 
 
-MAX = 1e30
-"""A loss that is not finite, in a record."""
-
-
 def loss_at(rows: Sequence[Mapping[str, Any]], rung: int) -> float:
     """Return the newest loss of an evaluation up to a step; without an evaluation the newest logged one."""
     until = [row for row in rows if row["step"] <= rung]
@@ -297,10 +293,9 @@ def is_among_best(reached: Mapping[str, float], run: str) -> bool:
 
 def _axis(text: str) -> tuple[str, list[str]]:
     """Return the option and the values of `OPTION=VALUE,VALUE`."""
-    key, equals, values = text.removeprefix("--").replace("_", "-").partition("=")
-    values = text.partition("=")[2]
-    found = [value for value in values.split(",") if value]
-    if not key or not equals or not found:
+    name, _, values = text.removeprefix("--").partition("=")
+    key, found = name.replace("_", "-"), [value for value in values.split(",") if value]
+    if not key or not found:
         raise UsageError(f"--over {text!r}: expected OPTION=VALUE,VALUE, such as optimizer.learning-rate=1e-3,1e-2")
     option = OPTIONS.get(key.replace("-", "_"))
     if option and (option.name in NOT_SWEPT or option.types == (bool,)):
