@@ -212,14 +212,21 @@ class _Loop:
         """Return the command that continues a trial; empty if it has ended."""
         run = RunFolder(folders.runs_dir() / trial.run)
         if not run.cluster.exists() or run.incomplete:
-            before, after = (
-                ["--tensorboard-port=0", f"--note={trial.note}", *self.sweep.options],
-                [*self.sweep.overrides],
-            )
-            for key, value in trial.values.items():
-                (before if _option(key) else after).append(f"--{key}={value}")
-            words = ["up", f"--name={trial.run}", f"--tag={self.sweep.name}", *before]  # of an option the last counts
-            return [*words, "--", *after] if after else words
+            typed = [word.partition("=") for word in self.sweep.options]
+            options = {"--tensorboard-port": ["0"], "--note": [trial.note]}
+            options |= {key: [value for name, _, value in typed if name == key] for key, _, _ in typed}
+            options |= {f"--{key}": [value] for key, value in trial.values.items() if _option(key)}
+            words = [f"{key}={value}" if value else key for key, values in options.items() for value in values]
+            after = [f"--{key}={value}" for key, value in trial.values.items() if not _option(key)]
+            return [
+                "up",
+                f"--name={trial.run}",
+                f"--tag={self.sweep.name}",
+                *words,
+                "--",
+                *self.sweep.overrides,
+                *after,
+            ]
         if teardown.in_progress(run):
             return ["wait", trial.run]
         summary = run.load_summary()
