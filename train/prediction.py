@@ -66,7 +66,6 @@ def show_outputs(outputs: Any, names: Sequence[str] | None) -> list[str]:
 
 
 def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Read one example, a tensor for each input of the model."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

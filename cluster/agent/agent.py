@@ -200,7 +200,6 @@ class Agent:
         return create_program(self._kind, self._command, environment, self.run.folder, self.task)
 
     def _record_processes(self, program: TaskProcess) -> None:
-        """Record the processes of this task for the injection of faults."""
         if program.pid:
             with contextlib.suppress(OSError):  # a full disk
                 pids = {"agent": os.getpid(), "program": program.pid}
@@ -277,7 +276,6 @@ class Agent:
         return True
 
     def _watch(self, attempt: Attempt) -> None:
-        """Observe, decide and act, until nothing is left to decide in this attempt."""
         while True:
             facts = attempt.observe()
             if not self._execute(decide.decide(facts), facts, attempt):
@@ -317,7 +315,6 @@ class Agent:
         return facts.phase is Phase.DONE  # until the folder shows what was recorded
 
     def _end_generation(self, action: Action, attempt: Attempt) -> None:
-        """Begin the next generation or attempt, or end the run."""
         generation = attempt.generation
         match action:
             case RestartAlone(end):
@@ -370,7 +367,6 @@ class Agent:
         return True
 
     def _act_on_training(self, attempt: Attempt) -> None:
-        """Report that the program trains again, and keep its standby process."""
         state = attempt.state
         evaluates = self.task.role == Role.EVALUATOR and state == TaskState.EVALUATING
         if self._resuming and (state == TaskState.TRAINING or evaluates):

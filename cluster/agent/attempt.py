@@ -160,7 +160,6 @@ class Attempt:
         return replace(facts, grace_is_over=0.0 < self.grace_ends < time.monotonic())
 
     def _with_finding(self, facts: Facts, finding: Stall, *, stopped: bool = False) -> Facts:
-        """Add a finding, and the failure that it shows."""
         if finding.kind == "late":
             return replace(facts, finding=finding)
         kind = EXTERNAL if stopped or finding.kind == "silent" else PROGRAM_FAILURE
@@ -171,7 +170,6 @@ class Attempt:
         )
 
     def _end_of(self, program: TaskProcess, code: int) -> End:
-        """Return the record of the program's end."""
         out_of_memory = self._memory_kills.include(program, code, self._standby.kills)
         member = self.task in self.spec.members
         lost_contact = code == EXIT_PEER_LOST and member and not self.scripted

@@ -245,7 +245,6 @@ class Server:
         self._flush(peer)
 
     def _flush(self, peer: PeerConnection) -> None:
-        """Send as much as the connection takes; the rest waits until it takes more."""
         try:
             while peer.channel.unsent:
                 del peer.channel.unsent[: peer.connection.send(peer.channel.unsent)]

@@ -253,7 +253,6 @@ def _while_running(facts: Facts) -> Action:
 
 
 def _after_finding(facts: Facts, finding: Stall) -> Action:
-    """Return the response to a task that is alive but does nothing, or that never joined the generation."""
     if finding.kind == "late":
         return _fail(EXIT_TIMEOUT, finding.cause, finding.task)
     assert facts.end
@@ -265,7 +264,6 @@ def _after_finding(facts: Facts, finding: Stall) -> Action:
 
 
 def _after_program(facts: Facts) -> Action:
-    """Return the response to the end of the program."""
     assert facts.end
     assert facts.code is not None
     if facts.scripted:

@@ -317,7 +317,6 @@ class HubClient:
                 self._await(left_s)
 
     def _await(self, seconds: float, *clients: Client) -> bool:
-        """Wait until one of these can be read, or a message is to be sent."""
         poll = select.poll()
         for each in [self._woken.fileno(), *(client.fileno() for client in clients)]:
             poll.register(each, select.POLLIN)
@@ -328,7 +327,6 @@ class HubClient:
         return any(each.fileno() in ready for each in clients)
 
     def _exchange_messages(self, hub: Invitation) -> None:
-        """Exchange messages with the hub until the connection breaks."""
         with Client((hub.host, hub.port), joining.run_token(self._run), self._task, CONNECT_S) as connection:
             received_at = looked = sent_at = time.monotonic()
             looked -= LOOK_S

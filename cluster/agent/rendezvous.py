@@ -366,7 +366,6 @@ def open_task_listener(
 
 
 def _obstacle(task: Task, error: OSError) -> ClusterError:
-    """Return the error to raise if waiting does not help."""
     problem = f"{task.name} cannot listen on {task.address}: {error.strerror or error}"
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return TimedOut(f"{problem}; is this machine on the cluster's network?")

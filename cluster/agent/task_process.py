@@ -100,7 +100,6 @@ class TaskProcess(ABC):
         return processes.wait(self._process, timeout_s)
 
     def _signal(self, number: int) -> None:
-        """Send a signal to the program and its children."""
         if self._process is not None:
             processes.signal_group(self._process, number)
 

@@ -299,7 +299,6 @@ def is_among_best(reached: Mapping[str, float], run: str) -> bool:
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
-    """Return the option and the values of `OPTION=VALUE,VALUE`."""
     name, _, values = text.removeprefix("--").partition("=")
     key, found = name.replace("_", "-"), [value for value in values.split(",") if value]
     if not key or not found:
@@ -315,7 +314,6 @@ def _option(key: str) -> bool:
 
 
 def _requested(request: Request, trial: Trial) -> Request:
-    """Return the request of one trial."""
     fields: dict[str, Any] = {"name": trial.run, "resume": ""}
     words = []
     for key, value in trial.values.items():

@@ -130,7 +130,6 @@ def array_of(subject: str, part: str, value: Any) -> np.ndarray:
 
 
 def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> None:
-    """Check that train and test have the same form, and that the labels are valid classes."""
     train, test = (splits[split] for split in SPLITS)
     for part, *both in zip(arrays.DTYPES, train, test, strict=False):
         names, test_names = (",".join(named.in_words(value)) for value in both)

@@ -139,7 +139,6 @@ class ElasticTrainStep(TrainStep):
         return done
 
     def _add_up(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add up contributions over all shards exactly."""
         if parts[0].dtype.is_floating:
             return exact_sum([tf.cast(part, tf.float32) for part in parts], self.shards.total)
         return sum_over_replicas([tf.reduce_sum(part, 0) for part in parts])

@@ -157,7 +157,6 @@ class ActionsCallback(keras.callbacks.Callback):
         self._end_call(seconds, None)
 
     def _add(self, count: int, logs: Mapping[str, Any] | None) -> dict[str, float]:
-        """Add the values of the newest steps: of one step, except under parameter servers."""
         values = {name: float(value) for name, value in (logs or {}).items()}
         if "loss" not in values:
             raise UsageError(

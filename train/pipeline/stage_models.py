@@ -154,7 +154,6 @@ def _check_blocks(model: keras.Model, blocks: Sequence[ModelBlock], stages: int,
 
 
 def _count_slots(config: TrainConfig) -> int:
-    """Return the number of variables that the optimizer keeps for each weight."""
     weight = keras.Variable(tf.zeros([2, 3]))
     optimizer = optimizers.build_optimizer(config)
     optimizer.build([weight])
@@ -235,7 +234,6 @@ def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tup
 
 
 def _name_user(model: keras.Model, variable: keras.Variable) -> str:
-    """Return the name of the first layer of a stage that uses a variable."""
     for layer in model.layers:
         if any(variable is other for other in layer.variables):
             return str(layer.name)

@@ -204,7 +204,6 @@ class SaveTimer:
 
     @property
     def _mtbf_s(self) -> float:
-        """Mean time between the recent failures and now, which grows until the next failure."""
         uptime_s = 0.0 if self._began_s is None else self._clock() - self._began_s
         recent = self._past.uptimes_s[-RECENT:]
         return (sum(recent) + uptime_s) / len(recent) if recent else max(CALM_MTBF_S, uptime_s)

@@ -62,7 +62,6 @@ def _spec(tensor: Any, dtype: Any = "float32") -> Any:
 def _check_function(
     where: str, labels: Named, outputs: Named, output_masks: list[Any], function: Callable[..., Any]
 ) -> None:
-    """Check that a loss or a metric takes labels and outputs with masks, and returns a value for each example."""
 
     def masked(labels: Named, outputs: Named, output_masks: list[Any]) -> Any:
         for output, mask in zip(tf.nest.flatten(outputs), output_masks, strict=True):

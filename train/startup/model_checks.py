@@ -109,7 +109,6 @@ def _build_without_values(new_model: Any, config: TrainConfig, strategy: str) ->
 
 
 def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> None:
-    """Check that the types of a model's inputs can represent the data's whole numbers."""
     if source.arrays is None:
         return
     files = source.arrays.train.features

@@ -49,7 +49,6 @@ def _sum_bytes(variables: Any) -> int:
 
 
 def _count_activation_bytes(model: Any) -> int | None:
-    """Return the bytes of all layers' outputs for one example."""
     total = 0
     for layer in model.layers:
         if type(layer).__name__ in WITHOUT_ACTIVATION:

@@ -283,7 +283,6 @@ class Replacements:
                 self._queue(name)
 
     def _admit(self, name: str) -> None:
-        """Put the place of a task that has started into the cluster."""
         path = self._folder / "cluster.json"
         cluster = records.read_record(path, launch_records.cluster)
         task = cluster.task(name)

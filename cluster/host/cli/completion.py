@@ -80,7 +80,6 @@ def find_candidates(collection: Collection, contexts: dict[str, ParserContext], 
 
 
 def _values_after(context: ParserContext, words: Sequence[str]) -> list[str]:
-    """Return the values that the next word may have."""
     name, num_positional, flag = "", 0, ""
     for word in words[1:]:
         if word == "=":  # bash splits words there

@@ -256,14 +256,12 @@ def _list_commands(program: Program, pairs: Sequence[tuple[str, str]], extra: st
 
 
 def _describe(context: ParserContext, name: str) -> tuple[str, str | None]:
-    """Return an option with the name of its value, and its help."""
     argument = context.args[name]
     value = f"={VALUES.get(name.replace('-', '_'), name.upper())}" if argument.kind is not bool else ""
     return f"--{name}{value}", argument.help
 
 
 def _grouped_help(context: ParserContext) -> list[tuple[str, str | None]]:
-    """Return the options of a task that takes a request, and their help, under the headings of their groups."""
     lines: list[tuple[str, str | None]] = []
     for group in Group:
         lines += [*([("", None)] if lines else []), (f"{group}:", None)]

@@ -237,7 +237,6 @@ def _ready(run: RunFolder, fault: Fault) -> bool:
 
 
 def _await(condition: Callable[[], object], run: RunFolder, timeout_s: float, what: str) -> None:
-    """Wait for a condition, or the run's end."""
     if not wait_until(lambda: condition() or run.summary.exists(), timeout_s, POLL_S):
         raise TimedOut(f"waited {timeout_s:g} s for {what}; see `{COMMAND} status`")
 

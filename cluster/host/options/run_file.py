@@ -152,7 +152,6 @@ def _value(option: Option, value: Any, path: Path) -> Any:
 
 
 def _beside(value: str, folder: Path) -> str:
-    """Return a path that a run file in this folder names."""
     return str(folder / os.path.expanduser(value))  # noqa: PTH111
 
 
@@ -167,7 +166,6 @@ def _each_file(words: str, folder: Path, change: Callable[[str, Path], str]) -> 
 
 
 def _words(table: Mapping[str, Any], parent: str, path: Path) -> Iterator[str]:
-    """Yield the training overrides of a table as words of a command line."""
     for name, value in table.items():
         key = parent + name
         if key in _KEYS:

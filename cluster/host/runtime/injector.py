@@ -102,7 +102,6 @@ class FaultInjector(ABC):
                         ballast.write(bytes(size_bytes))
 
     def _check_disk(self) -> None:
-        """Check that the disk that holds the run may be filled."""
         runs = self._run.path.parent
         free = os.statvfs(runs)
         free_bytes = free.f_bavail * free.f_frsize

@@ -51,7 +51,6 @@ class SplitReader:
         return [np.stack(column) for column in columns]
 
     def _read(self, indices: list[int]) -> Sequence[Any]:
-        """Read examples, all at once if the source supports it."""
         try:
             if hasattr(type(self._source), "__getitems__"):
                 return list(self._source.__getitems__(indices))

@@ -94,7 +94,6 @@ def say(message: str) -> None:
 
 
 def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
-    """Call the user's function, and write its result unless it is prepared."""
     from train.data import user_dataset  # imports NumPy
 
     say(f"calling {name}")
@@ -136,7 +135,6 @@ def _prepare(
 def _decode_first(
     name: str, dataset: Dataset, fetchers: Mapping[str, Fetch], scratch: Path, folder: Path
 ) -> tuple[str, Decoded]:
-    """Return the first source that works, and the decoded dataset."""
     attempts: dict[str, Fetch | None] = {"TFDS dataset in place": None, **fetchers}
     failures = []
     for source, fetch in attempts.items():

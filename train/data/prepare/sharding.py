@@ -185,7 +185,6 @@ def resize_image(subject: str, image: Any, size: int | None) -> np.ndarray:
 def _write(
     folder: Path, source: ExampleSource, counts: Mapping[str, int], num_shards: int, size: int | None
 ) -> dict[str, Any]:
-    """Write the shards of both splits and return their entries of the index."""
     layout, splits = _Layout(size), {}
     for split, count in counts.items():
         if count == 0:
@@ -207,7 +206,6 @@ def _write(
 
 
 def _write_split(subject: str, examples: Iterator[Example], paths: list[Path], layout: _Layout) -> list[int]:
-    """Distribute the examples over the files in turn, and return the number in each."""
     written = [0] * len(paths)
     try:
         with contextlib.ExitStack() as stack:
