@@ -37,22 +37,21 @@ def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
     )
 
 
-def held(value: dict[str, Any]) -> dict[str, float]:
-    return {name: (size - TASK_MEMORY_BYTES) / MIB for name, size in value["task_bytes"].items()}
-
-
-def test_a_replica_holds_weights_gradients_state_and_its_micro_batch():
-    assert {"chief": 10 + 8 + 16 + 32, "worker-0": 66} == held(footprint.assess(plan(), SIZES))
-    assert {"chief": 10 + 16 + 16 + 8, "worker-0": 50} == held(footprint.assess(plan(micro_batches=4), SIZES))
-
-
-def test_each_device_of_a_task_holds_a_replica():
-    assert {"chief": 2 * (34 + 32)} == held(footprint.assess(plan(workers=0, devices=2), SIZES))
-
-
-def test_parameter_servers_share_the_weights_and_their_state():
-    value = held(footprint.assess(plan(workers=1, ps=2, evaluator=True), SIZES))
-    assert {"chief": 10, "worker-0": 10 + 8 + 64, "ps-0": 13, "ps-1": 13, "evaluator": 10} == value
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"chief": 10 + 8 + 16 + 32, "worker-0": 66}),
+        ({"micro_batches": 4}, {"chief": 10 + 16 + 16 + 8, "worker-0": 50}),
+        ({"workers": 0, "devices": 2}, {"chief": 2 * (34 + 32)}),  # each device holds a replica
+        (
+            {"workers": 1, "ps": 2, "evaluator": True},
+            {"chief": 10, "worker-0": 10 + 8 + 64, "ps-0": 13, "ps-1": 13, "evaluator": 10},
+        ),
+    ],
+)
+def test_a_task_holds_weights_gradients_state_and_its_micro_batch(options, expected):
+    held = footprint.assess(plan(**options), SIZES)["task_bytes"]
+    assert expected == {name: (size - TASK_MEMORY_BYTES) / MIB for name, size in held.items()}
 
 
 @pytest.mark.parametrize(("more", "fits"), [(66, True), (65, False)])
@@ -92,6 +91,7 @@ def test_a_model_is_not_counted_without_its_data():
 
 def test_a_model_is_counted_on_data_of_your_own(monkeypatch):
     monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
+    monkeypatch.setattr(footprint.memory, "available_bytes", lambda: 2**40)
     own = plan(dataset="mine:data")
     own.data = ""  # as always: its function may have changed
     assert footprint.estimate_memory(own) == SIZES | footprint.assess(own, SIZES)
