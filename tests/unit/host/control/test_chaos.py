@@ -238,38 +238,24 @@ def run(make_run) -> RunFolder:
 
 
 @pytest.mark.parametrize(
-    ("fault", "named"),
+    ("options", "named"),
     [
-        (Fault("kil", "worker-0"), "'kill'"),
-        (Fault("strom", "worker-0"), "'storm'"),
-        (Fault("kill", "worker-7"), "'worker-0'"),
-        (Fault("pause", "worker-0", whole=True), "--whole"),
-        (Fault("partition", "worker-0"), "--runtime docker"),
-        (Fault("corrupt", "worker-0"), "script"),
+        ({"kind": "kill"}, "chaos kill"),
+        ({"kind": "kil", "task": "worker-0"}, "'kill'"),
+        ({"kind": "strom"}, "'storm'"),
+        ({"kind": "kill", "task": "worker-7"}, "'worker-0'"),
+        ({"kind": "pause", "task": "worker-0", "whole": True}, "--whole"),
+        ({"kind": "partition", "task": "worker-0"}, "--runtime docker"),
+        ({"kind": "corrupt", "task": "worker-0"}, "script"),
+        ({"kind": "kill", "task": "worker-0", "at_step": "soon"}, "--at-step"),
+        ({"kind": "storm", "faults": "0"}, "--faults"),
     ],
 )
-def test_what_cannot_be_injected_is_refused(run, fault, named):
-    if fault.kind == "corrupt":
+def test_wrong_usage_ends_with_2_and_injects_nothing(run, options, named):
+    if options["kind"] == "corrupt":
         write_json(run.config, {"script": "train.py", "arguments": []})  # only the script knows its checkpoints
-    with pytest.raises(UsageError, match=named):
-        chaos.check_fault(run, fault)
-
-
-# The command line
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kind": "kill"},
-        {"kind": "kil", "task": "worker-0"},
-        {"kind": "kill", "task": "worker-0", "at_step": "soon"},
-        {"kind": "storm", "faults": "0"},
-    ],
-)
-def test_wrong_usage_ends_with_2_and_injects_nothing(run, options):
     code, message = refusal("chaos", **options)
-    assert (2, 1) == (code, len(message.splitlines()))
+    assert (2, 1, True) == (code, len(message.splitlines()), named in message)
     assert ([], False) == (run.events(), (run.path / "chaos.jsonl").exists())
 
 
