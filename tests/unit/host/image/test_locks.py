@@ -11,7 +11,6 @@ from packaging.utils import canonicalize_name
 
 from cluster.host.image import locks
 from cluster.system.paths import ROOT
-from tests.tools import lock
 
 FOLDER = ROOT / locks.DIRECTORY
 INSTALLED = ("build", "host", "train-cpu", "tensorboard", "dev")
@@ -127,15 +126,3 @@ def test_the_environment_must_be_as_locked(target):
     expected = {pin.name: pin.version for pin in locks.pins(target) if applies(pin.marker)}
     installed = {canonicalize_name(each.name): each.version for each in importlib.metadata.distributions()}
     assert expected == {name: installed.get(name) for name in expected}
-
-
-@pytest.mark.parametrize("upgrade", [False, True])
-def test_locking_must_resolve_all_targets_together_first_and_upgrade_there_alone(upgrade):
-    resolve, *each = lock.lock_commands(upgrade=upgrade)
-    assert upgrade is ("--upgrade" in resolve)
-    assert not [command for command in each if "--upgrade" in command]
-    assert [f"requirements/{target}.in" for target in locks.TARGETS] == resolve[-len(locks.TARGETS) :]
-    assert len(locks.TARGETS) == len(each)
-    for target, command in zip(locks.TARGETS, each, strict=True):
-        assert f"requirements/{target}.in" == command[-1]
-        assert {"--generate-hashes", "--no-emit-index-url", f"--constraints={locks.CONSTRAINTS}"} <= set(command)
