@@ -24,6 +24,7 @@ def ended(words: str) -> int | str | None:
         ("up --epochs 3", "invoke up -- --epochs"),
         ("up --debug", "invoke up -- --epochs"),
         ("down --echo", "invoke --help down"),
+        ("--dry down", "--dry"),
         ("status --wach", "--watch"),
         ("stop --tiemout 3", "invoke --help stop"),
         ("--lsit", "--list"),

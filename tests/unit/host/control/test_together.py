@@ -16,7 +16,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.control import ending, scaling
 from cluster.host.launch import teardown
 from cluster.host.runtime import supervisor
-from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_USAGE, PrerequisiteError
+from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED
 from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT
 from tests import fast
@@ -122,18 +122,6 @@ def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
     assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
 
 
-def test_sigterm_stops_a_run_as_ctrl_c_does(up, folder, tmp_path):
-    watched = up("--name=one")
-    wait_until_watched(watched, folder)
-    watched.send_signal(signal.SIGTERM)
-    ((code, out, _),) = finished(watched)
-    assert EXIT_INTERRUPTED == code
-    assert "stopping: " in out
-    run = RunFolder(tmp_path / "runs" / "one")
-    assert "stopped" == read_json(run.summary)["state"]
-    assert [] == supervisor.processes_left(run)
-
-
 def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_path):
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     (folder / "script.py").write_text(deaf + (folder / "script.py").read_text())
@@ -161,12 +149,6 @@ def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
     assert supervisor.is_running(run)
     (folder / "go").touch()
     assert "succeeded" == wait_for(lambda: read_json(run.summary, None), "the end")["state"]
-
-
-def test_what_has_no_dry_run_refuses_invoke_s_own(invoke, tmp_path):
-    ((code, out, error),) = finished(invoke("--dry", "down"))
-    assert (EXIT_USAGE, "", 1) == (code, out, len(error.splitlines()))
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_that_is_being_started_is_ended_once_it_is(make_run, start_gang):
@@ -216,13 +198,6 @@ def test_a_claim_ends_with_its_process(make_run):
     with claim.hold_claim(run, "ended"):
         pass
     assert not claim.is_held(run)
-
-
-def test_a_claim_that_cannot_be_made_says_what_to_do(tmp_path):
-    (tmp_path / "runs").write_text("a file")
-    run = RunFolder(tmp_path / "runs" / "one")
-    with pytest.raises(PrerequisiteError, match="set RUNS_DIR"), claim.hold_claim(run, "started"):
-        pass
 
 
 def act(folder: Path, seed: int, actions: int) -> None:

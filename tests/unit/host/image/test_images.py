@@ -48,14 +48,6 @@ def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) ->
 # Names
 
 
-def test_every_accelerator_must_have_a_lock_and_an_image():
-    for accelerator in images.ACCELERATORS:
-        assert f"tf-cluster/train:{accelerator}" == images.train_image(accelerator)
-        assert (ROOT / f"requirements/train-{accelerator}.lock").is_file()
-    with pytest.raises(UsageError, match="'gpus' has no image; did you mean 'gpu'"):
-        images.train_image("gpus")
-
-
 def test_make_up_must_look_for_these_images_and_pass_its_options_on():
     # `--no-print-directory`: `make test`, which this may run under, would have it say where it is.
     words = ["make", "--no-print-directory", "--dry-run", "--always-make", "up", "UP=--workers 1"]

@@ -50,12 +50,6 @@ def test_tf_keras_is_for_parameter_servers_unless_the_caller_chooses(monkeypatch
     assert container_variables(way_out=True)["TF_USE_LEGACY_KERAS"] is None  # passed on
 
 
-def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch):
-    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
-    assert None is container_variables(way_out=True)["HTTPS_PROXY"]  # by name: nothing is written down
-    assert "HTTPS_PROXY" not in container_variables(way_out=False)
-
-
 # Refusals
 
 

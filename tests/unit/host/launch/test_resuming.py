@@ -24,6 +24,7 @@ from train.config import TrainConfig
 def test_an_unknown_run_is_refused_with_the_nearest(resolved, make_run):
     make_run("monday")
     assert "'monday'" in str(refusal(Request(resume="mondey")))
+    assert "--resume monday" in str(refusal(Request(name="monday", runtime="local")))
 
 
 @pytest.mark.parametrize("requested", [{"resume": "run"}, {"name": "run", "fresh": True}])
