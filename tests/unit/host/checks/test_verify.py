@@ -76,19 +76,6 @@ def up(monkeypatch) -> dict[str, dict[str, Any] | None]:
 # Rows
 
 
-def judged(case: Case, folder: Path, does: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a case whose `up` ended so, compared with a good reference."""
-
-    def read(name: str, ended: dict[str, Any]) -> CaseOutcome:
-        for path, text in ended["files"].items():
-            file = folder / name / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-        return verify._read(RunFolder(folder / name), ended["code"], ended["says"].splitlines(), 1.0)
-
-    return verify.judge_case(case, read("it", does), read("reference", reported()))
-
-
 def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder, up):
     lines: list[str] = []
     rows = verify.verify_strategies(lines.append)
@@ -137,16 +124,19 @@ def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder, up
     ],
 )
 def test_which_trainings_count_as_ok(folder, case, does, status):
-    row = judged(case, folder, does)
+    read = {}
+    for name, ended in (("it", does), ("reference", reported())):
+        for path, text in ended["files"].items():
+            file = folder / name / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        read[name] = verify._read(RunFolder(folder / name), ended["code"], ended["says"].splitlines(), 1.0)
+    row = verify.judge_case(case, read["it"], read["reference"])
     assert status == row["status"]
     assert (status == OK and case != PS) <= (row["parity"] is not None)
     cause = json.loads(does["files"].get("summary.json", "{}")).get("cause", {"error": ""})["error"]
-    assert row["detail"] and (cause or says_error(does)) in row["detail"]  # it names the error of the run
-
-
-def says_error(does: dict[str, Any]) -> str:
-    """Return the error that `up` printed."""
-    return does["says"].partition("error: ")[2].partition("\n")[0]
+    said = does["says"].partition("error: ")[2].partition("\n")[0]
+    assert row["detail"] and (cause or said) in row["detail"]  # it names the error of the run
 
 
 def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(folder, up):

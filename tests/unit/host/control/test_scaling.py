@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,17 +52,11 @@ def orphaned(training) -> Callable[..., RunFolder]:
     def make(age_s: float = LOST_AFTER_S + 5) -> RunFolder:
         run = training(workers=1)
         beats(run, age_s=age_s, state="stopped")
-        scale_requested(run)
+        assert run.request_stop("invoke scale", then=AfterStop.SCALE)
         run.end("stopped", task="chief")
         return run
 
     return make
-
-
-def scale_requested(run: RunFolder, age_s: float = 0) -> None:
-    assert run.request_stop("invoke scale", then=AfterStop.SCALE)
-    stop = run.control / "stop.json"
-    write_json(stop, read_json(stop) | {"time": time.time() - age_s})
 
 
 def refusal(run: RunFolder, workers: int | None, ps: int | None = None) -> ClusterError:
@@ -141,7 +134,7 @@ def test_only_a_run_that_goes_on_is_scaled(training):
 
 def test_the_request_of_a_killed_command_is_taken_over(training):
     run = training(workers=2)
-    scale_requested(run)
+    assert run.request_stop("invoke scale", then=AfterStop.SCALE)
     run.end("stopped", task="chief")
     assert scaling.stop_for_scaling(run)
 

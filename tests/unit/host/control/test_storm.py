@@ -180,17 +180,14 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     run.event("chief", "fault", step=100, kind="kill")
     if calm:
         write_json(make_run("calm", workers=1).summary, {"state": "succeeded", "weights_sha256": calm})
-    requested = []
+    given: list[Any] = []
+    cost, end = FaultCost("kill", "chief", 110, 0.1, 2.0, 4, None), {"state": ended, "weights_sha256": weights}
 
-    def dealing(*arguments: Any) -> list[FaultCost]:
-        requested.append(arguments[:5])
-        return [FaultCost("kill", "chief", 110, 0.1, 2.0, 4, None)] * dealt
+    def until_end(run: RunFolder) -> Summary:
+        write_json(run.summary, end)
+        return Summary.from_json(end)
 
-    def until_end(folder: RunFolder) -> Summary:
-        write_json(folder.summary, {"state": ended, "weights_sha256": weights})
-        return Summary.from_json({"state": ended, "weights_sha256": weights})
-
-    monkeypatch.setattr(chaos, "inject_all", dealing)
+    monkeypatch.setattr(chaos, "inject_all", lambda *arguments: given.append(arguments[:5]) or [cost] * dealt)
     monkeypatch.setattr(chaos.foreground, "show_until_end", until_end)
     assert code == chaos.run_storm(run, 2, 7, ["kill"], 12.0)
-    assert [(run, 2, 7, ["kill"], 12.0)] == requested
+    assert [(run, 2, 7, ["kill"], 12.0)] == given

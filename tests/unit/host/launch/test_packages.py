@@ -120,16 +120,6 @@ def test_what_our_own_lock_has_is_left_out(tmp_path):
     assert "" == (folder / packages.RESOLVED).read_text()
 
 
-FOLDER_WITHOUT_A_HASH = {
-    "pyproject.toml": '[project]\nname = "theirs"\nversion = "1"\n[build-system]\nrequires = []\n'
-    'build-backend = "backend"\nbackend-path = ["."]\n',
-    "backend.py": "import pathlib\ndef prepare_metadata_for_build_wheel(folder, config_settings=None):\n"
-    "    info = pathlib.Path(folder) / 'theirs-1.dist-info'\n    info.mkdir()\n"
-    "    (info / 'METADATA').write_text('Metadata-Version: 2.1\\nName: theirs\\nVersion: 1\\n')\n"
-    "    return info.name\ndef build_wheel(*_, **__): raise SystemExit(1)\n",
-}
-
-
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -143,8 +133,7 @@ FOLDER_WITHOUT_A_HASH = {
 def test_what_cannot_be_installed_is_refused_in_one_line(tmp_path, line, named):
     wheel(tmp_path, "tensorflow", "2.15.0")
     (tmp_path / "theirs").mkdir()
-    for name, text in FOLDER_WITHOUT_A_HASH.items():
-        (tmp_path / "theirs" / name).write_text(text)
+    (tmp_path / "theirs" / "setup.py").write_text("from setuptools import setup\nsetup(name='theirs')\n")
     requested = requirements(tmp_path, line.format(folder=tmp_path)) if line else tmp_path / "absent.txt"
     with pytest.raises(UsageError, match=named) as refused:
         packages.install_packages(requested, PYTHON)

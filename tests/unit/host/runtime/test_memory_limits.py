@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,15 +136,6 @@ def test_a_standby_process_leaves_room_for_its_own_task(kernel, monkeypatch):
     assert kept.settled and kept.take() is None
 
 
-class Ended:
-    """A program that printed nothing."""
-
-    pid = 0
-
-    def error(self, _code: int) -> None:
-        return None
-
-
 @pytest.mark.parametrize(
     ("code", "kills", "standby_kills", "kind", "cause"),
     [
@@ -161,5 +153,5 @@ def test_an_agent_reports_whether_memory_killed_its_program(
     attempt = Agent(RunView(make_run(workers=0)), "chief", [], 1.0)._attempt_in(0)
     kernel({"memory.events": f"oom_kill {kills}\n"})
     monkeypatch.setattr(standby.Standby, "kills", standby_kills)
-    end = attempt._end_of(Ended(), code)
+    end = attempt._end_of(SimpleNamespace(pid=0, error=lambda code: None), code)
     assert (kind, None, True) == (end.kind, end.error, end.cause.startswith(cause))
