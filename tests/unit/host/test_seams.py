@@ -108,22 +108,17 @@ def script(tmp_path) -> Path:
     return path
 
 
-def test_a_runtime_from_outside_is_planned(toy, script):
-    planned = planning.plan(Request(runtime="toy", script=str(script), workers=1, tensorboard_port="0"))
-    assert ("toy", "toys: made of wood") == (planned.runtime.name, planned.why_runtime)
-    assert ["play with chief", "play with worker-0"] == startup.list_commands(planned)
-    shown = planned.to_json()
-    assert ("toy", "private") == (shown["runtime"], shown["network"])
-    for option in ({"network": "host"}, {"memory": "2GiB"}):
-        with pytest.raises(UsageError):
-            planning.plan(Request(runtime="toy", script=str(script), **option))
-
-
-def test_a_runtime_from_outside_runs_a_cluster(toy, script):
+def test_a_runtime_from_outside_is_planned_and_runs_a_cluster(toy, script):
     fast.leave_out("starts a cluster")
     sh = Commands()
-    request = Request(runtime="toy", script=str(script), workers=1, tensorboard_port="0")
-    run = startup.start_planned(planning.plan(request), sh, began=time.time()).run
+    requested = {"runtime": "toy", "script": str(script), "workers": 1, "tensorboard_port": "0"}
+    planned = planning.plan(Request(**requested))
+    assert ("toy", "toys: made of wood", "private") == (planned.runtime.name, planned.why_runtime, planned.network.name)
+    assert ["play with chief", "play with worker-0"] == startup.list_commands(planned)
+    for option in ({"network": "host"}, {"memory": "2GiB"}):
+        with pytest.raises(UsageError):
+            planning.plan(Request(**requested | option))
+    run = startup.start_planned(planned, sh, began=time.time()).run
     try:
         assert foreground.until_training(run, lambda _: None)
         assert ["training", "training"] == [task["state"] for task in read_status(run)["tasks"]]

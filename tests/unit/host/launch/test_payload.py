@@ -22,12 +22,6 @@ def environment(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def test_the_built_in_trainer_brings_nothing_along():
-    nothing = Payload()
-    assert [] == nothing.mounted().command() == nothing.mounts() == nothing.local_path()
-    assert {} == container_variables(way_out=False) == nothing.environment(spec.build(2), nothing.local_path())
-
-
 def test_a_container_finds_everything_under_fixed_names():
     assert ["--script", "/script/s.py", "1"] == ALL.mounted().command()
     expected = [("/code/a", "/code/0"), ("/b", "/code/1"), ("/packages/of/it", "/packages"), ("/theirs", "/script")]

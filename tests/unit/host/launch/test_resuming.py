@@ -10,7 +10,7 @@ from cluster.contract import spec
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
-from cluster.host.launch import planning, startup, teardown
+from cluster.host.launch import planning, startup
 from cluster.host.launch.resuming import check_resumed
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
@@ -40,15 +40,6 @@ def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved, make_run):
     beat(run, "chief", "training", age_s=60)
     beat(run, "worker-0", "done", age_s=60)  # it had ended; the chief and the supervisor were killed
     assert planning.plan(Request(resume="run", runtime="local")).resumes
-
-
-def test_a_run_of_which_one_task_lives_is_in_progress(make_run):
-    run = make_run(workers=1)
-    beat(run, "worker-0", "done", age_s=60)
-    beat(run, "chief", "training")
-    assert teardown.in_progress(run)
-    write_json(run.summary, {"state": "failed"})
-    assert not teardown.in_progress(run)
 
 
 @pytest.mark.parametrize(
@@ -87,19 +78,6 @@ def test_a_fresh_start_deletes_the_old_folder(resolved, make_run, monkeypatch):
     requested = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
     startup.start(planning.plan(requested), Commands(), began=time.time())
     assert ([], 0) == (run.events(), run.generation)
-
-
-def test_a_resumed_run_keeps_its_history_in_a_new_generation(resolved, make_run, monkeypatch):
-    monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
-    run = make_run("stopped", workers=2)
-    run.event("chief", "checkpoint", step=200)
-    beat(run, "chief", "stopped")
-    run.end("stopped")
-    write_json(run.summary, {"state": "stopped"})
-    requested = Request(resume="stopped", runtime="local", tensorboard_port="0")
-    startup.start(planning.plan(requested), Commands(), began=time.time())
-    assert (1, 1, {}) == (len(run.events()), run.generation, run.heartbeats())
-    assert (None, False) == (run.outcome, run.summary.exists())
 
 
 @pytest.fixture

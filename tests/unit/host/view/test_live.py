@@ -72,6 +72,7 @@ def test_in_a_terminal_the_table_redraws_itself(run, capsys, monkeypatch):
 
 
 def test_the_screen_shows_how_far_a_run_is(run):
+    assert "step 0" in "\n".join(live_lines(read_status(run), [], 40))
     beat(run, "chief", "training", step=30, steps_total=120, examples_per_s=480.0, loss=0.5)
     beat(run, "worker-0", "training", step=30)
     run.event("worker-0", "restarted", cause="killed", step=20)
@@ -82,10 +83,6 @@ def test_the_screen_shows_how_far_a_run_is(run):
     for part in ("25%", "30/120", "18 s left", "█▅▁ 0.5000", "step 10", "worker-0: restarted (killed) at step 20"):
         assert part in text, part
     assert ["TASK", "chief", "worker-0"] == [line.split()[0] for line in shown[-3:]]
-
-
-def test_the_screen_of_a_run_that_has_just_begun_is_short(run):
-    assert "step 0" in "\n".join(live_lines(read_status(run), [], 40))
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(run, capsys, monkeypatch):

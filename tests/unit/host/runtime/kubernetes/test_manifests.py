@@ -96,12 +96,6 @@ def test_whatever_is_requested_is_valid_and_read_as_it_was_meant(kind, gpus, **r
     assert documents == list(YAML(typ="safe").load_all(k8s.to_yaml(documents)))
 
 
-def test_a_field_that_kubernetes_does_not_know_is_noticed():
-    job = kubernetes_objects.jobset(manifest("jobset"))
-    job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
-    assert complaints(job)
-
-
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_each_pod_is_the_task_that_its_host_name_is_in_tf_config(topology):
     made = manifest("jobset", **topology)
