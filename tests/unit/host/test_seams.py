@@ -138,9 +138,6 @@ def test_a_runtime_from_outside_is_planned_and_runs_a_cluster(toy, script):
     assert [] == sh
 
 
-# A strategy
-
-
 @pytest.fixture
 def pair(monkeypatch) -> Strategy:
     """A strategy of two devices in one process, registered like ours."""

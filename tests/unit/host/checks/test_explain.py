@@ -128,9 +128,6 @@ def test_nothing_is_wrong_with_our_own(topology):
         assert set() == found(tf_config.dumps(cluster, task) or "", cluster.strategy)
 
 
-# The task
-
-
 def test_a_file_the_environment_and_a_run_are_explained(tmp_path, monkeypatch, make_run, capsys):
     path = tmp_path / "tf_config.json"
     path.write_text(text(index=5))

@@ -73,9 +73,6 @@ def up(monkeypatch) -> dict[str, dict[str, Any] | None]:
     return does
 
 
-# Rows
-
-
 def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder, up):
     lines: list[str] = []
     rows = verify.verify_strategies(lines.append)
@@ -152,9 +149,6 @@ def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(folder, 
     assert (kept / "one-custom" / "summary.json").exists()
 
 
-# Ends
-
-
 def test_what_hangs_is_ended_with_everything_it_started(folder, up):
     up[MIRRORED.name] = None
     ended = verify.train_case(MIRRORED, folder, 1)
@@ -181,9 +175,6 @@ def test_interrupted_it_ends_what_it_started(folder, monkeypatch, number):
     assert [] == sorted(processes.ProcessTable().with_environment("RUNS_DIR", made[0]))
     assert [] == list(folder.iterdir())
     assert signal.SIG_DFL == signal.getsignal(signal.SIGTERM)
-
-
-# The task
 
 
 def test_json_is_all_that_stdout_gets_and_a_failed_row_is_exit_code_1(monkeypatch, capsys):

@@ -44,9 +44,6 @@ def what_test_runs(*exited: int, **options: Any) -> tuple[int, list[str]]:
     return code, [command.removeprefix(f"{shlex.quote(sys.executable)} -m pytest ") for command in commands(c)]
 
 
-# What the other tasks run
-
-
 @pytest.mark.parametrize(
     ("exited", "expected"), [((1, 0), 1), ((0, 1), 1), ((-9, 0), -9), ((5, 0), 0), ((1, 5), 1), ((5, 5), 5)]
 )

@@ -175,9 +175,6 @@ def test_a_run_that_ends_meanwhile_is_an_end_and_no_error(start_gang):
     assert ["failed"] == [line["ended"] for line in recorded(gang)]
 
 
-# What never comes
-
-
 def test_a_fault_whose_step_never_comes_is_not_injected(start_gang):
     gang = start_gang("train(5), meet(), finish()", workers=1)
     with pytest.raises(UsageError):
@@ -205,9 +202,6 @@ def test_what_still_lasts_is_undone_when_nothing_recovers(start_gang, monkeypatc
         chaos.inject(gang.run, Fault("slow", "worker-0"), timeout_s=0.3)
     assert [] == slowing()
     gang.await_step("worker-0", gang.beat("worker-0").step + 20)
-
-
-# How it is reported
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,6 @@ def test_a_run_that_another_command_holds_stays(old):
     assert run.path.exists()
 
 
-# Folders that a killed command left
-
-
 def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(old, monkeypatch):
     run = old("one")
     run.unfinished.touch()

@@ -69,9 +69,6 @@ def refusal(run: RunFolder, workers: int | None, ps: int | None = None) -> Clust
     return refused.value
 
 
-# Refusals: the run continues undisturbed
-
-
 @pytest.mark.parametrize(
     ("topology", "workers", "ps", "named"),
     [
@@ -159,9 +156,6 @@ def test_the_plan_keeps_what_was_not_asked_for(training):
     assert "OneDeviceStrategy" == scaling.plan_scaling(run, 0).cluster.strategy_class
 
 
-# Watchers
-
-
 @pytest.mark.usefixtures("hurried")
 def test_watchers_are_patient_with_a_run_that_is_being_scaled(orphaned):
     run = orphaned()
@@ -203,9 +197,6 @@ def test_a_run_may_be_scaled_before_it_trains(training):
 
     assert foreground.until_training(run, shrink)
     assert ["chief"] == seen[-1]
-
-
-# The request to stop
 
 
 def test_an_agent_s_sigterm_does_not_take_the_next_size_away(make_run):

@@ -45,9 +45,6 @@ def deal(run: RunFolder, count: int = 10, seed: int = 7, kinds: Sequence[str] = 
     return chaos.inject_all(run, count, seed, kinds)
 
 
-# What is drawn
-
-
 def test_the_same_seed_draws_the_same_faults(run, injected):
     drawn = []
     for seed in (7, 7, 8):
@@ -102,9 +99,6 @@ def test_a_worker_is_lost_only_where_the_run_goes_on_without_and_is_spared_then(
     assert {("pause", False), ("slow", False)} == {(fault.kind, fault.whole) for _, fault in injected}
 
 
-# When it is over
-
-
 @pytest.mark.parametrize(
     ("steps_total", "ended", "expected"), [(0, False, 3), (140, False, 0), (141, False, 1), (LONG, True, 0)]
 )
@@ -133,9 +127,6 @@ def test_a_run_that_ends_ends_the_storm(run, monkeypatch, ended):
     assert expected == deal(run)
 
 
-# What is refused
-
-
 @pytest.mark.parametrize(
     ("kinds", "made", "named"),
     [
@@ -156,9 +147,6 @@ def test_what_makes_no_storm_is_refused_and_nothing_injected(run, injected, kind
     with pytest.raises(UsageError, match=named):
         chaos.run_storm(run, 2, 0, kinds, 12.0)
     assert [] == injected
-
-
-# How it went
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,6 @@ def groups(given: Placement) -> list[str]:
     return [",".join(ids) for ids in given.ids.values()]
 
 
-# Who gets which
-
-
 @pytest.mark.parametrize(
     ("host", "words", "workers", "expected"),
     [
@@ -97,9 +94,6 @@ def test_gpus_are_shared_out_evenly_and_none_twice(machine, workers, per_task):
     assert given == placement.place_gpus(requested, machine, cluster)
 
 
-# What is refused
-
-
 @pytest.mark.parametrize("words", [*NONSENSE, "0,1\n", "0, 1"])
 def test_words_that_make_no_sense_are_refused(words):
     with pytest.raises(UsageError, match="--gpus"):
@@ -139,9 +133,6 @@ def test_gpus_of_another_run_are_left_alone(words, workers):
     assert ["0", "2"] == groups(placement.place_gpus(GpuRequest("--gpus 2", count=2), machine, spec.build(1), busy))
     with pytest.raises(UsageError, match="other runs"):
         placement.place_gpus(GpuRequest("--gpus all"), machine, spec.build(1), dict.fromkeys("0123", "theirs"))
-
-
-# A resumed run
 
 
 @pytest.mark.parametrize(

@@ -45,18 +45,12 @@ def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) ->
     return ask
 
 
-# Names
-
-
 def test_make_up_must_look_for_these_images_and_pass_its_options_on():
     # `--no-print-directory`: `make test`, which this may run under, would have it say where it is.
     words = ["make", "--no-print-directory", "--dry-run", "--always-make", "up", "UP=--workers 1"]
     shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert f"docker image inspect {images.train_image('cpu')} {images.image_name('tensorboard')} " in shown
     assert shown.endswith("invoke up --workers 1\n")  # invoke refuses an option that is given twice
-
-
-# The base
 
 
 PULLED = [[f"python@{DIGEST}"], LAYERS]
@@ -101,9 +95,6 @@ def test_an_image_asked_for_must_be_used_or_refused(monkeypatch):
         images.default_base("theirs:1")
 
 
-# Commands
-
-
 def test_both_images_must_be_built_from_the_same_base():
     train, board = (shlex.split(command) for command in images.build_commands("gpu", BASE))
     assert {"--target=train", "--tag=tf-cluster/train:gpu", "--build-arg=ACCELERATOR=gpu"} <= set(train)
@@ -139,9 +130,6 @@ def test_a_proxys_address_must_not_be_printed(monkeypatch):
     command = images.build_commands("cpu", BASE)[0]
     assert "--build-arg=HTTPS_PROXY" in shlex.split(command)
     assert "secret@proxy" not in command
-
-
-# Whether there is anything to build
 
 
 def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, str]]:
@@ -226,9 +214,6 @@ def test_what_an_image_is_made_of_must_decide_whether_it_is_built(checked_out, m
         assert builds is (before != images.inputs_sha256(BASE))
     assert not images.are_current("cpu")
     assert images.pending_commands("cpu")
-
-
-# What a build is made from
 
 
 def test_every_install_must_be_from_a_lock_alone():

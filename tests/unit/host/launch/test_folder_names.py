@@ -102,9 +102,6 @@ def test_what_pip_prints_is_shown_where_it_fails(tmp_path, sources):
     assert (folder / ".venv" / ".host").exists()
 
 
-# The installed command
-
-
 def test_make_install_links_the_command(tmp_path, sources):
     folder = tmp_path / "clones" / "one"
     shutil.copytree(sources, folder)

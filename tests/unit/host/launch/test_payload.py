@@ -44,9 +44,6 @@ def test_tf_keras_is_for_parameter_servers_unless_the_caller_chooses(monkeypatch
     assert container_variables(way_out=True)["TF_USE_LEGACY_KERAS"] is None  # passed on
 
 
-# Refusals
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -85,9 +82,6 @@ def test_what_containers_could_not_read_is_reported(tmp_path, monkeypatch):
         compose_services.check_readable(Payload(script))
         monkeypatch.setattr(os, "getuid", lambda: 0)
         path.chmod(opened)
-
-
-# Work folders
 
 
 def test_every_task_works_in_a_folder_of_links(make_run, tmp_path):

@@ -96,9 +96,6 @@ def test_options_of_up_that_are_overrides_are_passed_on():
         assert words in " ".join(staged.training())
 
 
-# What the machine lacks
-
-
 def test_a_tpu_that_is_not_there_is_reported_before_anything_else(resolved, monkeypatch, tmp_path):
     monkeypatch.delenv("TPU_NAME", raising=False)
     monkeypatch.setattr(planning, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})

@@ -30,9 +30,6 @@ def environments(planned: Plan) -> dict[str, dict[str, str]]:
     return {name: part["environment"] for name, part in parts.items()}
 
 
-# The plan
-
-
 @pytest.mark.parametrize(
     ("requested", "strategy", "ids"),
     [
@@ -80,9 +77,6 @@ def test_words_are_refused_before_any_gpu_is_looked_for(resolved, monkeypatch, t
     assert not (tmp_path / "runs").exists()
 
 
-# Processes
-
-
 def test_a_process_sees_its_gpus_and_no_other(resolved, nvidia_smi):
     nvidia_smi("8-h100-nvswitch")
     requested = Request(workers=1, ps=1, evaluator=True, gpus="4", runtime="local")
@@ -118,9 +112,6 @@ def test_unless_it_is_asked_for_no_process_sees_a_gpu(resolved, monkeypatch, req
     assert {"-1"} == {environment["CUDA_VISIBLE_DEVICES"] for environment in environments(planned).values()}
     assert [[], [], []] == ids_of(planned)
     assert "GPU" not in "\n".join(plan_lines(planned.to_json()))
-
-
-# Containers
 
 
 def test_containers_get_the_gpu_image_and_their_gpus(resolved, nvidia_smi, docker):
@@ -201,9 +192,6 @@ def test_runs_in_progress_keep_their_gpus(resolved, nvidia_smi, docker, monkeypa
     scaled = planning.plan(Request(resume="first", runtime=runtime), stops_first=True)
     assert [[0], [1]] == ids_of(scaled)  # its own are free for it
     assert ["GPUs: chief 0; worker-0 1"] == scaled.notes
-
-
-# What must be there to hand them over
 
 
 @pytest.mark.parametrize(

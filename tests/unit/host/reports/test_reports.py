@@ -77,9 +77,6 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
-# All runs
-
-
 def test_runs_are_listed_the_newest_first(ended, make_run, capsys):
     write_json(ended("old").control / "started.json", {"time": 1.0, "runtime": "local"})
     make_run("new", workers=2)
@@ -139,9 +136,6 @@ def test_runs_are_chosen_by_tag_and_value_and_sorted_with_unknown_values_last(en
             names(**wrong)
 
 
-# The score
-
-
 @pytest.mark.parametrize(
     ("metrics", "metric", "reached"),
     [
@@ -165,9 +159,6 @@ def test_a_run_is_shown_with_its_own_metric(ended, metrics, metric, reached):
     assert (metric or "score") in page._head(run, row)
 
 
-# Differences
-
-
 def test_only_what_differs_is_compared_and_no_secret(ended):
     one, other = ended("one", rate=0.1), ended("other", rate=0.2)
     variables = {"TF_CLUSTER_TOKEN": "x", "MY_PASSWORD": "y", "CORES": 2}
@@ -187,18 +178,12 @@ def test_compare_needs_two_runs(ended, names):
     assert EXIT_USAGE == exit_code("compare", *names)
 
 
-# Curves and charts
-
-
 def test_curves_hold_finite_numbers_of_every_name(make_run):
     run = make_run()
     for value in (1.0, "x", None, True, math.inf, 2.0):
         with run.metrics("chief").open("a") as file:
             file.write(json.dumps({"step": 1, "odd": value}) + "\n")
     assert [(1, 1.0), (1, 2.0)] == charts.read_curves(run)["odd"]
-
-
-# The page
 
 
 @pytest.mark.parametrize("values", [(0.0, 1.0), (2.0, 2.0), (-5.0, 1e9), (1e-9, 2e-9), (0.0, 0.0)])

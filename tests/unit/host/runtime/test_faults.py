@@ -28,9 +28,6 @@ def run(make_run) -> RunFolder:
     return make_run(workers=1)
 
 
-# Local processes
-
-
 @pytest.fixture
 def victims(run) -> Iterator[dict[str, int]]:
     """Two processes that sleep, as the agent and the program of worker-0."""
@@ -59,9 +56,6 @@ def test_a_task_is_frozen_or_lost_whole_until_it_is_undone(run, victims):
     assert not run.away("worker-0").exists()
     with pytest.raises(UsageError):  # it has no program yet
         injector.signal("chief", signal.SIGKILL, "program")
-
-
-# Containers
 
 
 class Engine:
@@ -194,9 +188,6 @@ def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_und
     docker.done()
     faults.undo("worker-0")
     assert [] == docker.done()
-
-
-# The disk
 
 
 @pytest.mark.parametrize(("root", "most"), [("", 2**70), ("/proc", 0)], ids=["the machine's own", "too much room"])

@@ -85,9 +85,6 @@ def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(resolved,
     assert Memory("5GiB") == planning.plan(Request(resume="run", runtime="local", trust=True)).memory
 
 
-# What the kernel reports
-
-
 V2 = {
     "memory.max": f"{4 * GIB}\n",
     "memory.current": f"{3 * GIB}\n",
