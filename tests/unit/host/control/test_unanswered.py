@@ -63,7 +63,6 @@ def planned(monkeypatch) -> None:
 
 @pytest.fixture
 def context() -> Context:
-    """A context that runs commands, with the settings of tasks.py."""
     return Context(Config(overrides=tasks.ns.configuration()))
 
 
@@ -159,20 +158,17 @@ def test_a_dry_run_only_asks_the_engine(client, planned, context, tmp_path, caps
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_engine_that_stops_while_it_builds_ends_the_start(client, planned, context, tmp_path, monkeypatch, capfd):
-    calls = client(f"case \"$*\" in *'build '*) echo 'the engine is gone' >&2; exit 17;; esac{ANSWERS}")
+@pytest.mark.parametrize("stops_at", ["build", "up"])
+def test_an_engine_that_stops_leaves_nothing_behind(client, planned, context, tmp_path, monkeypatch, stops_at):
+    calls = client(f"case \"$*\" in *'{stops_at} '*) exit 17;; esac{ANSWERS}")
     monkeypatch.setattr(images, "pending_commands", lambda accelerator: ["docker build ."])
     assert 1 == code_of("up", context, name="one", runtime="docker", tensorboard_port="0")
-    assert "the engine is gone" in capfd.readouterr().err
-    assert not (tmp_path / "runs" / "one").exists()
-    assert " up " not in calls.read_text()
-
-
-def test_an_engine_that_stops_half_way_leaves_nothing_behind(client, planned, context, tmp_path):
-    calls = client(f"{ANSWERS}\ncase \"$*\" in *' up '*) exit 17;; esac")
-    assert 1 == code_of("up", context, name="one", runtime="docker", tensorboard_port="0")
-    up, down = calls.read_text().splitlines()[-2:]
     run_dir = tmp_path / "runs" / "one"
+    *_, up, down = calls.read_text().splitlines()
+    if stops_at == "build":
+        assert not run_dir.exists()
+        assert " up " not in calls.read_text()
+        return
     assert str(run_dir / "compose.json") in up
     assert f" --project-name {compose_services.project(run_dir)} " in down
     assert down.endswith(" down --timeout 10 --volumes --remove-orphans")
