@@ -101,7 +101,6 @@ def toy(monkeypatch) -> Toy:
 
 @pytest.fixture
 def script(tmp_path) -> Path:
-    """A script that never ends."""
     path = tmp_path / "own" / "script.py"
     path.parent.mkdir()
     path.write_text("import time\nwhile True:\n    time.sleep(0.05)\n")

@@ -20,7 +20,6 @@ from cluster.system.ports import free_ports
 
 @pytest.fixture(autouse=True)
 def healthy(monkeypatch, tmp_path):
-    """A machine that lacks nothing."""
     (tmp_path / "data" / "arrays" / "mnist-3.0.1").mkdir(parents=True)
     (tmp_path / "data" / "arrays" / "mnist-3.0.1" / "arrays.json").touch()
     monkeypatch.setattr(doctor, "locked", list)

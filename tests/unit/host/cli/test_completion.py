@@ -10,7 +10,6 @@ from cluster.system.json_files import write_json
 
 @pytest.fixture
 def complete(monkeypatch, capsys):
-    """Returns the candidates that invoke prints for a command line."""
 
     def candidates(typed: str) -> set[str]:
         Program(namespace=tasks.ns).run(["invoke", "--complete", "--", *typed.split()], exit=False)

@@ -26,7 +26,6 @@ PACE = {"step_ms": {"mean": 1234.5, "median": 1234.5}, "busy_share": 1.0, "input
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch, tmp_path):
-    """80 columns, in a folder of runs."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tensorboard, "running_port", lambda runs_dir: 6006)

@@ -29,7 +29,6 @@ finish("stopped")
 
 
 def begin(start_gang: StartGang, lines: str = WORKS_ON, **topology: Any) -> Gang:
-    """Start a gang and wait until all of it is at step 5."""
     gang = start_gang(lines, **{"workers": 1} | topology)
     for task in ("chief", "worker-0"):
         gang.await_step(task, 5)
@@ -45,12 +44,10 @@ def recorded(gang: Gang) -> list[dict[str, Any]]:
 
 
 def slowing() -> list[threading.Thread]:
-    """Return the threads that slow a task down."""
     return [thread for thread in threading.enumerate() if "_slow" in thread.name]
 
 
 def stopped(gang: Gang) -> dict[str, Any]:
-    """Ask the run to stop; return its summary."""
     gang.run.request_stop("a test")
     return gang.summary()
 

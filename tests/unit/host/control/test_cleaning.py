@@ -24,7 +24,6 @@ MakeRun = Callable[..., RunFolder]
 
 @pytest.fixture
 def old(make_run) -> MakeRun:
-    """Makes a run that ended some days ago."""
 
     def make(name: str, days: float = 10) -> RunFolder:
         run = make_run(name, workers=0)

@@ -35,7 +35,6 @@ until(lambda: (run.path / 'enough').exists()), finish()
 
 
 def end_of(gang: Gang) -> dict[str, Any]:
-    """Let a gang that lasts come to its end; return the summary."""
     (gang.run.path / "enough").touch()
     return gang.summary()
 

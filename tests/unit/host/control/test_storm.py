@@ -136,7 +136,6 @@ def test_a_run_that_ends_ends_the_storm(run, monkeypatch, ended):
         (["partition"], "", "partition"),
         ([], "script", "script"),
         ([], "ended", "not in progress"),
-        (["kill", "pause", "slow", "corrupt", "oom"], "ended", "not in progress"),
     ],
 )
 def test_what_makes_no_storm_is_refused_and_nothing_injected(run, injected, kinds, made, named):

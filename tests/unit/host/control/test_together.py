@@ -77,7 +77,6 @@ def up(invoke, folder) -> Up:
 
 
 def finished(*commands: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
-    """Wait for the ends of commands; return how each ended."""
     outputs = [command.communicate(timeout=300) for command in commands]
     return [(command.returncode, *each) for command, each in zip(commands, outputs, strict=True)]
 
@@ -200,18 +199,12 @@ def test_a_claim_ends_with_its_process(make_run):
     assert not claim.is_held(run)
 
 
-def act(folder: Path, seed: int, actions: int) -> None:
-    command = [sys.executable, "-m", "tests.programs.random_actions", str(folder), str(seed), str(actions)]
+@pytest.mark.parametrize(
+    ("seed", "actions"), [(1, 24), *(pytest.param(seed, 1000, marks=pytest.mark.long) for seed in range(2, 12))]
+)
+def test_whatever_is_done_to_runs_leaves_them_usable_and_nothing_else(tmp_path, seed, actions):
+    fast.leave_out("starts clusters")
+    words = [str(tmp_path / "actions"), str(seed), str(actions)]
+    command = [sys.executable, "-m", "tests.programs.random_actions", *words]
     done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
     assert 0 == done.returncode, done.stderr
-
-
-def test_whatever_is_done_to_runs_leaves_them_usable_and_nothing_else(tmp_path):
-    fast.leave_out("starts clusters")
-    act(tmp_path / "actions", seed=1, actions=24)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 12))
-def test_ten_thousand_actions_leave_runs_usable_and_nothing_else(tmp_path, seed):
-    act(tmp_path / "actions", seed, actions=1000)

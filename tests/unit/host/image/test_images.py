@@ -142,7 +142,6 @@ def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, s
 
 @pytest.fixture
 def checked_out(monkeypatch, tmp_path) -> Path:
-    """Copy what an image is built from."""
     for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
         there = ROOT / name
         (shutil.copytree if there.is_dir() else shutil.copy)(there, tmp_path / name)

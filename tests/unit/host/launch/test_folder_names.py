@@ -26,7 +26,6 @@ esac
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory, copy_checkout) -> Path:
-    """The checkout's files without their history."""
     folder = tmp_path_factory.mktemp("sources") / "checkout"
     copy_checkout(folder, "docs/", "tests/")
     return folder

@@ -27,7 +27,6 @@ def offline(tmp_path, monkeypatch):
 
 
 def wheel(folder: Path, name: str, version: str = "1.0", needs: str = "", text: str = "X = 1\n") -> Path:
-    """Make a wheel with one module."""
     path = folder / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"

@@ -51,8 +51,6 @@ def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved, make_run):
         ({"workers": 0, "devices": 2, "strategy": "central"}, {}, ("central", 0, 0, 2)),
         ({"workers": 0, "devices": 2, "strategy": "central"}, {"devices": 4}, ("central", 0, 0, 4)),
         ({"workers": 0, "devices": 2}, {"devices": 1}, ("one", 0, 0, 1)),
-        ({"workers": 1}, {"workers": 2}, ("multiworker", 2, 0, 1)),
-        ({"workers": 2}, {"workers": 0}, ("one", 0, 0, 1)),
         ({"workers": 2}, {"ps": 1}, ("ps", 2, 1, 1)),
         ({"workers": 2, "ps": 1}, {"workers": 0}, ("one", 0, 0, 1)),
         ({"workers": 2, "ps": 1}, {"ps": 0}, ("multiworker", 2, 0, 1)),
@@ -140,7 +138,6 @@ def test_what_its_steps_or_its_checkpoint_depend_on_stays(trained, made, changes
         {},
         {"optimizer": OPTIMIZER | {"learning_rate": 1e-4, "schedule": "cosine"}},
         {"loop": "fit"},
-        {"epochs": 6.0},
         {"epochs": 2.0},
         {"max_steps": 601},
         {"checkpoint_every": 50},
@@ -150,12 +147,9 @@ def test_what_its_steps_or_its_checkpoint_depend_on_stays(trained, made, changes
         {"topology": {"workers": 2, "ps": 1}},
     ],
 )
-def test_everything_else_may_change(trained, changes):
-    assert [] == notes(trained(), **changes)
-
-
-def test_a_run_that_has_saved_nothing_may_become_any_other(trained):
+def test_everything_else_may_change_and_anything_before_a_checkpoint(trained, changes):
     assert [] == notes(trained(steps=0), seed=7, global_batch=384, model="resnet50", max_steps=1)
+    assert [] == notes(trained(), **changes)
 
 
 @pytest.mark.parametrize(

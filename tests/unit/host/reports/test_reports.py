@@ -198,7 +198,8 @@ def test_ticks_enclose_the_values(values):
     assert (long[0], long[-1]) == (thin[0], thin[-1])
 
 
-def test_a_page_shows_the_run_and_needs_no_network(ended, capsys):
+def test_a_page_shows_the_run_and_needs_no_network(ended, make_run, capsys):
+    assert "Cluster" in Page(page.render_page(make_run("new", workers=1))).text
     run = ended("one")
     assert 0 == exit_code("report", "one")
     text = (run.path / "report.html").read_text()
@@ -223,7 +224,3 @@ def test_a_hostile_run_cannot_change_its_page(ended):
     assert "script" not in shown.tags
     assert [] == shown.handlers
     assert [] == shown.links
-
-
-def test_a_run_without_results_has_a_page(make_run):
-    assert "Cluster" in Page(page.render_page(make_run("new", workers=1))).text

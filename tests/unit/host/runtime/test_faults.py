@@ -88,7 +88,6 @@ def docker(run, monkeypatch) -> Engine:
 
 @pytest.fixture
 def faults(run, docker) -> FaultInjector:
-    """The injector of the run's runtime."""
     return registry.find_runtime(run).faults(run)
 
 

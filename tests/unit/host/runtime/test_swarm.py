@@ -62,7 +62,6 @@ class Engine:
 
 @pytest.fixture
 def manager(monkeypatch) -> Engine:
-    """The engine that is asked."""
     made = Engine()
     monkeypatch.setattr(swarm_stack.engine, "ask", made.ask)
     monkeypatch.setattr(swarm_runtime, "POLL_S", 0.0)
@@ -72,7 +71,6 @@ def manager(monkeypatch) -> Engine:
 
 @pytest.fixture
 def run(tmp_path) -> RunFolder:
-    """A run on a Swarm."""
     folder = RunFolder(tmp_path / "runs" / "a-run")
     folder.create()
     owner.create_owner(folder, "swarm")

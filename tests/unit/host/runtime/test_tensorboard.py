@@ -51,7 +51,6 @@ def started(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def usual(monkeypatch) -> int:
-    """A free port in the place of the usual one."""
     (port,) = free_ports(1)
     monkeypatch.setattr(tensorboard, "PORT", port)
     return port
@@ -59,7 +58,6 @@ def usual(monkeypatch) -> int:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which another program listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

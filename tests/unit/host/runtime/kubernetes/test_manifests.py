@@ -38,11 +38,6 @@ def manifest(
     return Manifest(name, cluster, CONFIG, {"max_restarts": 3}, "train:cpu", "claim", 2**32, 2, gpus, given)
 
 
-def rendered(kind: str, made: Manifest) -> list[dict[str, Any]]:
-    found = [kubernetes_objects.records(made), kubernetes_objects.network_policy(made), KINDS[kind](made)]
-    return [*found, kubernetes_objects.data_job(made)]
-
-
 @cache
 def validator(kind: str) -> Draft202012Validator:
     schemas = json.loads(Path(__file__).with_name("schemas.json").read_text())
@@ -90,7 +85,9 @@ def environments(made: Manifest) -> dict[str, dict[str, str]]:
 )
 @settings(deadline=None, max_examples=8)
 def test_whatever_is_requested_is_valid_and_read_as_it_was_meant(kind, gpus, **requested):
-    documents = rendered(kind, manifest(kind, gpus, **requested))
+    made = manifest(kind, gpus, **requested)
+    parts = (kubernetes_objects.records, kubernetes_objects.network_policy, KINDS[kind], kubernetes_objects.data_job)
+    documents = [part(made) for part in parts]
     assert [] == [complaint for each in documents for complaint in complaints(each)]
     assert len({(each["kind"], each["metadata"]["name"]) for each in documents}) == len(documents)
     assert documents == list(YAML(typ="safe").load_all(k8s.to_yaml(documents)))
