@@ -1,8 +1,6 @@
 """`invoke scale`: refusals, the request to stop, and watchers."""
 
-import contextlib
-import fcntl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,16 +106,6 @@ def test_memory_counts_the_tasks_that_end(training, monkeypatch):
     startup.check_machine(scaling.plan_scaling(run, 2), ending=2)
 
 
-@contextlib.contextmanager
-def claimed_elsewhere(run: RunFolder) -> Iterator[None]:
-    """Hold a run's claim as another process would."""
-    path = claim.lock_path(run)
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def test_only_a_run_that_goes_on_is_scaled(training):
     run = training(workers=2)
     assert run.request_stop("somebody")
@@ -135,10 +123,11 @@ def test_the_request_of_a_killed_command_is_taken_over(training):
 
 
 @pytest.mark.parametrize("age_s", [1.0, LOST_AFTER_S + 5])
-def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(orphaned, age_s):
+def test_a_run_whose_scaling_was_killed_can_be_resumed_at_once(orphaned, monkeypatch, age_s):
     run = orphaned(age_s)
     resume = planning.Request(resume="run", runtime="local")
-    with claimed_elsewhere(run):
+    with claim.hold_claim(run, "scaled"), monkeypatch.context() as patch:
+        patch.setattr(claim, "_mine", set())  # by another process
         assert None is heartbeat.final_state(run)
         with pytest.raises(UsageError):
             planning.plan(resume)
@@ -155,7 +144,7 @@ def test_the_plan_keeps_what_was_not_asked_for(training):
 
 
 @pytest.mark.usefixtures("hurried")
-def test_watchers_are_patient_with_a_run_that_is_being_scaled(orphaned):
+def test_watchers_are_patient_with_a_run_that_is_being_scaled(orphaned, monkeypatch):
     run = orphaned()
     looks: list[Any] = []
 
@@ -164,8 +153,10 @@ def test_watchers_are_patient_with_a_run_that_is_being_scaled(orphaned):
         if len(looks) > 2 * LOST_AFTER_S:
             raise KeyboardInterrupt
 
-    with claimed_elsewhere(run), pytest.raises(KeyboardInterrupt):
-        foreground.follow(run, looked)
+    with claim.hold_claim(run, "scaled"), monkeypatch.context() as patch:
+        patch.setattr(claim, "_mine", set())  # by another process
+        with pytest.raises(KeyboardInterrupt):
+            foreground.follow(run, looked)
     assert (True, False) == (run.continues_elsewhere, run.summary.exists())
 
 
