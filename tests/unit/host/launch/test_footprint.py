@@ -81,30 +81,19 @@ def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch):
     assert 1 == len(footprint.memory_lines(value))
 
 
-def test_a_model_is_not_counted_without_its_data():
-    unprepared = plan(model="mine:model")
-    unprepared.data = ""
-    value = footprint.estimate_memory(unprepared)
-    assert value and {"unknown"} == set(value)
-
-
-def test_a_model_is_counted_on_data_of_your_own(monkeypatch):
+def test_a_model_is_counted_on_its_data_or_that_of_your_own(monkeypatch):
     monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
     monkeypatch.setattr(footprint.memory, "available_bytes", lambda: 2**40)
-    own = plan(dataset="mine:data")
-    own.data = ""  # as always: its function may have changed
+    unprepared, own = plan(model="mine:model"), plan(dataset="mine:data")
+    unprepared.data = own.data = ""  # as always of one's own: its function may have changed
+    assert {"unknown"} == set(footprint.estimate_memory(unprepared))
     assert footprint.estimate_memory(own) == SIZES | footprint.assess(own, SIZES)
 
 
-@pytest.mark.parametrize(
-    "without",
-    [
-        {"payload": SimpleNamespace(script=Path("x.py"))},
-        {"cluster": spec.build(strategy="pipeline", workers=1)},
-    ],
-)
-def test_what_has_no_replicas_of_a_known_model_is_not_assessed(without):
-    given = plan()
-    vars(given).update(without)
-    assert footprint.estimate_memory(given) is None
+def test_what_has_no_replicas_of_a_known_model_is_not_assessed():
+    pipeline = spec.build(strategy="pipeline", workers=1)
+    for without in ({"payload": SimpleNamespace(script=Path("x.py"))}, {"cluster": pipeline}):
+        given = plan()
+        vars(given).update(without)
+        assert footprint.estimate_memory(given) is None
     assert [] == footprint.memory_lines(None)
