@@ -62,6 +62,7 @@ def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly():
         ("wait", {"timeout": "soon"}),
         ("stop", {"run": "absent"}),
         ("down", {"run": "absent"}),
+        ("down", {"run": "run", "all": True}),
         ("tensorboard", {"port": "0"}),
         ("tensorboard", {"runtime": "podman"}),
     ],

@@ -19,8 +19,6 @@ from cluster.system.errors import EXIT_USAGE, TimedOut
 from cluster.system.json_files import write_json
 from tests.support.command_line import commands, context, current, invoke, refusal
 
-# Dry runs
-
 
 def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path):
     done = invoke("up", "--dry", "--runtime=local", "--name=one", "--workers=1", "--", "--epochs", "1")
@@ -104,7 +102,3 @@ def test_down_ends_every_run_that_is_left_and_tensorboard(make_run, monkeypatch,
     assert (0, "") == refusal("down")
     assert [gone, left, folders.runs_dir()] == stopped
     assert "TensorBoard is down" == capsys.readouterr().out.splitlines()[-1]
-
-
-def test_down_takes_one_run_or_all_of_them():
-    assert EXIT_USAGE == refusal("down", run="one", all=True)[0]

@@ -19,11 +19,9 @@ from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import write_json
 from tests.support.command_line import exit_code
 
-MakeRun = Callable[..., RunFolder]
-
 
 @pytest.fixture
-def old(make_run) -> MakeRun:
+def old(make_run) -> Callable[..., RunFolder]:
 
     def make(name: str, days: float = 10) -> RunFolder:
         run = make_run(name, workers=0)

@@ -22,15 +22,13 @@ MADE_HERE = [[], LAYERS]
 DOCKER = ROOT / "docker"
 NO_REGISTRY = (1, "ERROR: failed to do request: no such host")
 
-Ask = Callable[..., tuple[int, str]]
-
 
 @pytest.fixture(autouse=True)
 def no_base_image(monkeypatch):
     monkeypatch.delenv("BASE_IMAGE", raising=False)
 
 
-def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) -> Ask:
+def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) -> Callable[..., tuple[int, str]]:
     """Return an engine that has these images (name: what it reports of them) and a registry that gives this answer."""
 
     def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:

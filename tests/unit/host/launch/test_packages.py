@@ -67,19 +67,12 @@ def test_packages_are_installed_once_with_what_they_need_and_are_readable(tmp_pa
     assert [folder] == list(packages.FOLDER.iterdir())  # nothing half done is left
 
 
-SETUP = """\
-import pathlib, sys
-from setuptools import setup
-pathlib.Path({ran!r}).touch()
-setup(name="their_source", version="1.0", py_modules=["their_source"])
-"""
-
-
 def source(folder: Path, *needs: str) -> Path:
     """Make a source distribution whose build leaves a file behind."""
     path, top = folder / "their_source-1.0.tar.gz", "their_source-1.0"
     files = {
-        "setup.py": SETUP.format(ran=str(folder / "ran")),
+        "setup.py": f"import pathlib\nfrom setuptools import setup\npathlib.Path({str(folder / 'ran')!r}).touch()\n"
+        "setup(name='their_source', version='1.0', py_modules=['their_source'])\n",
         "their_source.py": "X = 3\n",
         "PKG-INFO": "Metadata-Version: 2.1\nName: their_source\nVersion: 1.0\n",
         "pyproject.toml": f"[build-system]\nrequires = {json.dumps(['setuptools', *needs])}\n"

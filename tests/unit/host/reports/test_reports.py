@@ -20,11 +20,9 @@ from tests.support.command_line import exit_code
 EVIL = "</style><script>alert(1)</script><img src=http://example.invalid/x onerror=alert(1)>\x1b[2J"
 VOID = {"meta", "img", "br"}
 
-MakeRun = Callable[..., RunFolder]
-
 
 @pytest.fixture
-def ended(make_run) -> MakeRun:
+def ended(make_run) -> Callable[..., RunFolder]:
     """Makes a run that trained for some steps and ended."""
 
     def make(name: str = "one", rate: float = 0.1, sha256: str | None = "a" * 64, **summary: Any) -> RunFolder:

@@ -89,9 +89,8 @@ def test_every_task_is_a_service_without_privileges(run):
     assert (True, ["ALL"], ["cluster"]) == (found["read_only"], found["cap_drop"], found["networks"])
     assert "worker-0" == found["hostname"] == found["environment"]["TASK"]
     assert "-1" == found["environment"]["CUDA_VISIBLE_DEVICES"]
-    assert {"driver": "overlay", "internal": True, "labels": {"tf-cluster.run": "a-run"}} == rendered["networks"][
-        "cluster"
-    ]
+    network = {"driver": "overlay", "internal": True, "labels": {"tf-cluster.run": "a-run"}}
+    assert network == rendered["networks"]["cluster"]
 
 
 def test_what_is_requested_of_the_swarm_is_in_the_stack(run):
