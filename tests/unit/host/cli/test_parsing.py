@@ -32,7 +32,6 @@ def ended(words: str) -> int | str | None:
         ("status --json --run", "--run"),
         ("status --run --json", "--run"),
         ("logs chief tour", "'tour'"),
-        ("status --json one stop", "'stop'"),
         ("up tour", "'tour'"),
         ("up --workers 1 status", "'status'"),
         ("up --runtime local --dry --name tour", "--name tour"),

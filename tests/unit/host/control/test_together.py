@@ -16,14 +16,12 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.control import ending, scaling
 from cluster.host.launch import teardown
 from cluster.host.runtime import supervisor
-from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED
+from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, PrerequisiteError
 from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT
 from tests import fast
 from tests.support.launching import Commands
 from tests.support.waiting import wait_for
-
-Up = Callable[..., "subprocess.Popen[str]"]
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -44,7 +42,7 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def invoke(tmp_path) -> Iterator[Up]:
+def invoke(tmp_path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     """Starts `invoke` as a user does; everything is ended at the end."""
     commands: list[subprocess.Popen[str]] = []
 
@@ -65,7 +63,7 @@ def invoke(tmp_path) -> Iterator[Up]:
 
 
 @pytest.fixture
-def up(invoke, folder) -> Up:
+def up(invoke, folder) -> Callable[..., "subprocess.Popen[str]"]:
     """Starts `invoke up` with the script on one local task; takes more options."""
     words = ("--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
 
@@ -197,6 +195,13 @@ def test_a_claim_ends_with_its_process(make_run):
     with claim.hold_claim(run, "ended"):
         pass
     assert not claim.is_held(run)
+
+
+def test_a_claim_that_cannot_be_made_says_what_to_do(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    run = RunFolder(tmp_path / "runs" / "one")
+    with pytest.raises(PrerequisiteError, match="set RUNS_DIR"), claim.hold_claim(run, "started"):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,6 @@ from tests.support.command_line import refusal
 from tests.support.launching import Commands
 from tests.support.waiting import wait_for
 
-Docker = Callable[[str], Path]
-
 IMAGE = '{"Id": "sha256:1", "Config": {"Labels": {}}, "RootFS": {"Layers": ["sha256:0"]}}'
 ANSWERS = f"""
 case "$*" in
@@ -42,7 +40,7 @@ esac
 
 
 @pytest.fixture
-def client(docker, monkeypatch) -> Docker:
+def client(docker, monkeypatch) -> Callable[[str], Path]:
     """Puts a `docker` with this script on the PATH, before the usual programs."""
 
     def put(script: str) -> Path:

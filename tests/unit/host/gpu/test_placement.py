@@ -70,7 +70,6 @@ def test_parameter_servers_workers_may_have_an_instance_each(nvidia_smi):
 
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
-    """A machine with random connections between its GPUs."""
     ids = "012345678"[: draw(st.integers(1, 9))]
     return machine_of(ids, *(pair for pair in itertools.combinations(ids, 2) if draw(st.booleans())))
 

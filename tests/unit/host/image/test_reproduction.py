@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 from invoke import Exit, MockContext
@@ -14,13 +15,11 @@ from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXI
 
 FIRST, CHANGED = (["1", "2"], {"User": "1"}, "today"), (["1", "3", "4"], {"User": "1"}, "today")
 
-Image = tuple[list[str], dict[str, str], str]
-
 
 @pytest.fixture
-def built(monkeypatch) -> list[Image]:
+def built(monkeypatch) -> list[Any]:
     """Layers, configuration and date of each image that the engine is asked for; none: there is no such image."""
-    answers: list[Image] = []
+    answers: list[Any] = []
 
     def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
         if "RepoDigests" in words[2]:

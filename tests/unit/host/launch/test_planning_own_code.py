@@ -107,6 +107,8 @@ def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path, monkeypatc
     for folder, name in ((here, "presets_here"), (there, "presets_there")):
         planned = planning.plan(Request(preset=f"{name}:small", runtime="local"))
         assert (6, (folder,)) == (planned.config["global_batch"], planned.payload.code_dirs)
+    (here / "broken.py").write_text("def small():\n    return 1 / 0\n")
+    assert "broken.py:2" in str(refusal(Request(preset="broken:small", runtime="local")))
 
 
 def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path, monkeypatch, stopped_run):

@@ -46,7 +46,6 @@ def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved, make_run):
     ("previous", "requested", "expected"),
     [
         ({"workers": 1}, {}, ("multiworker", 1, 0, 1)),
-        ({"workers": 0}, {}, ("one", 0, 0, 1)),
         ({"workers": 3, "ps": 2, "devices": 2, "evaluator": True}, {}, ("ps", 3, 2, 2)),
         ({"workers": 0, "devices": 2, "strategy": "central"}, {}, ("central", 0, 0, 2)),
         ({"workers": 0, "devices": 2, "strategy": "central"}, {"devices": 4}, ("central", 0, 0, 4)),

@@ -114,7 +114,6 @@ def test_options_on_the_command_line_win(tmp_path):
         ("# it\nevaluator = 1\n", ["evaluator", "1", "boolean"]),
         ("gpus = [0, 1]\n", ["gpus", "[0, 1]", "integer or string"]),
         ("env = 'A=1'\n", ["env", '"A=1"', "array of strings"]),
-        ("env = [1]\n", ["env", "[1]", "array of strings"]),
         ("train = 1\n", ["train", "1", "table"]),
         ("loop = 'fit'\n[train]\nprecision = 'bf16'\n", ["'precision'", "above [train]"]),
         ("[train]\nepochs = [1]\n", ["epochs", "[1]", "number"]),

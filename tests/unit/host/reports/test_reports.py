@@ -99,6 +99,7 @@ def test_a_run_without_a_sign_of_life_is_lost_and_a_damaged_one_listed_as_such(m
     if damaged:
         run.cluster.write_text("{")
         write_json(run.manifest, {"code": [EVIL]})
+        assert 1 == exit_code("status", run="one")
     (row,) = listing.list_runs(run.path.parent)
     assert expected == row["result"]
     assert listing.table_lines([row])

@@ -19,14 +19,12 @@ from cluster.host.schedulers.swarm_runtime import Swarm
 from cluster.system.errors import PrerequisiteError, UsageError
 from tests.support.launching import workload
 
-SWARM = {"LocalNodeState": "active", "ControlAvailable": True, "Nodes": 2, "NodeID": "a"}
-
 
 class Engine:
     """A manager's engine: what it answers to the first words of a command, and what it was asked to run."""
 
     def __init__(self) -> None:
-        self.swarm: dict[str, Any] = SWARM
+        self.swarm: dict[str, Any] = {"LocalNodeState": "active", "ControlAvailable": True, "Nodes": 2, "NodeID": "a"}
         self.nodes = [self.node("a", "h1"), self.node("b", "h2", engine="ssh://h2")]
         self.tasks: list[dict[str, str]] = []
         self.images = {"": "sha256:1", "ssh://h2": "sha256:1"}
