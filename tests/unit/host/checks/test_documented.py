@@ -36,21 +36,16 @@ def test_every_link_of_the_documentation_leads_to_a_file_and_a_heading():
 
 
 @pytest.mark.needs("git")
-def test_pages_that_the_code_names_exist():
+def test_files_that_the_code_and_the_documentation_name_exist():
     missing = []
     for path in tracked_files():
+        names = []
         if path.suffix in {".py", ".yml", ".yaml", ".md", ".toml"} or path.name == "Dockerfile":
-            names = re.findall(r"(?<![\w/.:])docs/[\w/-]+\.(?:md|jsonl|png)", path.read_text())
-            missing += [f"{path.relative_to(ROOT)}: {name}" for name in names if not (ROOT / name).exists()]
+            names += re.findall(r"(?<![\w/.:])docs/[\w/-]+\.(?:md|jsonl|png)", path.read_text())
+        if path == ROOT / "README.md" or (path.suffix == ".md" and path.is_relative_to(ROOT / "docs")):
+            names += re.findall(r"`((?:cluster|train|tests|compose|docker|benchmarks)/[\w./-]+)`", path.read_text())
+        missing += [f"{path.relative_to(ROOT)}: {name}" for name in names if not (ROOT / name).exists()]
     assert [] == missing
-
-
-@pytest.mark.needs("git")
-def test_files_that_the_documentation_names_exist() -> None:
-    pages = [page for page in tracked_files() if page.suffix == ".md" and page.is_relative_to(ROOT / "docs")]
-    names = r"`((?:cluster|train|tests|compose|docker|benchmarks)/[\w./-]+)`"
-    named = {(page.name, name) for page in [ROOT / "README.md", *pages] for name in re.findall(names, page.read_text())}
-    assert [] == sorted(each for each in named if not (ROOT / each[1]).exists())
 
 
 def test_every_protection_names_tests_that_exist():

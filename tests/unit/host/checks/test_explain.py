@@ -25,11 +25,8 @@ def found(value: str, strategy: str = "") -> set[tuple[str, str]]:
     [
         ("", "json"),
         ("{", "json"),
-        ("{'cluster': {}}", "json"),
-        ('{\\"cluster\\": {}}', "json"),
         (json.dumps(text()), "json"),
         ("[" * 100_000, "json"),
-        ("[]", "json"),
         ("7", "json"),
         ("{}", "cluster"),
         ('{"cluster": []}', "cluster"),
@@ -37,13 +34,10 @@ def found(value: str, strategy: str = "") -> set[tuple[str, str]]:
         (text({"worker": [7]}), "address"),
         ('{"cluster": {"worker": ["a:1234"]}}', "task"),
         (text(index=None), "task"),
-        (json.dumps({"cluster": TWO, "task": {"type": "worker", "id": 0}}), "task"),
         (text(index=2), "task"),
-        (text(index=-1), "task"),
         (text(role="chief"), "task"),
         (text(TWO | {"evaluator": ["e:2222"]}), "evaluator"),
         (text(TWO | {"chief": ["c:2222", "d:2222"]}), "chief"),
-        (text(TWO | {"chief": ["c:2222"], "master": ["m:2222"]}), "chief"),
         (text(TWO | {"wroker": ["c:2222"]}), "roles"),
         (text({"worker": ["a:2222", "A:2222"]}), "duplicate"),
         (text({"worker": ["localhost:2222", "127.0.0.1:2222"]}), "duplicate"),
@@ -130,9 +124,6 @@ def test_nothing_is_wrong_with_our_own(topology):
     cluster = spec.build(**topology)
     for task in cluster.tasks:
         assert set() == found(tf_config.dumps(cluster, task) or "", cluster.strategy)
-
-
-# The task
 
 
 def test_a_file_the_environment_and_a_run_are_explained(tmp_path, monkeypatch, make_run, capsys):

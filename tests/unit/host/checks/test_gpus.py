@@ -9,10 +9,8 @@ import pytest
 from cluster.contract.findings import Finding
 from cluster.host.checks import gpus
 
-ENGINE = '{"runc": {}, "nvidia": {}}'
 
-
-def engine_that(*, runtimes: str = ENGINE, image: str = "exit 0", run: str) -> str:
+def engine_that(*, runtimes: str = '{"runc": {}, "nvidia": {}}', image: str = "exit 0", run: str) -> str:
     """Return the script of a `docker` that gives these answers."""
     return (
         f"case \"$*\" in\n'info --format {{{{json .Runtimes}}}}') echo '{runtimes}';;\ninfo*) echo '\"27.5.1\"';;\n"
@@ -20,8 +18,8 @@ def engine_that(*, runtimes: str = ENGINE, image: str = "exit 0", run: str) -> s
     )
 
 
-def sees(count: int, error: str = "") -> str:
-    return f"echo '{json.dumps({'count': count, 'error': error})}'"
+def sees(count: int) -> str:
+    return f"echo '{json.dumps({'count': count, 'error': ''})}'"
 
 
 def examine() -> dict[str, Finding]:

@@ -26,7 +26,6 @@ PACE = {"step_ms": {"mean": 1234.5, "median": 1234.5}, "busy_share": 1.0, "input
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch, tmp_path):
-    """80 columns, in a folder of runs."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tensorboard, "running_port", lambda runs_dir: 6006)
@@ -75,20 +74,6 @@ def test_lists_and_help(capsys, monkeypatch, words):
     check(capsys.readouterr().out)
 
 
-def test_explain(capsys, tmp_path):
-    for options in ({"workers": "0"}, {"workers": "11", "evaluator": True}, {"workers": "3", "ps": "2"}):
-        check(screen(capsys, "explain", **options))
-    (tmp_path / "tf_config.json").write_text('{"cluster": {"worker": ["localhost:1", "10.0.0.300:0"]}, "job": "chief"}')
-    check(screen(capsys, "explain", file="tf_config.json"))
-
-
-@pytest.mark.usefixtures("resolved")
-def test_plan(capsys):
-    text = screen(capsys, "plan", name=RUN)
-    check(text)
-    assert all(task in text for task in ("chief", "worker-1"))
-
-
 @pytest.mark.parametrize("script", ["", "/home/somebody/projects/train_on_tf_config.py"])
 def test_status_and_the_live_view(capsys, make_run, script):
     run = current(make_run(RUN, workers=2))
@@ -120,9 +105,15 @@ def test_the_end(capsys, make_run, state, script):
     check(screen(capsys, "down", RUN))
 
 
+@pytest.mark.usefixtures("resolved")
 @pytest.mark.parametrize(
     ("command", "options"),
     [
+        ("explain", {"workers": "0"}),
+        ("explain", {"workers": "11", "evaluator": True}),
+        ("explain", {"workers": "3", "ps": "2"}),
+        ("explain", {"file": "tf_config.json"}),
+        ("plan", {"name": OTHER}),
         ("up", {"strategy": "mirored"}),
         ("up", {"script": "missing.py"}),
         ("status", {"run": "nothing"}),
@@ -131,9 +122,8 @@ def test_the_end(capsys, make_run, state, script):
         ("compare", {}),
     ],
 )
-def test_errors(capsys, monkeypatch, make_run, command, options):
+def test_plans_explanations_and_errors(capsys, monkeypatch, tmp_path, make_run, command, options):
     make_ended(make_run, RUN, "failed")
+    (tmp_path / "tf_config.json").write_text('{"cluster": {"worker": ["localhost:1", "10.0.0.300:0"]}, "job": "chief"}')
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    text = screen(capsys, command, **options)
-    assert text.startswith("error: ")
-    check(text)
+    check(screen(capsys, command, **options))

@@ -58,11 +58,11 @@ def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly():
     ("task", "requested"),
     [
         ("logs", {"task": "worker-7"}),
-        ("logs", {"run": "a/b"}),
         ("status", {"run": "rum"}),
         ("wait", {"timeout": "soon"}),
         ("stop", {"run": "absent"}),
         ("down", {"run": "absent"}),
+        ("down", {"run": "run", "all": True}),
         ("tensorboard", {"port": "0"}),
         ("tensorboard", {"runtime": "podman"}),
     ],

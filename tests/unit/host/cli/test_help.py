@@ -24,14 +24,10 @@ NAMES = {
 ALL_TASKS: list[str] = sorted(tasks.ns.task_names)
 
 
-def test_tasks_have_the_contract_s_names():
-    assert set(ALL_TASKS) == NAMES
-
-
-def test_the_list_shows_every_task_in_a_sentence():
+def test_the_list_shows_every_task_of_the_contract_in_a_sentence():
     lines = invoke("--list").stdout.splitlines()
     assert list(parsing.DAILY) == [line.split()[0] for line in lines if line[:2] == "  " != line[2:4]][:10]
-    assert set(ALL_TASKS) == {line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "}
+    assert set(ALL_TASKS) == NAMES == {line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "}
     for name in ALL_TASKS:
         assert tasks.ns[name].__doc__.splitlines()[0].endswith("."), name
 
@@ -63,9 +59,14 @@ def test_help_of_up_fits_on_a_screen_and_names_the_values():
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("--help-all", "image.build"), ("plan --workers 1 --help-all", "--tag=TAG"), ("--help-all logs", "--tail=N")],
+    [
+        ("--help compare", "invoke compare RUN OTHER [THIRD] [FOURTH] [OPTIONS]\n"),
+        ("--help-all", "image.build"),
+        ("plan --workers 1 --help-all", "--tag=TAG"),
+        ("--help-all logs", "--tail=N"),
+    ],
 )
-def test_all_of_the_help_follows_in_any_place(words, expected):
+def test_help_follows_in_any_place(words, expected):
     assert expected in invoke(*words.split()).stdout
 
 
@@ -117,8 +118,3 @@ def test_no_task_imports_tensorflow():
     lines = f"import sys, tasks, {', '.join(modules)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"tensorflow", "keras", "numpy", "tyro", "train"} & set(done.stdout.split())
-
-
-def test_help_begins_with_how_a_task_is_called():
-    shown = invoke("--help", "compare").stdout
-    assert shown.startswith("invoke compare RUN OTHER [THIRD] [FOURTH] [OPTIONS]\n")

@@ -35,14 +35,10 @@ def test_data_is_prepared_by_a_job_of_its_own():
     assert "--name=fashion_mnist" in container["args"]
 
 
-def test_a_task_has_as_many_threads_as_its_pod_requests_cpus():
+def test_a_task_has_as_many_threads_as_its_pod_requests_cpus_and_variables_of_env_win():
     """Whatever machine renders: the bits of a run depend on its threads."""
-    rendered = rendering.render(Request(), cpus="5")
+    rendered = rendering.render(Request(gpus_per_task=2, env=("NCCL_DEBUG=INFO",)), cpus="5")
     assert 5 == json.loads(rendered[0]["data"]["config.json"])["threads"]
-
-
-def test_variables_of_env_win():
-    rendered = rendering.render(Request(gpus_per_task=2, env=("NCCL_DEBUG=INFO",)))
     assert str({"name": "NCCL_DEBUG", "value": "INFO"}) in str(rendered)
 
 

@@ -19,16 +19,6 @@ from tests.support.launching import Commands
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("worker", ["training", "done"])
-def test_a_run_in_which_nothing_lives_ends_as_failed(make_run, worker):
-    run = make_run(workers=1)
-    beat(run, "chief", step=5, age_s=LOST_AFTER_S + 5)
-    beat(run, "worker-0", worker, step=5, age_s=LOST_AFTER_S + 5)
-    ended = foreground.follow(run, lambda value: None, timeout_s=10)
-    assert ("failed", 5, 1) == (ended.state, ended.steps, foreground.exit_code(ended))
-
-
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("age_s", [0, LOST_AFTER_S + 5, 1e6, -1e6])
 def test_a_run_with_one_live_task_goes_on_whatever_its_clock_says(make_run, age_s):
     run, looks = make_run(workers=1), itertools.count()

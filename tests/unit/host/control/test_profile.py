@@ -10,20 +10,17 @@ from typing import Any
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.host.control import profile
 from cluster.host.runtime import tensorboard
 from cluster.system.errors import RunFailed, TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
+from tests.support.beats import beat
 from tests.support.waiting import wait_for
 
 
-def beats(run: RunFolder, state: str = "training", **others: str) -> RunFolder:
-    """Leave every task's heartbeat, all in the same state but for `others`, their names with an underscore."""
+def beats(run: RunFolder) -> RunFolder:
     for task in run.load_cluster().tasks:
-        beat = HeartbeatWriter(run, task, 0)
-        beat.update(state=others.get(task.name.replace("-", "_"), state))
-        beat.write()
+        beat(run, task.name)
     return run
 
 
@@ -101,11 +98,14 @@ def test_one_request_at_a_time_and_one_that_was_left_behind_is_replaced(run):
     with pytest.raises(TimedOut):
         profile.trace_task(run, "worker-0", 5, timeout_s=0.2)
     assert not run.trace_request.exists()  # nobody waits for it any more
+    run.end("stopped", task="chief")
+    with pytest.raises(UsageError, match="has ended"):
+        profile.trace_task(run, "worker-0", 5, timeout_s=0.2)
 
 
 @pytest.mark.parametrize("state", ["training", "saving", "evaluating", "waiting", "compiling", "failed"])
 def test_only_a_task_that_trains_or_will_go_on_is_traced(run, state):
-    beats(run, worker_0=state)
+    beat(run, "worker-0", state)
     profile._check_task(run, "chief")
     if state in ("training", "saving", "evaluating"):
         profile._check_task(run, "worker-0")
@@ -132,9 +132,3 @@ def test_what_takes_no_steps_of_ours_is_refused(make_run, config, topology, task
     write_json(run.config, read_json(run.config) | config)
     with pytest.raises(UsageError, match=named):
         profile._check_task(run, task)
-
-
-def test_a_run_that_has_ended_is_refused(run):
-    run.end("stopped", task="chief")
-    with pytest.raises(UsageError, match="has ended"):
-        profile._check_task(run, "chief")

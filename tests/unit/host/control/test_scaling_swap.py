@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,17 +35,8 @@ until(lambda: (run.path / 'enough').exists()), finish()
 
 
 def end_of(gang: Gang) -> dict[str, Any]:
-    """Let a gang that lasts come to its end; return the summary."""
     (gang.run.path / "enough").touch()
     return gang.summary()
-
-
-def fake_plan(run: RunFolder, lines: str, data: Path, **requested: int) -> Plan:
-    """Return a plan whose tasks run the given lines instead of the training program."""
-    planned = scaling.plan_scaling(run, requested["workers"], requested.get("ps"))
-    program = [sys.executable, "-c", f"from tests.programs.trainer import *\n{lines}"]
-    how = processes_of(planned.cluster, run.path, data, ["--", *program])
-    return dataclasses.replace(planned, compose=how)
 
 
 @pytest.fixture
@@ -56,7 +46,10 @@ def scale(monkeypatch, tmp_path) -> Callable[..., int]:
     def run_it(gang: Gang, lines: str = LASTING, **requested: int) -> int:
         for task in membership.cluster(gang.run).tasks:
             gang.await_step(task.name, 0 if gang.run.load_cluster().serves(task) else 3)
-        planned = fake_plan(gang.run, lines, tmp_path / "data", **requested)
+        planned = scaling.plan_scaling(gang.run, requested["workers"], requested.get("ps"))
+        program = ["--", sys.executable, "-c", f"from tests.programs.trainer import *\n{lines}"]
+        fake = processes_of(planned.cluster, gang.run.path, tmp_path / "data", program)
+        planned = dataclasses.replace(planned, compose=fake)
         monkeypatch.setattr(scaling, "plan_scaling", lambda run, workers, ps, trust: planned)
         return scaling.scale_run(gang.run, no_shell, **requested)
 

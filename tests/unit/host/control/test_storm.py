@@ -45,9 +45,6 @@ def deal(run: RunFolder, count: int = 10, seed: int = 7, kinds: Sequence[str] = 
     return chaos.inject_all(run, count, seed, kinds)
 
 
-# What is drawn
-
-
 def test_the_same_seed_draws_the_same_faults(run, injected):
     drawn = []
     for seed in (7, 7, 8):
@@ -102,9 +99,6 @@ def test_a_worker_is_lost_only_where_the_run_goes_on_without_and_is_spared_then(
     assert {("pause", False), ("slow", False)} == {(fault.kind, fault.whole) for _, fault in injected}
 
 
-# When it is over
-
-
 @pytest.mark.parametrize(
     ("steps_total", "ended", "expected"), [(0, False, 3), (140, False, 0), (141, False, 1), (LONG, True, 0)]
 )
@@ -133,9 +127,6 @@ def test_a_run_that_ends_ends_the_storm(run, monkeypatch, ended):
     assert expected == deal(run)
 
 
-# What is refused
-
-
 @pytest.mark.parametrize(
     ("kinds", "made", "named"),
     [
@@ -145,7 +136,6 @@ def test_a_run_that_ends_ends_the_storm(run, monkeypatch, ended):
         (["partition"], "", "partition"),
         ([], "script", "script"),
         ([], "ended", "not in progress"),
-        (["kill", "pause", "slow", "corrupt", "oom"], "ended", "not in progress"),
     ],
 )
 def test_what_makes_no_storm_is_refused_and_nothing_injected(run, injected, kinds, made, named):
@@ -156,9 +146,6 @@ def test_what_makes_no_storm_is_refused_and_nothing_injected(run, injected, kind
     with pytest.raises(UsageError, match=named):
         chaos.run_storm(run, 2, 0, kinds, 12.0)
     assert [] == injected
-
-
-# How it went
 
 
 @pytest.mark.parametrize(
@@ -180,17 +167,14 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     run.event("chief", "fault", step=100, kind="kill")
     if calm:
         write_json(make_run("calm", workers=1).summary, {"state": "succeeded", "weights_sha256": calm})
-    requested = []
+    given: list[Any] = []
+    cost, end = FaultCost("kill", "chief", 110, 0.1, 2.0, 4, None), {"state": ended, "weights_sha256": weights}
 
-    def dealing(*arguments: Any) -> list[FaultCost]:
-        requested.append(arguments[:5])
-        return [FaultCost("kill", "chief", 110, 0.1, 2.0, 4, None)] * dealt
+    def until_end(run: RunFolder) -> Summary:
+        write_json(run.summary, end)
+        return Summary.from_json(end)
 
-    def until_end(folder: RunFolder) -> Summary:
-        write_json(folder.summary, {"state": ended, "weights_sha256": weights})
-        return Summary.from_json({"state": ended, "weights_sha256": weights})
-
-    monkeypatch.setattr(chaos, "inject_all", dealing)
+    monkeypatch.setattr(chaos, "inject_all", lambda *arguments: given.append(arguments[:5]) or [cost] * dealt)
     monkeypatch.setattr(chaos.foreground, "show_until_end", until_end)
     assert code == chaos.run_storm(run, 2, 7, ["kill"], 12.0)
-    assert [(run, 2, 7, ["kill"], 12.0)] == requested
+    assert [(run, 2, 7, ["kill"], 12.0)] == given

@@ -16,14 +16,12 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.control import ending, scaling
 from cluster.host.launch import teardown
 from cluster.host.runtime import supervisor
-from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_USAGE, PrerequisiteError
+from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, PrerequisiteError
 from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT
 from tests import fast
 from tests.support.launching import Commands
 from tests.support.waiting import wait_for
-
-Up = Callable[..., "subprocess.Popen[str]"]
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -44,7 +42,7 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def invoke(tmp_path) -> Iterator[Up]:
+def invoke(tmp_path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     """Starts `invoke` as a user does; everything is ended at the end."""
     commands: list[subprocess.Popen[str]] = []
 
@@ -65,7 +63,7 @@ def invoke(tmp_path) -> Iterator[Up]:
 
 
 @pytest.fixture
-def up(invoke, folder) -> Up:
+def up(invoke, folder) -> Callable[..., "subprocess.Popen[str]"]:
     """Starts `invoke up` with the script on one local task; takes more options."""
     words = ("--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
 
@@ -77,7 +75,6 @@ def up(invoke, folder) -> Up:
 
 
 def finished(*commands: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
-    """Wait for the ends of commands; return how each ended."""
     outputs = [command.communicate(timeout=300) for command in commands]
     return [(command.returncode, *each) for command, each in zip(commands, outputs, strict=True)]
 
@@ -122,18 +119,6 @@ def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
     assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
 
 
-def test_sigterm_stops_a_run_as_ctrl_c_does(up, folder, tmp_path):
-    watched = up("--name=one")
-    wait_until_watched(watched, folder)
-    watched.send_signal(signal.SIGTERM)
-    ((code, out, _),) = finished(watched)
-    assert EXIT_INTERRUPTED == code
-    assert "stopping: " in out
-    run = RunFolder(tmp_path / "runs" / "one")
-    assert "stopped" == read_json(run.summary)["state"]
-    assert [] == supervisor.processes_left(run)
-
-
 def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_path):
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     (folder / "script.py").write_text(deaf + (folder / "script.py").read_text())
@@ -161,12 +146,6 @@ def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
     assert supervisor.is_running(run)
     (folder / "go").touch()
     assert "succeeded" == wait_for(lambda: read_json(run.summary, None), "the end")["state"]
-
-
-def test_what_has_no_dry_run_refuses_invoke_s_own(invoke, tmp_path):
-    ((code, out, error),) = finished(invoke("--dry", "down"))
-    assert (EXIT_USAGE, "", 1) == (code, out, len(error.splitlines()))
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_that_is_being_started_is_ended_once_it_is(make_run, start_gang):
@@ -225,18 +204,12 @@ def test_a_claim_that_cannot_be_made_says_what_to_do(tmp_path):
         pass
 
 
-def act(folder: Path, seed: int, actions: int) -> None:
-    command = [sys.executable, "-m", "tests.programs.random_actions", str(folder), str(seed), str(actions)]
+@pytest.mark.parametrize(
+    ("seed", "actions"), [(1, 24), *(pytest.param(seed, 1000, marks=pytest.mark.long) for seed in range(2, 12))]
+)
+def test_whatever_is_done_to_runs_leaves_them_usable_and_nothing_else(tmp_path, seed, actions):
+    fast.leave_out("starts clusters")
+    words = [str(tmp_path / "actions"), str(seed), str(actions)]
+    command = [sys.executable, "-m", "tests.programs.random_actions", *words]
     done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
     assert 0 == done.returncode, done.stderr
-
-
-def test_whatever_is_done_to_runs_leaves_them_usable_and_nothing_else(tmp_path):
-    fast.leave_out("starts clusters")
-    act(tmp_path / "actions", seed=1, actions=24)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 12))
-def test_ten_thousand_actions_leave_runs_usable_and_nothing_else(tmp_path, seed):
-    act(tmp_path / "actions", seed, actions=1000)

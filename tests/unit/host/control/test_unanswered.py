@@ -10,23 +10,20 @@ import pytest
 from invoke import Config, Context
 
 import tasks
-from cluster.contract.run import claim, owner
+from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.cli import command_line
 from cluster.host.control import foreground
 from cluster.host.image import engine, images
-from cluster.host.launch import configuration, planning, startup
-from cluster.host.options.request import Request
+from cluster.host.launch import configuration
 from cluster.host.runtime import compose_services, supervisor, tensorboard
 from cluster.system import processes
-from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, PrerequisiteError, RunFailed, TimedOut
-from cluster.system.json_files import read_json, write_json
+from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, RunFailed, TimedOut
+from cluster.system.json_files import read_json
 from tests.support.beats import end
 from tests.support.command_line import refusal
 from tests.support.launching import Commands
 from tests.support.waiting import wait_for
-
-Docker = Callable[[str], Path]
 
 IMAGE = '{"Id": "sha256:1", "Config": {"Labels": {}}, "RootFS": {"Layers": ["sha256:0"]}}'
 ANSWERS = f"""
@@ -43,7 +40,7 @@ esac
 
 
 @pytest.fixture
-def client(docker, monkeypatch) -> Docker:
+def client(docker, monkeypatch) -> Callable[[str], Path]:
     """Puts a `docker` with this script on the PATH, before the usual programs."""
 
     def put(script: str) -> Path:
@@ -64,7 +61,6 @@ def planned(monkeypatch) -> None:
 
 @pytest.fixture
 def context() -> Context:
-    """A context that runs commands, with the settings of tasks.py."""
     return Context(Config(overrides=tasks.ns.configuration()))
 
 
@@ -72,14 +68,10 @@ def code_of(task: str, c: Context, **options: object) -> int:
     return refusal(task, c, **options)[0]
 
 
-HANGS = "/bin/sh -c 'echo $$ >{pid_file}; exec /bin/sleep 600' & wait"
-"""A client whose plugin hangs, and holds on to its output."""
-
-
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_client_that_hangs_is_ended_with_all_that_it_started(client, context, tmp_path, monkeypatch, asks):
     pid_file = tmp_path / "plugin"
-    client(HANGS.format(pid_file=pid_file))
+    client(f"/bin/sh -c 'echo $$ >{pid_file}; exec /bin/sleep 600' & wait")  # its plugin holds on to its output
     monkeypatch.setattr(engine, "COMPOSE_TIMEOUT_S", 1.0)
     if asks:
         assert 124 == engine.ask("info", timeout_s=1)[0]
@@ -146,20 +138,6 @@ def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(make_r
     assert owner.read_owner(run)
 
 
-def test_a_tensorboard_that_does_not_start_ends_no_run(start_gang, capsys, monkeypatch):
-    gang = start_gang("train(2)\nuntil((run.path / 'go').exists)\nfinish()", workers=0)
-
-    def refuse(*_: object, **options: object) -> None:
-        (gang.run.path / "go").touch()
-        raise PrerequisiteError("another program took the port")
-
-    monkeypatch.setattr(tensorboard, "start", refuse)
-    assert EXIT_DONE == foreground.attend(gang.run, "local", None, False, Commands())
-    shown = capsys.readouterr().out
-    assert "succeeded: " in shown
-    assert "`invoke tensorboard` starts it: another program took the port" in shown
-
-
 @pytest.mark.parametrize("record", ["", "x", "[]", "{}", '{"runtime": "local", "port": 1}', '{"runtime": "docker"}'])
 def test_a_damaged_record_is_no_tensorboard(tmp_path, record):
     (tmp_path / ".tensorboard.json").write_text(record)
@@ -178,20 +156,17 @@ def test_a_dry_run_only_asks_the_engine(client, planned, context, tmp_path, caps
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_engine_that_stops_while_it_builds_ends_the_start(client, planned, context, tmp_path, monkeypatch, capfd):
-    calls = client(f"case \"$*\" in *'build '*) echo 'the engine is gone' >&2; exit 17;; esac{ANSWERS}")
+@pytest.mark.parametrize("stops_at", ["build", "up"])
+def test_an_engine_that_stops_leaves_nothing_behind(client, planned, context, tmp_path, monkeypatch, stops_at):
+    calls = client(f"case \"$*\" in *'{stops_at} '*) exit 17;; esac{ANSWERS}")
     monkeypatch.setattr(images, "pending_commands", lambda accelerator: ["docker build ."])
     assert 1 == code_of("up", context, name="one", runtime="docker", tensorboard_port="0")
-    assert "the engine is gone" in capfd.readouterr().err
-    assert not (tmp_path / "runs" / "one").exists()
-    assert " up " not in calls.read_text()
-
-
-def test_an_engine_that_stops_half_way_leaves_nothing_behind(client, planned, context, tmp_path):
-    calls = client(f"{ANSWERS}\ncase \"$*\" in *' up '*) exit 17;; esac")
-    assert 1 == code_of("up", context, name="one", runtime="docker", tensorboard_port="0")
-    up, down = calls.read_text().splitlines()[-2:]
     run_dir = tmp_path / "runs" / "one"
+    *_, up, down = calls.read_text().splitlines()
+    if stops_at == "build":
+        assert not run_dir.exists()
+        assert " up " not in calls.read_text()
+        return
     assert str(run_dir / "compose.json") in up
     assert f" --project-name {compose_services.project(run_dir)} " in down
     assert down.endswith(" down --timeout 10 --volumes --remove-orphans")
@@ -223,30 +198,6 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(
     assert f"--project-name {compose_services.project(run.path)} " in down
     assert "stopped" == read_json(run.summary)["state"]
     assert owner.read_owner(run) is None
-
-
-def test_of_two_that_start_containers_the_loser_ends_nothing(client, planned):
-    client(ANSWERS)
-    started, go = threading.Event(), threading.Event()
-
-    def wait(command: str) -> None:
-        started.set()
-        assert go.wait(60)
-
-    request = Request(name="one", runtime="docker", tensorboard_port="0")
-    plans = [planning.plan(request) for _ in range(2)]
-    winner = threading.Thread(target=lambda: startup.start(plans[0], wait, began=0.0))
-    winner.start()
-    assert started.wait(60)
-    commands = Commands()
-    with pytest.raises(claim.Taken):
-        startup.start(plans[1], commands, began=0.0)
-    go.set()
-    winner.join()
-    with pytest.raises(claim.Taken):
-        startup.start(plans[1], commands, began=0.0)
-    assert [] == commands
-    write_json(plans[0].run.summary, {})
 
 
 @pytest.mark.docker

@@ -1,7 +1,6 @@
 """Which task gets which GPUs: equally many, none twice; which requests are refused; and the output of `nvidia-smi`."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -35,14 +34,10 @@ def groups(given: Placement) -> list[str]:
     return [",".join(ids) for ids in given.ids.values()]
 
 
-# Who gets which
-
-
 @pytest.mark.parametrize(
     ("host", "words", "workers", "expected"),
     [
         ("1-h100", "all", 0, ["0"]),
-        ("8-h100-nvswitch", "4", 3, ["0", "1", "2", "3"]),
         ("8-h100-nvswitch", "7,1,6,0", 1, ["0,1", "6,7"]),  # whatever their order
         ("8-h100-nvswitch", "5,", 0, ["5"]),
         ("8-a100-pcie-bridges", "1,2,3,4,5,0", 2, ["0,1", "2,3", "4,5"]),
@@ -51,7 +46,6 @@ def groups(given: Placement) -> list[str]:
         ("3-mixed", "1,2", 0, ["1,2"]),
         ("3-mixed", "0,1,2", 2, ["0", "1", "2"]),  # where they were named
         ("2-a100-mig", "1", 0, ["1"]),  # the one that is whole
-        ("2-a100-mig", "all", 0, ["1"]),
         ("2-a100-mig", MIG, 0, [MIG]),
         ("2-l4-no-topology", "2", 1, ["0", "1"]),
     ],
@@ -76,7 +70,6 @@ def test_parameter_servers_workers_may_have_an_instance_each(nvidia_smi):
 
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
-    """A machine with random connections between its GPUs."""
     ids = "012345678"[: draw(st.integers(1, 9))]
     return machine_of(ids, *(pair for pair in itertools.combinations(ids, 2) if draw(st.booleans())))
 
@@ -100,9 +93,6 @@ def test_gpus_are_shared_out_evenly_and_none_twice(machine, workers, per_task):
     assert given == placement.place_gpus(requested, machine, cluster)
 
 
-# What is refused
-
-
 @pytest.mark.parametrize("words", [*NONSENSE, "0,1\n", "0, 1"])
 def test_words_that_make_no_sense_are_refused(words):
     with pytest.raises(UsageError, match="--gpus"):
@@ -120,11 +110,9 @@ def test_words_that_make_no_sense_are_refused(words):
         ("8-h100-nvswitch", "6", 3, "use --gpus 4 or 8"),
         ("8-h100-nvswitch", "all", 2, "use --gpus 6"),
         ("8-h100-nvswitch", "0,1,2", 1, "name 2 or 4"),
-        ("8-h100-nvswitch", "3,", 1, "name 2"),
         ("2-a100-mig", "0,1", 0, "MIG mode"),
         ("2-a100-mig", "2", 0, r"there are 1 to choose from \(1 are in MIG mode"),
         ("2-a100-mig", f"{MIG},{OTHER_MIG}", 1, "MIG instances cannot train together"),
-        ("2-a100-mig", f"{MIG},{OTHER_MIG}", 0, "MIG instances cannot train together"),
         ("2-a100-mig", f"{MIG},1", 1, "MIG instances cannot train together"),
     ],
 )
@@ -146,9 +134,6 @@ def test_gpus_of_another_run_are_left_alone(words, workers):
         placement.place_gpus(GpuRequest("--gpus all"), machine, spec.build(1), dict.fromkeys("0123", "theirs"))
 
 
-# A resumed run
-
-
 @pytest.mark.parametrize(
     ("recorded", "workers", "expected"),
     [
@@ -164,16 +149,12 @@ def test_a_resumed_run_keeps_its_gpus_for_each_task(nvidia_smi, recorded, worker
     assert expected == groups(placement.place_gpus(requested, devices.read_machine("-"), spec.build(workers)))
 
 
-RECORDED = Path(__file__).parents[2] / "nvidia"
-HOSTS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
-
-
 NVLINKS = {"2-a100-mig": 1, "2-h100-nvl": 1, "3-mixed": 1, "8-a100-pcie-bridges": 4, "8-h100-nvswitch": 28}
 """How many pairs NVLink connects; none on the other hosts."""
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_every_gpu_of_a_host_is_found(nvidia_smi, host):
+@pytest.mark.parametrize("host", [*NVLINKS, "1-h100", "2-l4-no-topology"])
+def test_every_gpu_of_a_host_is_found_and_every_pair_that_nvlink_connects(nvidia_smi, host):
     nvidia_smi(host)
     machine = devices.read_machine("--gpus all")
     ids = [str(index) for index in range(int(host.partition("-")[0]))]
@@ -203,14 +184,6 @@ def test_indices_are_numbers():
     assert ["0", "9", "10"] == [gpu.id for gpu in devices.parse_inventory(text)]
 
 
-def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Put an `nvidia-smi` with this script on the PATH."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("script", "exit_code", "why"),
     [
@@ -226,7 +199,8 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 def test_a_machine_without_gpus_is_reported(tmp_path, monkeypatch, script, exit_code, why):
     monkeypatch.setenv("PATH", str(tmp_path))
     if script is not None:
-        says(tmp_path, monkeypatch, script)
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
         monkeypatch.setattr(devices, "ANSWER_TIMEOUT_S", 0.2 if "sleep" in script else 30)
     with pytest.raises(ClusterError) as refused:
         devices.read_machine("--gpus 4")

@@ -15,7 +15,6 @@ CODE = ("cluster", "train")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """An empty folder in the place of the checkout."""
     monkeypatch.setattr(checkout, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     return tmp_path

@@ -22,15 +22,13 @@ MADE_HERE = [[], LAYERS]
 DOCKER = ROOT / "docker"
 NO_REGISTRY = (1, "ERROR: failed to do request: no such host")
 
-Ask = Callable[..., tuple[int, str]]
-
 
 @pytest.fixture(autouse=True)
 def no_base_image(monkeypatch):
     monkeypatch.delenv("BASE_IMAGE", raising=False)
 
 
-def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) -> Ask:
+def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) -> Callable[..., tuple[int, str]]:
     """Return an engine that has these images (name: what it reports of them) and a registry that gives this answer."""
 
     def ask(*words: str, timeout_s: float = 0) -> tuple[int, str]:
@@ -45,26 +43,12 @@ def answering(local: dict[str, Any], registry: tuple[int, str] = NO_REGISTRY) ->
     return ask
 
 
-# Names
-
-
-def test_every_accelerator_must_have_a_lock_and_an_image():
-    for accelerator in images.ACCELERATORS:
-        assert f"tf-cluster/train:{accelerator}" == images.train_image(accelerator)
-        assert (ROOT / f"requirements/train-{accelerator}.lock").is_file()
-    with pytest.raises(UsageError, match="'gpus' has no image; did you mean 'gpu'"):
-        images.train_image("gpus")
-
-
 def test_make_up_must_look_for_these_images_and_pass_its_options_on():
     # `--no-print-directory`: `make test`, which this may run under, would have it say where it is.
     words = ["make", "--no-print-directory", "--dry-run", "--always-make", "up", "UP=--workers 1"]
     shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert f"docker image inspect {images.train_image('cpu')} {images.image_name('tensorboard')} " in shown
     assert shown.endswith("invoke up --workers 1\n")  # invoke refuses an option that is given twice
-
-
-# The base
 
 
 PULLED = [[f"python@{DIGEST}"], LAYERS]
@@ -109,9 +93,6 @@ def test_an_image_asked_for_must_be_used_or_refused(monkeypatch):
         images.default_base("theirs:1")
 
 
-# Commands
-
-
 def test_both_images_must_be_built_from_the_same_base():
     train, board = (shlex.split(command) for command in images.build_commands("gpu", BASE))
     assert {"--target=train", "--tag=tf-cluster/train:gpu", "--build-arg=ACCELERATOR=gpu"} <= set(train)
@@ -149,9 +130,6 @@ def test_a_proxys_address_must_not_be_printed(monkeypatch):
     assert "secret@proxy" not in command
 
 
-# Whether there is anything to build
-
-
 def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, str]]:
     """Return the labels of the images that were built from a base, as an engine reports them."""
     built = [shlex.split(command) for command in images.build_commands(accelerator, base)]
@@ -162,7 +140,6 @@ def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, s
 
 @pytest.fixture
 def checked_out(monkeypatch, tmp_path) -> Path:
-    """Copy what an image is built from."""
     for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
         there = ROOT / name
         (shutil.copytree if there.is_dir() else shutil.copy)(there, tmp_path / name)
@@ -234,9 +211,6 @@ def test_what_an_image_is_made_of_must_decide_whether_it_is_built(checked_out, m
         assert builds is (before != images.inputs_sha256(BASE))
     assert not images.are_current("cpu")
     assert images.pending_commands("cpu")
-
-
-# What a build is made from
 
 
 def test_every_install_must_be_from_a_lock_alone():

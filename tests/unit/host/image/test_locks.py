@@ -11,7 +11,6 @@ from packaging.utils import canonicalize_name
 
 from cluster.host.image import locks
 from cluster.system.paths import ROOT
-from tests.tools import lock
 
 FOLDER = ROOT / locks.DIRECTORY
 INSTALLED = ("build", "host", "train-cpu", "tensorboard", "dev")
@@ -56,25 +55,17 @@ def unmet(target: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("target", locks.TARGETS)
-def test_a_lock_must_hold_packages_and_hashes_only(target):
+def test_a_lock_must_hold_every_package_that_is_asked_for_in_the_shared_version_and_hashed(target):
     assert [] == [line for line in lines(target) if not LINE.fullmatch(line)]
-
-
-@pytest.mark.parametrize("target", locks.TARGETS)
-def test_every_package_that_is_asked_for_must_be_there_and_hashed(target):
     following = dict(zip(lines(target), lines(target)[1:], strict=False))
     packages = [line for line in lines(target) if re.match(r"[\w.-]+==", line)]
     assert [] == [line for line in packages if "--hash=sha256:" not in following[line]]
-    assert len(packages) == len(locks.pins(target)) > 0
-    named = {canonicalize_name(requested.name) for requested in requirements(target)}
-    assert named <= {pin.name for pin in locks.pins(target)}
-
-
-@pytest.mark.parametrize("target", locks.TARGETS)
-def test_all_targets_must_share_one_version_of_a_package(target):
+    pins = locks.pins(target)
+    assert len(packages) == len(pins) > 0
+    assert {canonicalize_name(requested.name) for requested in requirements(target)} <= {pin.name for pin in pins}
     text = (ROOT / locks.CONSTRAINTS).read_text()
     shared = {line.split(" ; ")[0] for line in text.splitlines() if not line.startswith("#")}
-    assert set() == {f"{pin.name}=={pin.version}" for pin in locks.pins(target)} - shared
+    assert set() == {f"{pin.name}=={pin.version}" for pin in pins} - shared
 
 
 def test_both_accelerators_must_train_with_the_same_versions():
@@ -98,12 +89,6 @@ LEFT_OUT = {("tf-keras", "tensorflow"), ("fsspec", "gcsfs"), *(("xprof", name) f
 """requirements/uv.toml says why: tensorflow-cpu takes its place, and what only xprof's own command line uses."""
 
 
-@pytest.mark.parametrize("target", INSTALLED)
-def test_a_lock_must_be_complete(target):
-    """Installs look up no dependencies, so none may be missing."""
-    assert set() == unmet(target) - LEFT_OUT
-
-
 def test_what_has_no_wheel_must_be_built_with_the_locked_setuptools():
     (builder,) = locks.pins("build")
     for target in ("train-cpu", "train-gpu", "tensorboard"):  # so the images hold nothing that their lock does not
@@ -123,19 +108,8 @@ def test_a_pin_applies_to_the_versions_of_python_that_its_marker_names(python, e
 
 
 @pytest.mark.parametrize("target", INSTALLED)
-def test_the_environment_must_be_as_locked(target):
+def test_the_environment_must_be_as_locked_and_lack_nothing(target):
+    assert set() == unmet(target) - LEFT_OUT  # installs look up no dependencies
     expected = {pin.name: pin.version for pin in locks.pins(target) if applies(pin.marker)}
     installed = {canonicalize_name(each.name): each.version for each in importlib.metadata.distributions()}
     assert expected == {name: installed.get(name) for name in expected}
-
-
-@pytest.mark.parametrize("upgrade", [False, True])
-def test_locking_must_resolve_all_targets_together_first_and_upgrade_there_alone(upgrade):
-    resolve, *each = lock.lock_commands(upgrade=upgrade)
-    assert upgrade is ("--upgrade" in resolve)
-    assert not [command for command in each if "--upgrade" in command]
-    assert [f"requirements/{target}.in" for target in locks.TARGETS] == resolve[-len(locks.TARGETS) :]
-    assert len(locks.TARGETS) == len(each)
-    for target, command in zip(locks.TARGETS, each, strict=True):
-        assert f"requirements/{target}.in" == command[-1]
-        assert {"--generate-hashes", "--no-emit-index-url", f"--constraints={locks.CONSTRAINTS}"} <= set(command)

@@ -27,7 +27,6 @@ def offline(tmp_path, monkeypatch):
 
 
 def wheel(folder: Path, name: str, version: str = "1.0", needs: str = "", text: str = "X = 1\n") -> Path:
-    """Make a wheel with one module."""
     path = folder / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -68,19 +67,12 @@ def test_packages_are_installed_once_with_what_they_need_and_are_readable(tmp_pa
     assert [folder] == list(packages.FOLDER.iterdir())  # nothing half done is left
 
 
-SETUP = """\
-import pathlib, sys
-from setuptools import setup
-pathlib.Path({ran!r}).touch()
-setup(name="their_source", version="1.0", py_modules=["their_source"])
-"""
-
-
 def source(folder: Path, *needs: str) -> Path:
     """Make a source distribution whose build leaves a file behind."""
     path, top = folder / "their_source-1.0.tar.gz", "their_source-1.0"
     files = {
-        "setup.py": SETUP.format(ran=str(folder / "ran")),
+        "setup.py": f"import pathlib\nfrom setuptools import setup\npathlib.Path({str(folder / 'ran')!r}).touch()\n"
+        "setup(name='their_source', version='1.0', py_modules=['their_source'])\n",
         "their_source.py": "X = 3\n",
         "PKG-INFO": "Metadata-Version: 2.1\nName: their_source\nVersion: 1.0\n",
         "pyproject.toml": f"[build-system]\nrequires = {json.dumps(['setuptools', *needs])}\n"
@@ -120,16 +112,6 @@ def test_what_our_own_lock_has_is_left_out(tmp_path):
     assert "" == (folder / packages.RESOLVED).read_text()
 
 
-FOLDER_WITHOUT_A_HASH = {
-    "pyproject.toml": '[project]\nname = "theirs"\nversion = "1"\n[build-system]\nrequires = []\n'
-    'build-backend = "backend"\nbackend-path = ["."]\n',
-    "backend.py": "import pathlib\ndef prepare_metadata_for_build_wheel(folder, config_settings=None):\n"
-    "    info = pathlib.Path(folder) / 'theirs-1.dist-info'\n    info.mkdir()\n"
-    "    (info / 'METADATA').write_text('Metadata-Version: 2.1\\nName: theirs\\nVersion: 1\\n')\n"
-    "    return info.name\ndef build_wheel(*_, **__): raise SystemExit(1)\n",
-}
-
-
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -143,8 +125,7 @@ FOLDER_WITHOUT_A_HASH = {
 def test_what_cannot_be_installed_is_refused_in_one_line(tmp_path, line, named):
     wheel(tmp_path, "tensorflow", "2.15.0")
     (tmp_path / "theirs").mkdir()
-    for name, text in FOLDER_WITHOUT_A_HASH.items():
-        (tmp_path / "theirs" / name).write_text(text)
+    (tmp_path / "theirs" / "setup.py").write_text("from setuptools import setup\nsetup(name='theirs')\n")
     requested = requirements(tmp_path, line.format(folder=tmp_path)) if line else tmp_path / "absent.txt"
     with pytest.raises(UsageError, match=named) as refused:
         packages.install_packages(requested, PYTHON)

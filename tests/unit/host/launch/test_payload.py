@@ -22,12 +22,6 @@ def environment(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def test_the_built_in_trainer_brings_nothing_along():
-    nothing = Payload()
-    assert [] == nothing.mounted().command() == nothing.mounts() == nothing.local_path()
-    assert {} == container_variables(way_out=False) == nothing.environment(spec.build(2), nothing.local_path())
-
-
 def test_a_container_finds_everything_under_fixed_names():
     assert ["--script", "/script/s.py", "1"] == ALL.mounted().command()
     expected = [("/code/a", "/code/0"), ("/b", "/code/1"), ("/packages/of/it", "/packages"), ("/theirs", "/script")]
@@ -48,15 +42,6 @@ def test_tf_keras_is_for_parameter_servers_unless_the_caller_chooses(monkeypatch
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
     assert "TF_USE_LEGACY_KERAS" not in ALL.environment(spec.build(2, 1), ALL.local_path())  # inherited
     assert container_variables(way_out=True)["TF_USE_LEGACY_KERAS"] is None  # passed on
-
-
-def test_scripts_in_containers_use_the_caller_s_proxy(monkeypatch):
-    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
-    assert None is container_variables(way_out=True)["HTTPS_PROXY"]  # by name: nothing is written down
-    assert "HTTPS_PROXY" not in container_variables(way_out=False)
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(
@@ -97,9 +82,6 @@ def test_what_containers_could_not_read_is_reported(tmp_path, monkeypatch):
         compose_services.check_readable(Payload(script))
         monkeypatch.setattr(os, "getuid", lambda: 0)
         path.chmod(opened)
-
-
-# Work folders
 
 
 def test_every_task_works_in_a_folder_of_links(make_run, tmp_path):

@@ -96,9 +96,6 @@ def test_options_of_up_that_are_overrides_are_passed_on():
         assert words in " ".join(staged.training())
 
 
-# What the machine lacks
-
-
 def test_a_tpu_that_is_not_there_is_reported_before_anything_else(resolved, monkeypatch, tmp_path):
     monkeypatch.delenv("TPU_NAME", raising=False)
     monkeypatch.setattr(planning, "DEVICE_FILES", {"tpu": (f"{tmp_path}/accel*",)})
@@ -115,6 +112,7 @@ def test_a_tpu_that_is_not_there_is_reported_before_anything_else(resolved, monk
     [
         (None, "docker is not installed"),
         ("echo 'Cannot connect to the Docker daemon.' >&2; exit 1", "Cannot connect to the Docker daemon."),
+        ("echo 'permission denied while trying to connect' >&2; exit 1", "permission denied"),
         ("exec /bin/sleep 60", "docker info did not answer in 0.2 s"),
         ("exit 0", "no Docker Engine answers (no output)"),
         ("echo '\"\"'", "no Docker Engine answers"),
@@ -132,6 +130,7 @@ def test_without_an_engine_runs_are_local_and_containers_are_refused(
     error = refusal(Request(runtime="docker"))
     assert EXIT_PREREQUISITE == error.exit_code
     assert message in str(error)
+    assert ("usermod" in str(error)) is (message == "permission denied")
     planned = planning.plan(Request(runtime="auto"))
     assert "local" == planned.runtime.name
     assert message in planned.why_runtime

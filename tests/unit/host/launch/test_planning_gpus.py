@@ -30,9 +30,6 @@ def environments(planned: Plan) -> dict[str, dict[str, str]]:
     return {name: part["environment"] for name, part in parts.items()}
 
 
-# The plan
-
-
 @pytest.mark.parametrize(
     ("requested", "strategy", "ids"),
     [
@@ -51,36 +48,26 @@ def test_replicas_are_as_many_as_gpus(resolved, nvidia_smi, requested, strategy,
 
 
 @pytest.mark.parametrize(
-    ("requested", "named"),
+    ("requested", "named", "looks"),
     [
-        ({"workers": 3, "gpus": "all", "devices": 4}, "--devices 4"),
-        ({"strategy": "one", "gpus": "all"}, "--strategy one"),
-        ({"workers": 4, "gpus": "5"}, "global_batch=192"),
+        ({"workers": 3, "gpus": "all", "devices": 4}, "--devices 4", True),
+        ({"strategy": "one", "gpus": "all"}, "--strategy one", True),
+        ({"workers": 4, "gpus": "5"}, "global_batch=192", True),
+        ({"gpus": "two"}, "--gpus 'two'", False),
+        ({"gpus_per_task": 2}, "--gpus-per-task", False),
+        ({"gpus": "1", "strategy": "tpu"}, "--gpus 1 with --strategy tpu", False),
     ],
 )
-def test_gpus_that_the_rest_does_not_fit_are_refused(resolved, nvidia_smi, requested, named):
+def test_gpus_that_cannot_be_are_refused_and_words_before_any_is_looked_for(
+    resolved, nvidia_smi, monkeypatch, tmp_path, requested, named, looks
+):
+    monkeypatch.setenv("TPU_NAME", "a-tpu")
     nvidia_smi("8-h100-nvswitch")
+    if not looks:
+        monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *words: pytest.fail("nvidia-smi was asked"))
     error = refusal(Request(runtime="local", **requested))
     assert (EXIT_USAGE, True) == (error.exit_code, named in str(error))
-
-
-@pytest.mark.parametrize(
-    ("requested", "named"),
-    [
-        ({"gpus": "two"}, "--gpus 'two'"),
-        ({"gpus_per_task": 2}, "--gpus-per-task"),
-        ({"gpus": "1", "strategy": "tpu"}, "--gpus 1 with --strategy tpu"),
-    ],
-)
-def test_words_are_refused_before_any_gpu_is_looked_for(resolved, monkeypatch, tmp_path, requested, named):
-    monkeypatch.setenv("TPU_NAME", "a-tpu")
-    monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *words: pytest.fail("nvidia-smi was asked"))
-    error = refusal(Request(**requested, runtime="local"))
-    assert (EXIT_USAGE, True) == (error.exit_code, named in str(error))
     assert not (tmp_path / "runs").exists()
-
-
-# Processes
 
 
 def test_a_process_sees_its_gpus_and_no_other(resolved, nvidia_smi):
@@ -94,10 +81,8 @@ def test_a_process_sees_its_gpus_and_no_other(resolved, nvidia_smi):
         expected = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GPUS_GIVEN": "2", "NCCL_DEBUG": "WARN"}
         assert expected.items() <= found[name].items(), name
         assert "true" == found[name]["TF_FORCE_GPU_ALLOW_GROWTH"]
-    for name in ("ps-0", "evaluator"):
-        assert not {"CUDA_DEVICE_ORDER", "GPUS_GIVEN", "NCCL_DEBUG", "TF_FORCE_GPU_ALLOW_GROWTH"} & set(found[name]), (
-            name
-        )
+    given = {"CUDA_DEVICE_ORDER", "GPUS_GIVEN", "NCCL_DEBUG", "TF_FORCE_GPU_ALLOW_GROWTH"}
+    assert set() == given & {*found["ps-0"], *found["evaluator"]}
 
 
 @pytest.mark.parametrize("given", ["NCCL_DEBUG=INFO", "NCCL_DEBUG"])
@@ -118,9 +103,6 @@ def test_unless_it_is_asked_for_no_process_sees_a_gpu(resolved, monkeypatch, req
     assert {"-1"} == {environment["CUDA_VISIBLE_DEVICES"] for environment in environments(planned).values()}
     assert [[], [], []] == ids_of(planned)
     assert "GPU" not in "\n".join(plan_lines(planned.to_json()))
-
-
-# Containers
 
 
 def test_containers_get_the_gpu_image_and_their_gpus(resolved, nvidia_smi, docker):
@@ -201,9 +183,6 @@ def test_runs_in_progress_keep_their_gpus(resolved, nvidia_smi, docker, monkeypa
     scaled = planning.plan(Request(resume="first", runtime=runtime), stops_first=True)
     assert [[0], [1]] == ids_of(scaled)  # its own are free for it
     assert ["GPUs: chief 0; worker-0 1"] == scaled.notes
-
-
-# What must be there to hand them over
 
 
 @pytest.mark.parametrize(

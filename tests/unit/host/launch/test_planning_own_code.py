@@ -76,14 +76,6 @@ def test_a_script_s_run_goes_on_with_its_script_and_bounds(theirs, stopped_run):
     assert (60, 0, 7) == resumed()
 
 
-def test_a_script_in_containers_is_mounted(theirs, docker):
-    docker(WORKING_ENGINE)
-    task = planning.plan(Request(script=str(theirs), workers=1)).compose["services"]["worker-0"]
-    assert ["--script", "/script/fit.py"] == task["command"]
-    assert {"type": "bind", "source": str(theirs.parent), "target": "/script", "read_only": True} in task["volumes"]
-    assert ["cluster", "egress"] == task["networks"]
-
-
 def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, tmp_path):
     monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(CONFIG), (tmp_path / "mine",), ""))
     (tmp_path / "mine").mkdir()
@@ -115,6 +107,8 @@ def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path, monkeypatc
     for folder, name in ((here, "presets_here"), (there, "presets_there")):
         planned = planning.plan(Request(preset=f"{name}:small", runtime="local"))
         assert (6, (folder,)) == (planned.config["global_batch"], planned.payload.code_dirs)
+    (here / "broken.py").write_text("def small():\n    return 1 / 0\n")
+    assert "broken.py:2" in str(refusal(Request(preset="broken:small", runtime="local")))
 
 
 def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path, monkeypatch, stopped_run):

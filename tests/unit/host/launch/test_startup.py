@@ -22,9 +22,6 @@ def built(monkeypatch):
     monkeypatch.setattr(images, "inspect_image", lambda image: {"image": image, "id": "sha256:1"})
 
 
-# A start
-
-
 def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monkeypatch):
     started, commands = [], Commands()
     monkeypatch.setattr(supervisor, "start_supervisor", started.append)
@@ -72,9 +69,6 @@ def test_root_hands_the_run_folder_to_the_unprivileged_user(resolved, built, doc
     startup.start(planned, Commands(), began=time.time())
     paths = [planned.run.path, *planned.run.path.rglob("*")]
     assert {(10001, 10001)} == {(path.stat().st_uid, path.stat().st_gid) for path in paths}
-
-
-# The end
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from cluster.system.json_files import write_json
 
 @pytest.fixture
 def trained(make_run) -> RunFolder:
-    """A run with checkpoints of steps 5 and 10."""
     run = make_run("trained")
     for step in (5, 10):
         names = [f"ckpt-{step}.index", f"ckpt-{step}.data-00000-of-00001"]

@@ -16,18 +16,6 @@ from cluster.system.errors import EXIT_USAGE, UsageError
 from tests.support.command_line import invoke
 from tests.tools import options_page
 
-CONFIG = {
-    "preset": "fashion_mnist",
-    "loop": "custom",
-    "precision": "fp32",
-    "epochs": 3.0,
-    "max_steps": None,
-    "global_batch": 192,
-    "checkpoint_every": "auto",
-    "deterministic": True,
-    "model": "two_conv_cnn",
-    "optimizer": {"name": "adam", "learning_rate": 0.002},
-}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 PATHS = st.text("abc /.é\"'#=\\", min_size=1).filter(lambda name: not name.startswith(("~", "/")) and name.strip("/."))
 
@@ -91,7 +79,7 @@ def test_the_options_that_are_written_are_read_again(tmp_path_factory, options):
     st.fixed_dictionaries({}, optional={"name": TEXT, "learning_rate": st.floats()}),
 )
 def test_the_overrides_that_are_written_are_read_again(tmp_path_factory, overrides, optimizer):
-    config = CONFIG | overrides | {"optimizer": CONFIG["optimizer"] | optimizer}
+    config = {"loop": "custom"} | overrides | {"optimizer": {"momentum": 0.9} | optimizer}
     typed = [f"--{name}" for name in overrides] + [f"--optimizer.{name}=any" for name in optimizer]
     text = run_file.render_run_file(Request(overrides=typed), config, Path("/"))
     expected = overrides | {f"optimizer.{name}": value for name, value in optimizer.items()}
@@ -123,12 +111,9 @@ def test_options_on_the_command_line_win(tmp_path):
         ("\nworkesr = 2\n", ["'workesr'", "'workers'"]),
         ("workers = '2'\n", ["workers", '"2"', "integer"]),
         ("workers = true\n", ["workers", "true", "integer"]),
-        ("workers = 2.5\n", ["workers", "2.5", "integer"]),
         ("# it\nevaluator = 1\n", ["evaluator", "1", "boolean"]),
         ("gpus = [0, 1]\n", ["gpus", "[0, 1]", "integer or string"]),
         ("env = 'A=1'\n", ["env", '"A=1"', "array of strings"]),
-        ("env = [1]\n", ["env", "[1]", "array of strings"]),
-        ("args = [1]\n", ["args", "[1]", "array of strings"]),
         ("train = 1\n", ["train", "1", "table"]),
         ("loop = 'fit'\n[train]\nprecision = 'bf16'\n", ["'precision'", "above [train]"]),
         ("[train]\nepochs = [1]\n", ["epochs", "[1]", "number"]),

@@ -20,11 +20,9 @@ from tests.support.command_line import exit_code
 EVIL = "</style><script>alert(1)</script><img src=http://example.invalid/x onerror=alert(1)>\x1b[2J"
 VOID = {"meta", "img", "br"}
 
-MakeRun = Callable[..., RunFolder]
-
 
 @pytest.fixture
-def ended(make_run) -> MakeRun:
+def ended(make_run) -> Callable[..., RunFolder]:
     """Makes a run that trained for some steps and ended."""
 
     def make(name: str = "one", rate: float = 0.1, sha256: str | None = "a" * 64, **summary: Any) -> RunFolder:
@@ -77,9 +75,6 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
-# All runs
-
-
 def test_runs_are_listed_the_newest_first(ended, make_run, capsys):
     write_json(ended("old").control / "started.json", {"time": 1.0, "runtime": "local"})
     make_run("new", workers=2)
@@ -104,6 +99,7 @@ def test_a_run_without_a_sign_of_life_is_lost_and_a_damaged_one_listed_as_such(m
     if damaged:
         run.cluster.write_text("{")
         write_json(run.manifest, {"code": [EVIL]})
+        assert 1 == exit_code("status", run="one")
     (row,) = listing.list_runs(run.path.parent)
     assert expected == row["result"]
     assert listing.table_lines([row])
@@ -139,9 +135,6 @@ def test_runs_are_chosen_by_tag_and_value_and_sorted_with_unknown_values_last(en
             names(**wrong)
 
 
-# The score
-
-
 @pytest.mark.parametrize(
     ("metrics", "metric", "reached"),
     [
@@ -165,9 +158,6 @@ def test_a_run_is_shown_with_its_own_metric(ended, metrics, metric, reached):
     assert (metric or "score") in page._head(run, row)
 
 
-# Differences
-
-
 def test_only_what_differs_is_compared_and_no_secret(ended):
     one, other = ended("one", rate=0.1), ended("other", rate=0.2)
     variables = {"TF_CLUSTER_TOKEN": "x", "MY_PASSWORD": "y", "CORES": 2}
@@ -187,18 +177,12 @@ def test_compare_needs_two_runs(ended, names):
     assert EXIT_USAGE == exit_code("compare", *names)
 
 
-# Curves and charts
-
-
 def test_curves_hold_finite_numbers_of_every_name(make_run):
     run = make_run()
     for value in (1.0, "x", None, True, math.inf, 2.0):
         with run.metrics("chief").open("a") as file:
             file.write(json.dumps({"step": 1, "odd": value}) + "\n")
     assert [(1, 1.0), (1, 2.0)] == charts.read_curves(run)["odd"]
-
-
-# The page
 
 
 @pytest.mark.parametrize("values", [(0.0, 1.0), (2.0, 2.0), (-5.0, 1e9), (1e-9, 2e-9), (0.0, 0.0)])
@@ -213,7 +197,8 @@ def test_ticks_enclose_the_values(values):
     assert (long[0], long[-1]) == (thin[0], thin[-1])
 
 
-def test_a_page_shows_the_run_and_needs_no_network(ended, capsys):
+def test_a_page_shows_the_run_and_needs_no_network(ended, make_run, capsys):
+    assert "Cluster" in Page(page.render_page(make_run("new", workers=1))).text
     run = ended("one")
     assert 0 == exit_code("report", "one")
     text = (run.path / "report.html").read_text()
@@ -238,7 +223,3 @@ def test_a_hostile_run_cannot_change_its_page(ended):
     assert "script" not in shown.tags
     assert [] == shown.handlers
     assert [] == shown.links
-
-
-def test_a_run_without_results_has_a_page(make_run):
-    assert "Cluster" in Page(page.render_page(make_run("new", workers=1))).text

@@ -13,7 +13,6 @@ import pytest
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
 from cluster.host.runtime import compose_services, injector, registry
-from cluster.host.runtime import local_runtime as local_faults
 from cluster.host.runtime.compose_runtime import _HOG
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.local_runtime import ProcessFaults
@@ -27,9 +26,6 @@ from tests.support.waiting import wait_for
 @pytest.fixture
 def run(make_run) -> RunFolder:
     return make_run(workers=1)
-
-
-# Local processes
 
 
 @pytest.fixture
@@ -47,15 +43,6 @@ def states(pids: dict[str, int]) -> dict[str, str]:
     return {which: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for which, pid in pids.items()}
 
 
-def test_a_signal_reaches_only_whom_it_is_meant_for(run, victims):
-    injector = ProcessFaults(run)
-    injector.signal("worker-0", signal.SIGKILL, "program")
-    wait_for(lambda: states(victims)["program"] == "Z", "the program's end", timeout_s=10)
-    assert states(victims)["agent"] in "SRD"
-    with pytest.raises(UsageError):  # it has no program yet
-        injector.signal("chief", signal.SIGKILL, "program")
-
-
 def test_a_task_is_frozen_or_lost_whole_until_it_is_undone(run, victims):
     injector = ProcessFaults(run)
     injector.pause("worker-0")
@@ -67,24 +54,8 @@ def test_a_task_is_frozen_or_lost_whole_until_it_is_undone(run, victims):
     assert run.away("worker-0").exists()
     injector.undo("worker-0")
     assert not run.away("worker-0").exists()
-
-
-def test_a_slow_program_stops_again_and_again_and_no_more_once_relieved(run, victims, monkeypatch):
-    monkeypatch.setattr(local_faults, "SLICE_S", 0.1)
-    injector = ProcessFaults(run)
-    injector.slow("worker-0")
-    for _ in range(2):
-        for state in ("T", "S"):
-            wait_for(lambda at=state: states(victims)["program"] == at, f"the state {state}", timeout_s=10)
-    assert "S" == states(victims)["agent"]
-    wait_for(lambda: states(victims)["program"] == "T", "the next stop", timeout_s=10)
-    thread = injector._slowing
-    injector.undo("worker-0")
-    assert thread is not None and not thread.is_alive()
-    wait_for(lambda: states(victims)["program"] == "S", "the program that continues", timeout_s=10)
-
-
-# Containers
+    with pytest.raises(UsageError):  # it has no program yet
+        injector.signal("chief", signal.SIGKILL, "program")
 
 
 class Engine:
@@ -117,7 +88,6 @@ def docker(run, monkeypatch) -> Engine:
 
 @pytest.fixture
 def faults(run, docker) -> FaultInjector:
-    """The injector of the run's runtime."""
     return registry.find_runtime(run).faults(run)
 
 
@@ -217,9 +187,6 @@ def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_und
     docker.done()
     faults.undo("worker-0")
     assert [] == docker.done()
-
-
-# The disk
 
 
 @pytest.mark.parametrize(("root", "most"), [("", 2**70), ("/proc", 0)], ids=["the machine's own", "too much room"])

@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,16 +15,14 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning
 from cluster.host.launch.user_files import lay_out
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services, payload, supervisor
+from cluster.host.runtime import compose_services, payload
 from cluster.host.runtime.compose_services import UNPRIVILEGED, render_overlay
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
-from tests.support.gang import Gang
 from tests.support.launching import refusal, workload
 
-PRINTS = "import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))"
 STALE = {
     "TF_CONFIG": "garbage",
     "TASK": "worker-9",
@@ -48,53 +45,32 @@ def stale(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture
-def run_script(make_run, tmp_path) -> Iterator[Callable[..., dict[str, str]]]:
-    """Runs a script as the chief alone and returns the environment that it saw; takes `--env` as typed, and secrets."""
-    started: list[RunFolder] = []
-
-    def run(*env: str, **secrets: Path) -> dict[str, str]:
-        script = tmp_path / "theirs" / "script.py"
-        script.parent.mkdir()
-        script.write_text(PRINTS)
-        folder, payload = make_run(workers=0), Payload(script, env=env, secrets=secrets)
-        started.append(folder)
-        cluster = folder.load_cluster()
-        more, command = payload.environment(cluster, payload.local_path()), payload.command()
-        write_json(folder.config, payload.to_json())
-        write_json(folder.compose, processes_of(cluster, folder.path, tmp_path / "data", command, more))
-        lay_out(payload, folder, cluster)
-        supervisor.start_supervisor(folder)
-        assert "succeeded" == Gang(folder).summary()["state"]
-        seen: dict[str, str] = json.loads((folder.work("chief") / "seen.json").read_text())
-        return seen
-
-    yield run
-    for folder in started:
-        supervisor.kill_run(folder)
-
-
 @pytest.mark.usefixtures("stale")
-def test_a_task_sees_what_is_listed_and_nothing_else(run_script):
-    seen = run_script()
-    assert {"XLA_FLAGS", "LC_TIME"} == STALE.keys() & {name for name in seen if seen[name] == STALE.get(name)}
+def test_a_task_sees_what_is_listed_and_what_options_add_and_nothing_else(make_run, start_run, tmp_path):
+    (tmp_path / "key").write_text("precious\n")
+    script = tmp_path / "theirs" / "script.py"
+    script.parent.mkdir()
+    script.write_text("import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))")
+    given = Payload(script, env=("MY_OWN", "ANOTHER=a=b c", "EMPTY="), secrets={"A_KEY": tmp_path / "key"})
+    run = make_run(workers=0)
+    cluster = run.load_cluster()
+    more = given.environment(cluster, given.local_path())
+    write_json(run.config, given.to_json())
+    write_json(run.compose, processes_of(cluster, run.path, tmp_path / "data", given.command(), more))
+    lay_out(given, run, cluster)
+    assert "succeeded" == start_run(run).summary()["state"]
+    seen = read_json(run.work("chief") / "seen.json")
+    assert {"XLA_FLAGS", "LC_TIME", "MY_OWN"} == {name for name in STALE if seen.get(name) == STALE[name]}
     assert ("chief", None) == (seen["TASK"], seen.get("TF_CONFIG"))
+    added = {"A_KEY": "precious", "MY_OWN": "value", "ANOTHER": "a=b c", "EMPTY": ""}
+    assert added.items() <= seen.items()
     unlisted = {
         name
         for name in seen
         if name not in payload.PROCESS | payload.NEVER_INHERITED | set(payload.PROXIES)
         and not name.startswith((*payload.PREFIXES, *payload.DEVICE_PREFIXES, "LC_"))
     }
-    assert {"RESTART_PAUSE_S", "STANDBY", "PYTHONUNBUFFERED"} == unlisted  # the first two are ours
-
-
-@pytest.mark.usefixtures("stale")
-def test_options_add_to_the_list(run_script, tmp_path):
-    (tmp_path / "key").write_text("precious\n")
-    seen = run_script("MY_OWN", "ANOTHER=a=b c", "EMPTY=", A_KEY=tmp_path / "key")
-    assert "precious" == seen["A_KEY"]
-    assert ("value", "a=b c", "") == (seen["MY_OWN"], seen["ANOTHER"], seen["EMPTY"])
-    assert "AWS_SECRET_ACCESS_KEY" not in seen
+    assert {"RESTART_PAUSE_S", "STANDBY", "PYTHONUNBUFFERED", *added} == unlisted  # the first two are ours
 
 
 @pytest.mark.usefixtures("stale")

@@ -4,13 +4,10 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from cluster.contract import spec
 from cluster.host.runtime import supervisor
-from cluster.host.runtime.local_runtime import processes_of
 from cluster.system import ports
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
@@ -30,21 +27,6 @@ def test_free_ports_are_free_and_different(monkeypatch):
         free_ports(2)
     with socket.create_server(("127.0.0.1", found[0])), pytest.raises(PrerequisiteError):
         free_ports(1)
-
-
-def test_each_task_gets_its_command_and_environment():
-    cluster = spec.build(1, ports=(7001, 7002))
-    planned = processes_of(cluster, Path("/runs/r"), Path("/data"), ["--", "true"])
-    tf_config = (
-        '{"cluster":{"chief":["127.0.0.1:7001"],"worker":["127.0.0.1:7002"]},"task":{"type":"worker","index":0}}'
-    )
-    environment = {"RUN_DIR": "/runs/r", "DATA_DIR": "/data", "TASK": "worker-0", "TF_CONFIG": tf_config}
-    expected = {
-        "command": [sys.executable, "-m", "cluster.agent", "--", "true"],
-        "environment": environment | {"CUDA_VISIBLE_DEVICES": "-1"},
-    }
-    assert ("local", ["chief", "worker-0"]) == (planned["runtime"], list(planned["tasks"]))
-    assert expected == planned["tasks"]["worker-0"]
 
 
 def test_killing_a_run_leaves_no_process(start_gang):

@@ -17,7 +17,6 @@ LOCAL = {"runtime": "local", "tensorboard_port": "0"}
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch):
-    """A machine that gives processes a private network."""
     monkeypatch.setattr(namespaces, "refusal", lambda: None)
 
 

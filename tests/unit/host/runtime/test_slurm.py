@@ -50,7 +50,6 @@ class Site:
 
 @pytest.fixture
 def run(tmp_path) -> RunFolder:
-    """A run that was queued."""
     folder = RunFolder(tmp_path / "runs" / "a-run")
     folder.create()
     write_json(folder.compose, {"runtime": "slurm", "script": ""})
@@ -138,13 +137,6 @@ def test_the_job_is_queued_by_a_script_that_names_it_and_holds_no_value_of_the_c
     assert "#SBATCH --partition=main\n" in text
     assert "export CUDA_VISIBLE_DEVICES=-1\n" in text
     assert text in slurm.Slurm().commands(queued)[0]
-
-
-def test_a_script_is_what_the_agents_of_a_job_start(run):
-    payload = Payload(Path("/theirs/a script.py"), ("--epochs", "3 4"))
-    text = slurm.Slurm().render(replace(work(run), payload=payload))["script"]
-    assert " -m cluster.agent --script '/theirs/a script.py' --epochs '3 4' &\n" in text
-    assert "TF_USE_LEGACY_KERAS" not in text  # Keras 3, as everywhere
 
 
 @pytest.mark.parametrize(
@@ -236,7 +228,9 @@ def test_why_no_task_is_heard_is_what_the_controller_says(printed, has_log, expe
 
 
 def script(given: Workload) -> str:
-    return slurm.batch_script(replace(given, data_dir=Path("/shared/the data"), payload=Payload(Path("/a b.py"))))
+    return slurm.batch_script(
+        replace(given, data_dir=Path("/shared/the data"), payload=Payload(Path("/a b.py"), ("3 4",)))
+    )
 
 
 def directives(text: str) -> dict[str, str]:
@@ -266,3 +260,5 @@ def test_the_script_is_one_that_bash_can_read(run, monkeypatch, python):
     monkeypatch.setattr(sys, "executable", python)
     assert python in shlex.split(next(line for line in script(work(run)).splitlines() if line.startswith("srun ")))
     subprocess.run(["bash", "-n"], input=script(work(run)), text=True, check=True)
+    assert " -m cluster.agent --script '/a b.py' '3 4' &\n" in script(work(run))
+    assert "TF_USE_LEGACY_KERAS" not in script(work(run))  # Keras 3, as everywhere

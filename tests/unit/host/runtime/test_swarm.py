@@ -19,14 +19,12 @@ from cluster.host.schedulers.swarm_runtime import Swarm
 from cluster.system.errors import PrerequisiteError, UsageError
 from tests.support.launching import workload
 
-SWARM = {"LocalNodeState": "active", "ControlAvailable": True, "Nodes": 2, "NodeID": "a"}
-
 
 class Engine:
     """A manager's engine: what it answers to the first words of a command, and what it was asked to run."""
 
     def __init__(self) -> None:
-        self.swarm: dict[str, Any] = SWARM
+        self.swarm: dict[str, Any] = {"LocalNodeState": "active", "ControlAvailable": True, "Nodes": 2, "NodeID": "a"}
         self.nodes = [self.node("a", "h1"), self.node("b", "h2", engine="ssh://h2")]
         self.tasks: list[dict[str, str]] = []
         self.images = {"": "sha256:1", "ssh://h2": "sha256:1"}
@@ -62,7 +60,6 @@ class Engine:
 
 @pytest.fixture
 def manager(monkeypatch) -> Engine:
-    """The engine that is asked."""
     made = Engine()
     monkeypatch.setattr(swarm_stack.engine, "ask", made.ask)
     monkeypatch.setattr(swarm_runtime, "POLL_S", 0.0)
@@ -72,7 +69,6 @@ def manager(monkeypatch) -> Engine:
 
 @pytest.fixture
 def run(tmp_path) -> RunFolder:
-    """A run on a Swarm."""
     folder = RunFolder(tmp_path / "runs" / "a-run")
     folder.create()
     owner.create_owner(folder, "swarm")
@@ -91,9 +87,8 @@ def test_every_task_is_a_service_without_privileges(run):
     assert (True, ["ALL"], ["cluster"]) == (found["read_only"], found["cap_drop"], found["networks"])
     assert "worker-0" == found["hostname"] == found["environment"]["TASK"]
     assert "-1" == found["environment"]["CUDA_VISIBLE_DEVICES"]
-    assert {"driver": "overlay", "internal": True, "labels": {"tf-cluster.run": "a-run"}} == rendered["networks"][
-        "cluster"
-    ]
+    network = {"driver": "overlay", "internal": True, "labels": {"tf-cluster.run": "a-run"}}
+    assert network == rendered["networks"]["cluster"]
 
 
 def test_what_is_requested_of_the_swarm_is_in_the_stack(run):

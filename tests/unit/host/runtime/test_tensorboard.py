@@ -51,7 +51,6 @@ def started(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def usual(monkeypatch) -> int:
-    """A free port in the place of the usual one."""
     (port,) = free_ports(1)
     monkeypatch.setattr(tensorboard, "PORT", port)
     return port
@@ -59,7 +58,6 @@ def usual(monkeypatch) -> int:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which another program listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -106,6 +104,15 @@ def test_a_run_gets_another_port_than_the_taken_one_that_was_named(make_run, sta
     assert usual == run.board_port
 
 
+def test_a_run_goes_on_without_a_tensorboard_that_does_not_start(make_run, monkeypatch):
+    def refuse(*_: object, **options: object) -> None:
+        raise PrerequisiteError("another program took the port")
+
+    monkeypatch.setattr(tensorboard, "start", refuse)
+    line = foreground._start_tensorboard(make_run(), None, tensorboard.PROCESS, no_shell, lambda value: None)
+    assert "another program took the port" in line
+
+
 @pytest.mark.parametrize(
     ("recorded", "requested", "expected"),
     [
@@ -130,13 +137,6 @@ def load() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(tensorboard.PROGRAM)))
 
 
-def zipped(text: str) -> io.BytesIO:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("index.html", text)
-    return file
-
-
 def test_runs_are_named_by_run_and_task(tmp_path):
     for folder in ("one/tensorboard/chief", "one/tensorboard/chief/keras/train", "two/work/chief/logs"):
         (tmp_path / folder).mkdir(parents=True)
@@ -154,7 +154,9 @@ def test_the_container_runs_the_same_program():
 @pytest.mark.parametrize("path", ["/", "/index.html"])
 def test_whoever_opens_it_sees_pinned_cards_and_whoever_chose_others_keeps_them(path):
     board = load()
-    context = TBContext(assets_zip_provider=lambda: zipped("the page"))
+    with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
+        archive.writestr("index.html", "the page")
+    context = TBContext(assets_zip_provider=lambda: file)
     client = Client(TensorBoardWSGI([board.Loader().load(context)]))
     sent = client.get(path)
     (cards,) = parse_qs(urlsplit(sent.headers["Location"]).query)["pinnedCards"]

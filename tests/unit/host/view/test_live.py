@@ -1,24 +1,21 @@
 """The live view and the logs: what they show, and that nothing in them steers the terminal."""
 
-import io
 import re
 
 import pytest
 
 from cluster.agent import health
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.logs import LINE_BYTES, copy_output
 from cluster.contract.run.records import TraceAnswer
 from cluster.host.checks import rerun
-from cluster.host.control import foreground, profile
-from cluster.host.runtime import registry, tensorboard
+from cluster.host.control import profile
+from cluster.host.runtime import registry
 from cluster.host.view import live
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live, print_logs
 from cluster.host.view.status import live_lines, read_status, status_table
 from cluster.system.json_files import read_json, write_json
 from tests.support.beats import beat, end, save
-from tests.support.launching import no_shell
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -75,6 +72,7 @@ def test_in_a_terminal_the_table_redraws_itself(run, capsys, monkeypatch):
 
 
 def test_the_screen_shows_how_far_a_run_is(run):
+    assert "step 0" in "\n".join(live_lines(read_status(run), [], 40))
     beat(run, "chief", "training", step=30, steps_total=120, examples_per_s=480.0, loss=0.5)
     beat(run, "worker-0", "training", step=30)
     run.event("worker-0", "restarted", cause="killed", step=20)
@@ -85,10 +83,6 @@ def test_the_screen_shows_how_far_a_run_is(run):
     for part in ("25%", "30/120", "18 s left", "█▅▁ 0.5000", "step 10", "worker-0: restarted (killed) at step 20"):
         assert part in text, part
     assert ["TASK", "chief", "worker-0"] == [line.split()[0] for line in shown[-3:]]
-
-
-def test_the_screen_of_a_run_that_has_just_begun_is_short(run):
-    assert "step 0" in "\n".join(live_lines(read_status(run), [], 40))
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(run, capsys, monkeypatch):
@@ -139,19 +133,6 @@ def test_a_resumed_script_s_earlier_output_is_not_shown_again(run, capsys):
     assert ["chief | after"] == capsys.readouterr().out.splitlines()
 
 
-def test_the_view_stays_while_tensorboard_starts(run, monkeypatch):
-    shown: list[int] = []
-
-    def start(*_, while_waiting, **options):
-        beat(run, "chief", "training", step=7)
-        while_waiting()
-        return 6006
-
-    monkeypatch.setattr(tensorboard, "start", start)
-    foreground._start_tensorboard(run, None, "local", no_shell, lambda value: shown.append(value["step"]))
-    assert [7] == shown
-
-
 def test_logs_of_several_tasks_carry_their_names(run, capsys):
     run.log("chief").write_text("one\ntwo\nhalf a li")
     run.log("worker-0").write_bytes(b"three \xff\n")
@@ -165,24 +146,6 @@ def test_logs_can_begin_with_the_last_lines(run, capsys, last, shown):
     run.log("chief").write_text("one\ntwo\nthree\n")
     print_logs(run, ["chief"], follow=False, last=last)
     assert shown == capsys.readouterr().out.splitlines()
-
-
-def test_a_progress_bar_is_shown_in_its_last_state(run, capsys):
-    """As Keras prints it: each state is drawn over the one before, and nothing ends the line before the epoch."""
-    steps = [
-        f"\x1b[1m{at}/2000\x1b[0m \x1b[32m{'━' * (at // 100)}\x1b[0m 1ms/step - loss: {1 / at:.4f}"
-        for at in range(1, 2001)
-    ]
-    epoch = "".join("\b" * 80 + "\r" + step for step in steps)
-    assert len(epoch) > 2 * LINE_BYTES
-    printed = "".join(f"Epoch {number}/3\n{epoch}\n" for number in (1, 2, 3))
-    copy_output(io.BufferedReader(io.BytesIO(printed.encode())), run.log("chief"), [])
-    capsys.readouterr()
-    print_logs(run, ["chief"], follow=False)
-    last = f"2000/2000 {'━' * 20} 1ms/step - loss: 0.0005"
-    assert [
-        line for number in (1, 2, 3) for line in (f"Epoch {number}/3", last)
-    ] == capsys.readouterr().out.splitlines()
 
 
 def test_a_task_that_printed_nothing_is_named(run, capsys):

@@ -17,13 +17,10 @@ from tests.support.beats import LEDGER, beat, end, save
 PACE = {"step_ms": {"mean": 90.0, "median": 88.2}, "busy_share": 0.75, "input_share": 0.016}
 
 
-def test_a_run_that_has_not_begun_is_starting(run):
-    value = read_status(run)
+def test_status_holds_what_the_contract_lists(run, monkeypatch):
+    value = read_status(run)  # it has not begun
     assert ("starting", 0, []) == (value["state"], value["step"], value["tasks"])
     assert {None} == {value[key] for key in ("steps_total", "eta_s", "examples_per_s", "checkpoint", "tensorboard")}
-
-
-def test_status_holds_what_the_contract_lists(run, monkeypatch):
     monkeypatch.setattr(tensorboard, "running_port", lambda runs_dir: 6007)
     beat(run, "worker-0", "training", step=20)
     beat(run, "chief", "training", step=20, steps_total=120, examples_per_s=480.0, loss=0.5)
@@ -129,21 +126,12 @@ def test_a_failure_reports_the_root_cause_last(run):
     assert "invoke up --resume demo" == rest[-1].strip()
 
 
-@pytest.mark.parametrize(
-    ("ended", "code"),
-    [
-        ({"state": "succeeded"}, 0),
-        ({"state": "stopped"}, 130),
-        ({"state": "failed", "cause": {"exit_code": 1}}, 1),
-        ({"state": "failed", "cause": {"exit_code": 2}}, 1),
-        ({"state": "failed", "cause": {"exit_code": 3}}, 3),
-        ({"state": "failed", "cause": {"exit_code": 4}}, 4),
-        ({"state": "failed", "cause": {"exit_code": 137}}, 1),
-        ({"state": "failed", "cause": {"exit_code": None}}, 1),
-    ],
-)
-def test_the_exit_code_reports_how_the_run_ended(ended, code):
-    assert code == foreground.exit_code(Summary.from_json(ended))
+@pytest.mark.parametrize(("exit_code", "code"), [(1, 1), (2, 1), (3, 3), (4, 4), (137, 1), (None, 1)])
+def test_the_exit_code_reports_how_the_run_ended(exit_code, code):
+    failed = Summary.from_json({"state": "failed", "cause": {"exit_code": exit_code}})
+    assert code == foreground.exit_code(failed)
+    for state, expected in (("succeeded", 0), ("stopped", 130)):
+        assert expected == foreground.exit_code(Summary.from_json({"state": state}))
 
 
 def test_a_run_that_claims_to_start_after_its_end_took_no_time(run):
