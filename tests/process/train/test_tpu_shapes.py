@@ -55,7 +55,6 @@ dynamic: list[str] = []
 
 
 def new_step(strategy: tf.distribute.Strategy, kind: type[TrainStep] = TrainStep) -> TrainStep:
-    """Return the usual model and optimizer."""
     with strategy.scope():
         model = models.build_by_name("two_conv_cnn", (12, 12, 1), 10)
         optimizer = keras.optimizers.Adam(0.001)
