@@ -24,6 +24,7 @@ def test_written_arrays_are_found(tmp_path):
     written = write(tmp_path)
     found = arrays.find_arrays(tmp_path, "mnist")
     assert written == found
+    # Ten classes are named, of which the labels have six.
     assert ("mnist", "3.0.1", 10, "a test") == (found.name, found.version, found.num_outputs, found.source)
     assert (5, 2) == (found.train.num_examples, found.test.num_examples)
     assert (5, 4, 4, 1) == found.train.features.shape
@@ -48,20 +49,6 @@ def test_the_wrong_type_is_refused_and_leaves_nothing_under_the_name(tmp_path):
         write(tmp_path, IMAGES.astype(np.float64), LABELS)
     with pytest.raises(PrerequisiteError):
         arrays.find_arrays(tmp_path, "mnist")
-
-
-@pytest.mark.parametrize(
-    ("labels", "classes", "outputs"),
-    [
-        (LABELS, tuple("0123456789"), 10),
-        (LABELS, (), 6),
-        (np.array([[1, 2], [3, 4], [5, 9]]), (), 10),
-        (np.zeros(3, np.float32), (), 1),
-        (np.zeros([3, 4], np.float32), (), 4),
-    ],
-)
-def test_outputs_are_classes_or_quantities(tmp_path, labels, classes, outputs):
-    assert outputs == write(tmp_path, IMAGES[: len(labels)], labels, classes=classes).num_outputs
 
 
 def test_a_users_dataset_that_is_not_prepared_names_the_command(tmp_path):

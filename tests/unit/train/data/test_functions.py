@@ -203,8 +203,6 @@ def test_a_dataset_that_calls_python_cannot_be_sent_elsewhere():
 
 
 class Sized:
-    """Has a length, and nothing else."""
-
     def __len__(self) -> int:
         return 3
 

@@ -184,11 +184,7 @@ class TinyThings(tfds.core.GeneratorBasedBuilder):
     def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
         for i in range(9 if split == "train" else 4):
             shape = [3 + i if size is None else size for size in self.image_shape]
-            yield i, {"image": np.full(shape, i, np.uint8), "label": self.label_of(i)}
-
-    @staticmethod
-    def label_of(i: int) -> Any:
-        return i % 2
+            yield i, {"image": np.full(shape, i, np.uint8), "label": i % 2}
 
 
 def tiny(data_dir: Path, **options: Any) -> shards.ShardSet:

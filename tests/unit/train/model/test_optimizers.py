@@ -30,16 +30,6 @@ def new_model() -> keras.Model:
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
 
 
-def test_callbacks_may_set_a_constant_step_size_alone() -> None:
-    settable = optimizers.build_optimizer(TrainConfig(callbacks="own:callbacks"))
-    settable.learning_rate = 0.5
-    scheduled = optimizers.build_optimizer(
-        TrainConfig(callbacks="own:callbacks", optimizer=Optimizer(schedule="cosine"))
-    )
-    with pytest.raises(TypeError):
-        scheduled.learning_rate = 0.5
-
-
 def test_the_step_size_follows_its_schedule_to_a_part_of_it_in_fewer_steps() -> None:
     """That of all steps, to 0: `tests/differential`."""
     config = configured(schedule="linear", decay_steps=4, end_share=0.5)
