@@ -56,9 +56,9 @@ def new_model() -> keras.Model:
 
 def new_policy(model: keras.Model, settings: Optimizer = ADAM) -> GradientPolicy:
     """Return the optimizer of a task with this model."""
-    nothing: dict[str, Any] = dict.fromkeys(TaskContext.__dataclass_fields__)
-    some = {"config": TrainConfig(optimizer=settings), "source": SimpleNamespace(train_examples=EXAMPLES)}
-    return TaskContext(**{**nothing, **some, "strategy": strategy, "model": model}).new_policy()
+    given: dict[str, Any] = dict.fromkeys(TaskContext.__dataclass_fields__)
+    given |= {"config": TrainConfig(optimizer=settings), "source": SimpleNamespace(train_examples=EXAMPLES)}
+    return TaskContext(**given | {"strategy": strategy, "model": model}).new_policy()
 
 
 def counted() -> int:
