@@ -13,8 +13,6 @@ class Refusal:
     """One row of the table."""
 
     what: str
-    why: str
-    instead: str
     applies: Callable[[Case], bool]
     example: Case
     """A case that is refused for this reason alone."""
@@ -35,162 +33,116 @@ def _piped(case: Case) -> bool:
 REFUSALS = (
     Refusal(
         "`--loop fit` with `--strategy pipeline`",
-        "Keras trains a whole model",
-        "`--loop custom`",
         lambda case: _piped(case) and case.loop == "fit",
         Case(0, strategy="pipeline", stages=2, tasks=1, loop="fit"),
     ),
     Refusal(
         "`--bitwise-elastic` with `--loop fit`",
-        "Keras has no virtual shards",
-        "`--loop custom`",
         lambda case: bool(case.shards) and case.loop == "fit",
         Case(0, shards=2, loop="fit"),
     ),
     Refusal(
         "`--bitwise-elastic` with `--strategy ps` or `pipeline`",
-        "they have no replicas that share a batch",
-        "another strategy",
         lambda case: bool(case.shards) and case.strategy in ("ps", "pipeline"),
         Case(0, strategy="pipeline", stages=2, shards=2),
     ),
     Refusal(
         "`--bitwise-elastic V` with more than V replicas",
-        "each replica needs a virtual shard",
-        "a larger V, or fewer replicas",
         lambda case: 0 < case.shards < case.replicas,
         Case(0, strategy="mirrored", replicas=3, shards=2),
     ),
     Refusal(
         "`--micro-batches M` that does not divide the batch of a replica or of a virtual shard",
-        "all parts have the same shape",
-        "another M or global batch",
         lambda case: bool(BATCH // (case.shards or case.replicas) % case.micro_batches),
         Case(0, shards=4, micro_batches=2),
     ),
     Refusal(
         "an optimizer of your own with `--strategy pipeline`",
-        "each stage updates its own weights, and the optimizer may use all of them",
-        "an optimizer of Keras",
         lambda case: _piped(case) and own_optimizer(case.optimizer),
         Case(0, strategy="pipeline", stages=2, optimizer="rmsprop"),
     ),
     Refusal(
         "several inputs or outputs with `--strategy pipeline`",
-        "one tensor goes from stage to stage",
-        "another strategy",
         lambda case: _piped(case) and case.kind == "named",
         Case(0, strategy="pipeline", stages=2, kind="named"),
     ),
     Refusal(
         "a mask that reaches the output with `--strategy pipeline`",
-        "no stage knows the unmasked positions of the whole batch",
-        "another strategy",
         lambda case: _piped(case) and case.masks_outputs,
         Case(0, strategy="pipeline", stages=2, kind="tags", dtype="int32", masked=True),
     ),
     Refusal(
         "a subclass of `keras.Model` with `--strategy pipeline`",
-        "its layers are not known as a graph that can be cut",
-        "a functional or Sequential model",
         lambda case: _piped(case) and "subclass" in case.layers,
         Case(0, strategy="pipeline", stages=2, layers=("subclass",)),
     ),
     Refusal(
         "one loss function for several outputs with `--loop fit`",
-        "Keras takes a loss for each output",
-        "`--loss head=loss,head=loss`, or `--loop custom`",
         lambda case: case.kind == "named" and case.own_loss and case.loop == "fit",
         Case(0, kind="named", own_loss=True, loop="fit"),
     ),
     Refusal(
         "a `train_step` or `compute_loss` of the model's own with `--loop custom`",
-        "that loop has a separate step",
-        "`--loop fit`",
         lambda case: bool(case.own_step) and case.loop == "custom",
         Case(0, own_step="compute_loss"),
     ),
     Refusal(
         "`--micro-batches` with `--loop fit` and a `train_step` or `compute_loss` of the model's own",
-        "that takes whole batches",
-        "leave `--micro-batches` out",
         lambda case: bool(case.own_step) and case.loop == "fit" and case.micro_batches > 1,
         Case(0, loop="fit", micro_batches=2, own_step="train_step"),
     ),
     Refusal(
         "`--micro-batches` with `--loop fit` and BatchNormalization on several replicas",
-        "replicas cannot exchange averages inside of Keras's loop",
-        "`--loop custom`",
         lambda case: case.loop == "fit" and case.micro_batches > 1 and case.replicas > 1 and _normalizes(case),
         Case(0, strategy="mirrored", replicas=2, loop="fit", micro_batches=2, layers=("batch_norm",)),
     ),
     Refusal(
         "`--bitwise-elastic` with a layer that assigns a weight in `call`, such as SpectralNormalization",
-        "all virtual shards of a step have the same weights",
-        "leave `--bitwise-elastic` out",
         lambda case: bool(case.shards) and "spectral" in case.layers,
         Case(0, shards=2, layers=("spectral",)),
     ),
     Refusal(
         "a layer that assigns a `tf.Variable` in `call`, in a step of several parts or in stages",
-        "Keras does not know it, so each part would assign it by itself",
-        "`add_weight(trainable=False)`",
         lambda case: "variable" in case.layers and (_piped(case) or case.parts > 1),
         Case(0, strategy="mirrored", replicas=2, layers=("variable",)),
     ),
     Refusal(
         "`--callbacks` with `--strategy pipeline` on several tasks",
-        "no task has the whole model, which callbacks are given",
-        "`--workers 0`",
         lambda case: _piped(case) and bool(case.callbacks) and case.tasks > 1,
         Case(0, strategy="pipeline", stages=2, tasks=2, callbacks="epochs", steps=6),
     ),
     Refusal(
         "`--schedule pipedream` with `--optimizer.clip-norm`",
-        "no stage waits for the gradients of the others",
-        "`--schedule 1f1b`",
         lambda case: case.pipe == "pipedream" and bool(case.clip),
         Case(0, strategy="pipeline", stages=2, pipe="pipedream", clip=0.1),
     ),
     Refusal(
         "`--schedule pipedream` with `--precision fp16`",
-        "each stage would scale the loss by itself",
-        "`--precision bf16`, or `--schedule 1f1b`",
         lambda case: case.pipe == "pipedream" and case.precision == "fp16",
         Case(0, strategy="pipeline", stages=2, pipe="pipedream", precision="fp16"),
     ),
     Refusal(
         "`--schedule pipedream` with a layer that assigns a weight in `call`, such as SpectralNormalization",
-        "several versions of the weights are in use",
-        "`--schedule 1f1b`",
         lambda case: case.pipe == "pipedream" and "spectral" in case.layers,
         Case(0, strategy="pipeline", stages=2, pipe="pipedream", layers=("spectral",)),
     ),
     Refusal(
         "`--schedule pipedream` with `--remat`",
-        "the weights of the forward pass would be gone",
-        "`--schedule gpipe`",
         lambda case: case.pipe == "pipedream" and case.remat,
         Case(0, strategy="pipeline", stages=2, pipe="pipedream", remat=True),
     ),
     Refusal(
         "`--remat` with a layer that changes its state in `call`, such as BatchNormalization",
-        "the forward pass is computed twice",
-        "leave `--remat` out",
         lambda case: _piped(case) and case.remat and _has_state(case),
         Case(0, strategy="pipeline", stages=2, remat=True, layers=("batch_norm",)),
     ),
     Refusal(
         "more `--stages` than the model has blocks",
-        "a model is cut only where one tensor crosses, before a layer with weights",
-        "fewer stages",
         lambda case: _piped(case) and case.stages > blocks(case),
         Case(0, strategy="pipeline", stages=3),
     ),
     Refusal(
         "`--precision fp16` with `--strategy ps`",
-        "workers would change the scale of the loss under each other's steps",
-        "`--precision bf16`",
         lambda case: case.strategy == "ps" and case.precision == "fp16",
         Case(0, strategy="ps", tasks=3, precision="fp16"),
     ),
@@ -204,9 +156,3 @@ def blocks(case: Case) -> int:
     state = {"counter", "running_mean"}
     first = 2 if case.kind in ("tokens", "tags") else 1
     return first + len((weighted | state) & set(case.layers)) + ("shared" in case.layers) + 1
-
-
-def table() -> str:
-    """Return the table of docs/internals/differential.md."""
-    rows = [f"| {row.what} | {row.why} | {row.instead} |" for row in REFUSALS]
-    return "\n".join(["| refused | why | instead |", "|---|---|---|", *rows]) + "\n"

@@ -31,7 +31,6 @@ OPTIMIZERS = {
 
 
 def write(case: Case) -> str:
-    """Return the file."""
     names, lines, left_out = _names(case), [], None
     for line in TEMPLATE.read_text().splitlines():
         indent = len(line) - len(line.lstrip()) if line else 99

@@ -17,7 +17,6 @@ from train.telemetry import report
 
 
 def main() -> None:
-    """Train."""
     killed_at, after = int(os.environ["KILLED_AT"]), report.Report.after
 
     def reported(self: report.Report, progress: CallProgress) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests import fast
 from tests.differential.draw import cheap_seeds, draw
-from tests.differential.refused import REFUSALS, table
+from tests.differential.refused import REFUSALS
 
 ROOT = Path(__file__).parents[2]
 CASES = (
@@ -99,7 +99,8 @@ def test_what_the_table_lists_must_be_refused(quick: dict[str, dict[str, Any]], 
 
 
 def test_the_documentation_must_have_the_table_of_refusals() -> None:
-    assert table() in (ROOT / "docs" / "internals" / "differential.md").read_text()
+    _, rows = (ROOT / "docs" / "internals" / "differential.md").read_text().split("|---|---|---|\n")
+    assert [row.what for row in REFUSALS] == [row.split(" | ")[0].removeprefix("| ") for row in rows.splitlines()]
 
 
 @pytest.mark.long

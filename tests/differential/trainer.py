@@ -122,5 +122,4 @@ def _generation(run: RunFolder, generation: int, killed_at: int) -> dict[str, in
 
 
 def tail(log: Path) -> str:
-    """Return the end of a log."""
     return "\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:]) if log.exists() else ""

@@ -75,7 +75,6 @@ def new_model(l2: float) -> keras.Model:
 
 
 def weights_of(model: keras.Model) -> list[float]:
-    """Return the weights, end to end."""
     return np.concatenate([variable.numpy().reshape(-1) for variable in model.trainable_variables]).tolist()
 
 
@@ -122,7 +121,6 @@ class Training:
             "scores": result.values["accuracy"].tolist(),
             "weights": weights_of(model),
             "weights_sha256": weights_sha256(model),
-            "averages": [one.numpy().tolist() for one in model.non_trainable_variables if "moving" in one.path],
             "skipped": self.scale.metrics()["skipped_steps"] if self.scale else 0,
             "dtypes": sorted({variable.dtype for variable in model.trainable_variables}),
             "computes": sorted({layer.compute_dtype for layer in model.layers}),

@@ -1,10 +1,8 @@
-"""What TPUs require, as far as a machine without one can show it: static shapes, XLA, bfloat16."""
+"""What TPUs require, as far as a machine without one can show it: static shapes and XLA."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cluster.contract import compatibility, spec
+from cluster.contract import spec
 from cluster.system.errors import PrerequisiteError
 from train import patches
 from train import strategy as strategies
@@ -56,16 +54,7 @@ made: list[str] = []
 dynamic: list[str] = []
 
 
-def prepare(data_dir: Path) -> sources.Source:
-    """Write a few images and return them, to be read by a dataset: what a TPU is fed from."""
-    random = np.random.default_rng(0)
-    examples = (random.integers(0, 256, (32, 12, 12, 1), dtype=np.uint8), random.integers(0, 10, 32))
-    arrays.write_arrays(data_dir, "own:images", "1", {"train": examples, "test": examples})
-    return dataclasses.replace(sources.open_source(TrainConfig(dataset="own:images"), data_dir), arrays=None)
-
-
 def new_step(strategy: tf.distribute.Strategy, kind: type[TrainStep] = TrainStep) -> TrainStep:
-    """Return the usual model and optimizer."""
     with strategy.scope():
         model = models.build_by_name("two_conv_cnn", (12, 12, 1), 10)
         optimizer = keras.optimizers.Adam(0.001)
@@ -73,53 +62,19 @@ def new_step(strategy: tf.distribute.Strategy, kind: type[TrainStep] = TrainStep
     return kind(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
 
 
-def shapes(source: sources.Source) -> dict[str, Any]:
-    """Return the shapes of what the updates of two replicas work on, and of what evaluation does."""
-    strategy = tf.distribute.MirroredStrategy([f"/CPU:{index}" for index in range(REPLICAS)])
-    feed = feeds.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
-    losses = steps.SynchronousSteps(strategy, new_step(strategy, Watched), feed, 2)(0, 2).losses
-    evaluation: list[list[int | None]] = []
-
-    @tf.function
-    def evaluate() -> Any:
-        def replica(batch: Batch) -> tf.Tensor:
-            evaluation.extend(one.shape.as_list() for one in batch)
-            return batch.weights
-
-        return strategy.run(replica, args=(eval_feed.next(),))
-
-    eval_feed = feeds.eval_feed(strategy, source, 5)
-    evaluate()
-    return {"given": given, "made": len(made), "dynamic": dynamic, "losses": losses.tolist(), "evaluation": evaluation}
-
-
-def updated(train_step: TrainStep, batch: Batch, step: tf.Tensor) -> tf.Tensor:
-    """Do a step on one replica; return its loss and score."""
-    return train_step.update(train_step.compute(lambda _: batch, step, tf.zeros([], tf.int64)))
-
-
-def compiled(source: sources.Source) -> dict[str, Any]:
-    """Return the losses of some updates as they are, and compiled whole by XLA."""
-    batch = next(iter(source.train_dataset(BatchSlice(GLOBAL_BATCH, 7))))
-    found: dict[str, Any] = {}
-    for name, jit in (("plain", False), ("xla", True)):
-        keras.utils.set_random_seed(7)
-        train_step = new_step(tf.distribute.get_strategy())
-        update = tf.function(functools.partial(updated, train_step), jit_compile=jit)
-        found[name] = [float(update(batch, tf.constant(step, tf.int64))[0, 0]) for step in range(3)]
-        found[f"{name} iterations"] = int(train_step.policy.optimizer.iterations.numpy())
-    return found
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> sources.Source:
+    """A few images, read by a dataset: what a TPU is fed from."""
     patches.apply()
-    return prepare(tmp_path_factory.mktemp("data"))
+    random, folder = np.random.default_rng(0), tmp_path_factory.mktemp("data")
+    examples = (random.integers(0, 256, (32, 12, 12, 1), dtype=np.uint8), random.integers(0, 10, 32))
+    arrays.write_arrays(folder, "own:images", "1", {"train": examples, "test": examples})
+    return dataclasses.replace(sources.open_source(TrainConfig(dataset="own:images"), folder), arrays=None)
 
 
 @pytest.fixture(scope="module")
-def seen(source) -> dict[str, Any]:
-    return shapes(source)
+def strategy() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy([f"/CPU:{index}" for index in range(REPLICAS)])
 
 
 def test_a_machine_without_a_tpu_is_reported_at_once():
@@ -130,27 +85,46 @@ def test_a_machine_without_a_tpu_is_reported_at_once():
     assert time.monotonic() - began < 10
 
 
-def test_every_shape_that_an_update_sees_or_makes_is_static(seen):
-    assert [[4, 12, 12, 1], [4], [4], [], []] == seen["given"][:5]  # features, labels, weights, step, replica
-    assert {"[4, 12, 12, 1]", "[4]", "[]"} == {str(shape) for shape in seen["given"]}
-    assert seen["made"] > 100
-    assert [] == seen["dynamic"]
-    assert np.isfinite(seen["losses"]).all()
+def test_every_shape_that_an_update_sees_or_makes_is_static(source, strategy):
+    feed = feeds.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
+    losses = steps.SynchronousSteps(strategy, new_step(strategy, Watched), feed, 2)(0, 2).losses
+    assert [[4, 12, 12, 1], [4], [4], [], []] == given[:5]  # features, labels, weights, step, replica
+    assert {"[4, 12, 12, 1]", "[4]", "[]"} == {str(shape) for shape in given}
+    assert len(made) > 100
+    assert [] == dynamic
+    assert np.isfinite(losses).all()
 
 
-def test_every_shape_that_an_evaluation_is_fed_is_static(seen):
+def test_every_shape_that_an_evaluation_is_fed_is_static(source, strategy):
     """Also in the last batch, which is padded."""
-    assert {"[5, 12, 12, 1]", "[5]"} == {str(shape) for shape in seen["evaluation"]}
+    feed, shapes = feeds.eval_feed(strategy, source, 5), list[Any]()
+
+    @tf.function
+    def evaluate() -> Any:
+        def replica(batch: Batch) -> tf.Tensor:
+            shapes.extend(one.shape.as_list() for one in batch)
+            return batch.weights
+
+        return strategy.run(replica, args=(feed.next(),))
+
+    evaluate()
+    assert {"[5, 12, 12, 1]", "[5]"} == {str(shape) for shape in shapes}
 
 
 def test_an_update_can_be_compiled_whole_by_xla(source):
     """Forward, backward, Adam and the counters."""
-    computed = compiled(source)
-    np.testing.assert_allclose(computed["xla"], computed["plain"], rtol=1e-4)
-    assert computed["xla"][-1] < computed["xla"][0]
-    assert (3, 3) == (computed["plain iterations"], computed["xla iterations"])
+    batch = next(iter(source.train_dataset(BatchSlice(GLOBAL_BATCH, 7))))
+    losses = []
+    for jit in (False, True):
+        keras.utils.set_random_seed(7)
+        train_step = new_step(tf.distribute.get_strategy())
 
+        @tf.function(jit_compile=jit)
+        def update(step: tf.Tensor, train_step: TrainStep = train_step) -> tf.Tensor:
+            return train_step.update(train_step.compute(lambda _: batch, step, tf.zeros([], tf.int64)))
 
-def test_a_tpus_model_computes_in_bfloat16():
-    """What that leaves in float32: `test_steps.py`."""
-    assert "bf16" == compatibility.precision_of("tpu", "fp32")
+        losses.append([float(update(tf.constant(step, tf.int64))[0, 0]) for step in range(3)])
+        assert 3 == int(train_step.policy.optimizer.iterations.numpy())
+    plain, xla = losses
+    np.testing.assert_allclose(xla, plain, rtol=1e-4)
+    assert xla[-1] < xla[0]

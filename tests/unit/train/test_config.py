@@ -41,7 +41,6 @@ def test_a_preset_is_complete_and_in_range(preset):
         (["--checkpoint-every", "200"], "checkpoint_every", 200),
         (["--checkpoint-every", "200", "--checkpoint-every", "0.1s"], "checkpoint_every", "0.1s"),
         (["--no-deterministic"], "deterministic", False),
-        (["--callbacks", "tutorial"], "callbacks", "tutorial"),
         (["--callbacks", ""], "callbacks", ""),
         (["--optimizer.learning-rate", "0.01"], "optimizer", Optimizer(learning_rate=0.01)),
     ],
@@ -161,7 +160,7 @@ def own(tmp_path, monkeypatch) -> Iterator[Callable[[str], Path]]:
     monkeypatch.delitem(sys.modules, "own_parts", raising=False)
 
     def write(text: str) -> Path:
-        imports = "import dataclasses\nfrom train.config import TrainConfig\n"
+        imports = "from train.config import Optimizer, TrainConfig\n"
         (tmp_path / "own_parts.py").write_text(imports + text + "\n")
         return tmp_path
 
@@ -181,26 +180,15 @@ def test_a_preset_of_the_users_own_is_a_base_like_any_other(own):
     ("text", "named"),
     [
         ("def mine(): return {'seed': 7}", "(dict)"),
-        ("def mine(): return TrainConfig", "(type)"),
-        ("def mine(): pass", "(NoneType)"),
         ("def mine(): return TrainConfig(sed=7)", "TypeError"),
-        ("def mine(size): pass", "TypeError"),
-        ("mine = 7", "TypeError"),
-        ("raise RuntimeError('run')\ndef mine(): pass", "RuntimeError: run ("),
-        ("def mine(): raise RuntimeError('a\\n\\x1b[2Jb')", "RuntimeError: a \\x1b[2Jb ("),
-        ("import sys\ndef mine(): sys.exit(0)", "sys.exit(0)"),
         ("raise SystemExit('no')\ndef mine(): pass", "sys.exit('no')"),
         ("def mine(): return TrainConfig(epochs='3')", "epochs='3' (str)"),
         ("def mine(): return TrainConfig(global_batch=96.5)", "global_batch=96.5 (float)"),
         ("def mine(): return TrainConfig(seed=True)", "seed=True (bool)"),
-        ("def mine(): return TrainConfig(max_steps='1')", "max_steps='1' (str)"),
         ("def mine(): return TrainConfig(deterministic=0)", "deterministic=0 (int)"),
         ("def mine(): return TrainConfig(model=print)", "model=<built-in function print>"),
         ("def mine(): return TrainConfig(optimizer='sgd')", "optimizer='sgd' (str)"),
-        (
-            "import train.config as c\ndef mine(): return TrainConfig(optimizer=c.Optimizer(momentum=None))",
-            "momentum=None",
-        ),
+        ("def mine(): return TrainConfig(optimizer=Optimizer(momentum=None))", "momentum=None"),
         ("def min(): pass", "did you mean 'min'?"),
     ],
 )
@@ -242,10 +230,8 @@ def test_a_resumed_run_needs_its_preset_no_more():
 
 def test_mnist_differs_from_fashion_mnist_by_its_data_alone():
     """So the golden losses of one (`tests/golden/losses.py`) hold the numerics of both."""
-    assert (
-        dataclasses.replace(presets.load_preset("mnist")(), preset="fashion_mnist", dataset="fashion_mnist")
-        == presets.load_preset("fashion_mnist")()
-    )
+    mnist, fashion = (presets.load_preset(name)() for name in ("mnist", "fashion_mnist"))
+    assert dataclasses.replace(mnist, preset="fashion_mnist", dataset="fashion_mnist") == fashion
 
 
 def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch):
@@ -264,7 +250,6 @@ def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch):
     ("requested", "model", "deterministic", "written"),
     [
         ("auto", "two_conv_cnn", True, "on"),
-        ("auto", "two_conv_cnn", False, "on"),
         ("auto", "mine:model", True, "off"),  # its gradient of a 1x1 convolution with stride 2 never repeats
         ("auto", "mine:model", False, "auto"),
         ("on", "mine:model", True, "on"),
@@ -280,7 +265,6 @@ def test_onednn_is_on_for_models_whose_bits_repeat_with_it(requested, model, det
     ("values", "num_examples", "expected"),
     [
         ({"epochs": 3, "global_batch": 192}, 60000, 938),  # 937.5: the last step is begun
-        ({"epochs": 1, "global_batch": 100}, 1000, 10),
         ({"epochs": 0.001, "global_batch": 192}, 1000, 1),
         ({"epochs": 3, "global_batch": 192, "max_steps": 30}, 60000, 30),
         ({"epochs": 1, "global_batch": 100, "max_steps": 500}, 1000, 10),
@@ -296,7 +280,7 @@ def test_the_epoch_follows_from_the_step():
 
 def test_printing_the_configuration_does_not_import_tensorflow():
     lines = (
-        "import sys; from train import __main__ as m; m.main(['--print-config']); print(*sys.modules, file=sys.stderr)"
+        "import sys; from train.__main__ import main; main(['--print-config']); print(*sys.modules, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, check=True)
     value = json.loads(done.stdout)

@@ -150,26 +150,14 @@ def test_the_files_come_out_as_they_originally_were(tmp_path, monkeypatch):
         ("echo 'E: Unable to locate package dataset-fashion-mnist'; exit 100", "Unable to locate package"),
         ("echo 'W: Failed to fetch X  Temporary failure resolving'; echo 'E: no'; exit 100", "Temporary failure"),
         ("exit 100", "no reason given"),
+        (f"exec {os.path.realpath('/bin/sleep')} 60", "apt-get not done within 0.2 s"),
+        ("echo 'E: Write error - No space left on device'; exit 100", "No space left on device"),
     ],
 )
 def test_a_failing_apt_gives_its_reason(tmp_path, monkeypatch, apt_get, reason):
+    monkeypatch.setattr(download, "COMMAND_TIMEOUT_S", 0.2 if "sleep" in apt_get else 60)
     stub(tmp_path / "bin", monkeypatch, apt_get=apt_get, dpkg_deb="")
-    with pytest.raises(PrerequisiteError, match=f"^dataset-fashion-mnist: .*{reason}"):
-        fetch_package(tmp_path / "sources")
-
-
-def test_an_apt_that_hangs_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "COMMAND_TIMEOUT_S", 0.2)
-    stub(tmp_path / "bin", monkeypatch, apt_get=f"exec {os.path.realpath('/bin/sleep')} 60", dpkg_deb="")
-    with pytest.raises(PrerequisiteError, match="apt-get not done within 0.2 s"):
-        fetch_package(tmp_path / "sources")
-
-
-def test_a_disk_filled_by_apt_is_reported(tmp_path, monkeypatch):
-    stub(
-        tmp_path / "bin", monkeypatch, apt_get="echo 'E: Write error - No space left on device'; exit 100", dpkg_deb=""
-    )
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError if "space" in reason else PrerequisiteError, match=reason):
         fetch_package(tmp_path / "sources")
 
 

@@ -1,8 +1,6 @@
 """A dataset as a function of (split, shard): examined before a run, read by each task, a pure function of the step."""
 
 import itertools
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from cluster.system.errors import RunFailed, UsageError
+from tests.support import own_module
 from train.config import TrainConfig
 from train.data import feeds, sources
 from train.data.batches import BatchSlice, Replicas
@@ -50,8 +49,7 @@ def ranges(split: str, shard: Shard) -> tf.data.Dataset:
 @pytest.fixture
 def function(monkeypatch) -> Callable[[Any], str]:
     """Puts a function in a module; returns its name as a dataset."""
-    module: Any = types.ModuleType("own_function")
-    monkeypatch.setitem(sys.modules, "own_function", module)
+    module = own_module.put(monkeypatch, "own_function")
     monkeypatch.setattr(random_access, "_OPEN", {})
 
     def put(data: Any) -> str:
@@ -205,8 +203,6 @@ def test_a_dataset_that_calls_python_cannot_be_sent_elsewhere():
 
 
 class Sized:
-    """Has a length, and nothing else."""
-
     def __len__(self) -> int:
         return 3
 

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from cluster.system.errors import PrerequisiteError, UsageError
+from tests.support import own_module
 from train.data import arrays, user_dataset
 from train.data.prepare import preparation as prepare
 
@@ -28,8 +28,7 @@ GOOD = {"train": (IMAGES, LABELS), "test": (IMAGES[:1], LABELS[:1])}
 @pytest.fixture
 def returns(monkeypatch) -> Callable[[Any], str]:
     """Makes a module whose function `data` returns, or raises, the given; returns the name of that dataset."""
-    module: Any = types.ModuleType("own_module")
-    monkeypatch.setitem(sys.modules, "own_module", module)
+    module = own_module.put(monkeypatch, "own_module")
 
     def make(value: Any) -> str:
         def data() -> Any:
@@ -77,11 +76,7 @@ def test_bytes_with_labels_of_their_shape_are_not_a_text(dtype, returns, tmp_pat
 
 def test_a_function_may_have_optional_arguments(returns, monkeypatch):
     name = returns(GOOD)
-    for function in (
-        lambda size=3: GOOD,
-        lambda size=3, seed=0: GOOD,
-        lambda *sizes, seed=0: GOOD,
-    ):
+    for function in (lambda size=3, seed=0: GOOD, lambda *sizes, seed=0: GOOD):
         monkeypatch.setattr("own_module.data", function)
         assert user_dataset.read_dataset(name).version == user_dataset.read_dataset(returns(GOOD)).version
     monkeypatch.setattr("own_module.data", lambda split, shard: GOOD)
@@ -89,11 +84,10 @@ def test_a_function_may_have_optional_arguments(returns, monkeypatch):
         user_dataset.read_dataset(name)
 
 
-def test_a_value_is_not_taken_for_a_function_with_arguments(returns, monkeypatch):
-    name = returns(GOOD)
-    monkeypatch.setattr("own_module.data", GOOD)
+def test_a_value_is_not_taken_for_a_function_with_arguments(monkeypatch):
+    own_module.put(monkeypatch, "own_module", data=GOOD)
     with pytest.raises(UsageError, match="not callable"):
-        user_dataset.read_dataset(name)
+        user_dataset.read_dataset("own_module:data")
 
 
 def test_the_version_follows_the_contents(returns):
@@ -107,11 +101,8 @@ def test_the_version_follows_the_contents(returns):
     ]
     versions = [user_dataset.read_dataset(returns(variant)).version for variant in variants]
     assert len(set(versions)) == len(variants)
-    assert all(re.fullmatch("[0-9a-f]{12}", version) for version in versions)
-    assert (
-        versions[0]
-        == user_dataset.read_dataset(returns({**GOOD, "train": (np.asfortranarray(IMAGES), LABELS)})).version
-    )
+    in_another_layout = {**GOOD, "train": (np.asfortranarray(IMAGES), LABELS)}
+    assert versions[0] == user_dataset.read_dataset(returns(in_another_layout)).version
 
 
 @pytest.mark.parametrize(
@@ -155,16 +146,12 @@ def test_unsuitable_data_is_reported_in_one_line(returns, value, named):
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("own_module:date", "no attribute 'date'"),
-        ("no_such.module:data", "'no_such'"),
-        ("own_module:", "'own_module:'"),
         ("broken_module:data", r"ZeroDivisionError: .*/broken_module\.py:2"),
         ("needs_package:data", "--requirements"),
         ("needs_later:data", "--requirements"),
     ],
 )
-def test_a_function_that_is_not_there_or_cannot_run_is_reported(returns, tmp_path, monkeypatch, name, named):
-    returns(GOOD)
+def test_a_module_that_cannot_run_is_reported(tmp_path, monkeypatch, name, named):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_module.py").write_text("\n1 / 0\n")
     (tmp_path / "needs_package.py").write_text("import no_such_package\n")
@@ -222,10 +209,7 @@ def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_pr
 
 @pytest.mark.parametrize(
     ("lines", "timeout_s", "code"),
-    [
-        ("import os\ndef data(): os._exit(0)", 120, 2),
-        ("import time\ndef data(): time.sleep(600)", 3, 4),
-    ],
+    [("import os\ndef data(): os._exit(0)", 120, 2), ("import time\ndef data(): time.sleep(600)", 3, 4)],
 )
 def test_a_function_that_does_not_return_is_reported_in_one_line(tmp_path, lines, timeout_s, code):
     done = prepare_command(tmp_path, lines, DATA_TIMEOUT_S=str(timeout_s))

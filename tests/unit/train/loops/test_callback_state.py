@@ -22,26 +22,6 @@ def saved(callback: Any, made: dict[str, bytes]) -> CallbackProgress:
     return CallbackProgress(**decode_value(encode_value(vars(CallbackProgress(callbacks=[changed])))))
 
 
-def test_a_restored_plateau_continues_to_count():
-    def plateau() -> keras.callbacks.ReduceLROnPlateau:
-        callback = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=9, min_delta=0.5)
-        callback.set_model(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
-        callback.model.compile("adam", "mse")
-        return callback
-
-    first, undisturbed = plateau(), plateau()
-    made = encode_attributes(first)[0]
-    for callback in (first, undisturbed):
-        for epoch, loss in enumerate((2.0, 1.9)):
-            callback.on_epoch_end(epoch, {"loss": loss})
-    resumed = plateau()
-    assert [] == restore_attributes([resumed], saved(first, made))
-    for callback in (resumed, undisturbed):
-        callback.on_epoch_end(2, {"loss": 1.8})  # within `min_delta` of the best
-    state = [(callback.best, callback.wait, callback.min_delta) for callback in (resumed, undisturbed)]
-    assert [(2.0, 2, -0.5)] * 2 == state
-
-
 @pytest.mark.parametrize(
     "value",
     [

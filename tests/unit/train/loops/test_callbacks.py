@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import itertools
 import shutil
-import sys
 import threading
 import types
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json, read_json_lines
+from tests.support import own_module
 from train.callbacks.user_callbacks import build_callbacks
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
@@ -46,15 +46,14 @@ CONFIG = TrainConfig(
 class Log:
     """What a recorder keeps; without `__dict__`, so that no checkpoint has it and each generation begins its own."""
 
-    __slots__ = ("biases", "calls")
+    __slots__ = ("calls",)
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, dict[str, float]]] = []
-        self.biases: list[float] = []
 
 
 class Recorder(keras.callbacks.Callback):
-    """Keeps what it is called with, and the model's bias at that moment."""
+    """Keeps what it is called with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +61,6 @@ class Recorder(keras.callbacks.Callback):
 
     def record(self, name: str, index: int, logs: dict[str, float] | None) -> None:
         self._log.calls.append((name, index, dict(logs or {})))
-        self._log.biases.append(float(self.model.trainable_variables[-1].numpy()[0]))
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.record("train begins", -1, logs)
@@ -83,52 +81,33 @@ class Recorder(keras.callbacks.Callback):
         self.record("batch ends", batch, logs)
 
     @property
-    def biases(self) -> list[float]:
-        """The model's bias at each call."""
-        return self._log.biases
-
-    @property
     def names(self) -> list[tuple[str, int]]:
         """What it was called with, without logs."""
         return [one[:2] for one in self._log.calls]
 
     def logs(self, name: str) -> list[dict[str, float]]:
-        """The logs of one kind of call."""
         return [logs for called, _, logs in self._log.calls if called == name]
 
 
 @dataclasses.dataclass
 class Trained:
-    """A training that is over."""
-
     run: RunFolder
     recorder: Recorder
 
     @property
     def steps(self) -> int:
-        """How many were done."""
         return read_json(self.run.control / "result.json")["steps"]
 
     @property
-    def losses(self) -> list[float]:
-        """Of each step."""
-        return [row["loss"] for row in read_json_lines(self.run.metrics("chief")) if "loss" in row]
-
-    @property
-    def evaluations(self) -> list[dict[str, float]]:
-        """The results of each evaluation."""
-        rows = [row for row in read_json_lines(self.run.metrics("chief")) if "eval_loss" in row]
-        return [{"val_loss": row["eval_loss"], "val_absolute_error": row["eval_absolute_error"]} for row in rows]
+    def rows(self) -> list[dict[str, float]]:
+        return list(read_json_lines(self.run.metrics("chief")))
 
 
 @pytest.fixture
-def own_parts(monkeypatch) -> types.ModuleType:
+def own_parts(monkeypatch) -> Any:
     """The user's module. The loss is the output itself: the bias goes down by the learning rate at every step."""
-    module = types.ModuleType("own_parts")
-    module.loss = lambda labels, outputs: outputs[:, 0]  # type: ignore[attr-defined]
-    module.stop = threading.Event()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "own_parts", module)
-    return module
+    values = {"loss": lambda labels, outputs: outputs[:, 0], "stop": threading.Event()}
+    return own_module.put(monkeypatch, "own_parts", **values)
 
 
 Train = Callable[..., Trained]
@@ -150,7 +129,7 @@ def train(own_parts, make_run, tmp_path) -> Train:
         **values: Any,
     ) -> Trained:
         recorder = Recorder()
-        own_parts.callbacks = lambda run, task: [recorder, *others]  # type: ignore[attr-defined]
+        own_parts.callbacks = lambda run, task: [recorder, *others]
         config = dataclasses.replace(CONFIG, max_steps=steps, callbacks=callbacks, **values)
         source = sources.open_source(config, data_dir)
         strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
@@ -212,10 +191,12 @@ def test_a_training_is_reported_from_its_beginning_to_its_end(train):
     assert expected == trained.recorder.names
     assert {"epochs": 3, "steps": 5} == {name: trained.recorder.params[name] for name in ("epochs", "steps")}
 
-    losses = np.split(np.array(trained.losses), [5, 9])
+    losses = np.split(np.array([row["loss"] for row in trained.rows if "loss" in row]), [5, 9])
     ends = trained.recorder.logs("epoch ends")
     np.testing.assert_allclose([logs["loss"] for logs in ends], [epoch.mean() for epoch in losses], rtol=1e-6)
-    assert trained.evaluations == [{name: logs[name] for name in ("val_loss", "val_absolute_error")} for logs in ends]
+    evaluations = [row for row in trained.rows if "eval_loss" in row]
+    for name in ("loss", "absolute_error"):
+        assert [row[f"eval_{name}"] for row in evaluations] == [logs[f"val_{name}"] for logs in ends]
     assert {"loss", "absolute_error", "val_loss", "val_absolute_error", "val_retrieval_at_1"} == set(ends[0])
     assert [ends[-1]] == trained.recorder.logs("train ends")
     running = [logs["loss"] for logs in trained.recorder.logs("batch ends")]
@@ -241,18 +222,6 @@ def test_the_callbacks_of_the_tutorial_work(train, capsys):
     assert [f"learning rate of epoch {number}: {rate}" for number, rate in enumerate(rates, start=1)] == lines
     assert 4 == len(list(run.path.glob("callbacks/chief/epoch-*.weights.h5")))
     assert list(run.path.glob("tensorboard/chief/keras/train/events*"))
-
-
-def test_a_training_resumed_inside_an_epoch_keeps_its_number(train):
-    train(7)
-    resumed = train(13).recorder
-    expected = [
-        ("train begins", -1),
-        ("epoch begins", 1), *batches((2, 2), (3, 3)), ("epoch ends", 1),
-        ("epoch begins", 2), *batches((0, 1), (2, 3)), ("epoch ends", 2),
-        ("train ends", -1),
-    ]  # fmt: skip
-    assert expected == resumed.names
 
 
 @pytest.mark.parametrize("loop", ["custom", "fit"])
@@ -363,20 +332,6 @@ def test_a_training_that_a_callback_ended_is_not_resumed(train, loop):
     assert EPOCH_ENDS[3] == train(30, keras.callbacks.EarlyStopping(**early), loop=loop).steps  # more was asked for
 
 
-def test_best_weights_that_are_taken_at_the_end_are_in_the_last_checkpoint(train):
-    early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1, restore_best_weights=True)
-    trained = train(25, early)
-    best = tf.train.load_checkpoint(str(trained.run.checkpoints / "ckpt-9"))
-    biases = dict(zip(trained.recorder.names, trained.recorder.biases, strict=True))
-    saved = [best.get_tensor(name)[0] for name, shape in best.get_variable_to_shape_map().items() if shape == [1]]
-    assert biases["epoch ends", 0] in saved
-    assert biases["epoch ends", 1] not in saved
-    first, worse, again = trained.evaluations
-    assert first == again != worse
-    metrics = read_json(trained.run.control / "result.json")["metrics"]
-    assert first["val_loss"] == metrics["eval_loss"]
-
-
 @pytest.mark.parametrize(("loop", "stop_at"), [("custom", 8), ("fit", 7)])
 def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weights(train, own_parts, loop, stop_at):
     """Step 8 is that of an evaluation, which the stop comes before; the best weights are not taken by a stop.
@@ -423,9 +378,9 @@ def test_other_callbacks_than_those_of_the_checkpoint_start_over(train, capsys):
     ],
 )
 def test_an_invalid_list_of_callbacks_is_refused_in_one_line(made, own_parts):
-    own_parts.callbacks = lambda run, task: made  # type: ignore[attr-defined]
+    own_parts.callbacks = lambda run, task: made
     with pytest.raises(UsageError) as refused:
-        build_callbacks(_as_far_as_build("own_parts:callbacks"))
+        build_callbacks(_as_far_as_build())
     assert str(refused.value).startswith("--callbacks 'own_parts:callbacks'")
     assert 1 == len(str(refused.value).splitlines())
 
@@ -434,18 +389,18 @@ def test_backups_are_left_to_checkpoints(own_parts, tmp_path, capsys):
     """They would restore older weights over those of the checkpoint."""
     kept = keras.callbacks.TerminateOnNaN()
     made = [keras.callbacks.BackupAndRestore(tmp_path / "backup"), kept]
-    own_parts.callbacks = lambda run, task: made  # type: ignore[attr-defined]
-    assert [kept] == build_callbacks(_as_far_as_build("own_parts:callbacks"))
+    own_parts.callbacks = lambda run, task: made
+    assert [kept] == build_callbacks(_as_far_as_build())
     assert "BackupAndRestore" in capsys.readouterr().out
 
 
-def test_averages_of_weights_are_swapped_in_by_the_evaluation_or_by_a_callback(own_parts: types.ModuleType) -> None:
+def test_averages_of_weights_are_swapped_in_by_the_evaluation_or_by_a_callback(own_parts):
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-    own_parts.callbacks = lambda run, task: [swap]  # type: ignore[attr-defined]
+    own_parts.callbacks = lambda run, task: [swap]
     with pytest.raises(UsageError, match="SwapEMAWeights"):
-        build_callbacks(_as_far_as_build("own_parts:callbacks", Optimizer(ema=0.9)))
+        build_callbacks(_as_far_as_build(Optimizer(ema=0.9)))
     for one_swaps in (Optimizer(ema=0.9, ema_evaluate=False), Optimizer()):
-        assert [swap] == build_callbacks(_as_far_as_build("own_parts:callbacks", one_swaps))
+        assert [swap] == build_callbacks(_as_far_as_build(one_swaps))
 
 
 class Measures(keras.Model):
@@ -476,13 +431,9 @@ def test_a_train_step_without_a_loss_is_refused(train):
         train(5, loop="fit", model=Nameless)
 
 
-def test_without_callbacks_there_are_none():
-    assert [] == build_callbacks(_as_far_as_build(""))
-
-
-def _as_far_as_build(reference: str, optimizer: Optimizer = CONFIG.optimizer) -> Any:
+def _as_far_as_build(optimizer: Optimizer = CONFIG.optimizer) -> Any:
     return types.SimpleNamespace(
-        config=TrainConfig(callbacks=reference, optimizer=optimizer),
+        config=TrainConfig(callbacks="own_parts:callbacks", optimizer=optimizer),
         run=RunFolder(Path("run")),
         task=types.SimpleNamespace(name="chief"),
         chief=True,

@@ -1,6 +1,8 @@
 """The loop: the steps of each call, the actions after it, and the end of training."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,62 +35,41 @@ class Record(Periodic):
     def __init__(self, steps: int, action: Callable[[int], Stop | None] = lambda step: None) -> None:
         super().__init__(every(steps))
         self.action, self.done = action, []
+        self.calls: list[tuple[int, int, bool]] = []
 
     def after(self, progress: CallProgress) -> Stop | None:
+        self.calls.append((progress.first, progress.step, progress.compiled))
         if not self.due(progress):
             return None
         self.done.append(progress.step)
         return self.action(progress.step)
 
 
-class Report(Action):
-    """Records all calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, int, bool]] = []
-
-    def after(self, progress: CallProgress) -> None:
-        self.calls.append((progress.first, progress.step, progress.compiled))
-
-
 def run(
-    steps: Steps,
-    *actions: Action,
-    first: int = 0,
-    total: int = 12,
-    single: range = range(0),
-    stop_at: int | None = None,
-    ends: bool = False,
+    steps: Steps, *actions: Action, total: int = 12, stop_at: int | None = None, ends: bool = False, **more: Any
 ) -> tuple[int, Stop]:
     """Run the loop; `stop_at`: the call from this step is requested to stop; `ends`: because of a callback."""
-    end = EndTraining(total, lambda: ends)
-    loop = Loop(first, [CheckFinite(GradientPolicy(_Optimizer())), end, *actions], steps_per_loop=4, single=single)
+    finite = CheckFinite(GradientPolicy(SimpleNamespace(apply=None)))
+    loop = Loop(actions=[finite, EndTraining(total, lambda: ends), *actions], steps_per_loop=4, **{"first": 0} | more)
     stop = loop.run(steps, lambda _count, _until: Signals(stop=loop.step == stop_at))
     return loop.step, stop
 
 
-class _Optimizer:
-    apply = None
-
-
-def test_the_first_call_is_one_step_and_no_call_crosses_periodic_work():
-    steps, five = Steps(), Record(5)
-    assert (12, Stop.END) == run(steps, five)
-    assert [(0, 1), (1, 2), (3, 2), (5, 4), (9, 1), (10, 2)] == steps.calls
-    assert [5, 10] == five.done
-
-
-def test_after_a_resume_calls_end_at_the_same_steps():
-    steps, five = Steps(), Record(5)
-    run(steps, five, first=7)
-    assert [(7, 1), (8, 2), (10, 2)] == steps.calls
-    assert [10] == five.done
-
-
-def test_nothing_periodic_is_done_after_the_last_step():
-    six = Record(6)
-    assert (12, Stop.END) == run(Steps(), six)
-    assert [6] == six.done
+@pytest.mark.parametrize(
+    ("options", "periods", "brief_at", "calls", "done"),
+    [
+        ({}, 5, (), [(0, 1), (1, 2), (3, 2), (5, 4), (9, 1), (10, 2)], [5, 10]),
+        ({}, 6, (), [(0, 1), (1, 2), (3, 3), (6, 4), (10, 2)], [6]),  # none after the last step
+        ({"first": 7}, 5, (), [(7, 1), (8, 2), (10, 2)], [10]),  # as without the resume
+        ({"stop_at": 11}, 0, (), [(0, 1), (1, 2), (3, 4), (7, 4), (11, 1)], []),
+        ({}, 0, (1, 8), [(0, 1), (1, 1), (2, 2), (4, 4), (8, 2), (10, 2)], []),  # shorter on request
+        ({"single": range(5, 7)}, 0, (), [(0, 1), (1, 2), (3, 2), (5, 1), (6, 1), (7, 4), (11, 1)], []),
+    ],
+)
+def test_calls_grow_from_one_step_and_none_crosses_periodic_work(options, periods, brief_at, calls, done):
+    steps, record = Steps(brief_at), Record(periods)
+    assert (12, Stop.END) == run(steps, record, **options)
+    assert (calls, done) == (steps.calls, record.done)
 
 
 def test_the_first_action_that_ends_the_training_is_the_last():
@@ -106,24 +87,8 @@ def test_a_request_to_stop_ends_the_training_before_periodic_work(ends, expected
     assert [] == five.done
 
 
-def test_a_stop_at_the_last_step_is_its_end():
-    assert (12, Stop.END) == run(Steps(), stop_at=11)
-
-
-def test_calls_get_shorter_on_request_and_longer_otherwise():
-    steps = Steps(brief_at=(1, 12))
-    run(steps, total=20)
-    assert [(0, 1), (1, 1), (2, 2), (4, 4), (8, 4), (12, 2), (14, 4), (18, 2)] == steps.calls
-
-
-def test_steps_under_suspicion_are_done_one_by_one():
-    steps = Steps()
-    run(steps, single=range(5, 7))
-    assert [(0, 1), (1, 2), (3, 2), (5, 1), (6, 1), (7, 4), (11, 1)] == steps.calls
-
-
 def test_actions_get_every_call():
-    report = Report()
+    report = Record(0)
     run(Steps(), report, total=9)
     assert [(0, 1, True), (1, 3, False), (3, 7, False)] == report.calls  # not the end, where the last action is due
 

@@ -1,8 +1,6 @@
 """A model with several inputs and outputs: tried before anything starts, trained, evaluated and exported by name."""
 
 import json
-import sys
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,6 +9,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
+from tests.support import own_module
 from train import prediction
 from train.config import TrainConfig
 from train.data import sources
@@ -49,17 +48,10 @@ def metrics() -> dict[str, Any]:
     return {"both": lambda labels, outputs: labels["size"] < outputs["kind"][:, 0] + 1e9}
 
 
-def summed(labels: dict[str, tf.Tensor], outputs: dict[str, tf.Tensor]) -> tf.Tensor:
-    return tf.abs(labels["size"] - outputs["size"][:, 0]) + tf.reduce_sum(outputs["kind"] ** 2, 1)
-
-
 @pytest.fixture
-def own(monkeypatch) -> ModuleType:
-    """The user's module `own_named`."""
-    module = ModuleType("own_named")
-    vars(module).update(data=data, model=model, metrics=metrics, summed=summed)
-    monkeypatch.setitem(sys.modules, "own_named", module)
-    return module
+def own(monkeypatch) -> Any:
+    values = {"data": data, "model": model, "metrics": metrics, "summed": lambda labels, outputs: labels["size"]}
+    return own_module.put(monkeypatch, "own_named", **values)
 
 
 def config(**more: Any) -> TrainConfig:
@@ -76,12 +68,6 @@ def objective_of(source: sources.Source, **more: Any) -> objectives.Objective:
 def source(own, tmp_path) -> sources.Source:
     preparation.prepare_dataset("own_named:data", tmp_path)
     return sources.open_source(config(), tmp_path)
-
-
-def test_its_data_keeps_the_names(source):
-    assert {"image": (2, 2), "tokens": (2,)} == source.feature_shape
-    assert ({"kind": 3, "size": 1}, {"kind": True, "size": False}) == (source.num_outputs, source.classifies)
-    assert {"kind": ("a", "b", "c"), "size": ()} == source.classes
 
 
 def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, make_run):
@@ -109,17 +95,6 @@ def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, 
     example.write_text(json.dumps({"image": [1, 2], "tokens": [1, 2]}))
     with pytest.raises(UsageError, match="image"):
         prediction.predict(run, None, example)
-
-
-def test_losses_are_weighted_and_one_function_may_take_all_heads(source):
-    labels = {"kind": tf.constant([1], tf.int64), "size": tf.constant([3.0])}
-    outputs = {"kind": tf.constant([[0.0, 0.0, 0.0]]), "size": tf.constant([[1.0]])}
-    plain, weighed = objective_of(source), objective_of(source, loss_weights="size=0.5")
-    assert float(plain.loss(labels, outputs)[0]) == pytest.approx(np.log(3) + 4)
-    assert float(weighed.loss(labels, outputs)[0]) == pytest.approx(np.log(3) + 2)
-    whole = objective_of(source, loss="own_named:summed")
-    assert float(whole.loss(labels, outputs)[0]) == pytest.approx(2.0)
-    assert ["eval_loss", "eval_kind_accuracy", "eval_size_absolute_error"] == whole.evaluated
 
 
 @pytest.mark.parametrize(
@@ -154,7 +129,7 @@ def test_a_model_whose_outputs_are_not_the_labels_is_refused(own, source, tmp_pa
         plain = model(feature_shape, num_outputs)
         return keras.Model(plain.input, {"kind": plain.output["kind"], "price": plain.output["size"]})
 
-    vars(own)["model"] = other
+    own.model = other
     assert source.num_outputs
     with pytest.raises(UsageError, match="kind, price"):
         model_checks.check_parts(config(), strategy="one", data_dir=tmp_path)
@@ -173,6 +148,6 @@ def test_a_model_whose_outputs_are_not_the_labels_is_refused(own, source, tmp_pa
     ],
 )
 def test_data_whose_names_do_not_fit_is_refused(own, tmp_path, wrong):
-    vars(own)["data"] = lambda: data() | wrong
+    own.data = lambda: data() | wrong
     with pytest.raises(UsageError, match="^dataset own_named:data"):
         preparation.prepare_dataset("own_named:data", tmp_path)

@@ -28,13 +28,11 @@ def run(make_run) -> RunFolder:
 
 
 def ask(run: RunFolder, steps: int, task: str = "chief") -> None:
-    """Leave a request."""
     write_json(run.trace_request, {"id": "one", "task": task, "steps": steps, "until": 0})
 
 
 def train(run: RunFolder, calls: list[Any], *counts: int) -> None:
     """Call the inner loop for these numbers of steps, as the chief."""
-
     trace, step = Trace(run, "chief"), 0
     for count in counts:
         trace.before(step)

@@ -16,12 +16,6 @@ def test_the_mask_of_a_nested_model_is_expected_where_its_symbolic_output_has_no
     assert not any(masks.begins_at(layer) for layer in inner._flatten_layers())
 
 
-def test_the_mask_that_a_function_makes_is_expected():
-    layers = keras.layers
-    assert masks.begins_at(layers.Lambda(lambda inputs: inputs, mask=lambda inputs, mask=None: inputs[..., 0] > 0))
-    assert not masks.begins_at(layers.Lambda(lambda inputs: inputs))
-
-
 def test_an_example_of_padding_alone_counts_nothing():
     values = tf.constant([[1.0, 2.0], [8.0, np.nan], [np.inf, 3.0]])
     mask = tf.constant([[True, True], [True, False], [False, False]])

@@ -1,14 +1,11 @@
-"""The Transformer sees no token that comes later, has the size that its options say, and a loss for each example."""
-
-import math
+"""The Transformer sees no token that comes later and has the size that its options say."""
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from cluster.system.errors import UsageError
 from train.config import TrainConfig, Transformer
-from train.model import input_types, models, objectives
+from train.model import input_types, models
 from train.model.architectures import transformer_lm
 from train.settings.overrides import resolve_config
 
@@ -37,13 +34,6 @@ def test_options_set_the_size():
 def test_examples_must_be_sequences():
     with pytest.raises(UsageError):
         transformer_lm((28, 28, 1), 10)
-
-
-def test_an_example_of_a_sequence_has_the_mean_loss_of_its_positions():
-    objective = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
-    labels_BT, logits_BTK = tf.constant([[0, 1], [1, 1]], tf.int64), tf.zeros([2, 2, 4])
-    assert [math.log(4)] * 2 == pytest.approx(objective.loss(labels_BT, logits_BTK).numpy().tolist())
-    assert [0.5, 0.0] == objective.score(labels_BT, logits_BTK).numpy().tolist()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -26,56 +27,54 @@ def fit():
 
 
 @pytest.fixture
-def keras(monkeypatch) -> ModuleType:
-    """Something that refuses as Keras 3 does, from the same place."""
-    module = ModuleType("keras.src.callbacks")
-    exec(compile(KERAS, "/x/site-packages/keras/src/callbacks.py", "exec"), vars(module))
-    monkeypatch.setitem(sys.modules, "keras", module)
+def run(monkeypatch, tmp_path) -> Callable[[str], Exception]:
+    """Runs a script with something that refuses as Keras 3 does, from the same place; returns its error."""
+    keras, script = ModuleType("keras.src.callbacks"), tmp_path / "train.py"
+    exec(compile(KERAS, "/x/site-packages/keras/src/callbacks.py", "exec"), vars(keras))
+    monkeypatch.setitem(sys.modules, "keras", keras)
     monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
-    return module
+
+    def failed(call: str) -> Exception:
+        script.write_text(f"import os\n{call}\n")
+        with pytest.raises(Exception) as raised:
+            exec(compile(script.read_text(), str(script), "exec"), {"keras": keras, "__name__": "__main__"})
+        return raised.value
+
+    return failed
 
 
-def explained(call: str, keras: ModuleType, tmp_path: Path) -> str | None:
-    script = tmp_path / "train.py"
-    script.write_text(f"import os\n{call}\n")
-    try:
-        exec(compile(script.read_text(), str(script), "exec"), {"keras": keras, "__name__": "__main__"})
-    except Exception as error:
-        return hook.needs_keras_2(error, error.__traceback__)
-    raise AssertionError("it was to fail")
+def explained(error: Exception) -> str | None:
+    return hook.needs_keras_2(error, error.__traceback__)
 
 
 @pytest.mark.parametrize("call", ["keras.Checkpoint('model')", "keras.Adam().lr"])
-def test_a_call_that_keras_3_refuses_must_be_named(call, keras, tmp_path):
-    line = explained(call, keras, tmp_path)
+def test_a_call_that_keras_3_refuses_must_be_named(call, run):
+    line = explained(run(call))
     assert line is not None
     assert f"line 2 of train.py, `{call}`" in line
     assert "TF_USE_LEGACY_KERAS=1" in line
     assert 1 == len(line.splitlines())
 
 
-def test_the_cause_must_have_the_error_once_and_the_call(keras, tmp_path, capsys):
-    script = tmp_path / "train.py"
-    script.write_text("keras.Checkpoint('" + "model" * 150 + "')\n")
-    with pytest.raises(ValueError, match="must end in") as raised:
-        exec(compile(script.read_text(), str(script), "exec"), {"keras": keras, "__name__": "__main__"})
-    hook.explain(raised.type, raised.value, raised.tb)
+def test_the_cause_must_have_the_error_once_and_the_call(run, capsys):
+    error = run("keras.Checkpoint('" + "model" * 150 + "')")
+    hook.explain(type(error), error, error.__traceback__)
     cause = ends.find_error(capsys.readouterr().err.splitlines(), 1)
     assert cause is not None
     assert cause.startswith("ValueError: The filepath provided must end in")
     assert 1 == cause.count("must end in")
-    assert "line 1 of train.py, `keras.Checkpoint('model" in cause
+    assert "line 2 of train.py, `keras.Checkpoint('model" in cause
     assert cause.endswith("--env TF_USE_LEGACY_KERAS=1")
 
 
 @pytest.mark.parametrize("call", ["keras.fit()", "[].nothing", "open('/nowhere/it')"])
-def test_any_other_error_must_speak_for_itself(call, keras, tmp_path):
-    assert explained(call, keras, tmp_path) is None
+def test_any_other_error_must_speak_for_itself(call, run):
+    assert explained(run(call)) is None
 
 
-def test_keras_2_must_not_be_suggested_to_itself(keras, tmp_path, monkeypatch):
+def test_keras_2_must_not_be_suggested_to_itself(run, monkeypatch):
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
-    assert explained("keras.Adam().lr", keras, tmp_path) is None
+    assert explained(run("keras.Adam().lr")) is None
 
 
 def test_the_hook_must_find_what_is_imported_and_hide_nothing(tmp_path):

@@ -96,20 +96,6 @@ def test_a_cut_that_is_none_is_refused(cut):
         partition(blocks([1, 1, 1, 1]), Constraints(3), cut)
 
 
-def test_more_stages_than_blocks_are_refused():
-    with pytest.raises(UsageError, match="2 or fewer"):
-        partition(blocks([1, 1]), Constraints(3))
-
-
 def test_a_given_cut_that_exceeds_the_memory_is_refused():
     with pytest.raises(UsageError, match="stage 1"):
         partition(blocks([1, 1, 1, 1], parameter_bytes=10), Constraints(2, memory_bytes=20), ["layer_1"])
-
-
-def test_a_cut_needs_enough_memory_for_each_stage():
-    model = [
-        BlockCost((f"layer_{at}",), 1.0, size) for at, size in enumerate([5_000_000, 1_000_000, 1_000_000, 5_000_000])
-    ]
-    with pytest.raises(UsageError, match="fits 5 MB per stage"):
-        partition(model, Constraints(2, memory_bytes=5_000_000))
-    partition(model, Constraints(2, memory_bytes=6_000_000))

@@ -140,20 +140,6 @@ def test_a_model_that_leaves_a_size_open_is_cut_for_the_size_of_its_data():
     assert [(None, 6, 8), (None, 6, 11)] == [stage.model.outputs[0].shape for stage in stages]
 
 
-def test_stage_models_have_the_variables_of_the_model_in_order():
-    model = new_model()
-    chain = model_blocks.split_model(model)
-    assert len(chain) == 7
-    stages = [model_blocks.build_stage_model(part, at) for at, part in enumerate((chain[:2], chain[2:5], chain[5:]))]
-    own = [id(variable) for stage in stages for variable in stage.trainable_variables]
-    assert own == [id(variable) for variable in model.trainable_variables]
-
-
-def test_a_residual_block_is_never_cut():
-    names = [block.names for block in model_blocks.split_model(new_model())]
-    assert ("layer_0_attention_norm", "layer_0_attention", "layer_0_attention_add") in names
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

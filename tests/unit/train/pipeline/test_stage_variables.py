@@ -31,8 +31,6 @@ def new_model() -> keras.Model:
 
 
 class Holder:
-    """What one task of a pipeline holds."""
-
     def __init__(self, folder: Path, task: int, stages: int, pipelines: int = 1) -> None:
         workers = stages * pipelines - 1
         cluster = spec.build(workers=workers, strategy="pipeline", pipelines=pipelines, devices=1)
@@ -41,25 +39,16 @@ class Holder:
         self.model = self.task_stages.build(new_model)
         self.optimizer = keras.optimizers.Adam(1e-3, name="adam")
         self.task_stages.build_optimizer(self.optimizer, self.model)
-        whole = self.task_stages.whole
-        self.checkpoint = CheckpointManager(
-            self.model,
-            self.optimizer,
-            tf.Variable(0, trainable=False, dtype=tf.int64),
-            folder,
-            keep=2,
-            writes=task == 0,
-            joint=None if whole else self.task_stages.joint(),
-        )
+        joint = None if self.task_stages.whole else self.task_stages.joint()
+        parts = (self.model, self.optimizer, tf.Variable(0, trainable=False, dtype=tf.int64))
+        self.checkpoint = CheckpointManager(*parts, folder, keep=2, writes=task == 0, joint=joint)
 
     @property
     def values(self) -> dict[str, bytes]:
-        """Of all variables that have one."""
         variables = [*self.model.variables, *self.optimizer.variables]
         return {each.path: each.numpy().tobytes() for each in variables if each.value.is_initialized()}
 
     def change(self) -> None:
-        """Assign different values to the variables of each task."""
         for each in (*self.model.trainable_variables, *self.optimizer._momentums):
             if each.value.is_initialized():
                 each.assign(np.random.default_rng(len(each.path)).normal(size=each.shape))
@@ -135,23 +124,12 @@ def test_a_model_restored_without_first_values_is_the_whole_model(tmp_path, save
     np.testing.assert_allclose(model(tokens_BT), served.serve(tokens_BT), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_another_run_begins_with_the_weights_of_all_stages(saved):
-    prefix, values = saved
-    model = new_model()
-    count = len(model.weights)
-    assert f"began with {count} of the {count} weights" in initial_weights.load_file(model, Path(f"{prefix}.index"))
-    assert all(values[each.path] == each.numpy().tobytes() for each in model.trainable_variables)
-
-
 def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path):
     first, second = (Holder(tmp_path, task, 2) for task in range(2))
     arrays = {name: np.full(one.shape, 0.5, np.float32) for one, name in initial_weights.list_weights(first.model)}
     np.savez(tmp_path / "weights.npz", **arrays)
-    assert initial_weights.load_file(first.model, tmp_path / "weights.npz") == initial_weights.load_file(
-        second.model, tmp_path / "weights.npz"
-    )
     for holder in (first, second):
+        initial_weights.load_file(holder.model, tmp_path / "weights.npz")
         own = holder.task_stages.models[holder.task_stages.task].model.trainable_variables
         assert all((each.numpy() == 0.5).all() for each in own)
 
@@ -159,9 +137,8 @@ def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path):
 @pytest.mark.slow
 def test_a_stage_that_is_not_finite_keeps_all_from_saving(tmp_path):
     holders = [Holder(tmp_path, task, 2) for task in range(2)]
-    holders[1].task_stages.models[1].model.trainable_variables[0].assign_add(
-        np.full(holders[1].task_stages.models[1].model.trainable_variables[0].shape, np.nan)
-    )
+    weight = holders[1].task_stages.models[1].model.trainable_variables[0]
+    weight.assign(np.full(weight.shape, np.nan))
     for holder in holders:
         holder.checkpoint.save(3)
     for holder in holders:

@@ -163,14 +163,6 @@ def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_one():
         assert brief == saves.brief(25)
 
 
-def test_calls_grow_from_one_step_and_shrink_to_one():
-    lengths = [1]
-    for brief in [False] * 6 + [True] * 6:
-        lengths.append(following_steps(lengths[-1], 25, brief=brief))
-    assert [1, 2, 4, 8, 16, 25, 25, 12, 6, 3, 1, 1, 1] == lengths
-    assert 1 == following_steps(1, 1, brief=False)
-
-
 # What earlier generations say
 
 

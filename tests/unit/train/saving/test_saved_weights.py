@@ -31,10 +31,3 @@ def test_weights_trained_in_another_precision_are_loaded(tmp_path, precision, wi
     saved_weights.load_trained(model, prefix, stage_variables.as_trained(new_model, precision))
     for expected, loaded in zip(trained.weights, model.weights, strict=True):  # without states of random generators
         np.testing.assert_array_equal(expected.numpy(), loaded.numpy())
-
-
-def test_numbers_of_layers_differ_between_precisions(tmp_path):
-    with precision_policy("bf16"):
-        prefix = tf.train.Checkpoint(model=new_model()).write(str(tmp_path / "ckpt"))
-    with pytest.raises(AssertionError):
-        saved_weights.load_trained(new_model(), prefix)

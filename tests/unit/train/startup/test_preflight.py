@@ -30,7 +30,6 @@ def exits(shape, outputs): sys.exit(0)
 
 @pytest.fixture
 def check(tmp_path, monkeypatch) -> Callable[[str], None]:
-    """Tries a configuration of these parts."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own_tried.py").write_text(PARTS)
     monkeypatch.syspath_prepend(tmp_path / "own")

@@ -6,8 +6,6 @@ Here without a process: `test_preflight.py` runs the program. More of them: `tes
 from __future__ import annotations
 
 import functools
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
+from tests.support import own_module
 from train.config import Optimizer, TrainConfig
 from train.data.prepare import preparation
 from train.startup import model_checks
@@ -26,8 +25,6 @@ layers = keras.layers
 
 
 class Counts(layers.Layer):
-    """Assigns a variable in `call`."""
-
     def __init__(self, variable: Any) -> None:
         super().__init__(name="counts")
         self.count = variable
@@ -61,15 +58,11 @@ class Assigns(layers.Layer):
 
 
 class Penalized(keras.Model):
-    """Overrides `compute_loss`."""
-
     def compute_loss(self, *arguments: Any, **named: Any) -> Any:
         return super().compute_loss(*arguments, **named) + 1.0
 
 
 class Called(keras.Model):
-    """Gives probabilities, which only its call shows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.chances = layers.Dense(2, "softmax")
@@ -139,8 +132,6 @@ def fails(labels: Any, outputs: Any) -> Any:
 
 MODELS = {
     "plain": chain(),
-    "wide": lambda shape, _outputs: keras.Sequential([keras.Input(shape), layers.Dense(3)]),
-    "none": lambda _shape, _outputs: None,
     "conditional": chain(Assigns),
     "in_half": in_half,
     "compiled": compiled,
@@ -166,12 +157,11 @@ ACCUMULATING = Optimizer("tried_parts:accumulating")
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Tries a model of the above on some replicas."""
-    module: Any = types.ModuleType("tried_parts")
-    vars(module).update(MODELS, of_pairs=of_pairs, of_batch=of_batch, entropy=entropy, fails=fails)
+    losses = {"of_pairs": of_pairs, "of_batch": of_batch, "entropy": entropy, "fails": fails}
+    module = own_module.put(monkeypatch, "tried_parts", **MODELS, **losses)
     module.scalar = lambda labels, outputs: tf.reduce_mean(outputs)
     module.accumulating = lambda rate: keras.optimizers.SGD(rate, gradient_accumulation_steps=2)
     module.metrics = lambda: {"pairs": of_pairs}
-    monkeypatch.setitem(sys.modules, "tried_parts", module)
 
     def of(model: str, replicas: int = 1, largest: int = 9, divisor: int = 0, **more: Any) -> None:
         split = np.array([[0, 1], [largest, 3]]), np.array([0, 1])
@@ -214,12 +204,8 @@ def test_parts_that_cannot_be_divided_or_represented_are_refused(
 @pytest.mark.parametrize(
     ("model", "refused", "named"),
     [
-        ("wide", {}, r"\(None, 3\)"),
-        ("none", {}, "--model"),
         ("plain", {"loss": "tried_parts:scalar"}, "--loss"),
         ("plain", {"loss": "tried_parts:fails"}, "--loss"),
-        ("penalized", {}, "overrides compute_loss"),
-        ("penalized", {"loop": "fit", "micro_batches": 2}, "overrides compute_loss"),
         ("in_half", {}, "--precision fp16"),
         ("stateful", {}, "'memory' is stateful"),
         ("with_optimizer", {"loop": "fit", "replicas": 2}, r"Penalized.other .* build\(variables\)"),

@@ -38,15 +38,7 @@ def marks(monkeypatch) -> list[tuple[str, float]]:
 def train(
     made: list[tuple[str, float]], shards: int = 0, calls: int = 1, streams: bool = False, slow_s: float = 0
 ) -> Any:
-    """Do some steps on one device; note when each batch is made. Return the last call's result.
-
-    Args:
-        made: gets the notes.
-        shards: virtual ones.
-        calls: of as many steps each.
-        streams: batches come from an iterator instead of being made in the step.
-        slow_s: how long it takes to make one.
-    """
+    """Do some steps on one device, note in `made` when each batch is made, and return the last call's result."""
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
     with strategy.scope():
         model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
