@@ -36,7 +36,6 @@ def describe(run: RunFolder) -> dict[str, Any]:
 
 
 def path_of(preset: str) -> Path:
-    """Return the file of a preset."""
     return FOLDER / f"{preset}.json"
 
 

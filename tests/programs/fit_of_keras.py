@@ -53,17 +53,14 @@ def new_model(**options: Any) -> keras.Model:
 
 
 def weights(model: keras.Model) -> list[Any]:
-    """Return a model's weights and moving averages."""
     return [weight.tolist() for weight in model.get_weights()]
 
 
 def data(*more: np.ndarray) -> tf.data.Dataset:
-    """Return the examples in batches."""
     return tf.data.Dataset.from_tensor_slices((X, Y, *more)).batch(BATCH)
 
 
 def trained(scope: Callable[[], Any], *arguments: Any, compiled: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Return the results of a training."""
     with scope():
         model = new_model(**(compiled or {}))
     history = model.fit(*arguments, verbose=0, **options)
@@ -168,7 +165,6 @@ def without_call(scope: Callable[[], Any], *, built: bool = True) -> Any:
 
 
 def main(result: Path) -> None:
-    """Measure."""
     several = "TF_CONFIG" in os.environ
     strategy = tf.distribute.MultiWorkerMirroredStrategy() if several else tf.distribute.get_strategy()
     scope = strategy.scope if several else tf.init_scope

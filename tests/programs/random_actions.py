@@ -59,8 +59,6 @@ finish('stopped' if _stop else 'done')
 
 @dataclass
 class Terminal:
-    """A terminal with at most one command at a time."""
-
     log: Path
     pid: int = 0
     began: float = 0.0
@@ -69,7 +67,6 @@ class Terminal:
     """Exit code of the command that ended last."""
 
     def run(self, *words: str) -> None:
-        """Start a command."""
         self.words, self.began = list(words), time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
@@ -95,7 +92,6 @@ class Terminal:
 
     @property
     def busy(self) -> bool:
-        """Whether the command is still running."""
         if self.pid:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
@@ -103,16 +99,13 @@ class Terminal:
         return self.pid != 0
 
     def signal(self, number: int) -> None:
-        """Send a signal to the command."""
         if self.busy:
             os.kill(self.pid, number)
 
     def wait(self) -> None:
-        """Wait for the command's end."""
         wait_for(lambda: not self.busy, f"the end of {self.words}", LONGEST_S)
 
     def call(self, *words: str) -> int:
-        """Run a command to its end; return its exit code."""
         self.run(*words)
         self.wait()
         return self.code
@@ -132,7 +125,6 @@ class Actions:
         self.terminals = [Terminal(folder / f"terminal-{number}.log") for number in (1, 2)]
 
     def command(self) -> list[str]:
-        """Draw a command."""
         name, workers = self.random.choice(NAMES), self.random.choice("001")
         start = ["--workers", workers, "--runtime", "local", "--network", "host", "--tensorboard-port", "0"]
         detach = ["--detach"] if self.random.random() < 0.5 else []
@@ -201,7 +193,6 @@ class Actions:
                 return
 
     def folders(self) -> list[RunFolder]:
-        """Return the folders in the runs folder."""
         return [RunFolder(path) for path in sorted(self.runs_dir.iterdir()) if not path.name.startswith(".")]
 
     def processes(self) -> list[str]:
@@ -235,7 +226,6 @@ def install() -> None:
 
 
 def main(folder: Path, seed: int, number: int) -> None:
-    """Do so many actions."""
     install()
     actions = Actions(folder, seed)
     for at in range(number):

@@ -23,7 +23,6 @@ from train.startup import rehearsal
 
 
 def main(result: Path, rehearses: bool) -> None:
-    """Train, and print the result."""
     if rehearses:
         rehearsal.rehearse_step()
     (port,) = free_ports(1)

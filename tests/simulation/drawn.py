@@ -65,7 +65,6 @@ class Drawn:
 
 
 def draw(seed: int) -> Drawn:
-    """Draw a schedule."""
     dice = random.Random(f"schedule {seed}")
     weights, topologies = zip(*TOPOLOGIES, strict=True)
     topology = dice.choices(topologies, weights)[0]

@@ -73,7 +73,6 @@ class SimEnd:
 
     @property
     def frozen(self) -> bool:
-        """Whether it stands still."""
         return self.owner.frozen_until > self.world.now
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent, decide, elastic, watchdog
+from cluster.agent import agent, decide, elastic
 from cluster.agent.agent import Agent
 from cluster.agent.attempt import Attempt, Restarter
 from cluster.agent.watchdog import Watchdog
@@ -25,23 +25,25 @@ from tests.simulation.world import Now, World
 
 SEEDS_OF_A_MUTATION = 600
 """Within so many schedules a missing protection has to show."""
+Mutation = Callable[[pytest.MonkeyPatch], Iterator[Schedule]]
 
 
-def ignore_generations(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Agents look at the outcome only."""
-    patch.setattr(SimRunView, "is_over", lambda self, generation: self.outcome is not None)
-    return schedules()
+def replaced(target: object, name: str, by: Any, drawn: Drawn | None = None) -> Mutation:
+    def mutate(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+        patch.setattr(target, name, by)
+        return schedules(drawn=drawn)
+
+    return mutate
 
 
-def claim_twice(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Whoever records the outcome replaces it."""
-    return schedules(lambda schedule: schedule.folder.__dict__.update(exclusive=False))
+def changed(change: Callable[[Schedule], object], drawn: Drawn | None = None) -> Mutation:
+    return lambda patch: schedules(change, drawn)
 
 
-def keep_programs(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An attempt's program is not ended with it."""
-    patch.setattr(machine.SimProgram, "end", lambda self, grace_s: self.code or 0)
-    return schedules()
+def forgotten(drawn: Drawn | None = None, **values: Any) -> Mutation:
+    """Return the mutation in which agents decide as if these facts had other values."""
+    whole = decide.decide
+    return replaced(decide, "decide", lambda facts: whole(replace(facts, **values)), drawn)
 
 
 def token_without_generation(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
@@ -62,11 +64,6 @@ def news_of_earlier_generations(patch: pytest.MonkeyPatch) -> Iterator[Schedule]
     return schedules()
 
 
-def stale_caches_without_connections(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Agents learn what others did from the folder only, which their hosts show late."""
-    return schedules(lambda schedule: setattr(schedule.world, "linked", False), drawn=STALE)
-
-
 def listed_generations_only(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """An agent that comes back takes the listing's word for which generation is the newest."""
     report = Agent._report_own_death
@@ -79,35 +76,6 @@ def listed_generations_only(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     patch.setattr(Agent, "_report_own_death", report_as_listed)
     later = (26.0, "kill task", "worker-1", 0.0)
     return schedules(drawn=replace(STALE, scripted=True, faults=[*STALE.faults, later]))
-
-
-def unfinished_checkpoints(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A checkpoint counts before it is complete."""
-    return schedules(lambda schedule: setattr(schedule.training, "saves_whole", False))
-
-
-def no_word_of_a_death(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An agent that comes back does not report that its task was killed."""
-    patch.setattr(Agent, "_report_own_death", lambda self: None)
-    return schedules()
-
-
-def nobody_misses_the_silent(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Silent and frozen tasks are not noticed."""
-    patch.setattr(watchdog.Watchdog, "_frozen", lambda *_: None)
-    return schedules()
-
-
-def stops_unheard(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """No program is ended for a stop request."""
-    forget(patch, serves=True)  # as if no task were asked to stop
-    return schedules()
-
-
-def forget(patch: pytest.MonkeyPatch, **values: Any) -> None:
-    """Let agents decide as if these facts had other values."""
-    whole = decide.decide
-    patch.setattr(decide, "decide", lambda facts: whole(replace(facts, **values)))
 
 
 def damaged_records_stay(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
@@ -135,18 +103,6 @@ def failures_do_not_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     return schedules()
 
 
-def nobody_restarts_alone(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Every task takes the gang with it."""
-    patch.setattr(ClusterSpec, "restarts_alone", lambda self, task: False)
-    return schedules()
-
-
-def met_again(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A task that restarts alone waits for those that have met its previous attempt."""
-    patch.setattr(elastic.Members, "_passed_rendezvous", lambda self, generation: frozenset())
-    return schedules()
-
-
 def copies_go_on(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """Nothing ends the older copy of a task."""
     patch.setattr(World, "fence", lambda self, older: None)
@@ -159,12 +115,6 @@ def copies_claim(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     patch.setattr(SimCopy, "require_newest", lambda self: None)
     patch.setattr(SimRunView, "is_over", lambda self, number: not self._owner.superseded and is_over(self, number))
     return schedules(drawn=HELD_UP)
-
-
-def needs_everyone(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An elastic run does not continue without a worker."""
-    patch.setattr(elastic, "leave_out", lambda *_: None)
-    return schedules()
 
 
 def deaf_to_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
@@ -198,18 +148,6 @@ def mute(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     patch.setattr(decide, "PEER_LOST_PATIENCE_S", 1.0)
     faults = [(8.0, "freeze task", "worker-1", 20.0), (8.2, "kill program", "worker-1", 0.0)]
     return schedules(drawn=Drawn({"workers": 2}, scripted=True, steps=15, save_every=5, linked=True, faults=faults))
-
-
-def no_patience(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A script that lost contact does not wait for the task that was killed to report it."""
-    patch.setattr(decide, "patience_s", lambda facts: 0.0)
-    return schedules()
-
-
-def same_ports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """Standby processes form their cluster on the ports of the programs that train."""
-    patch.setattr(standby_cluster, "_other", lambda port: port)
-    return schedules(drawn=FORMED)
 
 
 def ready_or_not(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
@@ -254,18 +192,6 @@ def late_tasks_are_waited_for(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
     patch.setattr(Watchdog, "_frozen", only_silent)
     return schedules(drawn=NEVER_JOINS)
-
-
-def stopped_programs_are_waited_for(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """An agent does not look whether a signal has stopped its program before that writes heartbeats."""
-    patch.setattr(machine.SimProgram, "stopped_s", 0.0)
-    return schedules(drawn=NEVER_BEGINS)
-
-
-def only_the_chief_records_the_end(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A task that has done its work waits for the chief's agent, however long that stands still."""
-    forget(patch, chief_done_s=0.0)
-    return schedules(drawn=NEVER_RECORDS)
 
 
 FORMED = Drawn(
@@ -338,3 +264,58 @@ def schedules(
         schedule.world.LIMIT_S = 2_000.0
         change(schedule)
         yield schedule
+
+
+MUTATIONS: dict[str, tuple[str, Mutation]] = {
+    # Whoever records the outcome replaces it.
+    "claim twice": ("outcome", changed(lambda schedule: schedule.folder.__dict__.update(exclusive=False))),
+    "token without generation": ("generations", token_without_generation),
+    "news of earlier generations": ("generations", news_of_earlier_generations),
+    # Agents learn what others did from the folder only, which their hosts show late.
+    "stale caches": ("seen", changed(lambda schedule: setattr(schedule.world, "linked", False), STALE)),
+    "listed generations only": ("policy", listed_generations_only),
+    # An attempt's program is not ended with it.
+    "keep programs": ("programs", replaced(machine.SimProgram, "end", lambda self, grace_s: self.code or 0)),
+    # A checkpoint counts before it is complete.
+    "unfinished checkpoints": (
+        "checkpoint",
+        changed(lambda schedule: setattr(schedule.training, "saves_whole", False)),
+    ),
+    # An agent that comes back does not report that its task was killed.
+    "no word of a death": ("policy", replaced(Agent, "_report_own_death", lambda self: None)),
+    # Silent and frozen tasks are not noticed.
+    "nobody misses the silent": ("seen", replaced(Watchdog, "_frozen", lambda *_: None)),
+    "damaged records stay": ("end", damaged_records_stay),
+    # No program is ended for a stop request, as if no task were asked to stop.
+    "stops unheard": ("stop", forgotten(serves=True)),
+    # Agents look at the outcome only.
+    "ignore generations": (
+        "seen",
+        replaced(SimRunView, "is_over", lambda self, generation: self.outcome is not None),
+    ),
+    "kills count": ("policy", kills_count),
+    "failures do not count": ("policy", failures_do_not_count),
+    # Every task takes the gang with it.
+    "nobody restarts alone": ("policy", replaced(ClusterSpec, "restarts_alone", lambda self, task: False)),
+    # A task that restarts alone waits for those that have met its previous attempt.
+    "met again": ("policy", replaced(elastic.Members, "_passed_rendezvous", lambda self, generation: frozenset())),
+    "taken for alive": ("policy", taken_for_alive),
+    # A script that lost contact does not wait for the task that was killed to report it.
+    "no patience": ("policy", replaced(decide, "patience_s", lambda facts: 0.0)),
+    # An elastic run does not continue without a worker.
+    "needs everyone": ("policy", replaced(elastic, "leave_out", lambda *_: None)),
+    "copies claim": ("policy", copies_claim),
+    "copies go on": ("copies", copies_go_on),
+    "deaf to reports": ("policy", deaf_to_reports),
+    # Standby processes form their cluster on the ports of the programs that train.
+    "same ports": ("ports", replaced(standby_cluster, "_other", lambda port: port, FORMED)),
+    "ready or not": ("policy", ready_or_not),
+    "each for itself": ("policy", each_for_itself),
+    "dead ones are waited for": ("seen", dead_ones_are_waited_for),
+    "late tasks are waited for": ("stuck", late_tasks_are_waited_for),
+    # An agent does not look whether a signal has stopped its program before that writes heartbeats.
+    "stopped programs are waited for": ("stuck", replaced(machine.SimProgram, "stopped_s", 0.0, NEVER_BEGINS)),
+    # A task that has done its work waits for the chief's agent, however long that stands still.
+    "only the chief records the end": ("stuck", forgotten(NEVER_RECORDS, chief_done_s=0.0)),
+}
+"""The invariant that breaks, and the mutation."""

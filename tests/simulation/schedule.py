@@ -55,8 +55,6 @@ FOR_GOOD_S = 110.0
 
 
 class Schedule:
-    """Runs one schedule."""
-
     def __init__(self, seed: int, drawn: Drawn | None = None) -> None:
         self.drawn = drawn or draw(seed)
         cluster = spec.build(**self.drawn.topology, separate_chief=not self.drawn.scripted)
@@ -352,7 +350,6 @@ class Schedule:
 
     @property
     def begun(self) -> list[dict[str, Any]]:
-        """The records of all generations."""
         records = [value for name, value in self.folder.records.items() if name.startswith("generations/")]
         return [record for record in records if isinstance(record, dict)]
 

@@ -152,7 +152,6 @@ class SimProgram:
         return "own error" if code > 0 else None
 
     def exit(self, code: int) -> None:
-        """End now, of whatever."""
         if self.code is None:
             self.code = code
             beat = self.world.folder.beats.get(self.owner.name)
@@ -189,7 +188,6 @@ class Training:
         """Whether a checkpoint counts only once it is complete."""
 
     def standby_cluster(self, generation: int) -> StandbyCluster:
-        """Return the cluster of the standby processes of a generation."""
         found = StandbyCluster(self, generation, self._members_of(generation))
         return self._standby_clusters.setdefault(generation, found)
 
@@ -237,7 +235,6 @@ class Training:
             self.world.at(self.world.random.uniform(least_s, 2), lambda: self._begin(session))
 
     def _members_of(self, generation: int) -> set[str]:
-        """Return the tasks that form the cluster of a generation."""
         record = self.world.folder.records[f"generations/{generation}"]
         return set(self.members) - set(record.get("left_out", ()))
 
@@ -308,7 +305,6 @@ class Training:
                 program.exit(code)
 
     def _update(self, session: list[SimProgram]) -> None:
-        """Finish a step."""
         self.step += 1
         self.chain.append(self.step)
         self.last_step_at = self.world.now

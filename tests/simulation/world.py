@@ -191,11 +191,9 @@ class World:
         self._numbers = itertools.count()
 
     def log(self, task: str, what: str) -> None:
-        """Note what happened, to be shown with a broken invariant."""
         self.trace.append((round(self.now, 2), task, what))
 
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Do something after a delay."""
         heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), action))
 
     def start_copy(self, name: str) -> None:
@@ -227,11 +225,9 @@ class World:
         self.at(max(wait_s, 0.0) + self.random.uniform(0, COPY_S), end)
 
     def fence(self, older: SimTask) -> None:
-        """End an older copy now."""
         older.kill(None)
 
     def is_cut(self, name: str) -> bool:
-        """Whether a task's connection is cut."""
         return self.cuts.get(name, 0.0) > self.now
 
     def resume(self, task: SimTask) -> None:
@@ -258,7 +254,6 @@ class World:
             task.wait(self.random.uniform(0, 0.3))
 
     def kill_running(self) -> None:
-        """Kill the task whose agent runs."""
         task = self.running
         assert task
         task.kill(self.random.uniform(0.1, 3))
@@ -289,15 +284,12 @@ class World:
     # The clock, as agents see it
 
     def monotonic(self) -> float:
-        """Return the seconds of a clock that never jumps."""
         return self.now
 
     def time(self) -> float:
-        """Return the running task's wall clock."""
         return 1e9 + self.now + (self.running.skew_s if self.running else 0.0)
 
     def sleep(self, seconds: float) -> None:
-        """Wait, as an agent."""
         assert self.running
         busy = self.random.uniform(1, 3) if seconds < HURRY_S else 1.0
         self.running.wait(seconds * busy)
@@ -311,7 +303,6 @@ class Now:
     @classmethod
     @contextmanager
     def of(cls, world: World) -> Iterator[None]:
-        """Make a world the current one."""
         cls.world = world
         try:
             yield

@@ -30,12 +30,10 @@ def beat(run: RunFolder, task: str, state: str = "training", *, age_s: float = 0
 
 
 def save(run: RunFolder, *steps: int) -> None:
-    """Leave records of checkpoints."""
     for step in steps:
         write_json(run.checkpoints / f"ckpt-{step}.json", {"step": step, "files": {}})
 
 
 def end(run: RunFolder, state: str, **cause: Any) -> dict[str, Any]:
-    """Record an outcome and write the summary."""
     run.end(state, **cause)
     return summary.write_summary(run, settle_s=0).to_json()

@@ -18,7 +18,6 @@ MakeRun = Callable[..., RunFolder]
 
 
 def invoke(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `invoke` as a user does."""
     command = [sys.executable, "-m", "invoke", *words]
     environment = os.environ | environment
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -32,7 +31,6 @@ def context(remainder: str = "", exited: int = 0) -> MockContext:
 
 
 def commands(c: MockContext) -> list[str]:
-    """Return the commands that a task ran."""
     return [call.args[0] for call in c.run.call_args_list]
 
 
@@ -44,7 +42,6 @@ def refusal(task: str, c: Context | None = None, /, **options: Any) -> tuple[int
 
 
 def exit_code(task: str, /, *arguments: Any, **options: Any) -> int:
-    """Call a task; return its exit code."""
     try:
         tasks.ns[task](context(), *arguments, **options)
     except Exit as ended:
@@ -53,7 +50,6 @@ def exit_code(task: str, /, *arguments: Any, **options: Any) -> int:
 
 
 def options(task: Task) -> dict[str, Any]:
-    """Return a task's options and their defaults."""
     parameters = list(inspect.signature(task.body).parameters.values())[1:]
     return {parameter.name: parameter.default for parameter in parameters}
 

@@ -80,13 +80,11 @@ def fill(run: RunFolder) -> None:
 
 
 def copy(run: RunFolder, folder: Path) -> RunFolder:
-    """Return a copy of a run folder."""
     shutil.copytree(run.path, folder, symlinks=True)
     return RunFolder(folder)
 
 
 def files_of(run: RunFolder) -> list[str]:
-    """Return the names of all files of a run."""
     return sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*") if path.is_file())
 
 
@@ -101,13 +99,11 @@ def damage(run: RunFolder, name: str, draw: random.Random, outside: Path) -> str
 
 
 def tear(path: Path, draw: random.Random, outside: Path) -> None:
-    """Cut a file short."""
     if path.is_file() and not path.is_symlink():
         os.truncate(path, draw.randint(0, path.stat().st_size))
 
 
 def empty(path: Path, draw: random.Random, outside: Path) -> None:
-    """Leave nothing in a file."""
     if path.is_file() and not path.is_symlink():
         os.truncate(path, 0)
 
@@ -183,7 +179,6 @@ def misplace(path: Path, draw: random.Random, outside: Path) -> None:
 
 
 def hide(path: Path, draw: random.Random, outside: Path) -> None:
-    """Remove a file."""
     if path.is_file() or path.is_symlink():
         path.unlink()
 

@@ -36,20 +36,16 @@ class Gang:
         return read_json(self.run.summary)
 
     def outcome(self) -> Outcome:
-        """Wait for the run's outcome and return it."""
         return wait_for(lambda: self.run.outcome, "the outcome")
 
     def beat(self, task: str) -> Heartbeat:
-        """Return a task's last heartbeat."""
         none_yet = Heartbeat(task=task, state=TaskState.STARTING, updated_at=0.0)
         return self.run.heartbeat(task) or none_yet
 
     def await_step(self, task: str, step: int) -> None:
-        """Wait until a task has done a step."""
         wait_for(lambda: self.beat(task).step >= step, f"step {step} of {task}")
 
     def pid(self, task: str, of: str = "program") -> int:
-        """Return the process id of a task's program or agent."""
         return read_json(self.run.path / "pids" / f"{task}.json")[of]
 
     @property
@@ -61,7 +57,6 @@ class Gang:
         return owned.supervisor
 
     def events(self, event: str) -> list[Event]:
-        """Return the events of one kind."""
         return [found for found in self.run.events() if found.event == event]
 
 

@@ -25,5 +25,4 @@ class ListedExamples:
 
 
 def shard(data_dir: Path, name: str, source: ListedExamples, num_shards: int = 4, **options: Any) -> ShardSet:
-    """Write the shards of a source."""
     return sharding.write_shards(name, data_dir, num_shards=num_shards, open_source=lambda *_: source, **options)

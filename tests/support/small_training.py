@@ -114,7 +114,6 @@ class Training:
         return self.train_step.policy.loss_scale
 
     def trained(self) -> dict[str, Any]:
-        """Do all steps; return the results."""
         result, model = self.run(0, STEPS), self.train_step.model
         return {
             "losses": result.losses.tolist(),

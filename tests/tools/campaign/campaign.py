@@ -78,7 +78,6 @@ def main(
 
 
 def failed(rows: Sequence[Row]) -> bool:
-    """Return whether a run was lost or changed its bits."""
     return any(row["lost"] or row["bits"] == record.CHANGED for row in rows)
 
 
@@ -207,8 +206,6 @@ def _end(run: RunFolder, timeout_s: float) -> str:
 
 
 def _kill(run: RunFolder) -> None:
-    """End what is left of a run."""
-
     def sh(command: str) -> None:
         if (done := processes.run(["sh", "-c", command], KILL_S))[0]:
             raise RunFailed(f"{command}: {done[2]}")

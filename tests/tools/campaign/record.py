@@ -65,10 +65,8 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def read() -> list[Row]:
-    """Return all rows of the record file."""
     return list(read_json_lines(RECORD))
 
 
 def add(row: Row) -> None:
-    """Append the row of a run to the record file."""
     append_json(RECORD, row)

@@ -111,7 +111,6 @@ def draw(spec: ClusterSpec, seed: str, kinds: Collection[str]) -> Iterator[tuple
 
 
 def phase_of(beat: Heartbeat | None) -> str:
-    """Return the phase that a task's heartbeat reports."""
     return next((name for name, reached in PHASES.items() if beat and reached(beat)), "start")
 
 

@@ -8,7 +8,6 @@ TOKEN = "a token of the run"
 
 
 def taken(channel: Channel) -> bytes:
-    """Take what a channel wants to send."""
     data = bytes(channel.unsent)
     channel.unsent.clear()
     return data

@@ -1,8 +1,8 @@
-"""Elastic runs: which tasks a run continues without, when it takes them in again, and how the agents do so."""
+"""Elastic runs: which tasks a run continues without, and when it takes them in again."""
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,13 +13,12 @@ from cluster.agent.elastic import AGAIN_S, GONE_S, LONGEST_S, STEADY_S, Members,
 from cluster.agent.run_view import RunView
 from cluster.contract import spec
 from cluster.contract.recovery import attempt_limits
-from cluster.contract.recovery.attempt_limits import PLANNED
+from cluster.contract.recovery.attempt_limits import EXTERNAL, PLANNED
 from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop
 from cluster.system.json_files import read_json, write_json
-from tests.support.gang import Gang
 from tests.support.waiting import wait_for
 
 
@@ -124,54 +123,6 @@ def test_no_host_however_unsteady_restarts_the_run_more_often_than_its_patience(
     assert world.now - began >= elastic.patience_s(times)
 
 
-# Real agents
-
-
-CHECKED = """
-import json
-assert '2222' not in os.environ['TF_CONFIG']
-cluster = json.loads(os.environ['TF_CONFIG'])
-assert GENERATION == 0 or (1, 1) == (len(cluster['cluster']['chief']), len(cluster['cluster']['worker'])), cluster
-assert 0 == cluster['task']['index'], cluster
-"""
-"""A worker-1 that is alone with the chief is worker 0 to TensorFlow."""
-
-
-@pytest.fixture
-def begin(start_gang, monkeypatch) -> Callable[..., Gang]:
-    """Starts a gang of a chief and two workers without worker-0, and the chief once worker-1 waits for it."""
-    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "5")
-
-    def start(lines: str, min_workers: int) -> Gang:
-        elastic_run = {"min_workers": min_workers, "grow": False}
-        gang = start_gang(lines, workers=2, elastic=elastic_run, away=("chief", "worker-0"))
-        wait_for(lambda: gang.beat("worker-1").state == "waiting", "worker-1 at the rendezvous")
-        gang.run.away("chief").unlink()
-        return gang
-
-    return start
-
-
-def test_a_worker_that_returns_waits_and_a_failure_of_the_others_does_not_bring_it_in(begin):
-    lines = "train(3)\nif GENERATION == 1: until(lambda: (run.path / 'go').exists())\n"
-    gang = begin(CHECKED + lines + "if GENERATION == 1 and NAME == 'worker-1': die()\nwork()", min_workers=1)
-    gang.await_step("worker-1", 3)
-    gang.run.away("worker-0").unlink()
-    wait_for(lambda: gang.beat("worker-0").state == "waiting", "worker-0 to return")
-    (gang.run.path / "go").touch()
-    wait_for(lambda: (gang.beat("worker-0").generation, gang.run.generation) == (2, 2), "the next generation")
-    wait_for(lambda: gang.beat("worker-1").generation == 2, "the others in it")
-    gang.await_step("chief", 3)
-    gang.run.request_stop("a test")
-    summary = gang.summary()
-    assert "stopped" == summary["state"]
-    assert ["worker-0"] == [event.task for event in gang.events("returned")]
-    assert {"chief": "stopped", "worker-0": "stopped", "worker-1": "stopped"} == {
-        name: beat.state for name, beat in gang.run.heartbeats().items()
-    }
-    assert not (gang.run.path / "pids" / "worker-0.json").exists()  # it ran no program
-
-
 # One agent alone, in this process
 
 
@@ -242,6 +193,12 @@ def test_a_loss_never_counts_as_a_failure_of_the_program(without):
     assert 1 == attempt_limits.count_restarts(without, "chief")
 
 
+def test_a_failure_of_the_others_does_not_bring_in_who_was_left_out(without):
+    recovery = restarter_of(without)
+    recovery.restart_gang(1, recovery.end(1, EXTERNAL, "killed"))
+    assert (2, {"worker-1"}) == (without.generation, membership.left_out(without))
+
+
 def test_the_agent_of_a_task_that_was_left_out_reports_no_death(without):
     HeartbeatWriter(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")
     agent_of(without, "worker-1")._report_own_death()
@@ -284,6 +241,7 @@ def test_a_task_that_returned_and_can_be_reached_is_taken_in(returned, monkeypat
     ]
     assert [10] == [change.step for change in membership.changes(returned)][1:]
     assert {"worker-1": 1} == membership.times_left_out(returned)
+    assert ["worker-1"] == [event.task for event in returned.events() if event.event == "returned"]
 
 
 def test_a_task_out_of_reach_is_not_taken_in(without, monkeypatch):

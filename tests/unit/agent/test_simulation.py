@@ -7,6 +7,7 @@ invariant names its seed; `SEED=<it> SCHEDULES=1` runs that schedule again, exac
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -85,27 +86,50 @@ def test_a_script_outlives_a_peer_that_reports_its_death_slowly(simulated):
     assert ["succeeded"] * 200 == outcomes
 
 
-def test_a_script_outlives_a_peer_that_crashed_and_whose_host_is_replaced_at_once(simulated):
-    drawn = Drawn({"workers": 1}, scripted=True, steps=8, save_every=3, linked=True)
-    drawn.fails_at, drawn.faults = {2: ("chief", -11, 1)}, [(4.0, "second copy", "chief", 40.0)]
-    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
-
-
 def test_a_script_outlives_a_peer_that_was_killed_while_its_agent_stood_still(simulated):
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(mute(simulated), 200)}
 
 
-def test_a_script_outlives_a_killed_task_that_still_sees_the_previous_generation(simulated):
-    drawn = Drawn({"workers": 1}, scripted=True, steps=9, save_every=4, linked=True, skewed=True, stale_s=38.0)
-    drawn.faults = [(6.5, "kill task", "chief", 23.0), (14.3, "kill task", "worker-0", 17.0)]
-    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
+SCRIPT = partial(Drawn, scripted=True, linked=True)
 
 
-def test_a_script_outlives_a_host_that_is_replaced_while_the_chief_does_not_see_the_next_generation(simulated):
-    drawn = Drawn({"workers": 2}, scripted=True, steps=12, save_every=5, linked=True, stale_s=14.4)
-    drawn.faults = [(6.9, "freeze task", "worker-0", 5.3), (8.1, "second copy", "worker-1", 33.7)]
-    drawn.faults.append((20.3, "cut", "worker-1", 8.1))
-    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 400)}
+@pytest.mark.parametrize(
+    ("drawn", "number"),
+    [
+        # A peer crashes and its host is replaced at once.
+        (
+            SCRIPT(
+                {"workers": 1}, steps=8, save_every=3,
+                fails_at={2: ("chief", -11, 1)}, faults=[(4.0, "second copy", "chief", 40.0)],
+            ),
+            200,
+        ),
+        # A killed task still sees the previous generation.
+        (
+            SCRIPT(
+                {"workers": 1}, steps=9, save_every=4, skewed=True, stale_s=38.0,
+                faults=[(6.5, "kill task", "chief", 23.0), (14.3, "kill task", "worker-0", 17.0)],
+            ),
+            200,
+        ),
+        # A host is replaced while the chief does not see the next generation.
+        (
+            SCRIPT(
+                {"workers": 2}, steps=12, save_every=5, stale_s=14.4,
+                faults=[
+                    (6.9, "freeze task", "worker-0", 5.3),
+                    (8.1, "second copy", "worker-1", 33.7),
+                    (20.3, "cut", "worker-1", 8.1),
+                ],
+            ),
+            400,
+        ),
+        # An older copy's rendezvous times out.
+        (HELD_UP, 50),
+    ],
+)  # fmt: skip
+def test_a_script_outlives(simulated, drawn, number):
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), number)}
 
 
 def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated):
@@ -163,10 +187,6 @@ def test_an_evaluator_that_is_left_alone_ends_the_run_and_names_a_task(simulated
     assert {("failed", "chief", EXIT_TIMEOUT)} == {(e["state"], e["task"], e["exit_code"]) for e in outcomes}
 
 
-def test_an_older_copy_whose_rendezvous_timed_out_fails_nothing(simulated):
-    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=HELD_UP), 50)}
-
-
 @pytest.mark.parametrize(
     "drawn",
     [
@@ -194,41 +214,8 @@ def test_a_schedule_can_be_repeated_exactly(simulated):
         assert trace(seed) == trace(seed)
 
 
-@pytest.mark.parametrize(
-    ("mutation", "invariant"),
-    [
-        (mutations.claim_twice, "outcome"),
-        (mutations.token_without_generation, "generations"),
-        (mutations.news_of_earlier_generations, "generations"),
-        (mutations.stale_caches_without_connections, "seen"),
-        (mutations.listed_generations_only, "policy"),
-        (mutations.keep_programs, "programs"),
-        (mutations.unfinished_checkpoints, "checkpoint"),
-        (mutations.no_word_of_a_death, "policy"),
-        (mutations.nobody_misses_the_silent, "seen"),
-        (mutations.damaged_records_stay, "end"),
-        (mutations.stops_unheard, "stop"),
-        (mutations.ignore_generations, "seen"),
-        (mutations.kills_count, "policy"),
-        (mutations.failures_do_not_count, "policy"),
-        (mutations.nobody_restarts_alone, "policy"),
-        (mutations.met_again, "policy"),
-        (mutations.taken_for_alive, "policy"),
-        (mutations.no_patience, "policy"),
-        (mutations.needs_everyone, "policy"),
-        (mutations.copies_claim, "policy"),
-        (mutations.copies_go_on, "copies"),
-        (mutations.deaf_to_reports, "policy"),
-        (mutations.same_ports, "ports"),
-        (mutations.ready_or_not, "policy"),
-        (mutations.each_for_itself, "policy"),
-        (mutations.dead_ones_are_waited_for, "seen"),
-        (mutations.late_tasks_are_waited_for, "stuck"),
-        (mutations.stopped_programs_are_waited_for, "stuck"),
-        (mutations.only_the_chief_records_the_end, "stuck"),
-    ],
-)
-def test_without_its_protection_an_invariant_breaks(simulated, mutation, invariant):
+@pytest.mark.parametrize(("invariant", "mutation"), mutations.MUTATIONS.values(), ids=mutations.MUTATIONS)
+def test_without_its_protection_an_invariant_breaks(simulated, invariant, mutation):
     assert agent.POLL_S == machine.POLL_S
     broken = []
     for schedule in mutation(simulated):

@@ -1,8 +1,6 @@
 """Tasks that live but do nothing: found by their heartbeat or their step, reported, and started again."""
 
 import dataclasses
-import os
-import signal
 import time
 from collections import Counter
 from typing import Any
@@ -18,30 +16,11 @@ from cluster.contract.run.heartbeat import HANG_TIMEOUT_S, HeartbeatWriter
 from cluster.contract.run.records import Heartbeat, TaskState
 from cluster.system.json_files import read_json, write_json
 
-SHOWS_STACKS = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n"
-WORKS_THEN_ENDS = "train(5)\nif not GENERATION: work()\ntrain(6), meet(), finish()"
-
-
-def test_a_frozen_program_is_ended_and_the_gang_starts_again(start_gang):
-    gang = start_gang(WORKS_THEN_ENDS, workers=1, max_restarts=0)
-    for task in ("chief", "worker-0"):
-        gang.await_step(task, 5)
-    os.kill(gang.pid("worker-0"), signal.SIGSTOP)
-    summary = gang.summary()
-    assert "external" == gang.run.generations()[1].kind  # it did not fail by itself
-    (restart,) = summary["restarts"]
-    assert ("succeeded", "worker-0") == (summary["state"], restart["task"])
-    assert "for 8 s, stopped by a signal" in restart["cause"]
-    assert 7 < restart["detected_s"] < 15
-    assert ["worker-0"] == [event.task for event in gang.events("frozen")]
-
 
 def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang):
-    gang = start_gang(
-        SHOWS_STACKS + "train(3 if NAME == 'worker-1' else 5)\nif not GENERATION: work()\ntrain(6), meet(), finish()",
-        workers=2,
-        hang_timeout_s=1,
-    )
+    lines = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n"
+    lines += "train(3 if NAME == 'worker-1' else 5)\nif not GENERATION: work()\ntrain(6), meet(), finish()"
+    gang = start_gang(lines, workers=2, hang_timeout_s=1)
     summary = gang.summary()
     (restart,) = summary["restarts"]
     assert ("succeeded", "worker-1") == (summary["state"], restart["task"])
@@ -54,8 +33,6 @@ def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang)
 
 
 class Clock:
-    """A clock that only tests move."""
-
     def __init__(self) -> None:
         self.now = 1000.0
 
@@ -130,37 +107,6 @@ def test_in_a_large_gang_only_the_chiefs_agent_reads_every_heartbeat_often(make_
     assert read["worker-0"] >= 160
     assert read["chief"] >= 160
     assert read["worker-62"] <= 11
-
-
-def test_a_silent_task_is_found_by_the_others(make_run, clock):
-    run = make_run(workers=1)
-    beats(run)
-    dog = watch(run, "chief")
-    assert dog.examine() is None
-    assert ("worker-0", "silent") == elapse_alive(dog, run, clock, watchdog.SILENT_S + 1)
-
-
-def test_a_task_that_does_not_join_a_generation_is_found(make_run, clock):
-    """A generation that begins with standby processes has no rendezvous; an earlier program may still be alive."""
-    run = make_run(workers=2, evaluator=True)
-    beats(run)
-    run.begin_generation(1, standby_ports=1)
-    for name in ("chief", "worker-1"):
-        write_json(run.status(name), read_json(run.status(name)) | {"generation": 1})
-    dog = watch(run, "worker-1")
-    assert dog.examine() is None
-    everyone = [task.name for task in run.load_cluster().tasks]
-    assert elapse_alive(dog, run, clock, watchdog.SILENT_S - 1, *everyone) is None
-    assert ("worker-0", "silent") == elapse_alive(dog, run, clock, 4, *everyone)
-
-
-def test_a_program_that_a_signal_keeps_stopped_is_found_before_its_first_heartbeat(make_run, clock):
-    run = make_run(workers=0)
-    beats(run, chief={"state": "waiting"})
-    dog = watch(run)
-    assert dog.examine(watchdog.FROZEN_S - 1) is None
-    clock.now += watchdog.EXAMINE_S
-    assert "frozen" == dog.examine(watchdog.FROZEN_S).kind
 
 
 def test_a_task_that_imports_may_be_silent_for_longer(make_run, clock, monkeypatch):

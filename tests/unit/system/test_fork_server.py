@@ -121,33 +121,16 @@ def test_only_tasks_of_the_training_program_without_accelerator_are_forked(monke
 
 # Agents that import by themselves, as in containers
 
-KILLED_ONCE = f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()"
-
 
 @pytest.fixture
 def start_apart(start) -> StartGang:
     return partial(start, apart=True)
 
 
-def agents(gang: Gang) -> dict[str, str]:
-    """Return, as `loaded_by` does, the process of each task's agent."""
-    return {name: f"[{gang.pid(name, 'agent')}]" for name in ("chief", "worker-0")}
-
-
-def test_an_agent_forks_every_program_from_itself(start_apart):
-    gang = start_apart(KILLED_ONCE, workers=1)
+def test_an_agent_forks_every_program_and_reports_its_death_before_it_imports(start_apart):
+    gang = start_apart(f"{LOADED}\ntrain(3)\nif not GENERATION: work()\ntrain(4), meet(), finish()", workers=1)
     gang.await_step("worker-0", 3)
-    importers = agents(gang)
-    os.kill(gang.pid("worker-0"), signal.SIGKILL)
-    summary = gang.summary()
-    assert ("succeeded", 1) == (summary["state"], len(summary["restarts"]))
-    assert importers == loaded_by(gang) == loaded_by(gang, generation=1)
-
-
-def test_an_agent_that_comes_back_reports_its_death_before_it_imports(start_apart):
-    gang = start_apart(KILLED_ONCE, workers=1)
-    gang.await_step("worker-0", 3)
-    before = agents(gang)
+    before = {name: f"[{gang.pid(name, 'agent')}]" for name in ("chief", "worker-0")}
     (gang.run.path / "import-lasts").touch()
     os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
     wait_for(lambda: gang.run.generation == 1, "the next generation")
@@ -155,6 +138,7 @@ def test_an_agent_that_comes_back_reports_its_death_before_it_imports(start_apar
     (gang.run.path / "import-lasts").unlink()
     summary = gang.summary()
     assert ["the whole task was killed"] == [restart["cause"] for restart in summary["restarts"]]
+    assert before == loaded_by(gang)
     after = loaded_by(gang, generation=1)
     assert before["chief"] == after["chief"]
     assert before["worker-0"] != after["worker-0"] != "[]"

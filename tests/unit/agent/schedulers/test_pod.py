@@ -15,7 +15,6 @@ from cluster.system.errors import EXIT_TIMEOUT, TimedOut
 
 @pytest.fixture
 def given(tmp_path) -> Path:
-    """The folder of records that a pod has."""
     return records_of(tmp_path / "given", workers=1)
 
 

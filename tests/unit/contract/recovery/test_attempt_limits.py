@@ -99,8 +99,6 @@ def restarter_of(run: RunFolder, task: str = "chief") -> Restarter:
 
 
 class Record(loop.Action):
-    """Records each call's last step."""
-
     def __init__(self, record: step_record.StepRecord) -> None:
         self._record = record
 
@@ -109,8 +107,6 @@ class Record(loop.Action):
 
 
 class Save(loop.Periodic):
-    """Saves an empty checkpoint."""
-
     def __init__(self, run: RunFolder, steps: int) -> None:
         super().__init__(loop.every(steps))
         self._run = run
@@ -253,3 +249,11 @@ def test_a_worker_of_parameter_servers_gets_somewhere_by_work_that_the_chief_saw
         recovery.restart_alone(recovery.end(0, PROGRAM_FAILURE, "it died"))
     assert run.outcome is not None
     assert ("failed", "worker-0") == (run.outcome.state, run.outcome.task)
+
+
+def test_an_evaluator_never_fails_the_run(make_run):
+    run = make_run(workers=0, evaluator=True)
+    recovery = restarter_of(run, "evaluator")
+    for _ in range(6):
+        recovery.restart_alone(recovery.end(0, PROGRAM_FAILURE, "it died"))
+    assert run.outcome is None

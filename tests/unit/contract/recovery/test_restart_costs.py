@@ -38,18 +38,15 @@ def tell(run: RunFolder, *story: Moment, gang_at: float | None = None) -> float:
 
 def test_restarts_are_counted_from_their_own_fault(run):
     now = time.time() + 10
-    events = [
-        (now, "fault", 0, 50),
-        (now + 4, "restored", 1, 40),
-        (now + 5, "first step", 1, 41),
-        (now + 8, "restored", 2, 60),
-        (now + 9, "first step", 2, 61),
-    ]
-    for moment, event, generation, step in events:
-        append_json(
-            run.events_log,
-            {"time": moment, "task": "chief", "event": event, "generation": generation, "step": step, "detail": {}},
-        )
+    for after_s, event, generation, step in [
+        (0, "fault", 0, 50),
+        (4, "restored", 1, 40),
+        (5, "first step", 1, 41),
+        (8, "restored", 2, 60),
+        (9, "first step", 2, 61),
+    ]:
+        line = {"time": now + after_s, "task": "chief", "event": event, "generation": generation, "step": step}
+        append_json(run.events_log, line | {"detail": {}})
     # The first death was an injected fault; the second was not, and its agent says when it was.
     for number, begun, failed, step in [(1, now + 2, now + 1, 50), (2, now + 7, now + 6, 70)]:
         path = run.control / "generations" / f"{number}.json"

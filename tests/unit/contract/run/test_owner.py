@@ -107,21 +107,16 @@ def test_a_run_is_found_through_a_link_to_its_folder(start_gang, tmp_path):
         '{"runtime": 5, "token": "t"}',
         json.dumps({"runtime": "local", "token": "", "supervisor": {"pid": 1, "start_ticks": 1}}),
         json.dumps({"runtime": "local", "token": 7, "supervisor": None}),
+        *(
+            json.dumps({"runtime": "local", "token": "t", "supervisor": process})
+            for process in ({"pid": 1}, {"pid": "1", "start_ticks": 1}, {"pid": 1, "start_ticks": None}, 1)
+        ),
     ],
 )
 def test_a_damaged_record_owns_nothing(make_run, record):
     run = make_run(workers=0)
     owner.record_path(run).parent.mkdir(exist_ok=True)
     owner.record_path(run).write_text(record)
-    assert owner.read_owner(run) is None
+    assert not supervisor.is_running(run)
     assert [] == supervisor.processes_left(run)
     assert 0 == supervisor.kill_run(run)
-
-
-@pytest.mark.parametrize("recorded", [{"pid": 1}, {"pid": "1", "start_ticks": 1}, {"pid": 1, "start_ticks": None}, 1])
-def test_a_supervisor_that_is_not_identified_is_no_process(make_run, recorded):
-    run = make_run(workers=0)
-    owner.record_path(run).parent.mkdir(exist_ok=True)
-    owner.record_path(run).write_text(json.dumps({"runtime": "local", "token": "t", "supervisor": recorded}))
-    assert [] == supervisor.processes_left(run)
-    assert not supervisor.is_running(run)

@@ -27,6 +27,11 @@ def test_a_users_loss_keeps_the_score_of_the_data(classifies, monkeypatch):
     assert ("accuracy" if classifies else "absolute_error") == objective.score_name
 
 
+def test_a_loss_of_classes_refuses_other_labels():
+    with pytest.raises(UsageError, match="--loss sparse_categorical_crossentropy"):
+        objectives.build_by_name("sparse_categorical_crossentropy", classifies=False)
+
+
 @pytest.mark.parametrize(
     ("loss", "labels", "outputs"),
     [
