@@ -103,7 +103,7 @@ def failures_do_not_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     return schedules()
 
 
-def copies_go_on(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+def copies_continue(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """Nothing ends the older copy of a task."""
     patch.setattr(World, "fence", lambda self, older: None)
     return copies_claim(patch)
@@ -305,7 +305,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     # An elastic run does not continue without a worker.
     "needs everyone": ("policy", replaced(elastic, "leave_out", lambda *_: None)),
     "copies claim": ("policy", copies_claim),
-    "copies go on": ("copies", copies_go_on),
+    "copies continue": ("copies", copies_continue),
     "deaf to reports": ("policy", deaf_to_reports),
     # Standby processes form their cluster on the ports of the programs that train.
     "same ports": ("ports", replaced(standby_cluster, "_other", lambda port: port, FORMED)),
