@@ -1,5 +1,7 @@
 """The values that the shell completes, by what was typed before them."""
 
+import copy
+
 import pytest
 from invoke import Program
 
@@ -12,7 +14,7 @@ from cluster.system.json_files import write_json
 def complete(monkeypatch, capsys):
 
     def candidates(typed: str) -> set[str]:
-        Program(namespace=tasks.ns).run(["invoke", "--complete", "--", *typed.split()], exit=False)
+        Program(namespace=copy.deepcopy(tasks.ns)).run(["invoke", "--complete", "--", *typed.split()], exit=False)
         return set(capsys.readouterr().out.split())
 
     return candidates
