@@ -114,17 +114,19 @@ def test_every_shape_that_an_evaluation_is_fed_is_static(source, strategy):
 def test_an_update_can_be_compiled_whole_by_xla(source):
     """Forward, backward, Adam and the counters."""
     batch = next(iter(source.train_dataset(BatchSlice(GLOBAL_BATCH, 7))))
-    losses = []
-    for jit in (False, True):
+
+    def train(*, jit: bool) -> list[float]:
         keras.utils.set_random_seed(7)
         train_step = new_step(tf.distribute.get_strategy())
 
         @tf.function(jit_compile=jit)
-        def update(step: tf.Tensor, train_step: TrainStep = train_step) -> tf.Tensor:
+        def update(step: tf.Tensor) -> tf.Tensor:
             return train_step.update(train_step.compute(lambda _: batch, step, tf.zeros([], tf.int64)))
 
-        losses.append([float(update(tf.constant(step, tf.int64))[0, 0]) for step in range(3)])
+        losses = [float(update(tf.constant(step, tf.int64))[0, 0]) for step in range(3)]
         assert 3 == int(train_step.policy.optimizer.iterations.numpy())
-    plain, xla = losses
+        return losses
+
+    plain, xla = train(jit=False), train(jit=True)
     np.testing.assert_allclose(xla, plain, rtol=1e-4)
     assert xla[-1] < xla[0]
