@@ -43,8 +43,10 @@ MAX_PARALLEL = 64
 POLL_S = 0.5
 MAX = 1e30
 """A loss that is not finite, in a record."""
-NOT_SWEPT = ("name", "resume", "fresh", "detach", "trust", "env", "secret", "tag", "note", "tensorboard_port")
-"""The options of `up` that have no value to draw, or that the sweep itself sets."""
+NOT_SHARED = ("name", "resume", "fresh", "detach", "trust")
+"""The options of `up` that the sweep itself sets."""
+NOT_SWEPT = (*NOT_SHARED, "env", "secret", "tag", "note", "tensorboard_port")
+"""These, and those that have no value to compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +149,9 @@ def run_sweep(sweep: Sweep, parallel: int) -> int:
             return EXIT_INTERRUPTED
     rows = best_first(sweep.name)
     print_lines(*listing.table_lines(rows))
-    ended = {row["run"]: row["result"] for row in rows}
-    good = {OutcomeState.SUCCEEDED}
-    bad = [
-        trial.run
-        for trial in sweep.trials
-        if ended.get(trial.run) not in (good | {OutcomeState.STOPPED} if trial.run in loop.sweep.dropped else good)
-    ]
+    done = {row["run"] for row in rows if row["result"] == OutcomeState.SUCCEEDED}
+    done |= {row["run"] for row in rows if row["result"] == OutcomeState.STOPPED and row["run"] in loop.sweep.dropped}
+    bad = [trial.run for trial in sweep.trials if trial.run not in done]
     print_lines(f"{counted(len(bad), 'trial')} failed: {', '.join(bad)}" if bad else f"next: {COMMAND} tensorboard")
     return EXIT_FAILED if bad else EXIT_DONE
 
@@ -330,7 +328,7 @@ def _words(request: Request) -> tuple[str, ...]:
     words: list[str] = []
     for option in OPTIONS.values():
         value = getattr(request, option.name)
-        if option.name in ("name", "resume", "fresh", "detach", "trust") or not request.is_given(option.name):
+        if option.name in NOT_SHARED or not request.is_given(option.name):
             continue
         if option.types == (bool,):
             words.append(f"--{option.key}")

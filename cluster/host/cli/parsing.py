@@ -37,19 +37,11 @@ DAILY_OPTIONS = (
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"  # of a command, all options; of the program, all commands
 COUNTS = (
     *("at_step", "checkpoint_every", "cpus", "faults", "halving", "limit", "minutes", "num_outputs", "parallel"),
-    *(
-        "rounds",
-        "seed",
-        "shards",
-        "size",
-        "steps",
-        "tail",
-        "timeout",
-        *(name for name, each in OPTIONS.items() if each.types == (int,)),
-    ),
+    *("rounds", "seed", "shards", "size", "steps", "tail", "timeout"),
 )
 VALUES = {
     **dict.fromkeys(COUNTS, "N"),
+    **{name: "N" for name, option in OPTIONS.items() if option.types == (int,)},
     **dict.fromkeys(("features", "file", "output", "requirements", "script", "write"), "FILE"),
     **dict.fromkeys(("fourth", "name", "other", "resume", "third"), "RUN"),
     "env": "NAME=VALUE",
