@@ -262,6 +262,8 @@ class _Loop:
     def _halve(self, trial: Trial) -> None:
         """Stop a trial at a rung unless it is among the best there."""
         run = RunFolder(folders.runs_dir() / trial.run)
+        if trial.run in self.sweep.dropped:  # now, or before the sweep was killed
+            run.request_stop(f"{COMMAND} sweep")
         if not self.sweep.halving or trial.run in self.sweep.dropped or run.incomplete:
             return
         rows = list(read_json_lines(run.metrics("chief")))
@@ -278,7 +280,6 @@ class _Loop:
                 )
                 write_json(_record(self.sweep.name), self.sweep.to_json())
                 if not is_good:
-                    run.request_stop(f"{COMMAND} sweep")
                     return
             rung *= ETA
 

@@ -70,6 +70,13 @@ def test_what_became_of_a_trial_decides_its_command(tried, make_run):
     assert [] == found["done"] == found["failed"] == found["dropped"]
 
 
+def test_a_trial_that_a_killed_sweep_has_dropped_is_still_stopped(make_run):
+    run, trial = make_run("bad"), Trial(run="bad", values={"seed": "1"})
+    planned = Sweep(name="s", options=(), overrides=(), trials=(trial,), halving=10, dropped={"bad": 10})
+    sweep._Loop(planned, 1)._halve(trial)
+    assert run.stop_requested
+
+
 @pytest.mark.parametrize(
     ("reached", "good"),
     [
