@@ -43,9 +43,17 @@ def between(rows: list[dict[str, Any]], first: int, last: int) -> float:
 
 
 def _bare(bench: Bench, name: str, last: int) -> list[dict[str, Any]]:
-    overrides = [*TRAINING, f"--max-steps={ENDLESS}", f"--checkpoint-every={ENDLESS}", f"--log-every={FIRST}"]
+    overrides = [*TRAINING, f"--max-steps={ENDLESS}", f"--log-every={FIRST}"]
     planned = planning.plan(
-        Request(workers=0, runtime="local", name=name, fresh=True, tensorboard_port="0", overrides=overrides)
+        Request(
+            workers=0,
+            runtime="local",
+            name=name,
+            fresh=True,
+            tensorboard_port="0",
+            checkpoint_every=str(ENDLESS),
+            overrides=overrides,
+        )
     )
     run = planned.run
     run.create()

@@ -19,9 +19,10 @@ from tests.e2e.scenario import ENDLESS, ROOT, Clusters, await_members, step_of, 
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.alone]
-TRAINING = ("--log-every=10", "--checkpoint-every=40", "--evaluate-every=100000")
+SAVING = "--checkpoint-every=40"
+TRAINING = ("--log-every=10", "--evaluate-every=100000")
 STEPS = "--max-steps=400"
-OPTIONS = ("--runtime=slurm", "--tensorboard-port=0", "--detach")
+OPTIONS = ("--runtime=slurm", "--tensorboard-port=0", SAVING, "--detach")
 ELASTIC = ("--min-workers=1", "--bitwise-elastic=4")
 SMALL = ("--global-batch=48", "--steps-per-loop=5", *TRAINING)
 DAEMONS = Path("/var/lib/tf-cluster-slurm")
@@ -42,7 +43,7 @@ def local_hash(clusters) -> str:
 
 
 def trained_locally(clusters: Clusters, name: str, steps: str, *words: str) -> str:
-    words = (f"--name={name}", "--runtime=local", "--tensorboard-port=0", *words)
+    words = (f"--name={name}", "--runtime=local", "--tensorboard-port=0", SAVING, *words)
     clusters.invoke("up", *words, "--", *TRAINING, steps)
     return summary(clusters.run(name))["weights_sha256"]
 
@@ -80,7 +81,7 @@ def attempts(run: RunFolder) -> list[Path]:
 
 @pytest.mark.site
 def test_a_job_must_train_to_the_weights_of_processes(clusters, local_hash):
-    words = ("--name=three", "--nodes=3", "--runtime=slurm", "--tensorboard-port=0")
+    words = ("--name=three", "--nodes=3", "--runtime=slurm", "--tensorboard-port=0", SAVING)
     clusters.invoke("up", *words, "--", *TRAINING, STEPS)
     run = clusters.run("three")
     assert ("succeeded", local_hash) == (summary(run)["state"], summary(run)["weights_sha256"])

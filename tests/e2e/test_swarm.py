@@ -18,8 +18,9 @@ from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.alone, pytest.mark.usefixtures("require_engine")]
 HOSTS = Path("/var/lib/tf-cluster-swarm")
-OPTIONS = ("--workers=1", "--tensorboard-port=0")
-TRAINING = ("--max-steps=400", "--log-every=10", "--checkpoint-every=60", "--evaluate-every=100000")
+SAVING = "--checkpoint-every=60"
+OPTIONS = ("--workers=1", "--tensorboard-port=0", SAVING)
+TRAINING = ("--max-steps=400", "--log-every=10", "--evaluate-every=100000")
 CUT_S = 20
 
 
@@ -156,7 +157,7 @@ def test_an_elastic_run_must_go_on_without_a_host_and_grow_again(swarm, monkeypa
 def test_every_command_must_mean_the_same_on_hosts(swarm):
     at("h2", "image", "rm", "--force", TRAIN_IMAGE)  # and no host can pull it
     (port,) = free_ports(1)
-    words = ("--name=ps", "--runtime=swarm", "--workers=1", "--ps=1", f"--tensorboard-port={port}", "--detach")
+    words = ("--name=ps", "--runtime=swarm", "--workers=1", "--ps=1", f"--tensorboard-port={port}", "--detach", SAVING)
     swarm.invoke("up", *words, "--", *TRAINING, *ENDLESS, timeout_s=500)
     run = swarm.run("ps")
     assert {"h1", "h2"} == set(places(run).values())
@@ -189,8 +190,8 @@ def test_a_script_must_get_its_secret_on_every_host(swarm, tmp_path):
     script.write_text("import os\nprint('secret of length', len(os.environ['A_SECRET']))\n")
     script.chmod(0o644)
     given = Clusters(swarm.runs_dir, swarm.environment | {"A_SECRET": "x" * 12})
-    words = ("--name=secret", "--runtime=swarm", *OPTIONS, f"--script={script}", "--env=A_SECRET")
-    given.invoke("up", *words, timeout_s=300)
+    words = ("--name=secret", "--runtime=swarm", "--workers=1", "--tensorboard-port=0", f"--script={script}")
+    given.invoke("up", *words, "--env=A_SECRET", timeout_s=300)
     run = swarm.run("secret")
     assert "succeeded" == summary(run)["state"]
     for task in ("chief", "worker-0"):
