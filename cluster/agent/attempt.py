@@ -242,8 +242,13 @@ class Attempt:
 
     def _another_died(self) -> bool:
         """Whether a task reported that it was killed or crashed, and has not begun the next generation yet."""
-        others = [end for end in ends.recorded_ends(self.run.folder, self.generation) if end.task != self.task.name]
-        return any(not end.may_follow for end in others)
+        folder, generation = self.run.folder, self.generation
+        found = ends.recorded_ends(folder, generation)
+        # Its heartbeat shows before the network file system of this host lists its record.
+        found += filter(
+            None, (ends.recorded_end(folder, generation, name) for name in self._tasks_in(TaskState.FAILED))
+        )
+        return any(not end.may_follow for end in found if end.task != self.task.name)
 
     def _worker_restarted(self) -> bool:
         """Whether a worker was restarted alone shortly before: not every script continues without one.

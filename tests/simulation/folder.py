@@ -286,9 +286,15 @@ class SimHeartbeat:
 
 def record_end(run: SimFolder, generation: int, end: End) -> None:
     run.world.operation("record an end")
-    run.cache.forget("ends")
+    run.cache.forget(f"ends/{generation}-{end.task}")
     run.ends.setdefault((generation, end.task), end)
     run.world.log(end.task, f"end in {generation}: {end.kind}, {end.cause}")
+
+
+def recorded_end(run: SimFolder, generation: int, task: str) -> End | None:
+    run.world.operation("read")
+    end = run.ends.get((generation, task))
+    return None if run.cache.hides(f"ends/{generation}-{task}", exists=end is not None) else end
 
 
 def ended_tasks(run: SimFolder, generation: int) -> frozenset[str]:

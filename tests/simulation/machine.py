@@ -168,6 +168,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(elastic, "Returns", partial(elastic.Returns, clock=Clock.monotonic))
     patch.setattr(summary, "write_summary", write_summary)
     patch.setattr(ends, "record_end", folder.record_end)
+    patch.setattr(ends, "recorded_end", folder.recorded_end)
     patch.setattr(ends, "recorded_ends", folder.recorded_ends)
     patch.setattr(ends, "ended_tasks", folder.ended_tasks)
     patch.setattr(step_record, "read_step", folder.read_progress)

@@ -211,7 +211,8 @@ class Schedule:
         if whole and self.drawn.linked:
             patience_s += SILENCE_S  # until then its agent counts as connected
         began = self.world.now
-        watchers = {other: self._as_watcher(other) for other in self.world.tasks.values() if other is not task}
+        met = [each for each in self.world.tasks.values() if any(p.generation >= 0 for p in each.programs_in_use)]
+        watchers = {other: self._as_watcher(other) for other in met if other is not task}
         settled = program.state in ("training", "evaluating") and not self.drawn.scripted
 
         def seen() -> None:

@@ -218,6 +218,8 @@ class Training:
         program.beat("compiling", 0)
         if self.served and self.world.spec.serves(program.owner.task):
             program.beat("training", 0)
+        if all(each.owner.superseded for each in self.session):
+            self.session = []  # newer copies form their own
         if self.session:
             if self.served:
                 self.session.append(program)

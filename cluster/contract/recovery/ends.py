@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.run import records
@@ -77,7 +78,16 @@ def classify_code(code: int, *, out_of_memory: bool) -> str:
 def record_end(run: RunFolder, generation: int, end: End) -> None:
     """Report an end in this generation to the other agents."""
     with contextlib.suppress(OSError):  # a full disk
-        create_json(run.control / "ends" / f"{generation}-{end.task}.json", end.to_json())
+        create_json(_path(run, generation, end.task), end.to_json())
+
+
+def recorded_end(run: RunFolder, generation: int, task: str) -> End | None:
+    """Return the end that a task's agent reported in this generation, also where the folder does not list it yet."""
+    return records.read_record(_path(run, generation, task), End.from_json, None)
+
+
+def _path(run: RunFolder, generation: int, task: str) -> Path:
+    return run.control / "ends" / f"{generation}-{task}.json"
 
 
 def ended_tasks(run: RunFolder, generation: int) -> frozenset[str]:

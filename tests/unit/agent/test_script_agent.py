@@ -16,6 +16,7 @@ import pytest
 from cluster.agent import agent, decide, task_process
 from cluster.agent.decide import STOP_RUN, EndRun, Phase
 from cluster.agent.run_view import RunView
+from cluster.contract.recovery import ends
 from cluster.contract.run.records import OutcomeState
 from cluster.contract.run.summary_records import Summary
 from cluster.host.control import foreground
@@ -159,6 +160,16 @@ def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(
     append_json(run.events_log, restarted)
     write_json(run.status("worker-0"), {"task": "worker-0", "state": "training", "updated_at": now})
     assert shortly is chief._attempt_in(0)._worker_restarted()
+
+
+def test_a_killed_task_is_known_before_a_network_file_system_lists_its_end(make_run, monkeypatch):
+    """Otherwise the error of a script that lost contact with it ends the run (schedule 8087954)."""
+    run = make_run(workers=1)
+    ends.record_end(run, 0, ends.End("chief", ends.EXTERNAL, SIGKILLED, None, time.time()))
+    write_json(run.status("chief"), {"task": "chief", "state": "failed", "generation": 0, "updated_at": time.time()})
+    monkeypatch.setattr(ends, "recorded_ends", lambda run, generation: [])
+    worker = agent.Agent(RunView(run), "worker-0", [], 1.0, kind=task_process.Script)._attempt_in(0)
+    assert worker._another_died()
 
 
 # Stops
