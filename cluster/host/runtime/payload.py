@@ -22,7 +22,10 @@ from cluster.contract.settings import SECRET_FILES
 from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import UsageError
 
-PREFIXES = ("TF_", "TFDS_", "TFHUB_", "KERAS_", "XLA_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "DNNL_", "ONEDNN_")
+PREFIXES = (
+    *("TF_", "TFDS_", "TFHUB_", "KERAS_", "XLA_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "DNNL_", "ONEDNN_"),
+    *("MALLOC_", "GLIBC_TUNABLES"),
+)
 DEVICE_PREFIXES = ("CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVIDIA_TF32_", "GRPC_", "TPU_", "PJRT_", "LIBTPU_")
 """What TensorFlow, Keras and the libraries below them read: for every task."""
 
