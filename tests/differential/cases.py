@@ -26,7 +26,7 @@ from cluster.contract.run.folder import RunFolder  # noqa: E402
 from cluster.system import fork_server  # noqa: E402
 from cluster.system.errors import UsageError  # noqa: E402
 from tests.differential import trainer  # noqa: E402
-from tests.differential.draw import Case, draw, reduced, twin  # noqa: E402
+from tests.differential.draw import CANCELLED, Case, draw, reduced, twin  # noqa: E402
 from tests.differential.refused import REFUSALS  # noqa: E402
 from tests.differential.source import write  # noqa: E402
 
@@ -34,8 +34,6 @@ LOSSES, EVALUATIONS, WEIGHTS, OPTIMIZER, HALF = 1e-6, 1e-5, 1e-4, 1e-2, 0.2
 """How far apart, relatively, numbers may be from those of plain Keras; in half precision all of them."""
 ADAPTIVE = {"weights": 1e-3, "losses": 1e-5}
 """Bounds under optimizers that divide a gradient by its size."""
-CANCELLED = ("hidden/bias", "batch_normalization/moving_mean")
-"""What batch normalization subtracts again: the gradient is rounding alone, and so is the step of those optimizers."""
 
 
 def load() -> None:

@@ -35,6 +35,9 @@ LAYERS = (
 )  # fmt: skip
 DRAWN_LATER = ("tied", "subclass", "variable", "double", "pretrained")
 """Layers that do not suit every case, or were added later, which must not change the cases of earlier seeds."""
+CANCELLED = ("hidden/bias", "batch_normalization/moving_mean", "hidden_bias_average")
+"""Ends of the paths of what batch normalization subtracts again: the gradient is rounding alone, and so is the step of
+an optimizer that divides it by its size. Evaluations are compared with the same values of these."""
 OPTIMIZERS = ("sgd", "adam", "adamw", "lamb", "lion", "rmsprop", "nadam", "ftrl")
 STRATEGIES = ("one", "mirrored", "central", "multiworker", "ps", "pipeline")
 

@@ -151,7 +151,7 @@ REFUSALS = (
 
 def blocks(case: Case) -> int:
     """Return the places at which the model of a case can begin a stage."""
-    weighted = {"batch_norm", "layer_norm", "l2", "constraint", "activity", "residual", "nested", "frozen", "spectral"}
+    weighted = {"layer_norm", "l2", "constraint", "activity", "residual", "nested", "frozen", "spectral"}
     weighted |= {"double"}
     state = {"counter", "running_mean"}
     first = 2 if case.kind in ("tokens", "tags") else 1
