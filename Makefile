@@ -63,6 +63,7 @@ check: lint ## the same, and the Dockerfile, the Compose files and the GitHub wo
 	@$(VENV)/bin/hadolint docker/Dockerfile && echo "hadolint: ok"
 	@$(GITHUB_SCHEMA) vendor.github-workflows .github/workflows/*.yml && \
 	  $(GITHUB_SCHEMA) custom.github-workflows-require-timeout .github/workflows/*.yml && \
+	  $(GITHUB_SCHEMA) vendor.dependabot .github/dependabot.yml && \
 	  $(GITHUB_SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml && \
 	  $(GITHUB_SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml)) && \
 	  echo "GitHub workflows and forms: ok"
