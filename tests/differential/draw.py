@@ -110,7 +110,7 @@ class Case:
     @property
     def masks_outputs(self) -> bool:
         """Whether a mask reaches the outputs: these layers make another tensor, without it."""
-        ends = {"tied", "counter", "running_mean", "residual", "spectral", "variable"} & set(self.layers)
+        ends = {"tied", "counter", "running_mean", "residual", "variable"} & set(self.layers)
         return self.masked and self.kind in DENSE and not ends
 
 
