@@ -51,9 +51,8 @@ def with_keras(file: str, run: RunFolder) -> dict[str, Any]:
         variable.trainable = kept.trainable
     tf.train.Checkpoint(model=again).read(newest.prefix).assert_existing_objects_matched()
     half = "mixed_" in Path(file).read_text()  # its rounding alone moves a bias of 0.01 by half
-    least, least_state = (0.1, 0.1) if half else (1e-2, 1e-3)
     found["weights"] = {
-        expected.path: relative(expected.numpy(), variable.numpy(), least)
+        expected.path: relative(expected.numpy(), variable.numpy(), 0.1 if half and "bias" in expected.path else 1e-2)
         for expected, variable in zip(net.variables, again.variables, strict=True)
         if "seed_generator" not in expected.path
     }
@@ -65,7 +64,7 @@ def with_keras(file: str, run: RunFolder) -> dict[str, Any]:
         [variable for variable in one.variables if "learning_rate" not in variable.path] for one in (inner, inner_again)
     )
     found["optimizer"] = {
-        expected.path: relative(expected.numpy(), variable.numpy(), least_state)
+        expected.path: relative(expected.numpy(), variable.numpy(), 0.1 if half and "bias" in expected.path else 1e-3)
         for expected, variable in zip(kept, kept_again, strict=True)
     }
     if not isinstance(inner, tf.keras.optimizers.SGD):
