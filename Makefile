@@ -6,7 +6,12 @@ VENV := .venv
 UP ?= --workers 2
 BENCH ?=
 IMAGES := tf-cluster/train:cpu tf-cluster/tensorboard:latest
-LOCKS := $(addprefix requirements/,host.lock train-cpu.lock tensorboard.lock)
+# What .venv is for: `make setup ACCELERATOR=gpu` creates one whose TensorFlow uses GPUs, and it stays so.
+MADE_FOR := $(shell cat $(VENV)/.accelerator 2>/dev/null || { [ ! -e $(VENV)/.host ] || echo cpu; })
+ACCELERATOR ?= $(or $(MADE_FOR),cpu)
+$(if $(filter cpu gpu,$(ACCELERATOR)),,$(error ACCELERATOR=$(ACCELERATOR): expected cpu or gpu))
+$(if $(filter-out $(ACCELERATOR),$(MADE_FOR)),$(error $(VENV) is for ACCELERATOR=$(MADE_FOR); run `make clean` first))
+LOCKS := $(addprefix requirements/,host.lock train-$(ACCELERATOR).lock tensorboard.lock)
 # Every tool runs as a module or a program: the shell, which reads the first line of many scripts in .venv/bin, would
 # run a part of the checkout's path as a command.
 INVOKE := $(VENV)/bin/python -m invoke
@@ -30,7 +35,7 @@ GITHUB_SCHEMA := $(VENV)/bin/python -m check_jsonschema --quiet --builtin-schema
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.host ## create .venv from the hash-locked requirements
+setup: $(VENV)/.host ## create .venv from the hash-locked requirements; for GPUs: make setup ACCELERATOR=gpu
 
 BIN ?= $(HOME)/.local/bin
 install: setup ## make `tf-cluster` a command for any folder: a link in ~/.local/bin
@@ -87,6 +92,7 @@ $(VENV)/bin/python:
 	  exit 3;; esac
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "error: $(PYTHON) is " + sys.version.split()[0] + ", expected Python 3.11 to 3.13; install one and run make with PYTHON=python3.11")' || exit 3
 	@$(PYTHON) -m venv $(VENV) || { echo "error: python3 -m venv failed; install it (Debian: apt-get install python3-venv)"; rm -rf $(VENV); exit 3; }
+	@echo $(ACCELERATOR) >$(VENV)/.accelerator
 
 $(VENV)/.host: requirements/build.lock $(LOCKS) | $(VENV)/bin/python
 	@echo "setting up .venv (TensorFlow and what the tasks need; once, about two minutes)"

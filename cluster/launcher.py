@@ -21,17 +21,20 @@ from typing import NoReturn
 
 HERE = Path(__file__).resolve().parents[1]
 """The checkout, or the installed copy of its files."""
-LOCKS = ("build", "host", "train-cpu", "tensorboard")
+ACCELERATOR = os.environ.get("ACCELERATOR") or "cpu"
+LOCKS = ("build", "host", f"train-{ACCELERATOR}", "tensorboard")
 """The locks of the environment, in the order in which they are installed."""
 COMPLETE = ".host"
 """In an environment: the file that says that all of it is installed; `make setup` writes it, too."""
-EXIT_PREREQUISITE = 3
+EXIT_USAGE, EXIT_PREREQUISITE = 2, 3
 NO_NETWORK = ("ProxyError", "NewConnectionError", "ConnectTimeoutError", "NameResolutionError")
 
 
 def main() -> NoReturn:
     """Run the tasks with the arguments of this program."""
     cache = cache_folder()
+    if ACCELERATOR not in ("cpu", "gpu"):
+        fail(f"ACCELERATOR={ACCELERATOR}: expected cpu or gpu", EXIT_USAGE)
     try:
         runs = os.environ.get("RUNS_DIR") or str(Path.cwd() / "runs")
     except FileNotFoundError:
@@ -124,10 +127,10 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: str, code: int = EXIT_PREREQUISITE) -> NoReturn:
     """End with one line of advice."""
     print(f"error: {message}", file=sys.stderr)
-    sys.exit(EXIT_PREREQUISITE)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

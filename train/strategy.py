@@ -49,8 +49,8 @@ def check_gpus() -> list[tf.config.PhysicalDevice]:
     assigned = int(os.environ.get(GPUS_GIVEN, "0"))
     if len(gpus) < assigned:
         raise PrerequisiteError(
-            f"TensorFlow sees {len(gpus)} of {assigned} GPUs that were given to this task; its log names the missing "
-            "library or driver: install it, or train with --gpus none"
+            f"TensorFlow sees {len(gpus)} of {assigned} GPUs that were given to this task; with TF_CPP_MIN_LOG_LEVEL=0 "
+            "and TF_CPP_MAX_VLOG_LEVEL=1 its log names what it cannot load: install that, or train with --gpus none"
         )
     return gpus
 

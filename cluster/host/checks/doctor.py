@@ -17,7 +17,8 @@ from cluster.host.launch import folders
 from cluster.host.runtime import registry, tensorboard
 from cluster.system.messages import COMMAND, short_path
 
-LOCKS = ("host", "train-cpu", "tensorboard")
+_HAS_CUDA = any(importlib.metadata.distributions(name="tensorflow"))  # `tensorflow-cpu` is another distribution
+LOCKS = ("host", "train-gpu" if _HAS_CUDA else "train-cpu", "tensorboard")
 
 
 def examine_machine(port: int = tensorboard.PORT) -> list[Finding]:

@@ -119,5 +119,5 @@ def check_environment() -> None:
     except metadata.PackageNotFoundError as error:
         raise PrerequisiteError(
             "--gpus with local processes: this environment has tensorflow-cpu, which uses no GPU; use --runtime "
-            "docker, or an environment made from requirements/train-gpu.lock"
+            "docker, or an environment with CUDA: set ACCELERATOR=gpu as docs/guides/gpus.md says"
         ) from error

@@ -115,3 +115,12 @@ def test_the_command_of_a_checkout_without_an_environment_names_make_setup(tmp_p
     assert 3 == done.returncode
     assert "make setup" in done.stderr
     assert 1 == len(done.stderr.splitlines())
+
+
+def test_an_environment_is_made_for_a_cpu_or_for_gpus(tmp_path, sources):
+    planned = make(sources, "-n", "setup", f"VENV={tmp_path}/new", "ACCELERATOR=gpu")
+    assert ("train-gpu.lock" in planned, "train-cpu.lock" in planned) == (True, False)
+    (tmp_path / ".host").touch()  # one for a CPU, as it was made before this choice
+    make(sources, "setup", f"VENV={tmp_path}", "ACCELERATOR=gpu", expect=2)
+    launched = [sys.executable, str(sources / "cluster" / "launcher.py"), "--list"]
+    assert 2 == subprocess.run(launched, env=os.environ | {"ACCELERATOR": "tpu"}, capture_output=True).returncode
