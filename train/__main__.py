@@ -26,16 +26,13 @@ from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.system import quiet
-from cluster.system.errors import EXIT_PEER_LOST, ClusterError, RunFailed
+from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.system.json_files import read_json
 from cluster.system.messages import COMMAND, described, plain
 from train.config import TrainConfig
 from train.data import shards
 from train.settings import overrides
 from train.startup import preload
-
-EXIT_BUG = 70
-"""An unknown error (EX_SOFTWARE of sysexits.h), after which the agent tries again."""
 
 
 def main(arguments: list[str]) -> int:

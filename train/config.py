@@ -154,6 +154,11 @@ class TrainConfig:
     the same step; in `fit` with callbacks under parameter servers at the end of an epoch. One checkpoint is always
     written at the end."""
 
+    check_replicas: int | str = timer.AUTO
+    """When the copies of the weights in all replicas are compared, bit for bit, to find silent corruption: `auto`
+    before every checkpoint, a number also after so many optimizer steps, and 0 never. Where they differ, the task is
+    named, and the run continues from the checkpoint before."""
+
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep; at least 1."""
 
@@ -186,6 +191,13 @@ class TrainConfig:
                 f"{option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
                 "1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
             ) from None
+        if self.check_replicas != timer.AUTO and not (
+            isinstance(self.check_replicas, int) and self.check_replicas >= 0
+        ):
+            raise UsageError(
+                f"{option('check_replicas')} {self.check_replicas!r}: expected auto, optimizer steps such as 100, or 0 "
+                "for no comparison"
+            )
         self.optimizer.check()
         self.transformer.check()
         heads.parse_losses(self.loss)

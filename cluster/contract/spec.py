@@ -131,6 +131,11 @@ class ClusterSpec:
         return (1 + len(self.of(Role.WORKER))) * self.devices
 
     @property
+    def copies_weights(self) -> bool:
+        """Whether several replicas have a copy of the weights each, whose bits must be equal."""
+        return self.kind.mirrored and self.replicas > 1
+
+    @property
     def batch_divisor(self) -> int:
         """The divisor of the global batch. A parameter-server step is one worker's step on a whole batch."""
         return self.devices if self.kind.served else self.replicas

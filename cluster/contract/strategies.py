@@ -30,6 +30,7 @@ class Strategy:
         served: whether workers run what the chief sends, with the weights on parameter servers; each restarts alone.
         synchronous: whether all replicas take part in every step, so that the same topology gives the same bits.
         collective: whether the tasks exchange gradients directly, through all-reduce.
+        mirrored: whether every replica has a copy of the weights, whose bits must be equal.
         single_device: whether it has one replica only.
         staged: whether each task, or each device of one task, holds a stage of a model (docs/guides/pipelines.md).
         legacy_fit: whether `Model.fit` must be that of tf_keras, because Keras 3's own does not know the strategy.
@@ -49,6 +50,7 @@ class Strategy:
     served: bool = False
     synchronous: bool = True
     collective: bool = False
+    mirrored: bool = False
     single_device: bool = False
     staged: bool = False
     legacy_fit: bool = False
@@ -83,6 +85,7 @@ STRATEGIES: dict[str, Strategy] = {
             fits=_alone,
             chosen=lambda workers, ps, devices: devices > 1,
             one_process=True,
+            mirrored=True,
         ),
         Strategy(
             name="central",
@@ -100,6 +103,7 @@ STRATEGIES: dict[str, Strategy] = {
             fits=lambda workers, ps, devices: workers >= 1 and not ps,
             chosen=lambda workers, ps, devices: True,
             collective=True,
+            mirrored=True,
         ),
         Strategy(
             name="ps",

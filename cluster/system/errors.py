@@ -20,6 +20,8 @@ EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141
 """The code of any program that SIGPIPE ends, as `| head` does."""
 
+EXIT_BUG = 70
+"""Between a program and its agent: an unknown error (EX_SOFTWARE of sysexits.h), after which the agent tries again."""
 EXIT_PEER_LOST = 75
 """Between a program and its agent: it ended because another task did (EX_TEMPFAIL of sysexits.h), try again."""
 

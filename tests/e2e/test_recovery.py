@@ -47,6 +47,21 @@ def own(clusters, tmp_path) -> Clusters:
     return Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path)})
 
 
+@pytest.mark.parametrize("topology", ["--workers=2", "--workers=0 --devices=2"])
+def test_a_flipped_bit_must_be_found_before_it_is_saved(clusters, topology):
+    kind = "devices" if "devices" in topology else "tasks"
+    task = random.choice(["chief", "worker-0", "worker-1"]) if kind == "tasks" else "chief"
+    words = f"{topology} --checkpoint-every=30 -- --max-steps=120"
+    whole = clusters.up(f"whole-{kind}", words)
+    flipped = clusters.up(f"flipped-{kind}", f"--detach {words}")
+    clusters.invoke("chaos", "flip", task, f"--run=flipped-{kind}", "--at-step=40")
+    clusters.invoke("wait", f"flipped-{kind}")
+    (restart,) = summary(flipped)["restarts"]
+    assert task == restart["task"]
+    assert "silent corruption" in restart["cause"]
+    assert summary(whole)["weights_sha256"] == summary(flipped)["weights_sha256"]
+
+
 def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempts(own, tmp_path):
     step = int((tmp_path / "step").read_text())
     words = ("--workers=1", "--checkpoint-every=7", "--max-restarts=1")

@@ -165,13 +165,17 @@ class Save(Periodic):
         checkpoint: CheckpointManager,
         first: int,
         callbacks: Callbacks | None,
+        check: Callable[[int], None],
     ) -> None:
-        """Save a training from step `first`, with the state of callbacks; only the chief's timer decides."""
+        """Save a training from step `first`, with the state of callbacks; only the chief's timer decides.
+
+        `check` examines the state before it is saved.
+        """
         interval = context.config.checkpoint_every
         super().__init__(every(parse_interval(interval)[0]))
         past = Past.read(context.run, context.generation, first) if context.chief else None
         self.timer = SaveTimer(interval, past, writing=lambda: checkpoint.writing)
-        self._report, self._checkpoint, self._callbacks = report, checkpoint, callbacks
+        self._report, self._checkpoint, self._callbacks, self._check = report, checkpoint, callbacks, check
         self.saved_at: int | None = None
 
     def after(self, progress: CallProgress) -> None:
@@ -180,6 +184,7 @@ class Save(Periodic):
             self.save(progress.step)
 
     def save(self, step: int) -> None:
+        self._check(step)
         if self._callbacks:
             self._callbacks.store_state()
         self._report.save(step, self._checkpoint, self.timer)

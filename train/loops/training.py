@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -11,6 +12,7 @@ from train.context import TaskContext
 from train.loops import steps
 from train.loops.actions import CheckFinite, EndTraining, Evaluate, Save, Trace
 from train.loops.loop import Action, Stop
+from train.loops.replica_check import FlipBit, ReplicaCheck
 from train.saving.checkpoint import CheckpointManager, Encoded
 from train.telemetry.report import Report
 
@@ -61,7 +63,10 @@ class Training:
         self.trace = Trace(context.run, context.task.name)
         self.callbacks = Callbacks(context, setup.callback_state, self.report) if setup.callback_state else None
         self._evaluate = Evaluate(context, self.report, new_evaluation, self.callbacks)
-        self.save = Save(context, self.report, checkpoint, first, self.callbacks)
+        self._check = ReplicaCheck(
+            context.spec, context.task.name, context.config.check_replicas, self._copied_variables, setup.gather
+        )
+        self.save = Save(context, self.report, checkpoint, first, self.callbacks, self._check.compare)
         # Under parameter servers the chief decides alone.
         self.agree: Callable[[steps.Signals], steps.Signals] = (
             (lambda signals: signals) if context.asynchronous else steps.agreement(context.gang)
@@ -86,7 +91,9 @@ class Training:
             batches: whether traces and the user's callbacks take a call as a batch; otherwise the caller calls them.
         """
         context = self._context
+        flip = FlipBit(context.run.flip_request(context.task.name), self._copied_variables, context.spec.devices)
         every_call = [
+            flip if context.spec.copies_weights else None,
             self.trace if batches else None,
             self.callbacks if batches else None,  # they see a NaN loss, too
             CheckFinite(self._setup.policy),
@@ -96,9 +103,14 @@ class Training:
         periodic = [
             self._evaluate,
             CallEpochs(context, self.callbacks, self._any_stops) if self.callbacks else None,
+            self._check,
             self.save,  # last, to include changes by callbacks
         ]
         return [action for action in (*every_call, *periodic) if action is not None]
+
+    def _copied_variables(self) -> list[Any]:
+        """Return the variables of which every replica has a copy."""
+        return [*self._context.model.trainable_variables, *self._setup.policy.optimizer.variables]
 
     def request(self, count: int, until: int) -> steps.Signals:
         """Return the requests of this task, see `steps.Request`."""

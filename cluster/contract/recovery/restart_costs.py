@@ -59,7 +59,7 @@ def _gang_cost(run: RunFolder, generation: Generation, events: list[Event]) -> R
     return Restart(
         generation=number,
         task=generation.task or "",
-        cause=generation.cause,
+        cause=": ".join(filter(None, (generation.cause, generation.error))),
         detected_s=round(generation.time - failed_at, 3),
         steps_lost=None if restored is None else max(0, generation.step - restored),
         **_resumption(run, failed_at, resumed_at),

@@ -94,6 +94,10 @@ class Paths:
         """There while a fault keeps the task away, so that its supervisor does not bring it back."""
         return self.control / "away" / task
 
+    def flip_request(self, task: str) -> Path:
+        """There while a fault requests that the task flips a bit of its weights."""
+        return self.control / f"flip-{task}"
+
     def log(self, task: str) -> Path:
         """The output of the task's program."""
         return self.path / "logs" / f"{task}.log"

@@ -63,6 +63,7 @@ KINDS: dict[str, FaultKind] = {
         FaultKind("slow", lasts=True, unnoticed=True, draws=1),
         # A damaged checkpoint costs the steps since the one before it.
         FaultKind("corrupt", needs_trainer="only the script knows its checkpoints", draws=1, synchronous=True),
+        FaultKind("flip", needs_trainer="only the built-in trainer compares weights"),
         FaultKind("partition", lasts=True, draws=1),  # the cable is plugged in again
         FaultKind("oom", draws=1),
         FaultKind("diskfull", ends=("failed",), recorded=False),  # no room is left for an event

@@ -267,6 +267,13 @@ class RecoveryOptions:
         needs=Needs.TRAINER,
         override="checkpoint-every",
     )
+    check_replicas: str = text(
+        "when the replicas' weights are compared, bit for bit: before a checkpoint, and every so many steps; 0: never",
+        "auto, before every checkpoint",
+        takes_number=True,
+        needs=Needs.TRAINER,
+        override="check-replicas",
+    )
     hang_timeout: int | None = number(
         "seconds without a new step after which every task starts again", f"{HANG_TIMEOUT_S:g}", bounds=(1, 86_400)
     )

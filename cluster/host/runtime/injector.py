@@ -50,6 +50,8 @@ class FaultInjector(ABC):
             raise UsageError(f"{kind} {task}: {self.refusals.get(kind, 'what runs the tasks cannot inject it')}")
         if kind == "diskfull":
             self._check_disk()
+        if kind == "flip" and not self._run.load_cluster().copies_weights:
+            raise UsageError(f"flip {task}: no other replica has a copy of its weights; use a cluster of several")
 
     def inject(self, kind: str, task: str, *, whole: bool = False) -> None:
         """Inject a fault that `check` allows; `whole` kills the task's agent, too."""
@@ -91,6 +93,10 @@ class FaultInjector(ABC):
             with open_file(self._run.checkpoints / Path(name).name, "r+b") as file:
                 file.truncate(file.seek(0, 2) - 1)
         self.kill(task)
+
+    def flip(self, task: str) -> None:
+        """Flip a bit of the task's weights or of its optimizer's variables, as a bad memory module does."""
+        self._run.flip_request(task).touch()
 
     def diskfull(self, task: str) -> None:  # noqa: ARG002  # the disk is everybody's
         """Fill the disk that holds the run, if `check` has nothing against it."""
