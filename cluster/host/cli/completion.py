@@ -16,7 +16,7 @@ from cluster.contract import strategies
 from cluster.host.control import chaos
 from cluster.host.launch import configuration, folders
 from cluster.host.options.request import OPTIONS, PRESETS, Request
-from cluster.host.options.run_file import flatten
+from cluster.host.options.run_file import dashed, flatten
 from cluster.host.runtime import registry
 from cluster.system.errors import ClusterError
 
@@ -36,7 +36,7 @@ def _tasks() -> Iterable[str]:
 def _overrides() -> Iterable[str]:
     given = {option.override for option in OPTIONS.values()}
     config, _, _ = configuration.resolve_config(Request())
-    return (f"--{name}" for name, _ in flatten(config) if name not in {*given, "preset"})
+    return (f"--{name}" for name, _ in flatten(dashed(config)) if name not in {*given, "preset"})
 
 
 VALUES: dict[str, Callable[[], Iterable[str]]] = {
