@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from invoke import Collection, Exit, Program
+from invoke import Collection, Exit, Program, Task
 
 from cluster.contract import spec
 from cluster.host.cli.command_line import (
@@ -118,34 +118,15 @@ def golden(c):
     sh(shlex.join([sys.executable, "-m", "tests.golden.losses"]))
 
 
+MODULES = (projects, sweeps, runs, saved_models, checks, reports, tour)
+"""The modules whose every task is called by its own name; those of a collection follow its name and a dot."""
+
 ns = Collection(
     *((bench, golden) if (ROOT / "tests").exists() else ()),  # not in what `pip install` installs
-    projects.new,
     test,
     up,
     plan,
-    sweeps.sweep,
-    runs.status,
-    runs.logs,
-    runs.profile,
-    runs.tensorboard,
-    runs.wait,
-    runs.scale,
-    runs.stop,
-    runs.down,
-    saved_models.evaluate,
-    saved_models.export,
-    saved_models.predict,
-    checks.doctor,
-    checks.verify,
-    checks.rerun,
-    checks.chaos,
-    checks.explain,
-    reports.runs,
-    reports.compare,
-    reports.report,
-    reports.clean,
-    tour.tour,
+    *(each for module in MODULES for each in vars(module).values() if isinstance(each, Task)),
     image=Collection(preparing.build, preparing.base, preparing.reproduce),
     data=Collection(preparing.prepare, preparing.shard, preparing.examine, preparing.verify),
     k8s=Collection(k8s.render),

@@ -13,7 +13,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.control import foreground
 from cluster.host.launch import manifest, planning, startup, teardown
 from cluster.host.options.request import Request
-from cluster.host.reports.comparison import flatten
+from cluster.host.options.run_file import flatten
 from cluster.host.runtime.base import Shell
 from cluster.host.view.columns import plain_lines
 from cluster.host.view.ended import ended_lines
@@ -109,7 +109,7 @@ def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
     for run in (first, second):
         for change in membership.changes(run):
             yield f"tasks: {run.name} continued {change}"
-    ones, others = (flatten(manifest.read_manifest(run)) for run in (first, second))
+    ones, others = (dict(flatten(manifest.read_manifest(run))) for run in (first, second))
     same_code = all(ones.get(key, "") == others.get(key) for key in CODE_HASHES)
     expected = ("cluster.tasks", *(["code"] if same_code else []))  # local tasks get free ports
     for key in sorted(ones.keys() | others.keys()):

@@ -16,33 +16,25 @@ from cluster.contract import strategies
 from cluster.host.control import chaos
 from cluster.host.launch import configuration, folders
 from cluster.host.options.request import OPTIONS, PRESETS, Request
-from cluster.host.options.run_file import flatten
+from cluster.host.options.run_file import dashed, flatten
 from cluster.host.runtime import registry
 from cluster.system.errors import ClusterError
 
 
-def _runs() -> Iterable[str]:
-    return (path.parent.name for path in folders.runs_dir().glob("*/cluster.json"))
-
-
-def _sweeps() -> Iterable[str]:
-    return (path.parent.name for path in folders.runs_dir().glob(".sweeps/*/sweep.json"))
-
-
-def _tasks() -> Iterable[str]:
-    return (task.name for task in folders.find_run().load_cluster().tasks)
+def _folders_with(file: str) -> Iterable[str]:
+    return (path.parent.name for path in folders.runs_dir().glob(file))
 
 
 def _overrides() -> Iterable[str]:
     given = {option.override for option in OPTIONS.values()}
     config, _, _ = configuration.resolve_config(Request())
-    return (f"--{name}" for name, _ in flatten(config) if name not in {*given, "preset"})
+    return (f"--{name}" for name, _ in flatten(dashed(config)) if name not in {*given, "preset"})
 
 
 VALUES: dict[str, Callable[[], Iterable[str]]] = {
-    **dict.fromkeys(("run", "other", "third", "fourth", "resume"), _runs),
-    "sweep": _sweeps,
-    "task": _tasks,
+    **dict.fromkeys(("run", "other", "third", "fourth", "resume"), lambda: _folders_with("*/cluster.json")),
+    "sweep": lambda: _folders_with(".sweeps/*/sweep.json"),
+    "task": lambda: (task.name for task in folders.find_run().load_cluster().tasks),
     "kind": lambda: [*chaos.KINDS, chaos.STORM],
     "over": lambda: (f"{name.removeprefix('--')}=" for name in _overrides()),
     "precision": lambda: strategies.PRECISIONS,

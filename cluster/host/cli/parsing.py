@@ -181,7 +181,8 @@ def _print_help_or_list(program: Program) -> None:
     ended: Exit | None = None
     try:
         if program.args.complete.value:
-            if found := _complete(program):
+            typed = program.core.remainder
+            if found := completion.find_candidates(program.collection, program.parser.contexts, typed):
                 print("\n".join(found))
                 raise Exit
             with contextlib.suppress(ValueError):  # an open quote
@@ -194,10 +195,6 @@ def _print_help_or_list(program: Program) -> None:
         ended = Exit(code=EXIT_UNREAD)
     if ended:
         raise Exit(code=EXIT_UNREAD) if has_closed_output() else ended
-
-
-def _complete(program: Program) -> list[str]:
-    return completion.find_candidates(program.collection, program.parser.contexts, program.core.remainder)
 
 
 def _print_task_help(program: Program, name: str) -> None:

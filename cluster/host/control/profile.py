@@ -12,7 +12,6 @@ a separate process because the library prints; it is in `.venv` as one of Tensor
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 import uuid
@@ -26,6 +25,7 @@ from cluster.contract.run.records import FINAL_STATES, TraceAnswer, TraceRequest
 from cluster.contract.spec import Role
 from cluster.host.runtime import tensorboard
 from cluster.host.view.columns import plain_lines
+from cluster.system import processes
 from cluster.system.errors import RunFailed, TimedOut, UsageError
 from cluster.system.files import refuse_links, remove
 from cluster.system.json_files import create_json
@@ -144,12 +144,7 @@ def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnsw
 def prepare_trace(folder: Path) -> bool:
     """Prepare a trace's folder for the Profile tab; return False where only the tab of a container lacks the trace."""
     command = [sys.executable, "-m", "cluster.host.control.profile", str(folder)]
-    try:
-        return not subprocess.run(
-            command, cwd=ROOT, capture_output=True, timeout=CACHE_TIMEOUT_S, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return False
+    return processes.run(command, CACHE_TIMEOUT_S, cwd=ROOT)[0] == 0
 
 
 def _write_cache(folder: Path) -> None:

@@ -1,15 +1,20 @@
 """A run as objects for Kubernetes: pure functions from a description to manifests; nothing here talks to a cluster.
 
 A JobSet or Kubeflow's TFJob starts the pods and starts them again, see https://jobset.sigs.k8s.io/docs/concepts/ and
-https://www.kubeflow.org/docs/components/training/.
+https://www.kubeflow.org/docs/components/training/. `kubernetes_objects.yaml` holds what is the same for every run.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+from invoke.util import yaml  # invoke brings PyYAML along, for its own files
 
 from cluster.contract import tf_config
 from cluster.contract.run.joining import hub_port
@@ -20,10 +25,6 @@ from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT
 SHARED = "/shared"
 """Where pods have the shared volume; the runs are in `runs/` there, and prepared data in `data/`."""
 RECORDS = "/etc/tf-cluster"
-CONTAINER = "tensorflow"
-"""The container's name, as Kubeflow's operator expects it."""
-USER = 10001
-"""User and group of the images."""
 GRACE_S = 60
 """Longer than the agent gives its program to save, as in the Compose file."""
 WAIT_S = 3600
@@ -56,70 +57,48 @@ class Manifest:
     gpus: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def labels(self, component: str) -> dict[str, str]:
-        """Return the labels of one part: `task` or `data`."""
-        return {
-            "app.kubernetes.io/name": "tf-cluster",
-            "app.kubernetes.io/instance": self.name,
-            "app.kubernetes.io/component": component,
-        }
+    def make(self, what: str, component: str = "task", **values: Any) -> dict[str, Any]:
+        """Return a part of `kubernetes_objects.yaml` with its values; its component is `task` or `data`."""
+        shared = {"run": self.name, "image": self.image, "claim": self.claim, "shared": SHARED, "component": component}
+        made: dict[str, Any] = _fill(_templates()[what], shared | values)
+        return made
+
+
+@functools.cache
+def _templates() -> Any:
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
+
+def _fill(part: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a template in which values stand for their names; a text that is only a name takes any type."""
+    if isinstance(part, dict):
+        return {key: _fill(each, values) for key, each in part.items()}
+    if isinstance(part, list):
+        return [_fill(each, values) for each in part]
+    if not isinstance(part, str):
+        return part
+    name = part.removeprefix("$")
+    return values[name] if name != part and name in values else string.Template(part).substitute(values)
 
 
 def task_template(manifest: Manifest, role: Role, environment: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the pod template of a role's tasks; the given variables say which task a pod is."""
     gpus = manifest.gpus if role in (Role.CHIEF, Role.WORKER) else 0
-    resources = {
-        "requests": {"cpu": str(manifest.cpus), "memory": f"{manifest.memory_bytes // 2**20}Mi"},
-        "limits": {"memory": f"{manifest.memory_bytes // 2**20}Mi"} | ({GPU: gpus} if gpus else {}),
-    }
-    container: dict[str, Any] = {
-        "name": CONTAINER,
-        "image": manifest.image,
-        "command": ["python", "-m", "cluster.agent.schedulers.pod"],
-        "env": [*environment, *_environment(manifest, gpus)],
-        "ports": [{"name": "tfjob-port", "containerPort": TASK_PORT}],
-        "resources": resources,
-        "volumeMounts": [
-            {"name": "shared", "mountPath": SHARED},
-            {"name": "records", "mountPath": RECORDS, "readOnly": True},
-            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  # the pod's own
-        ],
-    }
-    volumes: list[dict[str, Any]] = [
-        {"name": "shared", "persistentVolumeClaim": {"claimName": manifest.claim}},
-        {"name": "records", "configMap": {"name": f"{manifest.name}-records"}},
-        {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}},
-    ]
-    if gpus:  # the 64 MiB that an engine gives are too few for NCCL's buffers
-        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}})
-    return pod_template(manifest.labels("task"), container, volumes, grace_s=GRACE_S)
-
-
-def pod_template(
-    labels: dict[str, str], container: dict[str, Any], volumes: list[dict[str, Any]], *, grace_s: int
-) -> dict[str, Any]:
-    """Return a pod template without any privilege: not root, nothing writable but its volumes, no token of the API."""
-    bounded = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
-    return {
-        "metadata": {"labels": labels},
-        "spec": {
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-            "shareProcessNamespace": True,  # its first process reaps what a program leaves behind
-            "terminationGracePeriodSeconds": grace_s,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "fsGroup": USER,
-                "fsGroupChangePolicy": "OnRootMismatch",
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "containers": [container | {"securityContext": bounded}],
-            "volumes": volumes,
-        },
-    }
+    template = manifest.make(
+        "task",
+        env=[*environment, *_environment(manifest, gpus)],
+        task_port=TASK_PORT,
+        cpus=str(manifest.cpus),
+        memory=f"{manifest.memory_bytes // 2**20}Mi",
+        records=RECORDS,
+        grace_s=GRACE_S,
+    )
+    if gpus:  # the 64 MiB of shared memory that an engine gives are too few for NCCL's buffers
+        (container,) = template["spec"]["containers"]
+        container["resources"]["limits"][GPU] = gpus
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108  # the pod's own
+        template["spec"]["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}})
+    return template
 
 
 def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
@@ -138,10 +117,6 @@ def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
     return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
 
 
-POD_RETRIES = 20
-"""Pods of a job that may fail, other than by eviction, before the whole set is started again."""
-SET_RESTARTS = 10
-"""How often that happens before the set fails."""
 REPLICA_TYPES = {Role.CHIEF: "Chief", Role.WORKER: "Worker", Role.PS: "PS", Role.EVALUATOR: "Evaluator"}
 INDEX = "JOB_COMPLETION_INDEX"
 
@@ -163,47 +138,15 @@ def jobset(manifest: Manifest) -> dict[str, Any]:
     A pod that is lost is started again by its job and the agents re-form the cluster; a job that cannot has the whole
     set started again. A run that failed by itself fails the set at once.
     """
-    jobs = [
-        {"name": role.value, "replicas": 1, "template": {"spec": _job(manifest, role)}}
-        for role in Role
-        if manifest.spec.of(role)
-    ]
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": manifest.name, "labels": manifest.labels("task")},
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": manifest.name},
-            "successPolicy": {"operator": "All"},
-            "failurePolicy": {
-                "maxRestarts": SET_RESTARTS,
-                "rules": [{"name": "runFailed", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
-            },
-            "replicatedJobs": jobs,
-        },
-    }
-
-
-def _job(manifest: Manifest, role: Role) -> dict[str, Any]:
-    count = len(manifest.spec.of(role))
-    template = task_template(manifest, role, _identity(manifest.spec, role))
-    template["spec"]["restartPolicy"] = "Never"  # so that the exit code is the job's to judge
-    codes = {"containerName": CONTAINER, "operator": "In"}
-    failed = list(range(EXIT_FAILED, EXIT_TIMEOUT + 1))
-    return {
-        "completionMode": "Indexed",
-        "completions": count,
-        "parallelism": count,
-        "backoffLimit": POD_RETRIES,
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onExitCodes": codes | {"values": failed}},
-                {"action": "Ignore", "onExitCodes": codes | {"values": [EXIT_INTERRUPTED]}},
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            ]
-        },
-        "template": template,
-    }
+    jobs = []
+    for role in Role:
+        if tasks := manifest.spec.of(role):
+            template = task_template(manifest, role, _identity(manifest.spec, role))
+            template["spec"]["restartPolicy"] = "Never"  # so that the exit code is the job's to judge
+            failed = list(range(EXIT_FAILED, EXIT_TIMEOUT + 1))
+            values: dict[str, Any] = {"role": role.value, "count": len(tasks), "template": template}
+            jobs.append(manifest.make("job", failed=failed, interrupted=EXIT_INTERRUPTED, **values))
+    return manifest.make("jobset", jobs=jobs)
 
 
 def _identity(spec: ClusterSpec, role: Role) -> list[dict[str, Any]]:
@@ -221,22 +164,12 @@ def _identity(spec: ClusterSpec, role: Role) -> list[dict[str, Any]]:
 
 
 def tfjob(manifest: Manifest) -> dict[str, Any]:
-    """Return the TFJob, whose operator sets a TF_CONFIG in each pod that says which task it is.
-
-    `ExitCode` starts a pod again that ended with 128 or more, as one that was killed or asked to end, and fails the job
-    at any smaller code, which says that the run failed.
-    """
-    specs = {}
+    """Return the TFJob, whose operator sets a TF_CONFIG in each pod that says which task it is."""
+    replicas = {}
     for role, kind in REPLICA_TYPES.items():
         if tasks := manifest.spec.of(role):
-            template = task_template(manifest, role, [])
-            specs[kind] = {"replicas": len(tasks), "restartPolicy": "ExitCode", "template": template}
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "TFJob",
-        "metadata": {"name": manifest.name, "labels": manifest.labels("task")},
-        "spec": {"runPolicy": {"cleanPodPolicy": "Running"}, "tfReplicaSpecs": specs},
-    }
+            replicas[kind] = manifest.make("replica", count=len(tasks), template=task_template(manifest, role, []))
+    return manifest.make("tfjob", replicas=replicas)
 
 
 KINDS: dict[str, tuple[str, Callable[[Manifest], dict[str, Any]]]] = {
@@ -244,8 +177,6 @@ KINDS: dict[str, tuple[str, Callable[[Manifest], dict[str, Any]]]] = {
     "tfjob": ("{name}-{role}-{index}", tfjob),  # each pod has a headless service
 }
 """For each kind of job, the host names of its pods, and the function that renders the job."""
-DNS_PORT = 53
-DATA_MEMORY = "4Gi"
 
 
 def records(manifest: Manifest) -> dict[str, Any]:
@@ -255,12 +186,8 @@ def records(manifest: Manifest) -> dict[str, Any]:
         "config.json": dict(manifest.config),
         "started.json": dict(manifest.started),
     }
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": f"{manifest.name}-records", "labels": manifest.labels("task")},
-        "data": {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()},
-    }
+    files = {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
+    return manifest.make("records", files=files)
 
 
 def network_policy(manifest: Manifest) -> dict[str, Any]:
@@ -269,44 +196,17 @@ def network_policy(manifest: Manifest) -> dict[str, Any]:
     TensorFlow's servers run what they are sent, without authentication or encryption (TensorFlow's SECURITY.md).
     Between GPUs any port is open: NCCL chooses its own.
     """
-    tasks: dict[str, Any] = {"podSelector": {"matchLabels": manifest.labels("task")}}
+    policy = manifest.make("network_policy")
     own = range(TASK_PORT, hub_port(TASK_PORT) + 1)  # of TensorFlow's servers, the standby processes', the agents' hub
-    ports = {} if manifest.gpus else {"ports": [{"protocol": "TCP", "port": port} for port in own]}
-    names = {"ports": [{"protocol": protocol, "port": DNS_PORT} for protocol in ("UDP", "TCP")]}
-    labels = manifest.labels("task")
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": f"{manifest.name}-task", "labels": labels},
-        "spec": {
-            "podSelector": {"matchLabels": labels},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"from": [tasks]} | ports],
-            "egress": [{"to": [tasks]} | ports, names],
-        },
-    }
+    if not manifest.gpus:
+        for rule in (policy["spec"]["ingress"][0], policy["spec"]["egress"][0]):
+            rule["ports"] = [{"protocol": "TCP", "port": port} for port in own]
+    return policy
 
 
 def data_job(manifest: Manifest) -> dict[str, Any]:
     """Return the job that prepares the run's data on the shared volume, once, from where it can be downloaded."""
     verb, *words = data_words(manifest.config)
-    container = {
-        "name": "data",
-        "image": manifest.image,
-        "command": ["python", "-m", "train.data", verb],
-        "args": [f"--name={manifest.config['dataset']}", f"--data-dir={SHARED}/data", *words],
-        "resources": {"requests": {"cpu": "1", "memory": DATA_MEMORY}, "limits": {"memory": DATA_MEMORY}},
-        "volumeMounts": [{"name": "shared", "mountPath": SHARED}, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
-    }
-    volumes = [
-        {"name": "shared", "persistentVolumeClaim": {"claimName": manifest.claim}},
-        {"name": "tmp", "emptyDir": {}},
-    ]
-    template = pod_template(manifest.labels("data"), container, volumes, grace_s=5)
-    template["spec"]["restartPolicy"] = "OnFailure"
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": f"{manifest.name}-data", "labels": manifest.labels("data")},
-        "spec": {"backoffLimit": 3, "template": template},
-    }
+    arguments = [f"--name={manifest.config['dataset']}", f"--data-dir={SHARED}/data", *words]
+    command = ["python", "-m", "train.data", verb]
+    return manifest.make("data_job", "data", command=command, arguments=arguments, grace_s=5)

@@ -66,7 +66,7 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
     path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  # leaves a home folder that is not known
     try:
         text = path.read_text(encoding="utf-8")
-        table = _dashed(tomllib.loads(text))
+        table = dashed(tomllib.loads(text))
     except OSError as error:
         raise UsageError(f"--file {name!r}: {error.strerror}; expected a TOML file with options of `up`") from None
     except (ValueError, RecursionError) as error:
@@ -182,26 +182,25 @@ def _words(table: Mapping[str, Any], parent: str, path: Path) -> Iterator[str]:
 
 def _overridden(words: Sequence[str], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a configuration that words of a command line set, each with its value."""
-    fields = dict(flatten(config))
+    fields = dict(flatten(dashed(config)))
     typed = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
     names = [name.replace("_", "-") for name in typed]
     names = [name if name in fields else name.removeprefix("no-") for name in names]
     return {name: fields[name] for name in names if name in fields}
 
 
-def flatten(config: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a configuration as options are named, `part.field`, each with its value."""
-    for name, value in config.items():
-        key = parent + name.replace("_", "-")
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{key}.")
+def flatten(value: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested objects, each with its dotted key, such as `part.field`."""
+    for name, part in value.items():
+        if isinstance(part, Mapping):
+            yield from flatten(part, f"{parent}{name}.")
         else:
-            yield key, value
+            yield f"{parent}{name}", part
 
 
-def _dashed(table: dict[str, Any]) -> dict[str, Any]:
+def dashed(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table with its keys written as options are: `global_batch` will do for `global-batch`."""
-    return {key.replace("_", "-"): _dashed(value) if isinstance(value, dict) else value for key, value in table.items()}
+    return {key.replace("_", "-"): dashed(value) if isinstance(value, dict) else value for key, value in table.items()}
 
 
 def _toml(option: Option, value: Any, folder: Path) -> str:

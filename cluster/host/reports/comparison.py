@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.contract.run.folder import RunFolder
+from cluster.host.options.run_file import flatten
 from cluster.host.reports import charts, listing
 from cluster.host.view.columns import columns, plain_lines, sparkline
 from cluster.system.terminal import WIDE, terminal_width
@@ -15,14 +16,6 @@ from cluster.system.terminal import WIDE, terminal_width
 MAX_RUNS = 16
 _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
 _RESULTS = ("result", "steps", "wall_s", "restarts")
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested objects as one, with dotted keys."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    parts = (flatten(each, f"{prefix}.{name}" if prefix else str(name)) for name, each in value.items())
-    return {name: each for part in parts for name, each in part.items()}
 
 
 def collect_inputs(run: RunFolder) -> dict[str, Any]:
@@ -34,12 +27,12 @@ def collect_inputs(run: RunFolder) -> dict[str, Any]:
         "devices": cluster.devices,
     }
     kept = {name: manifest.get(name) for name in ("runtime", "code", "locks", "own_code", "data", "environment")}
-    return without_secrets(flatten({"config": run.load_config(), "cluster": topology, **kept}))
+    return without_secrets({"config": run.load_config(), "cluster": topology, **kept})
 
 
-def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded values without those whose names mark them as secret."""
-    return {name: value for name, value in values.items() if not _SECRET.search(name)}
+def without_secrets(records: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of records by their dotted keys, without those whose names mark them as secret."""
+    return {name: value for name, value in flatten(records) if not _SECRET.search(name)}
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from cluster.contract.run.records import Pace
 from cluster.contract.run.summary_records import EVALUATED, Paces
 from cluster.contract.schema import Record, dictionary
 from cluster.host.reports import charts, listing
-from cluster.host.reports.comparison import flatten, without_secrets
+from cluster.host.reports.comparison import without_secrets
 from cluster.host.reports.listing import or_dash
 from cluster.system.processes import describe_exit
 
@@ -41,7 +41,7 @@ def render_page(run: RunFolder) -> str:
         ("Cluster", _cluster(run)),
         ("Restarts", _restarts(run)),
         ("Where the time went", _time(run)),
-        ("Configuration", _table(without_secrets(flatten(run.load_config())).items())),
+        ("Configuration", _table(without_secrets(run.load_config()).items())),
         ("Environment", _environment(run)),
     ]
     body = "".join(f"<section>{f'<h2>{name}</h2>' if name else ''}{part}</section>" for name, part in sections if part)
@@ -125,7 +125,7 @@ def _environment(run: RunFolder) -> str:
     recorded = records.read_record(run.environment, dictionary(Record), {})
     manifest = listing.manifest(run)
     recorded |= {name: manifest[name] for name in ("runtime", "image", "code", "locks") if manifest.get(name)}
-    return _table(without_secrets(flatten(recorded)).items())
+    return _table(without_secrets(recorded).items())
 
 
 def _table(pairs: Iterable[tuple[str, Any]]) -> str:

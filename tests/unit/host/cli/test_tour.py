@@ -28,7 +28,7 @@ def test_each_command_is_explained_and_shown_in_80_columns(ran, capsys):
     tasks.ns["tour"](MockContext())
     printed = capsys.readouterr().out
     assert [step.command() for step in STEPS] == ran
-    assert {step.words[0] for step in STEPS} <= set(tasks.ns.task_names)
+    assert {step.line.split()[0] for step in STEPS} <= set(tasks.ns.task_names)
     shown = [line for line in printed.splitlines() if line.startswith("$ ")]
     assert [f"$ {command}" for command in ran] == shown
     assert not [line for line in printed.splitlines() if len(line) > tour.WIDTH and not line.startswith("$ ")]

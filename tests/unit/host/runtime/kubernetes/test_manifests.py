@@ -145,14 +145,14 @@ def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again():
 def test_only_tasks_of_the_run_are_let_in_to_tensorflow():
     made = manifest("jobset")
     policy = kubernetes_objects.network_policy(made)["spec"]
-    own = {"matchLabels": made.labels("task")}
+    own = {"matchLabels": made.make("labels")}
     assert own == policy["podSelector"]
     ports = [{"protocol": "TCP", "port": port} for port in (2222, 2223, 2224)]
     assert [{"from": [{"podSelector": own}], "ports": ports}] == policy["ingress"]
     assert {"Ingress", "Egress"} == set(policy["policyTypes"])
     assert [{"podSelector": own}] == policy["egress"][0]["to"]
     labels = [template["metadata"]["labels"] for template in templates("jobset", made).values()]
-    assert all(made.labels("task") == each for each in labels)
+    assert all(made.make("labels") == each for each in labels)
 
 
 def test_the_records_are_those_of_a_run_folder():
