@@ -25,6 +25,7 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  #
 
 from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json, write_json
+from cluster.system.waiting import wait_until
 from train.saving.checkpoint_files import Writer
 
 LIMIT_S = 600.0
@@ -186,10 +187,8 @@ class _Joining:
         deadline = time.monotonic() + LIMIT_S
         for number in range(1, self.count):
             done = self.parts / f"{number}.json"
-            while not done.exists():
-                if time.monotonic() > deadline:
-                    raise RunFailed(f"stage {number} has not written its part of a checkpoint within {LIMIT_S:g} s")
-                time.sleep(PAUSE_S)
+            if not wait_until(done.exists, deadline - time.monotonic(), PAUSE_S):
+                raise RunFailed(f"stage {number} has not written its part of a checkpoint within {LIMIT_S:g} s")
             if problem := read_json(done)["problem"]:
                 raise RunFailed(problem)
         tf.raw_ops.MergeV2Checkpoints(
@@ -201,30 +200,24 @@ class _Joining:
 
 
 def keys(checkpoint: tf.train.Checkpoint, scratch: str) -> dict[int, str]:
-    """Return the names under which TensorFlow saves the variables of a checkpoint of plain modules, by `id`.
+    """Return the keys under which TensorFlow saves the variables of a checkpoint of plain modules, by `id`.
 
     Args:
-        scratch: prefix of temporary files, to which the tree is written without values to find the names.
+        scratch: prefix of temporary files, to which the tree is written without values to find the keys.
     """
-    variables: dict[int, tf.Variable] = {}
+    variables: dict[str, tf.Variable] = {}
 
     def without_value(variable: tf.Variable) -> tf.Variable:
-        handle = _new_handle(variable)
-        variables[id(handle)] = variable
-        return handle
+        name = f"variable_{len(variables)}"
+        variables[name] = variable
+        return _new_handle(variable, name)
 
-    mirror = Mirror(checkpoint, without_value).checkpoint
-    mirror.write(scratch)
-    graph = tf.train.load_checkpoint(scratch).get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
+    Mirror(checkpoint, without_value).checkpoint.write(scratch)
+    return {id(variables[name]): key for name, key in read_keys(scratch).items() if name in variables}
+
+
+def read_keys(prefix: str) -> dict[str, str]:
+    """Return the keys of the values in a checkpoint's files, by the names of the variables."""
+    graph = tf.train.load_checkpoint(prefix).get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
     nodes = TrackableObjectGraph.FromString(graph).nodes
-    view, names, todo, seen = tf.train.TrackableView(mirror), {}, [(0, mirror)], {0}
-    while todo:
-        number, trackable = todo.pop()
-        if id(trackable) in variables:
-            names[id(variables[id(trackable)])] = nodes[number].attributes[0].checkpoint_key
-        children = view.children(trackable)
-        for child in nodes[number].children:
-            if child.node_id not in seen and child.local_name in children:
-                seen.add(child.node_id)
-                todo.append((child.node_id, children[child.local_name]))
-    return names
+    return {attribute.full_name: attribute.checkpoint_key for node in nodes for attribute in node.attributes}
