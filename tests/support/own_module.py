@@ -17,7 +17,7 @@ def put(patch: pytest.MonkeyPatch, name: str, **values: Any) -> Any:
 
 
 def write(patch: pytest.MonkeyPatch, folder: Path, name: str, text: str) -> Path:
-    """Write a module to a folder from which it can be imported, once until the test ends; return the folder."""
+    """Write a module to a folder from which the test can import it; return the folder."""
     file = folder / f"{name.replace('.', '/')}.py"
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)

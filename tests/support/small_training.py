@@ -40,7 +40,7 @@ def strategy_called(name: str) -> tf.distribute.Strategy:
 
 
 def prepare(data_dir: Path) -> sources.Source:
-    """Write random examples with weights; return them."""
+    """Write random examples with weights; return their source."""
     random = np.random.default_rng(0)
     features = random.normal(size=(NUM_TRAIN + NUM_TEST, FEATURES)).astype(np.float32)
     labels = random.integers(0, CLASSES, NUM_TRAIN + NUM_TEST)
