@@ -64,7 +64,7 @@ def run(make_run: Callable[..., RunFolder]) -> RunFolder:
 def save(run: RunFolder, *steps: int) -> None:
     """Save checkpoints whose weights are their steps."""
     for step in steps:
-        write_checkpoint(tf.train.Checkpoint(model=model_of(step)), Saved(run.checkpoints, step))
+        write_checkpoint(tf.train.Checkpoint(model=model_of(step)).write, Saved(run.checkpoints, step))
 
 
 def rows(run: RunFolder) -> list[tuple[int, float]]:
