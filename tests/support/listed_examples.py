@@ -1,13 +1,20 @@
-"""Examples to shard, without a dataset of TFDS."""
+"""Examples that can be told apart: listed ones to shard, and those of functions of (split, shard)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
+from train.data.batches import BatchSlice, Replicas
+from train.data.function.calling import Shard
 from train.data.prepare import sharding
 from train.data.shards import ShardSet
+from train.data.sources import Source
 
 Examples = Sequence[tuple[Any, ...]]
+TRAIN, TEST = 20, 6
 
 
 class ListedExamples:
@@ -26,3 +33,35 @@ class ListedExamples:
 
 def shard(data_dir: Path, name: str, source: ListedExamples, num_shards: int = 4, **options: Any) -> ShardSet:
     return sharding.write_shards(name, data_dir, num_shards=num_shards, open_source=lambda *_: source, **options)
+
+
+class Numbers:
+    """A source whose example i is `[i, i]` of class i modulo 3."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(2, index, np.float64), index % 3
+
+
+def numbers(split: str, _shard: Shard) -> Any:
+    return Numbers(TRAIN if split == "train" else TEST)
+
+
+def ranges(split: str, shard: Shard) -> tf.data.Dataset:
+    """Return the same examples as a dataset of the shard's, shuffled by its seed."""
+    dataset = tf.data.Dataset.range(TRAIN if split == "train" else TEST).shard(shard.count, shard.index)
+    if split == "train":
+        dataset = dataset.shuffle(TRAIN, seed=shard.seed)
+    return dataset.map(lambda i: (tf.fill([2], tf.cast(i, tf.float64)), i % 3))
+
+
+def steps(source: Source, first: int, count: int, replicas: int = 1, own: range | None = None) -> list[Any]:
+    """Return the first feature of every example of some steps, a list for each batch of each of the own replicas."""
+    own = own or range(replicas)
+    dataset = source.train_dataset(BatchSlice(6, 7, first, count, Replicas(replicas, own.start, len(own))))
+    return [batch.features[:, 0].numpy().astype(int).tolist() for batch in dataset]

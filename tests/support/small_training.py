@@ -10,8 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support import listed_examples
-from tests.support.listed_examples import ListedExamples
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
 from train.data import arrays, feeds, sources
@@ -41,24 +39,18 @@ def strategy_called(name: str) -> tf.distribute.Strategy:
     return tf.distribute.experimental.CentralStorageStrategy(devices)
 
 
-def prepare(data_dir: Path) -> dict[str, sources.Source]:
-    """Write random examples, with and without weights, as arrays and as shards; return them."""
+def prepare(data_dir: Path) -> sources.Source:
+    """Write random examples with weights; return their source."""
     random = np.random.default_rng(0)
     features = random.normal(size=(NUM_TRAIN + NUM_TEST, FEATURES)).astype(np.float32)
     labels = random.integers(0, CLASSES, NUM_TRAIN + NUM_TEST)
     labels[-1] = np.argmax(new_model(0)(features[-1:]))  # what evaluation is padded with would count
     weights = random.uniform(0, 3, NUM_TRAIN + NUM_TEST).astype(np.float32)
     weights[:5] = 0
-    found = {}
-    for name, parts in {"own:plain": (features, labels), "own:weighted": (features, labels, weights)}.items():
-        splits = {"train": tuple(x[:NUM_TRAIN] for x in parts), "test": tuple(x[NUM_TRAIN:] for x in parts)}
-        arrays.write_arrays(data_dir, name, "1", splits)
-        found[name] = sources.open_source(TrainConfig(dataset=name), data_dir)
-
-    numbers = [(np.full(FEATURES, i, np.float32), i) for i in range(NUM_TRAIN)]
-    listed_examples.shard(data_dir, "numbers", ListedExamples(numbers, numbers[:5]))
-    found["numbers"] = sources.open_source(TrainConfig(dataset="numbers", source="stream"), data_dir)
-    return found
+    parts = (features, labels, weights)
+    splits = {"train": tuple(x[:NUM_TRAIN] for x in parts), "test": tuple(x[NUM_TRAIN:] for x in parts)}
+    arrays.write_arrays(data_dir, "own:weighted", "1", splits)
+    return sources.open_source(TrainConfig(dataset="own:weighted"), data_dir)
 
 
 def new_model(l2: float) -> keras.Model:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cluster.contract import user_code
 from cluster.system import quiet
@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif arguments.command == "shard":
             say(_shard(arguments))
         elif arguments.command == "examine":
-            return _in_another_process(arguments, _examine, num_outputs=arguments.num_outputs, seed=arguments.seed)
+            return _in_another_process(argv, arguments, _examine)
         elif arrays.is_user_dataset(arguments.name):
-            return _in_another_process(arguments, _prepare)
+            return _in_another_process(argv, arguments, _prepare)
         else:
             say(_prepare(arguments))
     except ClusterError as error:
@@ -76,15 +76,12 @@ def _examine(arguments: argparse.Namespace) -> str:
 
 
 def _in_another_process(
-    arguments: argparse.Namespace, work: Callable[[argparse.Namespace], str], **options: Any
+    argv: Sequence[str] | None, arguments: argparse.Namespace, work: Callable[[argparse.Namespace], str]
 ) -> int:
     """Do work that calls a user's function, which may do anything, in another process, and report its result."""
     if user_code.RESULT_FILE in os.environ:
         return user_code.reply(lambda: work(arguments))
-    command = [sys.executable, "-m", "train.data", arguments.command, f"--name={arguments.name}"]
-    command += [f"--data-dir={arguments.data_dir}", *(["--fresh"] if arguments.fresh else [])]
-    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    subject = f"dataset {arguments.name}"
+    command, subject = [sys.executable, "-m", "train.data", *(argv or sys.argv[1:])], f"dataset {arguments.name}"
     say(user_code.run(command, subject, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
     return EXIT_DONE
 

@@ -126,6 +126,11 @@ class ArraySet:
         """Whether examples are bytes of a text, and labels the following bytes."""
         return self.name in TEXTS
 
+    @property
+    def again(self) -> str:
+        """What to do about damaged files."""
+        return f"run `{COMMAND} data.prepare --name {self.name} --fresh`"
+
     def __str__(self) -> str:
         features = named.each(lambda file: f"{list(file.shape[1:])} {file.dtype}", self.train.features)
         labels = named.each(lambda file: file.dtype, self.train.labels)
@@ -250,7 +255,7 @@ def verify_arrays(array_set: ArraySet, say: Callable[[str], None] = print) -> No
     """
     expected = {file.path: file.sha256 for file in array_set.files}
     expected |= {array_set.data_dir / name: digest for name, digest in array_set.source_files.items()}
-    store.verify_files(expected, f"run `{COMMAND} data.prepare --name {array_set.name} --fresh`", say)
+    store.verify_files(expected, array_set.again, say)
 
 
 def _num_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:

@@ -42,8 +42,6 @@ class Source(abc.ABC):
         sharded: whether replicas read separate shards, so that batches depend on the number of replicas.
         num_shards: number of files of a stream, on which its order depends.
         files: all files with their sha256.
-        made_from: the original files, which may be missing, with their sha256.
-        again: the command that prepares damaged files again.
     """
 
     version: str
@@ -59,8 +57,6 @@ class Source(abc.ABC):
     sharded: bool = False
     num_shards: int = 0
     files: Mapping[Path, str] = field(default_factory=dict)
-    made_from: Mapping[str, str] = field(default_factory=dict)
-    again: str = ""
 
     @property
     def named_outputs(self) -> Named:
@@ -132,8 +128,6 @@ class ArraySource(IndexedSource):
             weighted=train.weights is not None,
             arrays=array_set,
             files={file.path: file.sha256 for file in array_set.files},
-            made_from=array_set.source_files,
-            again=f"run `{COMMAND} data.prepare --name {array_set.name} --fresh`",
             splits={"train": train, "test": test},
         )
 
@@ -164,7 +158,6 @@ class ShardSource(Source):
             weighted=train.weighted,
             num_shards=len(train.files),
             files={file.path: file.sha256 for file in shard_set.files},
-            again=f"run `{COMMAND} data.shard --name {shard_set.name} --fresh`",
             train=train,
             test=test,
         )

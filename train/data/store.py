@@ -6,16 +6,16 @@ Standard library only: finding and verifying prepared data needs neither NumPy n
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cluster.system import files
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
-from cluster.system.files import sha256
 from cluster.system.json_files import DISK_FULL, write_json
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def verify_files(expected: Mapping[Path, str], again: str, say: Callable[[str], 
     for path, digest in expected.items():
         if not path.exists():
             say(f"gone      {path} (not needed to train)")
-        elif sha256(path) == digest:
+        elif files.sha256(path) == digest:
             say(f"ok        {path}")
         else:
             say(f"DIFFERENT {path}")
@@ -124,11 +124,9 @@ def lock(data_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Lock `data_dir` for one process that prepares data. The system releases the lock of a process that dies."""
     data_dir.mkdir(parents=True, exist_ok=True)
     with (data_dir / ".prepare.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not files.lock(file.fileno(), 0.0):
             say(f"another process prepares data in {data_dir}; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            files.lock(file.fileno(), math.inf)
         yield
 
 

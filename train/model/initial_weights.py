@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow import keras
-from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from cluster.system.errors import RunFailed, UsageError
-from train.saving.trees import has_value
+from train.saving.trees import has_value, read_keys
 
 SHOWN = 6
 _NAMED = "weights/"
@@ -105,15 +104,9 @@ def read_arrays(path: Path) -> Arrays:
 
 
 def _checkpoint(prefix: str) -> Arrays:
-    reader = tf.train.load_checkpoint(prefix)
-    graph = trackable_object_graph_pb2.TrackableObjectGraph()
-    graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
-    attributes = [attribute for node in graph.nodes for attribute in node.attributes]
-    return {
-        attribute.full_name.removeprefix(_NAMED): reader.get_tensor(attribute.checkpoint_key)
-        for attribute in attributes
-        if attribute.full_name.startswith(_NAMED)
-    }
+    reader, keys = tf.train.load_checkpoint(prefix), read_keys(prefix)
+    named = {name: key for name, key in keys.items() if name.startswith(_NAMED)}
+    return {name.removeprefix(_NAMED): reader.get_tensor(key) for name, key in named.items()}
 
 
 def _hdf5(content: io.BytesIO) -> Arrays:
@@ -126,7 +119,17 @@ def _hdf5(content: io.BytesIO) -> Arrays:
             named = [(layer, _text(name)) for layer in layers for name in root[layer].attrs["weight_names"]]
             return {_below(layer, name.partition(":")[0]): np.asarray(root[layer][name]) for layer, name in named}
         arrays: dict[str, np.ndarray] = {}
-        root.visititems(lambda place, item: _add(arrays, root, place, item, isinstance(item, h5py.Dataset)))
+
+        def add(place: str, item: Any) -> None:
+            """Add an array of Keras 3. Its path has classes and attributes; `vars` has the layer's name."""
+            *folders, variables, number = place.split("/") if place.count("/") else ("", "", "")
+            if not isinstance(item, h5py.Dataset) or variables != "vars":
+                return
+            layers = ["/".join(folders[:depth]) + "/vars" for depth in range(1, len(folders) + 1)]
+            names = [_text(root[at].attrs["name"]) for at in layers if at in root and "name" in root[at].attrs]
+            arrays[f"{'/'.join(names)}#{number}"] = np.asarray(item)
+
+        root.visititems(add)
         return arrays
 
 
@@ -134,16 +137,6 @@ def _below(layer: str, name: str) -> str:
     """Return a weight's name without the model's name, which may precede the layer's."""
     rest = name.partition("/")[2]
     return rest if rest.startswith(f"{layer}/") and not name.startswith(f"{layer}/") else name
-
-
-def _add(arrays: dict[str, np.ndarray], root: Any, place: str, item: Any, is_array: bool) -> None:
-    """Add an array of a file of Keras 3. Its path consists of classes and attributes; `vars` has the layer's name."""
-    *folders, variables, number = place.split("/") if place.count("/") else ("", "", "")
-    if not is_array or variables != "vars":
-        return
-    layers = ["/".join(folders[:depth]) + "/vars" for depth in range(1, len(folders) + 1)]
-    names = [_text(root[layer].attrs["name"]) for layer in layers if layer in root and "name" in root[layer].attrs]
-    arrays[f"{'/'.join(names)}#{number}"] = np.asarray(item)
 
 
 def _text(value: Any) -> str:

@@ -30,15 +30,14 @@ def mask_of(output: Any) -> tf.Tensor | None:
     return getattr(output, "_keras_mask", None)
 
 
-def begins_at(layer: keras.layers.Layer) -> bool:
-    """Whether a layer may create a mask. The symbolic outputs of nested models do not show that."""
-    custom = not type(layer).compute_mask.__module__.startswith(("keras.", "tf_keras."))
-    function = isinstance(layer, keras.layers.Lambda) and layer.mask is not None
-    return custom or function or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
-
-
 def may_begin_in(model: keras.Model) -> bool:
-    """Whether one of the layers of a model may create a mask."""
+    """Whether a layer of a model may create a mask. The symbolic outputs of nested models do not show that."""
+
+    def begins_at(layer: keras.layers.Layer) -> bool:
+        custom = not type(layer).compute_mask.__module__.startswith(("keras.", "tf_keras."))
+        function = isinstance(layer, keras.layers.Lambda) and layer.mask is not None
+        return custom or function or isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
+
     return any(begins_at(layer) for layer in model._flatten_layers())
 
 

@@ -172,16 +172,16 @@ class CheckpointManager:
     def _write(self, step: int) -> None:
         try:
             assert self._copy is not None
-            broken, writer = self._copy.not_finite(self._model.trainable_variables), self._copy.checkpoint
+            broken, write = self._copy.not_finite(self._model.trainable_variables), self._copy.checkpoint.write
             problem = divergence_error(f"{broken} is not finite after step {step}") if broken else None
             began, saved = time.monotonic(), Saved(self._folder, step)
             if self._joint:
-                writer = self._joint.save(self._copy, self._folder, self.generation, str(problem or ""))
+                write = self._joint.save(self._copy, self._folder, self.generation, str(problem or ""))
             if problem:
                 raise problem
-            if writer is None:
+            if write is None:
                 return
-            write_checkpoint(writer, saved, self.generation)
+            write_checkpoint(write, saved, self.generation)
             self.writing_s = time.monotonic() - began
             delete_older(saved, self._keep)
             self._saved(step)

@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from cluster.system.errors import RunFailed
 from cluster.system.files import sha256, sync
@@ -31,13 +30,6 @@ NO_CHECKPOINT = -1
 _RECORD = re.compile(r"ckpt-(\d+)\.json")
 _DATA = re.compile(r"ckpt-(\d+)(?:\+\d+)?\.(?:index|data-.*)")
 _SCRATCH = re.compile(r"\.ckpt-(\d+)-.*")
-
-
-class Writer(Protocol):
-    """Writer of TensorFlow's files, such as a `tf.train.Checkpoint`."""
-
-    def write(self, prefix: str) -> Any:
-        """Write the files with this prefix."""
 
 
 @dataclass(frozen=True)
@@ -154,17 +146,18 @@ def agree_on_newest(
         up_to = least
 
 
-def write_checkpoint(checkpoint: Writer, saved: Saved, generation: int = 0) -> None:
+def write_checkpoint(write: Callable[[str], object], saved: Saved, generation: int = 0) -> None:
     """Write a checkpoint's files and then its record; until then an earlier one of the same step remains valid.
 
     All files are on the disk, not only in its cache, when this returns.
 
     Args:
+        write: writes TensorFlow's files with a prefix, as `tf.train.Checkpoint.write` does.
         generation: the generation of the run, by which `delete_leftovers` recognizes leftovers.
     """
     prefix = _free_prefix(saved)
     with tempfile.TemporaryDirectory(prefix=f".ckpt-{generation}-", dir=saved.folder) as scratch:
-        checkpoint.write(f"{scratch}/{prefix}")
+        write(f"{scratch}/{prefix}")
         files = {}
         written = [path for path in sorted(Path(scratch).iterdir()) if path.is_file()]
         for path in written:

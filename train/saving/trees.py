@@ -12,6 +12,7 @@ same as a checkpoint of one task: any number of tasks can restore it.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  #
 
 from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json, write_json
-from train.saving.checkpoint_files import Writer
+from cluster.system.waiting import wait_until
 
 LIMIT_S = 600.0
 """Longest wait for the others. A task that fails to write ends, and the agents end the others."""
@@ -143,8 +144,8 @@ class Joint:
         """Whether this task writes; of equal tasks only one does."""
         return self.number < self.count
 
-    def save(self, copy: Snapshot, folder: Path, generation: int, problem: str) -> Writer | None:
-        """Write this task's files; on the first task return the writer that merges all.
+    def save(self, copy: Snapshot, folder: Path, generation: int, problem: str) -> Callable[[str], object] | None:
+        """Write this task's files; on the first task return the function that writes the joined files.
 
         All tasks call it for the same checkpoints in the same order.
 
@@ -154,7 +155,7 @@ class Joint:
         self._saves += 1
         parts = folder / f".ckpt-{generation}-joint-{self._saves}"
         if self.number == 0:
-            return _Joining(copy.checkpoint, parts, self.count)
+            return functools.partial(self._join, copy.checkpoint, parts)
         parts.mkdir(parents=True, exist_ok=True)
         if not problem:
             self._write(copy, parts)
@@ -172,59 +173,44 @@ class Joint:
             tensors=[variable.read_value() for variable in owned],
         )
 
-
-@dataclass(frozen=True)
-class _Joining:
-    checkpoint: tf.train.Checkpoint
-    parts: Path
-    count: int
-
-    def write(self, prefix: str) -> None:
+    def _join(self, checkpoint: tf.train.Checkpoint, parts: Path, prefix: str) -> None:
         """Write the first task's files, wait for those of the others, and merge all."""
-        self.parts.mkdir(parents=True, exist_ok=True)
-        self.checkpoint.write(str(self.parts / "0"))
+        parts.mkdir(parents=True, exist_ok=True)
+        checkpoint.write(str(parts / "0"))
         deadline = time.monotonic() + LIMIT_S
         for number in range(1, self.count):
-            done = self.parts / f"{number}.json"
-            while not done.exists():
-                if time.monotonic() > deadline:
-                    raise RunFailed(f"stage {number} has not written its part of a checkpoint within {LIMIT_S:g} s")
-                time.sleep(PAUSE_S)
+            done = parts / f"{number}.json"
+            if not wait_until(done.exists, deadline - time.monotonic(), PAUSE_S):
+                raise RunFailed(f"stage {number} has not written its part of a checkpoint within {LIMIT_S:g} s")
             if problem := read_json(done)["problem"]:
                 raise RunFailed(problem)
         tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=[str(self.parts / str(number)) for number in range(self.count)],
+            checkpoint_prefixes=[str(parts / str(number)) for number in range(self.count)],
             destination_prefix=prefix,
             delete_old_dirs=False,
         )
-        shutil.rmtree(self.parts, ignore_errors=True)
+        shutil.rmtree(parts, ignore_errors=True)
 
 
 def keys(checkpoint: tf.train.Checkpoint, scratch: str) -> dict[int, str]:
-    """Return the names under which TensorFlow saves the variables of a checkpoint of plain modules, by `id`.
+    """Return the keys under which TensorFlow saves the variables of a checkpoint of plain modules, by `id`.
 
     Args:
-        scratch: prefix of temporary files, to which the tree is written without values to find the names.
+        scratch: prefix of temporary files, to which the tree is written without values to find the keys.
     """
-    variables: dict[int, tf.Variable] = {}
+    variables: dict[str, tf.Variable] = {}
 
     def without_value(variable: tf.Variable) -> tf.Variable:
-        handle = _new_handle(variable)
-        variables[id(handle)] = variable
-        return handle
+        name = f"variable_{len(variables)}"
+        variables[name] = variable
+        return _new_handle(variable, name)
 
-    mirror = Mirror(checkpoint, without_value).checkpoint
-    mirror.write(scratch)
-    graph = tf.train.load_checkpoint(scratch).get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
+    Mirror(checkpoint, without_value).checkpoint.write(scratch)
+    return {id(variables[name]): key for name, key in read_keys(scratch).items() if name in variables}
+
+
+def read_keys(prefix: str) -> dict[str, str]:
+    """Return the keys of the values in a checkpoint's files, by the names of the variables."""
+    graph = tf.train.load_checkpoint(prefix).get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")
     nodes = TrackableObjectGraph.FromString(graph).nodes
-    view, names, todo, seen = tf.train.TrackableView(mirror), {}, [(0, mirror)], {0}
-    while todo:
-        number, trackable = todo.pop()
-        if id(trackable) in variables:
-            names[id(variables[id(trackable)])] = nodes[number].attributes[0].checkpoint_key
-        children = view.children(trackable)
-        for child in nodes[number].children:
-            if child.node_id not in seen and child.local_name in children:
-                seen.add(child.node_id)
-                todo.append((child.node_id, children[child.local_name]))
-    return names
+    return {attribute.full_name: attribute.checkpoint_key for node in nodes for attribute in node.attributes}

@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import symtable
 import sys
 import sysconfig
 from collections.abc import Callable, Collection
@@ -118,19 +119,10 @@ def _searched() -> str:
 def _names(source: Path) -> set[str] | None:
     """Return the names that a module defines at its top level; None if only running it shows them."""
     try:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
+        text = source.read_text(encoding="utf-8")
+        tree, symbols = ast.parse(text), symtable.symtable(text, str(source), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"{source}: {error}; fix it and try again") from None
-    names: set[str] = set()
-    inside: list[ast.AST] = [tree]
-    while inside:
-        for node in ast.iter_child_nodes(inside.pop()):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                names.add(node.name)
-                continue  # names inside are not top-level
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-            inside.append(node)
-    return None if names & {"*", "__getattr__"} else names
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    star = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(tree))
+    return None if star or "__getattr__" in names else names

@@ -33,23 +33,21 @@ def record_environment(run: RunFolder, dataset: str, source: Source) -> None:
     write_json(run.environment, environment)
     data = manifest.get("data", {})
     if (data.get("name"), data.get("version")) != (dataset, source.version):  # otherwise this is a later generation
-        files = {"files": _used(source), "made_from": dict(source.made_from)}
-        data = {"name": dataset, "version": source.version, **files}
+        made_from = dict(source.arrays.source_files) if source.arrays else {}
+        data = {"name": dataset, "version": source.version, "files": _used(source), "made_from": made_from}
     write_json(run.manifest, manifest | {"data": data, "environment": environment})
 
 
 def _used(source: Source) -> dict[str, str]:
     """Return the sha256 of the files of the data.
 
-    It is computed now for arrays. Shards can be too large for that: theirs was recorded with the hashes of the blocks,
+    That of arrays is checked now. Shards can be too large for that: theirs was recorded with the hashes of the blocks,
     which are checked whenever a shard is read.
     """
-    used = {}
     for path, prepared in source.files.items():
-        used[path.name] = prepared if source.arrays is None else sha256(path)
-        if used[path.name] != prepared:
-            raise RunFailed(f"{path} has changed since it was prepared; {source.again}, then start again")
-    return used
+        if source.arrays and sha256(path) != prepared:
+            raise RunFailed(f"{path} has changed since it was prepared; {source.arrays.again}, then start again")
+    return {path.name: prepared for path, prepared in source.files.items()}
 
 
 def describe_environment() -> dict[str, Any]:

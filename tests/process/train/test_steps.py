@@ -19,7 +19,6 @@ from tests.support.small_training import (
     CLASSES,
     CLIPPED,
     FEATURES,
-    GLOBAL_BATCH,
     OBJECTIVE,
     PLAIN,
     SEED,
@@ -47,16 +46,11 @@ DEVICES = 3
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> dict[str, sources.Source]:
+def source(tmp_path_factory) -> sources.Source:
     tf.config.experimental.enable_op_determinism()
     patches.apply()
     keep_order_of_sums(2, deterministic=True)
     return prepare(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def source(prepared) -> sources.Source:
-    return prepared["own:weighted"]
 
 
 def whole_model() -> keras.Model:
@@ -84,7 +78,7 @@ def test_virtual_shards_must_give_the_same_bits_on_any_replicas_and_from_an_iter
     assert one == three
 
 
-@pytest.mark.usefixtures("prepared")
+@pytest.mark.usefixtures("source")
 def test_dropout_must_draw_again_for_every_step_micro_batch_and_replica():
     strategy = strategy_called("mirrored-3")
     with strategy.scope():
@@ -140,7 +134,7 @@ def largest_temporary(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> in
     return max(made)
 
 
-@pytest.mark.usefixtures("prepared")
+@pytest.mark.usefixtures("source")
 def test_memory_must_fall_with_the_number_of_micro_batches(monkeypatch):
     assert largest_temporary(4, monkeypatch) * 4 == largest_temporary(1, monkeypatch)
 
@@ -272,35 +266,6 @@ def test_signals_of_one_task_reach_every_task(source, where):
 
 
 # Feeds
-
-
-def labels_of(where: str, source: sources.Source, first_step: int = 1) -> list[list[list[int]]]:
-    """Return the labels that each replica is fed in the steps 1, 2 and 3."""
-    strategy = strategy_called(where)
-    feed = feeds.train_feed(strategy, source, first_step, GLOBAL_BATCH, SEED)
-
-    @tf.function
-    def batch(step: tf.Tensor) -> Any:
-        def replica(given: Any) -> tf.Tensor:
-            number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-            return feed.batch(given, step, number).labels
-
-        return strategy.run(replica, args=(feed.next(),))
-
-    batches = [strategy.experimental_local_results(batch(tf.constant(step, tf.int64))) for step in (1, 2, 3)]
-    return [[labels_B.numpy().tolist() for labels_B in of_step] for of_step in batches]
-
-
-def test_replicas_are_fed_the_parts_of_the_global_batch_of_a_stream(prepared):
-    one, several = (labels_of(where, prepared["numbers"]) for where in ("one", "mirrored-3"))
-    assert [[4] * 3] * 3 == [[len(part) for part in step] for step in several]
-    assert [step[0] for step in one] == [[label for part in step for label in part] for step in several]
-
-
-def test_a_stream_is_fed_from_the_step_on_that_training_resumes_from(prepared):
-    from_the_second = labels_of("one", prepared["numbers"])[:2]
-    assert labels_of("one", prepared["numbers"], first_step=0)[1:] == from_the_second
-    assert 24 == len({label for step in from_the_second for label in step[0]})
 
 
 @pytest.mark.parametrize("where", ["one", "mirrored-3"])

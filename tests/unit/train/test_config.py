@@ -5,13 +5,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cluster.system.errors import UsageError
 from cluster.system.paths import ROOT
+from tests.support import own_module
 from train import presets
 from train.config import Optimizer, TrainConfig
 from train.settings.overrides import resolve_config
@@ -154,18 +155,10 @@ def test_a_stream_can_be_of_any_tfds_dataset():
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch) -> Iterator[Callable[[str], Path]]:
+def own(tmp_path, monkeypatch) -> Callable[[str], Path]:
     """Writes the user's module `own_parts`, whose folder is on the path."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
-
-    def write(text: str) -> Path:
-        imports = "from train.config import Optimizer, TrainConfig\n"
-        (tmp_path / "own_parts.py").write_text(imports + text + "\n")
-        return tmp_path
-
-    yield write
-    sys.modules.pop("own_parts", None)
+    imports = "from train.config import Optimizer, TrainConfig\n"
+    return lambda text: own_module.write(monkeypatch, tmp_path, "own_parts", f"{imports}{text}\n")
 
 
 def test_a_preset_of_the_users_own_is_a_base_like_any_other(own):

@@ -7,32 +7,24 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from train.model import export, input_types
 from train.prediction import predict, show_outputs
 
-BEYOND_INT32 = 2**31 + 7
 
-
-@pytest.fixture
-def of_large_numbers(make_run) -> RunFolder:
-    """A run whose model takes int64 and gives two values: what its input exceeds 2**31 by, and twice that."""
+def test_large_whole_numbers_and_several_values_are_kept(make_run, tmp_path):
+    """The model gives what its input exceeds 2**31 by, and twice that."""
     run = make_run(workers=0)
     numbers = keras.Input((1,), dtype="int64")
     outputs = keras.layers.Lambda(lambda of: tf.cast(of - 2**31, "float32") * [[1.0, 2.0]], output_shape=(2,))(numbers)
     export.export(keras.Model(numbers, outputs), run.export, (1,), None)
-    return run
-
-
-def test_large_whole_numbers_and_several_values_are_kept(of_large_numbers, tmp_path):
     file = tmp_path / "example.json"
-    file.write_text(json.dumps([BEYOND_INT32]))
-    assert [7, 14] == [float(line) for line in predict(of_large_numbers, None, file)]
+    file.write_text(json.dumps([2**31 + 7]))
+    assert [7, 14] == [float(line) for line in predict(run, None, file)]
     for wrong in ([1.5], [2**63], ["a"]):
         file.write_text(json.dumps(wrong))
         with pytest.raises(UsageError, match="^--features "):
-            predict(of_large_numbers, None, file)
+            predict(run, None, file)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int64", "uint64", "bool", "float32", "float16"])

@@ -10,40 +10,15 @@ import tensorflow as tf
 
 from cluster.system.errors import RunFailed, UsageError
 from tests.support import own_module
+from tests.support.listed_examples import TEST, TRAIN, Numbers, numbers, ranges, steps
 from train.config import TrainConfig
-from train.data import feeds, sources
-from train.data.batches import BatchSlice, Replicas
+from train.data import sources
+from train.data.batches import BatchSlice
 from train.data.function import calling, random_access
 from train.data.function.calling import Shard
 from train.data.function.examine import examine_function
 
-TRAIN, TEST = 20, 6
 NAME = "own_function:data"
-
-
-class Numbers:
-    """A source whose example i is `[i, i]` of class i modulo 3."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(2, index, np.float64), index % 3
-
-
-def numbers(split: str, _shard: Shard) -> Any:
-    return Numbers(TRAIN if split == "train" else TEST)
-
-
-def ranges(split: str, shard: Shard) -> tf.data.Dataset:
-    """Return the same examples as a dataset of the shard's, shuffled by its seed."""
-    dataset = tf.data.Dataset.range(TRAIN if split == "train" else TEST).shard(shard.count, shard.index)
-    if split == "train":
-        dataset = dataset.shuffle(TRAIN, seed=shard.seed)
-    return dataset.map(lambda i: (tf.fill([2], tf.cast(i, tf.float64)), i % 3))
 
 
 @pytest.fixture
@@ -71,38 +46,6 @@ def source(function, tmp_path) -> Callable[[Any], sources.Source]:
     return make
 
 
-def steps(source: sources.Source, first: int, count: int, replicas: int = 1, own: range | None = None) -> list[Any]:
-    """Return the first feature of every example of some steps, a list for each batch of each of the own replicas."""
-    own = own or range(replicas)
-    dataset = source.train_dataset(BatchSlice(6, 7, first, count, Replicas(replicas, own.start, len(own))))
-    return [batch.features[:, 0].numpy().astype(int).tolist() for batch in dataset]
-
-
-@pytest.mark.parametrize("data", [numbers, ranges])
-def test_a_run_may_begin_at_any_step(source, data):
-    found = source(data)
-    whole = steps(found, 0, 9, 2)
-    assert whole == steps(found, 0, 9, 2)
-    for first in (1, 3, 4, 7):  # an epoch is 20 / 6 steps long
-        assert whole[2 * first :] == steps(found, first, 9 - first, 2)
-
-
-@pytest.mark.parametrize("data", [numbers, ranges])
-def test_each_task_reads_its_own_part(source, data):
-    found = source(data)
-    whole = steps(found, 0, 9, 3)
-    assert whole[0::3] == steps(found, 0, 9, 3, range(1))
-    assert [each for at, each in enumerate(whole) if at % 3] == steps(found, 0, 9, 3, range(1, 3))
-
-
-def test_random_access_has_each_example_once_an_epoch_at_any_number_of_replicas(source):
-    found = source(numbers)
-    one, two = steps(found, 0, 10), steps(found, 0, 10, 2)
-    assert one == [a + b for a, b in zip(two[::2], two[1::2], strict=True)]
-    flat = [*itertools.chain(*one)]
-    assert [sorted(flat[at : at + TRAIN]) for at in (0, TRAIN, 2 * TRAIN)] == [list(range(TRAIN))] * 3
-
-
 def test_a_dataset_is_in_another_order_in_every_epoch(source):
     flat = [*itertools.chain(*steps(source(ranges), 0, 9))]
     # Epochs of 4, 3 and 3 steps: the first begins again, so has 4 examples twice.
@@ -128,28 +71,6 @@ def test_an_empty_shard_is_reported(source):
     with pytest.raises(tf.errors.OpError) as error:
         steps(found, 0, 2, 2)
     assert isinstance(sources.explain(error.value), RunFailed)
-
-
-@pytest.mark.parametrize("data", [numbers, ranges])
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_evaluation_takes_every_example_once(source, data, replicas):
-    found, weighed = source(data), []
-    for replica in range(replicas):
-        for batch in found.eval_dataset(4, Replicas(replicas, replica)):
-            assert (4, 2) == batch.features.shape
-            weighed += batch.features[:, 0].numpy()[batch.weights.numpy() == 1].tolist()
-    assert list(range(TEST)) == sorted(weighed)
-
-
-def test_micro_batches_and_virtual_shards_cut_the_same_examples(source):
-    strategy, found = tf.distribute.get_strategy(), source(ranges)
-    whole = feeds.train_feed(strategy, found, 0, 6, 7)
-    parts = feeds.train_feed(strategy, found, 0, 6, 7, micro_batches=3)
-    zero = tf.constant(0, tf.int64)
-    for _ in range(4):
-        expected, given = whole.batch(whole.next(), zero, zero), parts.next()
-        cut = [parts.batch(given, zero, tf.constant(part, tf.int64)).features for part in range(3)]
-        np.testing.assert_array_equal(expected.features, tf.concat(cut, 0))
 
 
 def test_dictionaries_weights_and_types(source):

@@ -1,20 +1,105 @@
 """The data of a run: what every replica is fed, and that a run stays with the data that it began with."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.json_files import read_json
-from tests.support import listed_examples
-from tests.support.listed_examples import ListedExamples
+from tests.support import listed_examples, own_module
+from tests.support.listed_examples import TEST, TRAIN, ListedExamples, numbers, ranges, steps
 from train.config import TrainConfig
-from train.data import arrays, sources, store
-from train.data.batches import BatchSlice
+from train.data import arrays, feeds, sources, store
+from train.data.batches import BatchSlice, Replicas
+from train.data.function import random_access
+from train.data.function.examine import examine_function
 
 ARRAYS = TrainConfig(dataset="own:numbers")
 SHARDS = TrainConfig(dataset="numbers", source="stream")
+FUNCTION = TrainConfig(dataset="own_function:data", source="function", num_outputs=3)
+
+
+@pytest.fixture(params=["arrays", "shards", numbers, ranges])
+def source(request, tmp_path, monkeypatch) -> sources.Source:
+    """The same examples as arrays and as shards, both with weights, and of functions of both forms."""
+    train = [(np.full(2, i, np.float32), i % 3, np.float32(10 * i)) for i in range(TRAIN)]
+    test = [example[:2] for example in train[:TEST]]
+    if request.param == "arrays":
+        columns = [tuple(np.stack(part) for part in zip(*examples, strict=True)) for examples in (train, test)]
+        arrays.write_arrays(tmp_path, "own:numbers", "1", {"train": columns[0], "test": columns[1]})
+        return sources.open_source(ARRAYS, tmp_path)
+    if request.param == "shards":
+        listed_examples.shard(tmp_path, "numbers", ListedExamples(train, test), num_shards=6)
+        return sources.open_source(SHARDS, tmp_path)
+    own_module.put(monkeypatch, "own_function", data=request.param)
+    monkeypatch.setattr(random_access, "_OPEN", {})
+    examine_function("own_function:data", tmp_path, "3")
+    return sources.open_source(FUNCTION, tmp_path)
+
+
+def test_a_run_may_begin_at_any_step(source):
+    whole = steps(source, 0, 9, 2)
+    assert whole == steps(source, 0, 9, 2)
+    for first in (1, 3, 4, 7):  # an epoch is 20 / 6 steps long
+        assert whole[2 * first :] == steps(source, first, 9 - first, 2)
+
+
+def test_each_task_reads_its_own_part(source):
+    whole = steps(source, 0, 9, 3)
+    assert whole[0::3] == steps(source, 0, 9, 3, range(1))
+    assert [each for at, each in enumerate(whole) if at % 3] == steps(source, 0, 9, 3, range(1, 3))
+
+
+@pytest.mark.parametrize("source", ["arrays", "shards", numbers], indirect=True)
+def test_each_example_is_read_once_an_epoch_at_any_number_of_replicas(source):
+    one, two = steps(source, 0, 10), steps(source, 0, 10, 2)
+    assert one == [a + b for a, b in zip(two[::2], two[1::2], strict=True)]
+    flat = [*itertools.chain(*one)]
+    assert [sorted(flat[at : at + TRAIN]) for at in (0, TRAIN, 2 * TRAIN)] == [list(range(TRAIN))] * 3
+
+
+def test_an_iterator_starts_at_the_step_from_which_training_resumes(source):
+    feed = feeds.train_feed(tf.distribute.get_strategy(), dataclasses.replace(source, arrays=None), 3, 6, 7)
+    assert steps(source, 3, 4) == [feed.next().features[:, 0].numpy().astype(int).tolist() for _ in range(4)]
+
+
+def test_shapes_are_static_the_length_is_known_and_the_parts_of_an_example_stay_together(source):
+    part = BatchSlice(6, 7, first_step=5, num_steps=4, replicas=Replicas(3, 1, 2))
+    dataset = source.train_dataset(part)
+    assert [[2, 2], [2], [2]] == [spec.shape.as_list() for spec in dataset.element_spec]
+    assert [tf.float32, tf.int64, tf.float32] == [spec.dtype for spec in dataset.element_spec]
+    assert 8 == len(dataset) == len(list(dataset))
+    for features, labels, weights in dataset:
+        np.testing.assert_array_equal(features[:, 0] % 3, tf.cast(labels, tf.float32))
+        np.testing.assert_array_equal(10 * features[:, 1] if source.weighted else tf.ones([2]), weights)
+    endless = source.train_dataset(dataclasses.replace(part, num_steps=None))
+    assert tf.data.INFINITE_CARDINALITY == endless.cardinality()
+    assert 200 == sum(1 for _ in endless.take(200))
+
+
+@pytest.mark.parametrize(("replicas", "replica_batch"), [(1, 4), (1, 6), (1, 50), (2, 2), (4, 4), (3, 1)])
+def test_evaluation_takes_every_example_once(source, replicas, replica_batch):
+    def passes(part: Replicas) -> list[list[int]]:
+        """Return the examples of weight 1 in each batch of one replica or of all, the same in both of two passes."""
+        dataset = source.eval_dataset(replica_batch, part)
+        assert [[replica_batch, 2], [replica_batch], [replica_batch]] == [
+            spec.shape.as_list() for spec in dataset.element_spec
+        ]
+        assert part.count * -(-TEST // (replicas * replica_batch)) == len(dataset)
+        batches = [[*dataset] for _ in range(2)]
+        assert all(set(batch.weights.numpy()) <= {0.0, 1.0} for batch in batches[0])
+        first, second = ([b.features[:, 0].numpy()[b.weights.numpy() == 1].tolist() for b in all_] for all_ in batches)
+        assert first == second
+        return first
+
+    parts = [passes(Replicas(replicas, replica)) for replica in range(replicas)]
+    whole = passes(Replicas(replicas, 0, replicas))
+    assert whole == [*itertools.chain(*zip(*parts, strict=True))]
+    assert list(range(TEST)) == sorted(itertools.chain(*whole))
 
 
 def prepare(data_dir: Path, version: str, value: float) -> None:

@@ -1,7 +1,6 @@
-"""The stream of shards: every example once an epoch, the same global batches for any number of tasks, exact resume."""
+"""The stream of shards: every example once an epoch in a fixed order, of any sizes, and exact resume."""
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -45,22 +44,6 @@ def batches(
 def epochs(split: shards.ShardSplit, count: int, seed: int = 7) -> np.ndarray:
     """Return whole epochs, `[count, N]`: with a batch of 1, steps are positions."""
     return batches(split, count * split.num_examples, batch=1, seed=seed).reshape(count, -1)
-
-
-def test_tasks_share_the_global_batches_of_one_task(numbers):
-    """The replicas 1 and 2 of three are those of the second task."""
-    steps = 20
-    alone = batches(numbers.train, steps, part=Replicas(3, 0, 3))
-    np.testing.assert_array_equal(alone[:, 1:], batches(numbers.train, steps, part=Replicas(3, 1, 2)))
-    np.testing.assert_array_equal(alone.reshape(steps, -1), batches(numbers.train, steps).reshape(steps, -1))
-
-
-def test_a_resumed_stream_is_the_rest_of_the_whole_one(numbers):
-    """In the middle of a window, and in later epochs; 101 steps are 12 whole epochs."""
-    whole = batches(numbers.train, 110)
-    for first_step in (4, 103):
-        resumed = batches(numbers.train, 6, first_step)
-        np.testing.assert_array_equal(whole[first_step : first_step + 6], resumed)
 
 
 def any_sizes(
@@ -115,35 +98,6 @@ def test_windows_before_the_step_are_not_read(numbers, tmp_path, monkeypatch):
         for path in gone:
             (tmp_path / path.name).rename(path)
     np.testing.assert_array_equal(order[42:62], resumed.reshape(-1))
-
-
-def test_shapes_are_static_and_the_length_is_known(numbers):
-    part = BatchSlice(12, 7, first_step=5, num_steps=4, replicas=Replicas(3, 1, 2))
-    dataset = stream.train_dataset(numbers.train, part)
-    assert [[4, 2], [4], [4]] == [spec.shape.as_list() for spec in dataset.element_spec]
-    assert [tf.int32, tf.int64, tf.float32] == [spec.dtype for spec in dataset.element_spec]
-    assert 8 == len(dataset)
-    endless = stream.train_dataset(numbers.train, dataclasses.replace(part, num_steps=None))
-    assert tf.data.INFINITE_CARDINALITY == endless.cardinality()
-    assert 200 == sum(1 for _ in endless.take(200))
-
-
-@pytest.mark.parametrize(("replicas", "replica_batch"), [(1, 4), (1, 23), (1, 50), (2, 3), (3, 4), (3, 1)])
-def test_evaluation_weighs_each_example_once(numbers, replicas, replica_batch):
-    seen: list[int] = []
-    lengths = set()
-    for replica in range(replicas):
-        dataset = stream.eval_dataset(numbers.test, replica_batch, Replicas(replicas, replica))
-        assert [[replica_batch, 2], [replica_batch], [replica_batch]] == [
-            spec.shape.as_list() for spec in dataset.element_spec
-        ]
-        passes = [[batch.labels.numpy()[batch.weights.numpy() == 1].tolist() for batch in dataset] for _ in range(2)]
-        assert passes[0] == passes[1]  # the second one out of the cache
-        assert all(set(batch.weights.numpy()) <= {0.0, 1.0} for batch in dataset)
-        seen += itertools.chain(*passes[0])
-        lengths |= {len(dataset), len(passes[0])}
-    assert list(range(23)) == sorted(seen)
-    assert {-(-23 // (replicas * replica_batch))} == lengths
 
 
 def test_a_split_too_large_to_keep_is_read_again(numbers, monkeypatch):

@@ -144,20 +144,17 @@ def test_unsuitable_data_is_reported_in_one_line(returns, value, named):
 
 
 @pytest.mark.parametrize(
-    ("name", "named"),
+    ("text", "named"),
     [
-        ("broken_module:data", r"ZeroDivisionError: .*/broken_module\.py:2"),
-        ("needs_package:data", "--requirements"),
-        ("needs_later:data", "--requirements"),
+        ("\n1 / 0\n", r"ZeroDivisionError: .*/own_file\.py:2"),
+        ("import no_such_package\n", "--requirements"),
+        ("def data():\n    import no_such_package\n", "--requirements"),
     ],
 )
-def test_a_module_that_cannot_run_is_reported(tmp_path, monkeypatch, name, named):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "broken_module.py").write_text("\n1 / 0\n")
-    (tmp_path / "needs_package.py").write_text("import no_such_package\n")
-    (tmp_path / "needs_later.py").write_text("def data():\n    import no_such_package\n")
+def test_a_module_that_cannot_run_is_reported(tmp_path, monkeypatch, text, named):
+    own_module.write(monkeypatch, tmp_path, "own_file", text)
     with pytest.raises(UsageError, match=named):
-        user_dataset.read_dataset(name)
+        user_dataset.read_dataset("own_file:data")
 
 
 def test_the_same_contents_are_written_once(returns, tmp_path):

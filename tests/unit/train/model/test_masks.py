@@ -12,8 +12,8 @@ def test_the_mask_of_a_nested_model_is_expected_where_its_symbolic_output_has_no
     inner = keras.Sequential([keras.Input((3, 4)), layers.Dense(4)])
     model = keras.Sequential([keras.Input((3,)), layers.Embedding(5, 4, mask_zero=True), inner, layers.Dense(2)])
     assert masks.mask_of(model(tf.ones([1, 3]))) is not None
-    assert any(masks.begins_at(layer) for layer in model._flatten_layers())
-    assert not any(masks.begins_at(layer) for layer in inner._flatten_layers())
+    assert masks.may_begin_in(model)
+    assert not masks.may_begin_in(inner)
 
 
 def test_an_example_of_padding_alone_counts_nothing():

@@ -31,12 +31,12 @@ SIZE = 100_000
 
 @dataclass
 class State:
-    """What is saved: files full of one byte."""
+    """Writes what is saved: files full of one byte."""
 
     byte: int = 1
     size: int = SIZE
 
-    def write(self, prefix: str) -> None:
+    def __call__(self, prefix: str) -> None:
         Path(prefix + ".index").write_bytes(bytes([self.byte]))
         Path(prefix + ".data-00000-of-00001").write_bytes(bytes([self.byte]) * self.size)
 

@@ -1,38 +1,23 @@
 """`package.module:name`: found without running it, refused in one line, and the folder that tasks need for it."""
 
-import importlib
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cluster.system.errors import UsageError
+from tests.support import own_module
 from train.settings import references
 
 BUILT_IN = ("two_conv_cnn", "other_cnn")
 
 
 @pytest.fixture
-def write(tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
-    """Writes files of the user's, whose folder is on the path."""
-    folder = tmp_path / "user"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(folder)
-    before = set(sys.modules)
-
-    def make(files: dict[str, str]) -> Path:
-        for name, text in files.items():
-            path = folder / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-        importlib.invalidate_caches()
-        return folder
-
-    yield make
-    for name in set(sys.modules) - before:
-        if name.startswith("own_"):
-            del sys.modules[name]
+def write(tmp_path, monkeypatch) -> Callable[[str, str], Path]:
+    """Writes a module of the user's, whose folder is on the path."""
+    return functools.partial(own_module.write, monkeypatch, tmp_path)
 
 
 def refusal(reference: str) -> str:
@@ -43,7 +28,8 @@ def refusal(reference: str) -> str:
 
 
 def test_a_module_in_a_package_is_checked_without_running_the_package(write):
-    folder = write({"own_package/__init__.py": "1 / 0", "own_package/nets.py": "def model(): pass\n"})
+    write("own_package.__init__", "1 / 0")
+    folder = write("own_package.nets", "def model(): pass\n")
     references.check_reference("--model", "own_package.nets:model", BUILT_IN)
     assert "did you mean 'model'?" in refusal("own_package.nets:modle")
     assert "'own_package.net'" in refusal("own_package.net:model")
@@ -55,14 +41,14 @@ def test_a_module_in_a_package_is_checked_without_running_the_package(write):
 
 
 def test_a_package_may_have_no_init(write):
-    folder = write({"own_spaces/nets.py": "def model(): return 7\n"})
+    folder = write("own_spaces.nets", "def model(): return 7\n")
     references.check_reference("--model", "own_spaces.nets:model", BUILT_IN)
     assert 7 == references.load_object("--model", "own_spaces.nets:model")()
     assert folder == references.code_dir("own_spaces.nets:model")
 
 
 def test_names_inside_of_functions_and_classes_are_not_the_modules(write):
-    write({"own_nets.py": "def model():\n    inner = 1\nclass Net:\n    def call(self): pass\n"})
+    write("own_nets", "def model():\n    inner = 1\nclass Net:\n    def call(self): pass\n")
     for name in ("inner", "call"):
         assert f"has no {name!r}" in refusal(f"own_nets:{name}")
 
@@ -82,12 +68,12 @@ def test_names_inside_of_functions_and_classes_are_not_the_modules(write):
     ],
 )
 def test_a_name_can_come_in_other_ways(text, write):
-    write({"own_nets.py": text})
+    write("own_nets", text)
     references.check_reference("--model", "own_nets:model", BUILT_IN)
 
 
 def test_a_file_with_a_syntax_error_is_named_with_its_line(write):
-    folder = write({"own_nets.py": "def fine(): pass\ndef model(:\n"})
+    folder = write("own_nets", "def fine(): pass\ndef model(:\n")
     message = refusal("own_nets:model")
     assert message.startswith(f"{folder / 'own_nets.py'}: ")
     assert "line 2" in message
