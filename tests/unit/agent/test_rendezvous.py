@@ -20,7 +20,7 @@ from cluster.system.ports import free_ports
 @pytest.fixture
 def three() -> ClusterSpec:
     """A chief and two workers."""
-    return spec.build(2, ports=free_ports(3))
+    return spec.build(2).listening(free_ports(3))
 
 
 @dataclass
@@ -156,14 +156,14 @@ def test_a_name_that_does_not_resolve_is_distinguished(three, monkeypatch):
     ],
 )
 def test_somebody_else_on_a_task_s_address_is_not_that_task(says, message):
-    cluster = spec.build(1, ports=free_ports(2))
+    cluster = spec.build(1).listening(free_ports(2))
     with listening(cluster, "worker-0", says):
         error = arrive(cluster, "chief", timeout_s=0.4).end()
     assert f"worker-0 ({cluster.task('worker-0').address} {message}" in str(error)
 
 
 def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself():
-    cluster = spec.build(1, ports=free_ports(2))
+    cluster = spec.build(1).listening(free_ports(2))
     worker = cluster.task("worker-0")
     listener = rendezvous.open_task_listener(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)
     answering = rendezvous._Answering(listener, worker, "run/0", set())
@@ -184,7 +184,7 @@ def test_a_port_that_stays_taken_is_an_error_in_the_end(three):
 
 
 def test_a_port_is_waited_for_until_its_holder_has_ended():
-    cluster = spec.build(1, ports=free_ports(2))
+    cluster = spec.build(1).listening(free_ports(2))
     taken, reported = threading.Event(), []
 
     def report(obstacle: str) -> None:
@@ -343,7 +343,7 @@ def gathered(monkeypatch) -> Callable[..., Gathering]:
 
 
 def test_where_a_hub_is_heard_each_greets_two(gathered):
-    cluster = spec.build(7, ports=free_ports(8))
+    cluster = spec.build(7).listening(free_ports(8))
     gathering = gathered(cluster)
     arrivals = [arrive(cluster, task.name, view=gathering.of(task.name)) for task in cluster.tasks]
     assert [None] * 8 == [arrival.end() for arrival in arrivals]
@@ -422,7 +422,7 @@ def test_who_is_absent_at_the_hub_is_named_with_the_reason(three, gathered):
 
 def test_a_task_that_answers_is_not_missing(gathered):
     """worker-0 greets worker-2 only once it has met the silent worker-1, so that worker-2 waits for both."""
-    cluster = spec.build(3, ports=free_ports(4))
+    cluster = spec.build(3).listening(free_ports(4))
     gathering = gathered(cluster)
     names = ("chief", "worker-0", "worker-2")
     arrivals = [arrive(cluster, name, timeout_s=1, view=gathering.of(name)) for name in names]
