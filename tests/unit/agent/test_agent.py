@@ -175,16 +175,6 @@ def test_an_agent_that_was_started_wrongly_says_so_in_one_line(make_run, environ
     assert 1 == len(done.stderr.splitlines())
 
 
-def test_a_stop_ends_a_pause_of_the_gang(start_gang, monkeypatch):
-    monkeypatch.setenv("RESTART_PAUSE_S", "30")
-    gang = start_gang("train(5), die(11)", workers=1)
-    wait_for(lambda: {"restarting"} == {gang.beat(task).state for task in ("chief", "worker-0")}, "the pause of both")
-    began = time.monotonic()
-    gang.run.request_stop("a test")
-    assert "stopped" == gang.summary()["state"]
-    assert time.monotonic() - began < 15
-
-
 # A task that is killed with its agent
 
 

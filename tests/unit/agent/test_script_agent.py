@@ -1,6 +1,5 @@
 """Scripts that know nothing of agents: how each end is read, and what a script finds around itself."""
 
-import contextlib
 import json
 import os
 import signal
@@ -8,7 +7,6 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,19 +69,6 @@ def start_scripts(make_run, start_run, tmp_path) -> StartScripts:
         return start_run(run)
 
     return start
-
-
-def script_pid(gang: Gang, task: str) -> int:
-    def find() -> int:
-        for pid in supervisor.processes_left(gang.run):
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if b"cluster.agent" not in command and f"TASK={task}".encode() in environment:
-                    return pid
-        return 0
-
-    return wait_for(find, f"the script of {task}", timeout_s=300)
 
 
 # The end
@@ -298,7 +283,7 @@ def test_a_run_whose_every_process_was_killed_leaves_no_temporary_files(start_sc
     monkeypatch.setenv("TMPDIR", str(base))
     monkeypatch.setattr(tempfile, "tempdir", None)
     gang = start_scripts("until(lambda: False)", workers=1)
-    script_pid(gang, "worker-0")
+    wait_for(lambda: gang.beat("worker-0").state == "training", "the script")
     assert [] != list(base.iterdir())
     supervisor.kill_run(gang.run)
     assert [] == list(base.iterdir())

@@ -12,19 +12,10 @@ from cluster.agent import standby
 from cluster.contract import tf_config
 from cluster.contract.recovery import standby_cluster
 from cluster.host.runtime import supervisor
-from cluster.system import processes
 from cluster.system.json_files import write_json
 from tests.support.gang import Gang
 from tests.support.waiting import wait_for
 
-DIES_AS_STANDBY = """
-import os, sys
-if 'STANDBY_PROCESS' in os.environ:
-    open(os.environ['RUN_DIR'] + '/standby', 'w').write(str(os.getpid()))
-    sys.exit(3)
-"""
-DIES_IN_CLUSTER = " open(os.environ['RUN_DIR'] + '/standby', 'w').close(), os._exit(3)"
-"""Of a task whose standby process does not come to live with the others."""
 LINES = """
 (run.path / f'{NAME}.{os.getpid()}.{GENERATION}.{RESTARTS}.standby={"STANDBY_PROCESS" in os.environ}').touch()
 train(5)
@@ -40,17 +31,6 @@ if config := os.environ.get("STANDBY_CLUSTER"):
     (run.path / f'{NAME}.{GENERATION}.formed').write_text(config)
 train(5)
 if GENERATION < 2: work()
-train(6), meet(), finish()
-"""
-DEAD_AT_THE_LAST_MOMENT = """
-from cluster.contract.recovery import standby_cluster
-train(5)
-if GENERATION == 0 and NAME == "worker-0":
-    until(lambda: (run.path / "standby").exists())
-    until(lambda: standby_cluster.is_complete(run, run.load_cluster().without(["worker-0"]), 0))
-    standby_cluster.report_ready(run, "worker-0", 0, 0)
-    die()
-if GENERATION == 0: work()
 train(6), meet(), finish()
 """
 
@@ -119,13 +99,6 @@ def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang):
     assert ("succeeded", "chief") == (summary["state"], summary["restarts"][0]["task"])
 
 
-def test_a_run_goes_on_where_one_of_these_died_at_the_last_moment(start_gang):
-    dies = f"import os\nif os.environ['TASK'] == 'worker-0' and 'STANDBY_PROCESS' in os.environ:{DIES_IN_CLUSTER}"
-    imports = f"{dies}\nfrom tests.programs.trainer import *"
-    gang = start_gang(DEAD_AT_THE_LAST_MOMENT, imports=imports, workers=1, config=IN_CLUSTER)
-    assert "succeeded" == gang.summary()["state"]
-
-
 @pytest.mark.parametrize(
     ("config", "topology", "possible"),
     [
@@ -158,19 +131,6 @@ def test_only_standby_processes_of_the_same_cluster_can_train(make_run):
     standby_cluster.report_ready(run, "worker-0", 0, 1)
     assert standby_cluster.is_complete(run, cluster, 0)
     assert 0 == standby_cluster.newest_number(run, 1)
-
-
-def test_a_standby_process_that_died_is_not_used(start_gang):
-    gang = start_gang(
-        LINES,
-        imports=f"{DIES_AS_STANDBY}\nfrom tests.programs.trainer import *",
-        workers=0,
-    )
-    gang.await_step("chief", 5)
-    standby_id = int(wait_for(lambda: read_text(gang.run.path / "standby"), "the standby process"))
-    wait_for(lambda: processes.start_ticks(standby_id) is None, "the end of the standby process")
-    os.kill(gang.pid("chief"), signal.SIGKILL)
-    assert "succeeded" == gang.summary()["state"]
 
 
 class Process:
@@ -231,6 +191,20 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeyp
             assert (1, True, 1) == (len(started), standing_by.settled, standing_by.kills)
             return
         assert restarts + 1 == len(started)
+
+
+@pytest.mark.parametrize("code", [3, -signal.SIGKILL])
+def test_a_standby_process_that_ended_is_not_handed_over(monkeypatch, code):
+    process: Any = Process()
+    for name in ("available_bytes", "headroom_bytes"):
+        monkeypatch.setattr(standby.memory, name, lambda: 2**50)
+    monkeypatch.setattr(standby.Standby, "_set_kill_score", lambda *_: None)
+    standing_by = standby.Standby(lambda environment: process, 0, 1)
+    for _ in range(2):
+        standing_by.keep(training=True)
+    assert not standing_by.ended
+    process.code = code
+    assert standing_by.take() is None
 
 
 def test_without_enough_memory_there_is_no_standby_process(monkeypatch):
