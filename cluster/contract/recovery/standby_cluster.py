@@ -48,11 +48,6 @@ def is_possible(run: RunFolder, spec: ClusterSpec) -> bool:
     return known and spec.kind.synchronous and not spec.kind.staged and not spec.kind.hardware
 
 
-def trains(task: Task) -> bool:
-    """Whether a task belongs to this cluster."""
-    return not task.role.is_sidecar
-
-
 def port_set(run: RunFolder, generation: int) -> int:
     """Return the set of ports, 0 or 1, of a generation's cluster."""
     record = run.begun(generation)
@@ -99,7 +94,9 @@ def withdraw_report(run: RunFolder, task: str) -> None:
 def is_complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
     """Whether the standby processes of all tasks are ready to follow the programs of a generation."""
     reports = [
-        records.read_record(_path(run, task.name), _Ready.from_json, None) for task in spec.tasks if trains(task)
+        records.read_record(_path(run, task.name), _Ready.from_json, None)
+        for task in spec.tasks
+        if not task.role.is_sidecar
     ]
     numbers = {each.number for each in reports if each and each.generation == generation}
     return len(numbers) == 1 and all(each and each.generation == generation for each in reports)
@@ -107,7 +104,7 @@ def is_complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
 
 def starts_with_standby(run: RunFolder, task: Task, generation: int) -> bool:
     """Whether a task's program in a generation is to be a standby process that is ready."""
-    return trains(task) and is_standby_generation(run, generation)
+    return not task.role.is_sidecar and is_standby_generation(run, generation)
 
 
 def is_standby_generation(run: RunFolder, generation: int) -> bool:
