@@ -1,5 +1,6 @@
 """Real agents with fake trainers: what the table of decisions (test_decide.py) and the simulation cannot show."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from cluster.contract.run.summary_records import Summary
 from cluster.host.control import foreground
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
+from cluster.system.ports import open_listener
 from cluster.system.processes import start_ticks
 from tests.support.gang import SIGKILLED, assert_ended
 from tests.support.waiting import wait_for
@@ -200,12 +202,6 @@ def test_a_task_that_comes_back_waits_for_its_port(start_gang, topology):
 
 def held(port: int) -> socket.socket | None:
     """Return a listener on a port of this machine; None while somebody else has it."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        holder.bind(("127.0.0.1", port))
-        holder.listen()
-    except OSError:
-        holder.close()
-        return None
-    return holder
+    with contextlib.suppress(OSError):
+        return open_listener("127.0.0.1", port)
+    return None

@@ -3,8 +3,7 @@
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,10 +38,6 @@ def ready(gang: Gang, generation: int) -> bool:
     return standby_cluster.is_complete(gang.run, gang.run.load_cluster(), generation)
 
 
-def read_text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
 @pytest.fixture(autouse=True)
 def enabled(monkeypatch):
     monkeypatch.setenv("STANDBY", "1")
@@ -71,7 +66,7 @@ def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_port
         wait_for(lambda at=generation: gang.beat("chief").generation == at + 1, "the next generation")
     assert "succeeded" == gang.summary()["state"]
     assert [None, 1, 0] == [record.standby_ports for record in gang.run.generations()]
-    first, second = (read_text(gang.run.path / f"chief.{generation}.formed") for generation in (1, 2))
+    first, second = ((gang.run.path / f"chief.{generation}.formed").read_text() for generation in (1, 2))
     assert tf_config.dumps(gang.run.load_cluster(), gang.run.load_cluster().task("chief")) == second
     ports = {
         address.rpartition(":")[2] for config in (first, second) for address in tf_config.parse(config)[0]["chief"]
@@ -133,35 +128,19 @@ def test_only_standby_processes_of_the_same_cluster_can_train(make_run):
     assert 0 == standby_cluster.newest_number(run, 1)
 
 
-class Process:
-    """A standby process, without a process."""
-
-    pid, stopped_s, is_stopped = 1, 0.0, False
-
-    def __init__(self) -> None:
-        self.code: int | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.code is not None
-
-    def wait(self) -> int:
-        assert self.code is not None
-        return self.code
-
-    def end(self, _grace_s: float) -> int:
-        self.code = -signal.SIGKILL if self.code is None else self.code
-        return self.code
+def live_process() -> Mock:
+    """Return a standby process, without a process."""
+    return Mock(pid=1, stopped_s=0.0, is_stopped=False, ended=False)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("for_memory", [False, True])
 def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeypatch, stopped, for_memory):
-    started: list[Process] = []
+    started: list[Mock] = []
     now, kills = 100.0, 0
 
-    def start(_environment: dict[str, str]) -> Any:
-        started.append(Process())
+    def start(_environment: dict[str, str]) -> Mock:
+        started.append(live_process())
         return started[-1]
 
     monkeypatch.setattr(standby.time, "monotonic", lambda: now)
@@ -178,7 +157,8 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeyp
         if stopped:
             started[-1].stopped_s = standby.STOPPED_S + 1
         else:
-            started[-1].code = -signal.SIGKILL
+            started[-1].ended = True
+            started[-1].wait.return_value = -signal.SIGKILL
         kills += int(for_memory)
         assert standing_by.ended
         standing_by.keep(training=True)
@@ -195,7 +175,7 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeyp
 
 @pytest.mark.parametrize("code", [3, -signal.SIGKILL])
 def test_a_standby_process_that_ended_is_not_handed_over(monkeypatch, code):
-    process: Any = Process()
+    process = live_process()
     for name in ("available_bytes", "headroom_bytes"):
         monkeypatch.setattr(standby.memory, name, lambda: 2**50)
     monkeypatch.setattr(standby.Standby, "_set_kill_score", lambda *_: None)
@@ -203,7 +183,8 @@ def test_a_standby_process_that_ended_is_not_handed_over(monkeypatch, code):
     for _ in range(2):
         standing_by.keep(training=True)
     assert not standing_by.ended
-    process.code = code
+    process.ended = True
+    process.wait.return_value = code
     assert standing_by.take() is None
 
 
