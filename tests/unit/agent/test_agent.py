@@ -17,7 +17,6 @@ from cluster.host.control import foreground
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
 from cluster.system.ports import open_listener
-from cluster.system.processes import start_ticks
 from tests.support.gang import SIGKILLED, assert_ended
 from tests.support.waiting import wait_for
 
@@ -59,22 +58,6 @@ def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang)
     outcome = gang.outcome()  # long before the rendezvous' end
     cause = ("failed", "chief", 1, "exit code 1, last line: a wrong installation")
     assert cause == (outcome.state, outcome.task, outcome.exit_code, outcome.error)
-
-
-def test_what_a_program_started_ends_with_it(start_gang):
-    lines = """
-import subprocess
-if NAME == 'worker-0' and not GENERATION:
-    child = subprocess.Popen(['sleep', '300'])
-    (run.path / 'child').write_text(str(child.pid))
-    train(3), die()
-if not GENERATION: work()
-train(5), finish()
-"""
-    gang = start_gang(lines, workers=1)
-    assert "succeeded" == gang.summary()["state"]
-    child = int((gang.run.path / "child").read_text())
-    wait_for(lambda: start_ticks(child) is None, "the end of the program's child")
 
 
 # Restarts
