@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.contract.run import launch_records, records
+from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec, Task
@@ -43,7 +43,7 @@ def is_possible(run: RunFolder, spec: ClusterSpec) -> bool:
     They cannot hold a second copy of the data of a GPU, a TPU or a stage, and while the training calls the user's code
     they call none of it, except to build the model.
     """
-    config = records.read_record(run.config, launch_records.config, {})
+    config = run.load_config({})
     known = (config.get("loop"), config.get("source"), config.get("callbacks") or "") == ("custom", "memory", "")
     return known and spec.kind.synchronous and not spec.kind.staged and not spec.kind.hardware
 

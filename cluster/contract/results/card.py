@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 
 from cluster.contract.results import goodput
-from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.summary_records import Summary
 from cluster.system.files import write_text
@@ -60,8 +59,7 @@ def _result(summary: Summary) -> list[str]:
 
 
 def _made_of(run: RunFolder, summary: Summary) -> list[str]:
-    config = records.read_record(run.config, launch_records.config, {})
-    manifest = records.read_record(run.manifest, launch_records.manifest, {})
+    config, manifest = run.load_config({}), run.load_manifest({})
     commit = manifest.get("code", {}).get("commit") if isinstance(manifest.get("code"), dict) else None
     started, optimizer = run.started.time, config.get("optimizer")
     settings = optimizer if isinstance(optimizer, dict) else {}

@@ -27,7 +27,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def collect_inputs(run: RunFolder) -> dict[str, Any]:
     """Return everything that can make two runs differ, with dotted keys."""
-    manifest, cluster = listing.manifest(run), run.load_cluster()
+    manifest, cluster = run.load_manifest({}), run.load_cluster()
     topology = {
         "strategy": cluster.strategy,
         "tasks": [task.name for task in cluster.tasks],
