@@ -148,8 +148,10 @@ def _prepare(folder: Path, count: int, hosts: Sequence[Host]) -> RunFolder:
     """Return a run folder as `up` leaves it before the first task starts."""
     run = RunFolder(folder)
     run.create()
-    cluster = spec.build(workers=count - 1, ports=None if hosts else free_ports(count))
-    if hosts:
+    cluster = spec.build(workers=count - 1)
+    if not hosts:
+        cluster = cluster.listening(free_ports(count))
+    else:
         placed = tuple(replace(task, host=host.address) for task, host in zip(cluster.tasks, hosts, strict=True))
         cluster = replace(cluster, tasks=placed)
     write_json(run.cluster, cluster.to_json())

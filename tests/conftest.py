@@ -93,10 +93,10 @@ def make_run(tmp_path) -> Callable[..., RunFolder]:
     """Makes a run folder as `invoke up` leaves it before the first task starts; takes `spec.build`'s options."""
 
     def make(name: str = "run", **topology: Any) -> RunFolder:
-        num_tasks = len(spec.build(**topology).tasks)
+        cluster = spec.build(**topology)
         run = RunFolder(tmp_path / "runs" / name)
         run.create()
-        write_json(run.cluster, spec.build(**topology, ports=free_ports(num_tasks)).to_json())
+        write_json(run.cluster, cluster.listening(free_ports(len(cluster.tasks))).to_json())
         write_json(run.config, {"global_batch": 96})
         write_json(run.compose, {"runtime": "local", "tasks": {}})
         write_json(run.control / "started.json", {"time": time.time(), "runtime": "local"})

@@ -136,21 +136,20 @@ class RunView:
         if self._copy:
             self._copy.require_newest()
 
-    def begin_generation(self, number: int, **why: Any) -> bool:
-        """Begin generation `number` unless another task has, or the run has ended; return whether this call did."""
+    def _write(self, write: Callable[[], bool]) -> bool:
         self.require_newest()
         try:
-            return self.folder.outcome is None and self.folder.begin_generation(number, **why)
+            return write()
         finally:
             self._read.clear()
 
+    def begin_generation(self, number: int, **why: Any) -> bool:
+        """Begin generation `number` unless another task has, or the run has ended; return whether this call did."""
+        return self._write(lambda: self.folder.outcome is None and self.folder.begin_generation(number, **why))
+
     def end(self, state: str, **why: Any) -> bool:
         """Record the outcome unless another task has; return whether this call did."""
-        self.require_newest()
-        try:
-            return self.folder.end(state, **why)
-        finally:
-            self._read.clear()
+        return self._write(lambda: self.folder.end(state, **why))
 
     def refresh_generations(self) -> None:
         """Look for a newer generation that a network file system may still hide."""
@@ -159,11 +158,7 @@ class RunView:
 
     def request_stop(self, by: str, *, then: str = AfterStop.END) -> bool:
         """Request that every task saves at the same step and stops; return False if that was requested before."""
-        self.require_newest()
-        try:
-            return self.folder.request_stop(by, then=then)
-        finally:
-            self._read.clear()
+        return self._write(lambda: self.folder.request_stop(by, then=then))
 
     # The other tasks
 

@@ -163,7 +163,7 @@ class Standby:
 
 def cluster_variables(run: RunFolder, spec: ClusterSpec, task: Task, generation: int) -> dict[str, str] | None:
     """Return the variables of a standby process that forms a cluster with the others; None where it cannot."""
-    if "GPUS_GIVEN" in os.environ or not (standby_cluster.trains(task) and standby_cluster.is_possible(run, spec)):
+    if "GPUS_GIVEN" in os.environ or task.role.is_sidecar or not standby_cluster.is_possible(run, spec):
         return None
     cluster = standby_cluster.spec_of_generation(run, spec, generation)
     return {

@@ -233,7 +233,7 @@ class Watchdog:
             return Stall(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
         # Without a rendezvous a task may never join the generation.
         waited_s = now - self._began
-        late = sorted(name for name in self._behind if standby_cluster.trains(self._spec.task(name)))
+        late = sorted(name for name in self._behind if not self._spec.task(name).role.is_sidecar)
         if late and waited_s >= SILENT_S and standby_cluster.is_standby_generation(self._run.folder, self._generation):
             return Stall(late[0], f"it did not join generation {self._generation} in {waited_s:.0f} s", "silent")
         return None

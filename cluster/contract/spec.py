@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from cluster.contract import strategies
+from cluster.contract.schema import Count, Record, one_of
 from cluster.contract.strategies import Strategy
 from cluster.system.errors import UsageError, nearest
 
@@ -47,13 +48,13 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(Record):
     """One member of the cluster and the address of its TensorFlow server."""
 
     role: Role
-    index: int
+    index: Count
     host: str
-    port: int
+    port: Count
 
     @property
     def name(self) -> str:
@@ -66,25 +67,29 @@ class Task:
         return f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True)
-class ClusterSpec:
-    """The tasks of a run and the strategy that trains on them.
+def _strategy(value: Any) -> Any:
+    return one_of(*strategies.STRATEGIES)(value)  # those that are registered now
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec(Record):
+    """The tasks of a run and the strategy that trains on them: `cluster.json`, see `launch_records.cluster`.
 
     Attributes:
         strategy: a key of `strategies.STRATEGIES`.
-        tasks: chief first, then workers, parameter servers, evaluator.
         devices: replicas in each training task.
         separate_chief: whether TF_CONFIG has a task of type `chief`. Without, and without parameter servers, the chief
             is worker 0 there.
         pipelines: with stages of a model, how many tasks have each stage: the tasks are those of one pipeline after the
             other.
+        tasks: chief first, then workers, parameter servers, evaluator.
     """
 
-    strategy: str
-    tasks: tuple[Task, ...]
-    devices: int = 1
+    strategy: Annotated[str, _strategy]
+    devices: Count
     separate_chief: bool = True
-    pipelines: int = 1
+    pipelines: Count = 1
+    tasks: tuple[Task, ...]
 
     def of(self, role: Role) -> tuple[Task, ...]:
         """Return the tasks of one role in index order."""
@@ -179,16 +184,6 @@ class ClusterSpec:
         tasks = (replace(task, host="127.0.0.1", port=port) for task, port in zip(self.tasks, ports, strict=True))
         return replace(self, tasks=tuple(tasks))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the form saved as `cluster.json`."""
-        return {
-            "strategy": self.strategy,
-            "devices": self.devices,
-            "separate_chief": self.separate_chief,
-            "pipelines": self.pipelines,
-            "tasks": [asdict(task) for task in self.tasks],
-        }
-
 
 def task_name(role: Role, index: int) -> str:
     """Return a task's name, with an index unless the role has at most one task."""
@@ -226,11 +221,10 @@ def build(
     evaluator: bool = False,
     strategy: str = "auto",
     devices: object = 1,
-    ports: tuple[int, ...] | None = None,
     separate_chief: bool = True,
     pipelines: int = 1,
 ) -> ClusterSpec:
-    """Return the cluster for the options of a command line.
+    """Return the cluster for the options of a command line, each task listening on `TASK_PORT` of its own host.
 
     Args:
         workers: `worker` tasks in addition to the chief; None: the default.
@@ -238,8 +232,6 @@ def build(
         evaluator: whether a task evaluates every new checkpoint.
         strategy: `auto` or a key of `strategies.STRATEGIES`.
         devices: replicas in each training task.
-        ports: a free port on 127.0.0.1 for each task, for local processes; None for containers, which have a host
-            name each and listen on `TASK_PORT`.
         separate_chief, pipelines: see `ClusterSpec`.
 
     Raises:
@@ -257,5 +249,6 @@ def build(
     slots += [(Role.PS, index) for index in range(num_ps)]
     slots += [(Role.EVALUATOR, 0)] if evaluator else []
     tasks = tuple(Task(role, index, task_name(role, index), TASK_PORT) for role, index in slots)
-    cluster = ClusterSpec(resolved, tasks, num_devices, separate_chief, pipelines)
-    return cluster.listening(ports) if ports else cluster
+    return ClusterSpec(
+        strategy=resolved, devices=num_devices, separate_chief=separate_chief, pipelines=pipelines, tasks=tasks
+    )

@@ -228,7 +228,7 @@ def warn_once(damaged: DamagedError) -> None:
 
 
 LINE_BYTES = 2**18
-"""The longest line that is read whole."""
+"""The longest line that is read whole; a longer one is split."""
 NEWEST_BYTES = 2**28
 """How much of the end of a file is read."""
 KEPT_BYTES = 2**24
@@ -261,7 +261,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with open_file(path, "rb") as file:
             skipped = _to_newest(file, NEWEST_BYTES)
-            for line in _lines(file):
+            for line in iter(lambda: file.readline(LINE_BYTES), b""):
                 if skipped:
                     skipped = False
                 elif (value := _parsed(line)) is not None:
@@ -313,7 +313,7 @@ class Journal(Generic[T]):
                 file.readline(LINE_BYTES)
             self._offset = file.tell()
         file.seek(self._offset)
-        for line in _lines(file):
+        for line in iter(lambda: file.readline(LINE_BYTES), b""):
             if not line.endswith(b"\n") and len(line) < LINE_BYTES:
                 break  # its writer has not finished; if it never does, the next one begins a new line
             self._offset += len(line)
@@ -327,12 +327,6 @@ def _to_newest(file: IO[bytes], limit: int) -> bool:
     size = os.fstat(file.fileno()).st_size
     file.seek(max(0, size - limit))
     return size > limit
-
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield a file's lines with their ends; lines longer than `LINE_BYTES` are split."""
-    while line := file.readline(LINE_BYTES):
-        yield line
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

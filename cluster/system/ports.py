@@ -46,15 +46,6 @@ def _unused(host: str, first: int) -> Iterator[int]:
             yield port
 
 
-def bind_error(port: int) -> OSError | None:
-    """Return why a server cannot listen on a port of 127.0.0.1; None if it can."""
-    try:
-        open_listener("127.0.0.1", port).close()
-    except OSError as error:
-        return error
-    return None
-
-
 def open_listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens on an address.
 

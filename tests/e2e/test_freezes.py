@@ -17,7 +17,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.system import processes
 from cluster.system.json_files import read_json
 from cluster.system.processes import ProcessTable
-from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, step_of, summary
+from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, summary
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -106,19 +106,6 @@ def test_a_frozen_process_must_not_hold_up_the_run(clusters, strategy, frozen, s
         _await_new_steps(run, together)
     clusters.invoke("stop", name, timeout_s=BOUND_S)
     assert "stopped" == summary(run)["state"]
-
-
-def test_a_frozen_standby_process_must_be_replaced_in_its_generation(clusters):
-    run = clusters.up("standby", "--workers=1", "--detach", "--", *ENDLESS)
-    _await_standby(run)
-    processes.kill(Frozen("standby", "worker-0").find(run), signal.SIGSTOP)
-    wait_for(lambda: not standby_cluster.is_complete(run, run.load_cluster(), 0), "the end of their cluster", BOUND_S)
-    _await_standby(run)
-    processes.kill(Frozen("program", "chief").find(run), signal.SIGKILL)
-    step = step_of(run)
-    wait_for(lambda: run.generation == 1 and step_of(run) > step, "new steps", BOUND_S)
-    assert standby_cluster.is_standby_generation(run, 1)
-    clusters.invoke("stop", "standby", timeout_s=BOUND_S)
 
 
 @pytest.mark.alone

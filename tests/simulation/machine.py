@@ -48,13 +48,6 @@ class Clock:
         Now.world.sleep(seconds)
 
 
-class NoKills:
-    """Replaces `MemoryKills`: the kernel kills nothing."""
-
-    def include(self, *_: Any) -> bool:
-        return False
-
-
 def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Agent:
     """Return the agent of a task, whose programs are simulated.
 
@@ -153,7 +146,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "time", Clock)
     for module in (agent, elastic):
         patch.setattr(module, "HeartbeatWriter", folder.SimHeartbeat)
-    patch.setattr(attempt, "MemoryKills", NoKills)
+    patch.setattr(attempt, "MemoryKills", lambda: types.SimpleNamespace(include=lambda *_: False))
     for module in (agent, attempt):
         patch.setattr(module, "POLL_S", POLL_S)
     patch.setattr(agent, "signal", signals)
@@ -180,7 +173,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(standing_by.Standby, "_set_kill_score", lambda *_: None)
     for name in ("is_possible", "write_json", "create_json"):
         patch.setattr(standby_cluster, name, getattr(standby, name))
-    patch.setattr(standby_cluster, "records", standby.SimRecords)
+    patch.setattr(standby_cluster, "records", types.SimpleNamespace(read_record=standby.read_record))
     patch.setattr(standby_cluster, "_path", standby.path)
     patch.setattr(standby_cluster, "_replaced", standby.replaced)
     patch.setenv("RESTART_PAUSE_S", "0.5")

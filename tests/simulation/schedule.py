@@ -28,7 +28,6 @@ from cluster.agent.hub import SILENCE_S
 from cluster.agent.schedulers.lifecycle import COPY_S
 from cluster.agent.watchdog import FROZEN_S, SILENT_S
 from cluster.contract import spec
-from cluster.contract.recovery import standby_cluster
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_TIMEOUT
 from tests.simulation import machine
@@ -316,7 +315,7 @@ class Schedule:
         if "standby_ports" not in record:
             return
         members = [task for name, task in self.world.tasks.items() if name not in record.get("left_out", ())]
-        tasks = [task for task in members if standby_cluster.trains(task.task) and task.alive]
+        tasks = [task for task in members if not task.task.role.is_sidecar and task.alive]
         threads = [task.thread for task in tasks]
 
         def begun() -> None:

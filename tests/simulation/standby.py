@@ -91,42 +91,19 @@ class SimRecord:
     """The record of a task's standby process: what `standby_cluster` does with a path."""
 
     def __init__(self, run: Any, task: str) -> None:
-        self._run, self._task = run, task
+        self.run, self.task = run, task
         self.parent = self
 
     def mkdir(self, **_: Any) -> None:
         """Make its folder."""
 
     def unlink(self, **_: Any) -> None:
-        self._run.world.operation("withdraw the standby process")
-        self._run.standby.pop(self._task, None)
+        self.run.world.operation("withdraw the standby process")
+        self.run.standby.pop(self.task, None)
 
     def exists(self) -> bool:
-        self._run.world.operation("read")
-        return not self._run.cache.hides(f"standby/{self._task}", exists=self._task in self._run.standby)
-
-    def write(self, value: dict[str, Any]) -> None:
-        self._run.world.operation("report the standby process")
-        self._run.standby[self._task] = value
-
-    def create(self, value: dict[str, Any]) -> None:
-        self._run.world.operation("replace the standby cluster")
-        self._run.standby.setdefault(self._task, value)
-        self._run.cache.forget(f"standby/{self._task}")
-
-    def read(self, default: Any) -> Any:
-        self._run.world.operation("read")
-        hidden = self._run.cache.hides(f"standby/{self._task}", exists=self._task in self._run.standby)
-        return default if hidden else self._run.standby[self._task]
-
-
-class SimRecords:
-    """Replaces the module `records` there."""
-
-    @staticmethod
-    def read_record(record: SimRecord, check: Callable[[Any], Any], default: Any) -> Any:
-        value = record.read(None)
-        return default if value is None else check(value)
+        self.run.world.operation("read")
+        return not self.run.cache.hides(f"standby/{self.task}", exists=self.task in self.run.standby)
 
 
 class SimMemory:
@@ -143,13 +120,20 @@ def is_possible(_run: RunFolder, spec: ClusterSpec) -> bool:
     return spec.kind.synchronous
 
 
+def read_record(record: SimRecord, check: Callable[[Any], Any], default: Any) -> Any:
+    return check(record.run.standby[record.task]) if record.exists() else default
+
+
 def write_json(record: SimRecord, value: dict[str, Any], *, durable: bool) -> None:
     assert not durable
-    record.write(json.loads(json.dumps(value)))
+    record.run.world.operation("report the standby process")
+    record.run.standby[record.task] = json.loads(json.dumps(value))
 
 
 def create_json(record: SimRecord, value: dict[str, Any]) -> None:
-    record.create(value)
+    record.run.world.operation("replace the standby cluster")
+    record.run.standby.setdefault(record.task, value)
+    record.run.cache.forget(f"standby/{record.task}")
 
 
 def path(run: RunFolder, task: str) -> SimRecord:

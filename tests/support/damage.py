@@ -93,25 +93,22 @@ def damage(run: RunFolder, name: str, draw: random.Random, outside: Path) -> str
     path = run.path / name
     kinds = [tear, empty, lengthen, replace, mistype, mistype, mistype, misplace, hide, add]
     kind = draw.choice(kinds)
-    if os.path.lexists(path) and not path.parent.is_symlink():  # else it would damage what the link names
+    damages = kind in (misplace, hide, add) or (path.is_file() and not path.is_symlink())
+    if damages and os.path.lexists(path) and not path.parent.is_symlink():  # else it would damage what the link names
         kind(path, draw, outside)
     return f"{kind.__name__} {name}"
 
 
 def tear(path: Path, draw: random.Random, outside: Path) -> None:
-    if path.is_file() and not path.is_symlink():
-        os.truncate(path, draw.randint(0, path.stat().st_size))
+    os.truncate(path, draw.randint(0, path.stat().st_size))
 
 
 def empty(path: Path, draw: random.Random, outside: Path) -> None:
-    if path.is_file() and not path.is_symlink():
-        os.truncate(path, 0)
+    os.truncate(path, 0)
 
 
 def lengthen(path: Path, draw: random.Random, outside: Path) -> None:
     """Append to a file: garbage, itself, or more zeros than there is memory."""
-    if not path.is_file() or path.is_symlink():
-        return
     with path.open("ab") as file:
         if draw.random() < 0.2:
             file.truncate(10**11)
@@ -121,13 +118,12 @@ def lengthen(path: Path, draw: random.Random, outside: Path) -> None:
 
 def replace(path: Path, draw: random.Random, outside: Path) -> None:
     """Have a file hold something else."""
-    if path.is_file() and not path.is_symlink():
-        path.write_bytes(draw.choice([*TEXTS, json.dumps(draw.choice(HOSTILE)).encode()]))
+    path.write_bytes(draw.choice([*TEXTS, json.dumps(draw.choice(HOSTILE)).encode()]))
 
 
 def mistype(path: Path, draw: random.Random, outside: Path) -> None:
     """Change, remove or add a value somewhere in a record, or in a line of it."""
-    if not path.is_file() or path.is_symlink() or path.stat().st_size > 10**6:
+    if path.stat().st_size > 10**6:
         return
     try:
         if path.suffix != ".jsonl":

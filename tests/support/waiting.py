@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,8 +21,5 @@ def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 300, paus
 def together(body: Callable[[int], None], count: int = 8) -> None:
     """Run `body` in several threads at the same moment."""
     start = threading.Barrier(count)
-    threads = [threading.Thread(target=lambda at=at: (start.wait(), body(at))) for at in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(lambda at: (start.wait(), body(at)), range(count)))

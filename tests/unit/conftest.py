@@ -56,19 +56,17 @@ def start_run() -> Iterator[Callable[[RunFolder], Gang]]:
 def start_gang(make_run, start_run, tmp_path) -> StartGang:
     """Starts a cluster whose every task runs the given lines of Python.
 
-    `imports` goes before the lines; `absent` tasks are in the cluster but never started; `stopped` asks the run to stop
-    before it starts; `preload` names a module with whose `load` the supervisor begins, or with `apart` each agent;
-    `network` is `private` or `host`; `elastic` is what `started.json` says of `--min-workers`, `away` tasks are kept
-    away until the test removes the file; `config` is added to the configuration; the other options are `spec.build`'s.
+    `imports` goes before the lines; `absent` tasks are in the cluster but never started; `preload` names a module with
+    whose `load` the supervisor begins, or with `apart` each agent; `network` is `private` or `host`; `elastic` is what
+    `started.json` says of `--min-workers`, `away` tasks are kept away until the test removes the file; `config` is
+    added to the configuration; the other options are `spec.build`'s.
     """
 
     def start(
         lines: str,
         imports: str = "from tests.programs.trainer import *",
         absent: tuple[str, ...] = (),
-        stopped: bool = False,
         hang_timeout_s: float = 60,
-        max_restarts: int = 3,
         preload: str = "",
         apart: bool = False,
         network: str = HOST,
@@ -86,7 +84,7 @@ def start_gang(make_run, start_run, tmp_path) -> StartGang:
             agent = [sys.executable, "-m", "tests.programs.importing_agent", preload, *program]
             how["tasks"] = {name: task | {"command": agent} for name, task in how["tasks"].items()}
         write_json(run.compose, how | ({"preload": preload} if preload and not apart else {}))
-        limits = {"hang_timeout_s": hang_timeout_s, "max_restarts": max_restarts, **elastic}
+        limits = {"hang_timeout_s": hang_timeout_s, **elastic}
         for name in away:
             run.away(name).parent.mkdir(exist_ok=True)
             run.away(name).touch()
@@ -95,8 +93,6 @@ def start_gang(make_run, start_run, tmp_path) -> StartGang:
             beat.write()
         write_json(run.control / "started.json", read_json(run.control / "started.json") | limits)
         provenance.write_note(run)
-        if stopped:
-            run.request_stop("a test")
         return start_run(run)
 
     return start

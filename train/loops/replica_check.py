@@ -7,7 +7,6 @@ checkpoint is about to save is compared first. Where copies differ, the run cont
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 from collections import Counter
@@ -59,11 +58,6 @@ class ReplicaCheck(Periodic):
         self._variables, self._gather = variables, gather
         self._compared_at = 0
 
-    @functools.cached_property
-    def _digests(self) -> Callable[[], list[tf.Tensor]]:
-        variables = self._variables()
-        return tf.function(lambda: digests(variables, self._devices), autograph=False)
-
     def after(self, progress: CallProgress) -> None:
         if self.due(progress):
             self.compare(progress.step)
@@ -76,7 +70,7 @@ class ReplicaCheck(Periodic):
         """
         if not self._active or step == self._compared_at:
             return
-        own = [int(total) for total in self._digests()]
+        own = digests(self._variables(), self._devices)
         # One number for each task: equal ones mean equal copies, and a task whose own copies differ stands out.
         number = own[0] if len(set(own)) == 1 else hash((self._task, *own))
         numbers = list(self._gather(number))[:: self._devices] if len(self._tasks) > 1 else [number]
@@ -95,36 +89,29 @@ class ReplicaCheck(Periodic):
         )
 
 
-def digests(variables: Sequence[Any], replicas: int) -> list[tf.Tensor]:
-    """Return a number for each of this task's replicas: the sum of the bits of its copies, modulo 2^64.
+def digests(variables: Sequence[Any], replicas: int) -> list[int]:
+    """Return a number of 64 bits for each of this task's replicas: the sum of the bits of its copies.
 
     Each variable has an odd factor, so that one bit changes the number, and so do two variables in each other's place.
     """
-    totals = []
-    for replica in range(replicas):
-        copies = [copy_of(variable, replica) for variable in variables]
-        sums = [_sum_bits(copy) * (2 * index + 1) for index, copy in enumerate(copies) if _has_bits(copy)]
-        totals.append(tf.add_n([tf.identity(each) for each in sums]) if sums else tf.constant(0, tf.int64))
-    return totals
+    return [_sum_up([copy_of(variable, replica) for variable in variables]) for replica in range(replicas)]
+
+
+def _sum_up(copies: Sequence[tf.Variable]) -> int:
+    total = 0
+    for index, copy in enumerate(copies):
+        if copy.dtype.is_floating or copy.dtype.is_integer:
+            octets = copy.numpy().reshape(-1).view(np.uint8)
+            words = octets[: octets.size // 8 * 8].view(np.uint64)
+            rest = int.from_bytes(octets[words.nbytes :].tobytes(), "little")
+            total += (2 * index + 1) * (int(words.sum(dtype=np.uint64)) + rest)
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def copy_of(variable: Any, replica: int) -> tf.Variable:
     """Return the copy of a variable in one of this task's replicas."""
     whole = unwrap(variable)
     return whole.values[replica] if isinstance(whole, tf.distribute.DistributedValues) else whole
-
-
-def _has_bits(variable: tf.Variable) -> bool:
-    return variable.dtype.is_floating or variable.dtype.is_integer
-
-
-def _sum_bits(variable: tf.Variable) -> tf.Tensor:
-    """Return the sum of a variable's bits as 64-bit numbers, which no order of addition changes."""
-    flat = tf.reshape(variable, [-1])
-    in_one = 8 // flat.dtype.size
-    padded = tf.pad(flat, [[0, -flat.shape[0] % in_one]])
-    words = padded if in_one == 1 else tf.reshape(padded, [-1, in_one])
-    return tf.reduce_sum(words if words.dtype == tf.int64 else tf.bitcast(words, tf.int64))
 
 
 class FlipBit(Action):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.contract.run import launch_records, records
+from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec, Task
@@ -43,14 +43,9 @@ def is_possible(run: RunFolder, spec: ClusterSpec) -> bool:
     They cannot hold a second copy of the data of a GPU, a TPU or a stage, and while the training calls the user's code
     they call none of it, except to build the model.
     """
-    config = records.read_record(run.config, launch_records.config, {})
+    config = run.load_config({})
     known = (config.get("loop"), config.get("source"), config.get("callbacks") or "") == ("custom", "memory", "")
     return known and spec.kind.synchronous and not spec.kind.staged and not spec.kind.hardware
-
-
-def trains(task: Task) -> bool:
-    """Whether a task belongs to this cluster."""
-    return not task.role.is_sidecar
 
 
 def port_set(run: RunFolder, generation: int) -> int:
@@ -99,7 +94,9 @@ def withdraw_report(run: RunFolder, task: str) -> None:
 def is_complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
     """Whether the standby processes of all tasks are ready to follow the programs of a generation."""
     reports = [
-        records.read_record(_path(run, task.name), _Ready.from_json, None) for task in spec.tasks if trains(task)
+        records.read_record(_path(run, task.name), _Ready.from_json, None)
+        for task in spec.tasks
+        if not task.role.is_sidecar
     ]
     numbers = {each.number for each in reports if each and each.generation == generation}
     return len(numbers) == 1 and all(each and each.generation == generation for each in reports)
@@ -107,7 +104,7 @@ def is_complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
 
 def starts_with_standby(run: RunFolder, task: Task, generation: int) -> bool:
     """Whether a task's program in a generation is to be a standby process that is ready."""
-    return trains(task) and is_standby_generation(run, generation)
+    return not task.role.is_sidecar and is_standby_generation(run, generation)
 
 
 def is_standby_generation(run: RunFolder, generation: int) -> bool:

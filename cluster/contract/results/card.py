@@ -6,10 +6,8 @@ Its reader may not escape it, so everything from the run's folder is written as 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from cluster.contract.results import goodput
-from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.summary_records import Summary
 from cluster.system.files import write_text
@@ -61,10 +59,10 @@ def _result(summary: Summary) -> list[str]:
 
 
 def _made_of(run: RunFolder, summary: Summary) -> list[str]:
-    config = records.read_record(run.config, launch_records.config, {})
-    manifest = records.read_record(run.manifest, launch_records.manifest, {})
+    config, manifest = run.load_config({}), run.load_manifest({})
     commit = manifest.get("code", {}).get("commit") if isinstance(manifest.get("code"), dict) else None
-    started = run.started.time
+    started, optimizer = run.started.time, config.get("optimizer")
+    settings = optimizer if isinstance(optimizer, dict) else {}
     rows = {
         "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started)) if started else "",
         "commit": commit or "",
@@ -72,14 +70,9 @@ def _made_of(run: RunFolder, summary: Summary) -> list[str]:
         "tasks": ", ".join(summary.tasks),
         "script": " ".join([config.get("script", ""), *config.get("arguments", [])]).strip(),
         **{name: config.get(name, "") for name in SHOWN_OPTIONS},
-        "optimizer": ", ".join(f"{name} {value}" for name, value in _optimizer(config).items() if value),
+        "optimizer": ", ".join(f"{name} {value}" for name, value in settings.items() if value),
     }
     return ["| | |", "|---|---|", *(f"| {name} | {code(value)} |" for name, value in rows.items() if value)]
-
-
-def _optimizer(config: dict[str, Any]) -> dict[str, Any]:
-    settings = config.get("optimizer")
-    return settings if isinstance(settings, dict) else {}
 
 
 def _restarts(summary: Summary) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cluster.contract.recovery import restart_costs
 from cluster.contract.results import card, goodput, stragglers
-from cluster.contract.run import launch_records, membership, records
+from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Outcome, OutcomeState
 from cluster.contract.run.summary_records import Cause, Summary
@@ -80,7 +80,7 @@ def await_last_heartbeats(run: RunFolder, timeout_s: float) -> None:
 
 def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:
     """Return the share of the wall time spent in useful steps, without start, saving and repeated steps."""
-    batch = records.read_record(run.config, launch_records.config, {}).get("global_batch", 0)
+    batch = run.load_config({}).get("global_batch", 0)
     useful_s, before = 0.0, None
     for row in run.rows("chief"):
         if row["time"] >= started and row["examples_per_s"] and before is not None:

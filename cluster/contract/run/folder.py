@@ -37,6 +37,7 @@ from cluster.contract.spec import MAX_TASKS, ClusterSpec
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import guard, make_folder, open_file, remove, rename
 from cluster.system.json_files import (
+    REQUIRED,
     RESERVE,
     RESERVE_BYTES,
     Journal,
@@ -125,9 +126,13 @@ class RunFolder(Paths):
         """Return the run's cluster; raise DamagedError without a valid one."""
         return records.read_record(self.cluster, launch_records.cluster)
 
-    def load_config(self) -> dict[str, Any]:
-        """Return the run's configuration; raise DamagedError without a valid one."""
-        return records.read_record(self.config, launch_records.config)
+    def load_config(self, default: Any = REQUIRED) -> dict[str, Any]:
+        """Return the run's configuration, or the default; raise DamagedError without a valid one or a default."""
+        return records.read_record(self.config, launch_records.config, default)
+
+    def load_manifest(self, default: Any = REQUIRED) -> dict[str, Any]:
+        """Return the run's manifest, or the default; raise DamagedError without a valid one or a default."""
+        return records.read_record(self.manifest, launch_records.manifest, default)
 
     def load_started(self) -> Started:
         """Return how and when the run was started; raise DamagedError without a valid record."""
@@ -146,7 +151,7 @@ class RunFolder(Paths):
     @property
     def script(self) -> dict[str, Any] | None:
         """The script that every task runs instead of the training program, with its arguments; None without one."""
-        config = records.read_record(self.config, launch_records.config, {})
+        config = self.load_config({})
         return config if "script" in config else None
 
     @property

@@ -19,6 +19,7 @@ from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.records import FINAL_STATES, AfterStop, Heartbeat, TaskState
 from cluster.contract.spec import Task
 from cluster.system.json_files import write_json
+from cluster.system.waiting import wait_until
 
 HEARTBEAT_S = 1.0
 """Longest time between two heartbeats of a live task."""
@@ -192,12 +193,7 @@ def is_silent(run: RunFolder) -> bool:
     beats = run.heartbeats()
     if any(beat.state not in FINAL_STATES and not _seems_old(beat) for beat in beats.values()):
         return False
-    deadline = time.monotonic() + SECOND_LOOK_S
-    while beats and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        if run.heartbeats() != beats:
-            return False
-    return True
+    return not beats or not wait_until(lambda: run.heartbeats() != beats, SECOND_LOOK_S, POLL_S)
 
 
 def final_state(run: RunFolder) -> str | None:

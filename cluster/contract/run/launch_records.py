@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from cluster.contract.schema import SPARSE, Count, Record, Seconds, dictionary, listing, mapping, one_of, text, whole
-from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Role, Task
-from cluster.contract.strategies import STRATEGIES
+from cluster.contract.schema import SPARSE, Count, Record, Seconds, dictionary, listing, mapping, text, whole
+from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,32 +123,9 @@ class TensorBoardRecord(Record):
 HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")
 
 
-def _strategy(value: Any) -> Any:
-    return one_of(*STRATEGIES)(value)  # those that are registered now
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Task(Record):
-    role: Role
-    index: Count
-    host: str
-    port: Count
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cluster(Record):
-    strategy: Annotated[str, _strategy]
-    devices: Count
-    tasks: tuple[_Task, ...]
-    separate_chief: bool = True
-    pipelines: Count = 1
-
-
 def cluster(value: Any) -> ClusterSpec:
     """Check the content of `cluster.json`."""
-    known = _Cluster.from_json(value)
-    tasks = tuple(Task(task.role, task.index, task.host, task.port) for task in known.tasks)
-    spec = ClusterSpec(known.strategy, tasks, known.devices, known.separate_chief, known.pipelines)
+    spec = ClusterSpec.from_json(value)
     names = [task.name for task in spec.tasks]
     if names.count("chief") != 1 or len(set(names)) < len(names):
         raise ValueError("expected one chief, and every task once")

@@ -10,11 +10,11 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from cluster.contract.findings import Finding
 from cluster.host.checks import gpus
 from cluster.host.image import locks
 from cluster.host.launch import folders
 from cluster.host.runtime import registry, tensorboard
+from cluster.host.runtime.base import Finding
 from cluster.system.messages import COMMAND, short_path
 
 _HAS_CUDA = any(importlib.metadata.distributions(name="tensorflow"))  # `tensorflow-cpu` is another distribution

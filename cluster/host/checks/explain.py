@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract import strategies, tf_config
-from cluster.contract.findings import Finding
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.contract.strategies import Strategy
+from cluster.host.runtime.base import Finding
 from cluster.host.view.columns import columns, plain_lines
 from cluster.system.errors import UsageError
 from cluster.system.messages import counted

@@ -9,10 +9,10 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from cluster.contract.findings import Finding
 from cluster.host.gpu import devices
 from cluster.host.image import engine, images
 from cluster.host.runtime import compose_services
+from cluster.host.runtime.base import Finding
 from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import COMMAND
 

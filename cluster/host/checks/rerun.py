@@ -50,7 +50,7 @@ def repeat_run(
     With `trust` the run may be one that this user did not start. `shown` shows the new run while it trains.
     """
     _check(run)
-    runtime = runtime or str(manifest.read_manifest(run).get("runtime", "auto"))
+    runtime = runtime or str(run.load_manifest().get("runtime", "auto"))
     request = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
     began = time.time()
     planned = startup.start_planned(planning.plan(request), sh, began=began)
@@ -109,7 +109,7 @@ def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
     for run in (first, second):
         for change in membership.changes(run):
             yield f"tasks: {run.name} continued {change}"
-    ones, others = (dict(flatten(manifest.read_manifest(run))) for run in (first, second))
+    ones, others = (dict(flatten(run.load_manifest())) for run in (first, second))
     same_code = all(ones.get(key, "") == others.get(key) for key in CODE_HASHES)
     expected = ("cluster.tasks", *(["code"] if same_code else []))  # local tasks get free ports
     for key in sorted(ones.keys() | others.keys()):

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract import tf_config
-from cluster.contract.run import launch_records, records
-from cluster.contract.run.folder import RunFolder
 from cluster.host.image import checkout, locks
 from cluster.host.launch import user_files
 from cluster.host.launch.plan import Plan
@@ -46,15 +44,6 @@ def write_manifest(plan: Plan) -> None:
         "tf_config": {task.name: tf_config.render(plan.cluster, task) for task in plan.cluster.tasks},
     }
     write_json(plan.run.manifest, value)
-
-
-def read_manifest(run: RunFolder) -> dict[str, Any]:
-    """Return a run's manifest.
-
-    Raises:
-        DamagedError: there is none, or it holds none.
-    """
-    return records.read_record(run.manifest, launch_records.manifest)
 
 
 def _code() -> dict[str, Any]:

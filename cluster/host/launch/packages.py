@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from cluster.host.image import locks
+from cluster.host.runtime import registry
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.files import make_readable, sha256
 from cluster.system.paths import ROOT
@@ -34,11 +35,6 @@ _LOCKED_BUILDS = ["--only-binary=:all:", "--use-pep517", "--no-build-isolation"]
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")
 _OURS = (*_TENSORFLOW, "tf-keras")
 _NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "ReadTimeoutError", "NameResolutionError")
-
-
-def host_python() -> str:
-    """Return the version of the Python that local processes run with."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def locate_packages(requirements: Path, python: str) -> Path:
@@ -128,7 +124,7 @@ def _line(package: dict[str, Any], requirements: Path) -> str:
 
 def _for_python(python: str) -> list[str]:
     """Return pip's options for a version of Python; for another than this one wheels alone will do."""
-    if python == host_python():
+    if python == registry.LOCAL.python:
         return _LOCKED_BUILDS
     return ["--python-version", python, "--only-binary=:all:", "--no-compile"]
 

@@ -201,7 +201,7 @@ def _resolve(
             payload, script=script, arguments=tuple(request.arguments), separate_chief=request.separate_chief
         )
     else:
-        here = packages.install_packages(requirements, packages.host_python()) if requirements else None
+        here = packages.install_packages(requirements, registry.LOCAL.python) if requirements else None
         config, code_dirs, data = configuration.resolve_config(request, base, here, started.code_dirs, cores)
         payload = replace(payload, code_dirs=code_dirs)
     if requirements:

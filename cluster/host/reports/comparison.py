@@ -20,7 +20,7 @@ _RESULTS = ("result", "steps", "wall_s", "restarts")
 
 def collect_inputs(run: RunFolder) -> dict[str, Any]:
     """Return everything that can make two runs differ, with dotted keys."""
-    manifest, cluster = listing.manifest(run), run.load_cluster()
+    manifest, cluster = run.load_manifest({}), run.load_cluster()
     topology = {
         "strategy": cluster.strategy,
         "tasks": [task.name for task in cluster.tasks],

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.heartbeat import final_state
 from cluster.contract.schema import Record, dictionary
@@ -98,15 +97,10 @@ def _state(run: RunFolder) -> str:
     return beats["chief"].state if "chief" in beats else "starting"
 
 
-def manifest(run: RunFolder) -> dict[str, Any]:
-    """Return a run's manifest; empty without a valid one."""
-    return records.read_record(run.manifest, launch_records.manifest, {})
-
-
 def commit(run: RunFolder) -> str | None:
     """Return the first digits of the commit that a run was made from, with `+` where files differed from it."""
     try:
-        code = dictionary(Record)(manifest(run).get("code", {}))
+        code = dictionary(Record)(run.load_manifest({}).get("code", {}))
     except ValueError:
         return None
     known = code.get("commit")

@@ -123,7 +123,7 @@ def _time(run: RunFolder) -> str:
 
 def _environment(run: RunFolder) -> str:
     recorded = records.read_record(run.environment, dictionary(Record), {})
-    manifest = listing.manifest(run)
+    manifest = run.load_manifest({})
     recorded |= {name: manifest[name] for name in ("runtime", "image", "code", "locks") if manifest.get(name)}
     return _table(without_secrets(recorded).items())
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.contract.findings import Finding
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
@@ -31,6 +30,22 @@ from cluster.system.errors import PrerequisiteError, UsageError
 
 Shell = Callable[[str], object]
 """Runs a shell command and shows it; raises where it fails."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check of the doctor."""
+
+    check: str
+    state: str
+    """`ok`, `warning` (it works, but not as well as it could) or `failed`."""
+    detail: str
+    fix: str = ""
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """The row of a table: state, check, and the detail with its fix."""
+        return self.state, self.check, "; ".join(filter(None, (self.detail, self.fix)))
 
 
 @dataclass(frozen=True, kw_only=True)

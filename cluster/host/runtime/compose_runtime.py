@@ -10,14 +10,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from cluster.contract.findings import Finding
 from cluster.contract.run import owner, provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.gpu import devices
 from cluster.host.image import engine, images
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import compose_services, resources
-from cluster.host.runtime.base import Runtime, Shell, Workload
+from cluster.host.runtime.base import Finding, Runtime, Shell, Workload
 from cluster.host.runtime.compose_services import RUN_LABEL, project
 from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
 from cluster.host.runtime.payload import Payload

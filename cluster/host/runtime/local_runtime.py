@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.contract import settings, tf_config
-from cluster.contract.findings import Finding
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.contract.spec import ClusterSpec
@@ -21,7 +20,7 @@ from cluster.host.gpu import devices
 from cluster.host.gpu.placement import NO_DEVICE, Placement
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import namespaces, resources, supervisor
-from cluster.host.runtime.base import Runtime, Shell, Workload
+from cluster.host.runtime.base import Finding, Runtime, Shell, Workload
 from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
 from cluster.host.runtime.resources import HOST, PRIVATE, Network
 from cluster.system import processes

@@ -23,7 +23,7 @@ from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import read_json, write_json
 from cluster.system.messages import COMMAND
 from cluster.system.paths import ROOT
-from cluster.system.ports import bind_error
+from cluster.system.ports import open_listener
 from cluster.system.waiting import wait_until
 
 AUTO = "auto"
@@ -56,10 +56,15 @@ def running_port(runs_dir: Path) -> int | None:
 
 def port_problem(runs_dir: Path, port: int) -> tuple[str, str] | None:
     """Return why the port cannot be used, and what to do about it; None if it is free, or our own TensorBoard's."""
-    if running_port(runs_dir) == port or (error := bind_error(port)) is None:
-        return None
-    problem = "may not be used by this user" if isinstance(error, PermissionError) else "is in use by another program"
-    return f"port 127.0.0.1:{port} {problem} ({error.strerror})", "choose another one: --port 6007, or leave it out"
+    if running_port(runs_dir) != port:
+        try:
+            open_listener("127.0.0.1", port).close()
+        except OSError as error:
+            forbidden = isinstance(error, PermissionError)
+            problem = "may not be used by this user" if forbidden else "is in use by another program"
+            fix = "choose another one: --port 6007, or leave it out"
+            return f"port 127.0.0.1:{port} {problem} ({error.strerror})", fix
+    return None
 
 
 def build_image(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Collection
 from types import MappingProxyType
 from typing import Any
 
-from cluster.contract.findings import Finding
 from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TaskAddress
 from cluster.host.gpu.placement import NO_DEVICE
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import resources
-from cluster.host.runtime.base import ScheduledRuntime, Shell, Workload
+from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.payload import process_variables
 from cluster.host.runtime.resources import Network

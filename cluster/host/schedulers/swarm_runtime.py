@@ -13,12 +13,11 @@ from collections.abc import Collection
 from types import MappingProxyType
 from typing import Any
 
-from cluster.contract.findings import Finding
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine, images
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import resources
-from cluster.host.runtime.base import ScheduledRuntime, Shell, Workload
+from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRuntime
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.resources import Memory, Network, parse_memory

@@ -1,5 +1,6 @@
 """Real agents with fake trainers: what the table of decisions (test_decide.py) and the simulation cannot show."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from cluster.contract.run.summary_records import Summary
 from cluster.host.control import foreground
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
-from cluster.system.processes import start_ticks
+from cluster.system.ports import open_listener
 from tests.support.gang import SIGKILLED, assert_ended
 from tests.support.waiting import wait_for
 
@@ -57,22 +58,6 @@ def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang)
     outcome = gang.outcome()  # long before the rendezvous' end
     cause = ("failed", "chief", 1, "exit code 1, last line: a wrong installation")
     assert cause == (outcome.state, outcome.task, outcome.exit_code, outcome.error)
-
-
-def test_what_a_program_started_ends_with_it(start_gang):
-    lines = """
-import subprocess
-if NAME == 'worker-0' and not GENERATION:
-    child = subprocess.Popen(['sleep', '300'])
-    (run.path / 'child').write_text(str(child.pid))
-    train(3), die()
-if not GENERATION: work()
-train(5), finish()
-"""
-    gang = start_gang(lines, workers=1)
-    assert "succeeded" == gang.summary()["state"]
-    child = int((gang.run.path / "child").read_text())
-    wait_for(lambda: start_ticks(child) is None, "the end of the program's child")
 
 
 # Restarts
@@ -175,16 +160,6 @@ def test_an_agent_that_was_started_wrongly_says_so_in_one_line(make_run, environ
     assert 1 == len(done.stderr.splitlines())
 
 
-def test_a_stop_ends_a_pause_of_the_gang(start_gang, monkeypatch):
-    monkeypatch.setenv("RESTART_PAUSE_S", "30")
-    gang = start_gang("train(5), die(11)", workers=1)
-    wait_for(lambda: {"restarting"} == {gang.beat(task).state for task in ("chief", "worker-0")}, "the pause of both")
-    began = time.monotonic()
-    gang.run.request_stop("a test")
-    assert "stopped" == gang.summary()["state"]
-    assert time.monotonic() - began < 15
-
-
 # A task that is killed with its agent
 
 
@@ -210,12 +185,6 @@ def test_a_task_that_comes_back_waits_for_its_port(start_gang, topology):
 
 def held(port: int) -> socket.socket | None:
     """Return a listener on a port of this machine; None while somebody else has it."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        holder.bind(("127.0.0.1", port))
-        holder.listen()
-    except OSError:
-        holder.close()
-        return None
-    return holder
+    with contextlib.suppress(OSError):
+        return open_listener("127.0.0.1", port)
+    return None

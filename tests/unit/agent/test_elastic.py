@@ -278,15 +278,6 @@ def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without):
     assert (2, {"worker-1"}) == (without.generation, membership.left_out(without))
 
 
-def test_a_frozen_task_that_returns_acts_on_nothing(without):
-    """Its generation is over, however its program has ended."""
-    zombie = agent_of(without, "worker-1")
-    attempt = zombie._attempt_in(0)
-    attempt.begin(Phase.RUNNING)
-    zombie._watch(attempt)
-    assert (1, None) == (without.generation, without.outcome)
-
-
 def test_only_the_others_wait_for_the_chief_s_decision(without):
     waits = [
         members_of(without, name).patience_s(60, [missing])

@@ -3,8 +3,7 @@
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,19 +11,10 @@ from cluster.agent import standby
 from cluster.contract import tf_config
 from cluster.contract.recovery import standby_cluster
 from cluster.host.runtime import supervisor
-from cluster.system import processes
 from cluster.system.json_files import write_json
 from tests.support.gang import Gang
 from tests.support.waiting import wait_for
 
-DIES_AS_STANDBY = """
-import os, sys
-if 'STANDBY_PROCESS' in os.environ:
-    open(os.environ['RUN_DIR'] + '/standby', 'w').write(str(os.getpid()))
-    sys.exit(3)
-"""
-DIES_IN_CLUSTER = " open(os.environ['RUN_DIR'] + '/standby', 'w').close(), os._exit(3)"
-"""Of a task whose standby process does not come to live with the others."""
 LINES = """
 (run.path / f'{NAME}.{os.getpid()}.{GENERATION}.{RESTARTS}.standby={"STANDBY_PROCESS" in os.environ}').touch()
 train(5)
@@ -42,25 +32,10 @@ train(5)
 if GENERATION < 2: work()
 train(6), meet(), finish()
 """
-DEAD_AT_THE_LAST_MOMENT = """
-from cluster.contract.recovery import standby_cluster
-train(5)
-if GENERATION == 0 and NAME == "worker-0":
-    until(lambda: (run.path / "standby").exists())
-    until(lambda: standby_cluster.is_complete(run, run.load_cluster().without(["worker-0"]), 0))
-    standby_cluster.report_ready(run, "worker-0", 0, 0)
-    die()
-if GENERATION == 0: work()
-train(6), meet(), finish()
-"""
 
 
 def ready(gang: Gang, generation: int) -> bool:
     return standby_cluster.is_complete(gang.run, gang.run.load_cluster(), generation)
-
-
-def read_text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +66,7 @@ def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_port
         wait_for(lambda at=generation: gang.beat("chief").generation == at + 1, "the next generation")
     assert "succeeded" == gang.summary()["state"]
     assert [None, 1, 0] == [record.standby_ports for record in gang.run.generations()]
-    first, second = (read_text(gang.run.path / f"chief.{generation}.formed") for generation in (1, 2))
+    first, second = ((gang.run.path / f"chief.{generation}.formed").read_text() for generation in (1, 2))
     assert tf_config.dumps(gang.run.load_cluster(), gang.run.load_cluster().task("chief")) == second
     ports = {
         address.rpartition(":")[2] for config in (first, second) for address in tf_config.parse(config)[0]["chief"]
@@ -117,13 +92,6 @@ def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang):
     summary = gang.summary()
     assert time.monotonic() - began < 90
     assert ("succeeded", "chief") == (summary["state"], summary["restarts"][0]["task"])
-
-
-def test_a_run_goes_on_where_one_of_these_died_at_the_last_moment(start_gang):
-    dies = f"import os\nif os.environ['TASK'] == 'worker-0' and 'STANDBY_PROCESS' in os.environ:{DIES_IN_CLUSTER}"
-    imports = f"{dies}\nfrom tests.programs.trainer import *"
-    gang = start_gang(DEAD_AT_THE_LAST_MOMENT, imports=imports, workers=1, config=IN_CLUSTER)
-    assert "succeeded" == gang.summary()["state"]
 
 
 @pytest.mark.parametrize(
@@ -160,48 +128,19 @@ def test_only_standby_processes_of_the_same_cluster_can_train(make_run):
     assert 0 == standby_cluster.newest_number(run, 1)
 
 
-def test_a_standby_process_that_died_is_not_used(start_gang):
-    gang = start_gang(
-        LINES,
-        imports=f"{DIES_AS_STANDBY}\nfrom tests.programs.trainer import *",
-        workers=0,
-    )
-    gang.await_step("chief", 5)
-    standby_id = int(wait_for(lambda: read_text(gang.run.path / "standby"), "the standby process"))
-    wait_for(lambda: processes.start_ticks(standby_id) is None, "the end of the standby process")
-    os.kill(gang.pid("chief"), signal.SIGKILL)
-    assert "succeeded" == gang.summary()["state"]
-
-
-class Process:
-    """A standby process, without a process."""
-
-    pid, stopped_s, is_stopped = 1, 0.0, False
-
-    def __init__(self) -> None:
-        self.code: int | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.code is not None
-
-    def wait(self) -> int:
-        assert self.code is not None
-        return self.code
-
-    def end(self, _grace_s: float) -> int:
-        self.code = -signal.SIGKILL if self.code is None else self.code
-        return self.code
+def live_process() -> Mock:
+    """Return a standby process, without a process."""
+    return Mock(pid=1, stopped_s=0.0, is_stopped=False, ended=False)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("for_memory", [False, True])
 def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeypatch, stopped, for_memory):
-    started: list[Process] = []
+    started: list[Mock] = []
     now, kills = 100.0, 0
 
-    def start(_environment: dict[str, str]) -> Any:
-        started.append(Process())
+    def start(_environment: dict[str, str]) -> Mock:
+        started.append(live_process())
         return started[-1]
 
     monkeypatch.setattr(standby.time, "monotonic", lambda: now)
@@ -218,7 +157,8 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeyp
         if stopped:
             started[-1].stopped_s = standby.STOPPED_S + 1
         else:
-            started[-1].code = -signal.SIGKILL
+            started[-1].ended = True
+            started[-1].wait.return_value = -signal.SIGKILL
         kills += int(for_memory)
         assert standing_by.ended
         standing_by.keep(training=True)
@@ -231,6 +171,19 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeyp
             assert (1, True, 1) == (len(started), standing_by.settled, standing_by.kills)
             return
         assert restarts + 1 == len(started)
+
+
+def test_a_standby_process_that_ended_is_not_handed_over(monkeypatch):
+    process = live_process()
+    for name in ("available_bytes", "headroom_bytes"):
+        monkeypatch.setattr(standby.memory, name, lambda: 2**50)
+    monkeypatch.setattr(standby.Standby, "_set_kill_score", lambda *_: None)
+    standing_by = standby.Standby(lambda environment: process, 0, 1)
+    for _ in range(2):
+        standing_by.keep(training=True)
+    process.ended = True
+    assert standing_by.ended
+    assert standing_by.take() is None
 
 
 def test_without_enough_memory_there_is_no_standby_process(monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,18 +33,10 @@ def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang)
 # Without processes
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    fake = Clock()
-    monkeypatch.setattr(watchdog.time, "monotonic", fake.monotonic)
+def clock(monkeypatch) -> SimpleNamespace:
+    fake = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: fake.now)
     return fake
 
 
@@ -64,7 +57,7 @@ Found = tuple[str, str] | None
 """The task and the kind of a finding."""
 
 
-def elapse(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> Found:
+def elapse(dog: watchdog.Watchdog, clock: SimpleNamespace, seconds: float) -> Found:
     """Let time pass as an agent does, which looks again and again; return the finding at the end."""
     end = clock.now + seconds
     while clock.now < end:
@@ -75,7 +68,7 @@ def elapse(dog: watchdog.Watchdog, clock: Clock, seconds: float) -> Found:
     return None
 
 
-def elapse_alive(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float, *alive: str) -> Found:
+def elapse_alive(dog: watchdog.Watchdog, run: RunFolder, clock: SimpleNamespace, seconds: float, *alive: str) -> Found:
     """Let time pass in which some tasks, without any named the chief, give signs of life; return the finding."""
     end = clock.now + seconds
     while clock.now < end:
@@ -86,7 +79,7 @@ def elapse_alive(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: 
     return None
 
 
-def hang(dog: watchdog.Watchdog, run: RunFolder, clock: Clock, seconds: float) -> Found:
+def hang(dog: watchdog.Watchdog, run: RunFolder, clock: SimpleNamespace, seconds: float) -> Found:
     """Return the finding after a time with heartbeats but without a new step."""
     assert dog.examine() is None
     return elapse_alive(dog, run, clock, seconds, *(task.name for task in run.load_cluster().tasks))

@@ -108,7 +108,7 @@ def test_if_the_import_fails_each_task_reports_it(start, before_start):
 
 def test_only_tasks_of_the_training_program_without_accelerator_are_forked(monkeypatch):
     def plan(command: list[str], gpus: Placement | None = None, **topology: Any) -> str | None:
-        cluster = spec.build(workers=0, ports=(7001,), **topology)
+        cluster = spec.build(workers=0, **topology).listening((7001,))
         return processes_of(cluster, Path("/runs/r"), Path("/data"), command, gpus=gpus).get("preload")
 
     assert "train.startup.preload" == plan([])

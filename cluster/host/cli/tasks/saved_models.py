@@ -10,6 +10,7 @@ from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, task
 from cluster.host.launch import folders, packages, startup
+from cluster.host.runtime import registry
 from cluster.host.runtime.payload import python_path
 from cluster.system import files
 from cluster.system.errors import UsageError
@@ -74,7 +75,7 @@ def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> s
         )
     path = [*run.started.code_dirs]
     if named := run.started.requirements:
-        path.append(str(packages.install_packages(Path(named), packages.host_python())))
+        path.append(str(packages.install_packages(Path(named), registry.LOCAL.python)))
     where = ["--run-dir", str(run.path), "--data-dir", str(folders.data_dir())]
     command = shlex.join([sys.executable, "-m", "train.saved_model", verb, *where, *words])
     return startup.with_modules([*path, *python_path()], command)

@@ -71,6 +71,8 @@ VIRTUAL = {"bitwise_elastic": 6}
         *(({"config": config}, {}, True) for config in ({"log_every": 1}, {"checkpoint_every": 5})),
         *(({"config": config}, {}, True) for config in ({"keep_checkpoints": 1}, {"steps_per_loop": 7})),
         ({"evaluator": True}, {}, True),
+        ({"workers": 0, "strategy": "one"}, {"workers": 0, "strategy": "one"}, True),
+        ({"workers": 0, "strategy": "one"}, {"workers": 0, "strategy": "mirrored"}, False),
         *(({"config": config}, {}, False) for config in ({"seed": 2}, {"global_batch": 96}, {"augment": True})),
         *((topology, {}, False) for topology in ({"workers": 2}, {"workers": 0}, {"devices": 2})),
         *(({"version": version}, {}, False) for version in ("2", None)),
@@ -90,12 +92,6 @@ def test_a_run_that_may_have_other_bits_is_no_reference(ended, make_run, other, 
     run = ended("stormy", **mine)
     assert found is (reference.find_reference(run) is not None)
     assert found is (reference.same_bits(run) is not None)  # it is not its own reference
-
-
-def test_the_strategy_of_one_process_makes_a_difference(ended):
-    ended("calm", workers=0, strategy="one")
-    assert reference.find_reference(ended("mirrored", workers=0, strategy="mirrored")) is None
-    assert reference.find_reference(ended("one", workers=0, strategy="one")) is not None
 
 
 # Whether the bits are the same

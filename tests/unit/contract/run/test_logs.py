@@ -3,12 +3,12 @@
 import io
 import itertools
 import os
+import subprocess
 import sys
 import threading
 import tracemalloc
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,28 +41,12 @@ def test_what_is_printed_is_logged(log, monkeypatch, chunk):
     assert b"step 1\r\n\n\xff\x00\n  last line  \n" == log.read_bytes()
 
 
-class Endless(io.RawIOBase):
-    """60 MB without the end of a line."""
-
-    left = 60
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if not self.left:
-            return 0
-        self.left -= 1
-        size = min(len(buffer), 10**6)
-        buffer[:size] = bytes(size)
-        return size
-
-
 def test_a_program_that_never_ends_a_line_takes_no_memory(tmp_path, log, monkeypatch):
-    with Path(os.devnull).open("w") as nowhere:
+    prints = ["head", "-c", "60000000", "/dev/zero"]
+    with Path(os.devnull).open("w") as nowhere, subprocess.Popen(prints, stdout=subprocess.PIPE) as program:
         monkeypatch.setattr(sys, "stdout", nowhere)
         tracemalloc.start()
-        logs.copy_output(io.BufferedReader(Endless(), 10**6), log, [])
+        logs.copy_output(program.stdout, log, [])
     grown = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert grown < 20 * 2**20

@@ -78,23 +78,17 @@ def test_what_outlives_a_killed_keeper_is_known_by_its_environment(start_gang):
     assert not processes.alive(child)
 
 
-def test_a_shell_that_knows_the_run_s_folder_is_left_alone(start_gang):
+def test_a_run_is_found_through_a_link_and_a_shell_that_knows_its_folder_left_alone(start_gang, tmp_path):
     gang = start_gang("train(2), work()", workers=0)
+    (tmp_path / "link").symlink_to(gang.run.path.parent)
+    linked = RunFolder(tmp_path / "link" / gang.run.name)
     environment = os.environ | {"RUN_DIR": str(gang.run.path), "RUNS_DIR": str(gang.run.path.parent), "TASK": "chief"}
     with subprocess.Popen(["sleep", "600"], env=environment) as shell:
         gang.await_step("chief", 2)
-        supervisor.kill_run(gang.run)
+        assert supervisor.processes_left(gang.run) == supervisor.processes_left(linked)
+        assert 4 == supervisor.kill_run(linked)
         assert shell.poll() is None
         shell.kill()
-
-
-def test_a_run_is_found_through_a_link_to_its_folder(start_gang, tmp_path):
-    gang = start_gang("train(2), work()", workers=0)
-    gang.await_step("chief", 2)
-    (tmp_path / "link").symlink_to(gang.run.path.parent)
-    linked = RunFolder(tmp_path / "link" / gang.run.name)
-    assert supervisor.processes_left(gang.run) == supervisor.processes_left(linked)
-    assert 4 == supervisor.kill_run(linked)
 
 
 @pytest.mark.parametrize(

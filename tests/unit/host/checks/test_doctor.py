@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.contract.findings import Finding
 from cluster.host.checks import doctor, gpus
 from cluster.host.image import engine, locks
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import namespaces
 from cluster.host.runtime import resources as limits
+from cluster.host.runtime.base import Finding
 from cluster.host.runtime.namespaces import Refusal
 from cluster.host.schedulers import slurm_runtime as slurm
 from cluster.system.paths import ROOT

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from cluster.contract.findings import Finding
 from cluster.host.checks import gpus
+from cluster.host.runtime.base import Finding
 
 
 def engine_that(*, runtimes: str = '{"runc": {}, "nvidia": {}}', image: str = "exit 0", run: str) -> str:

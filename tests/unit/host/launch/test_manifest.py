@@ -12,7 +12,7 @@ from cluster.system.paths import ROOT
 
 def test_a_manifest_says_what_ran_and_how(stopped_run):
     run = stopped_run(name="one", workers=1)
-    found = manifest.read_manifest(run)
+    found = run.load_manifest()
     assert ("one", "local", None) == (found["run"], found["runtime"], found["image"])
     assert checkout.commit() == (found["code"]["commit"] or "")
     assert found["config"] == read_json(run.config)
@@ -34,7 +34,7 @@ def test_a_manifest_holds_no_path_of_this_machine(stopped_run, tmp_path):
     before = config["script_sha256"]
     script.write_text("print('goodbye')")
     changed = stopped_run(name="changed", workers=0, script=str(script))
-    assert before != manifest.read_manifest(changed)["config"]["script_sha256"]
+    assert before != changed.load_manifest()["config"]["script_sha256"]
 
 
 def test_outside_of_a_git_checkout_the_files_themselves_are_reported(tmp_path, monkeypatch):

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from cluster.host.launch import packages
+from cluster.host.runtime import registry
 from cluster.system.errors import PrerequisiteError, UsageError
 
-PYTHON = packages.host_python()
+PYTHON = registry.LOCAL.python
 
 
 @pytest.fixture(autouse=True)

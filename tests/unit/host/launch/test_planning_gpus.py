@@ -11,7 +11,7 @@ from cluster.contract.run import provenance
 from cluster.host.control import scaling
 from cluster.host.gpu import devices, placement
 from cluster.host.image import images
-from cluster.host.launch import manifest, planning, startup
+from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.options.request import Request
 from cluster.host.runtime import namespaces, registry, supervisor
@@ -130,7 +130,7 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_
     startup.start(planned, Commands(), began=time.time())
     startup.list_commands(planned)
     assert (["gpu", "gpu"], [True]) == (built, checked)
-    assert ["tf-cluster/train:gpu"] == inspected == [manifest.read_manifest(planned.run)["image"]["image"]]
+    assert ["tf-cluster/train:gpu"] == inspected == [planned.run.load_manifest()["image"]["image"]]
     resumed = planning.plan(Request(resume="one"))
     assert planned.gpus == resumed.gpus
     assert "4,5," == resumed.gpus.requested

@@ -139,7 +139,7 @@ def test_extra_packages_are_got_before_anything_is_started(
         assert str(tmp_path / "kept") == read_json(run.compose)["tasks"]["chief"]["environment"]["PYTHONPATH"]
         assert "resolved\n" == (run.path / "requirements.txt").read_text()
         assert tmp_path / "kept" == planning.plan(Request(resume=name, runtime="local")).payload.packages
-    assert {(tmp_path / "r.txt", planning.packages.host_python())} == set(requested)
+    assert {(tmp_path / "r.txt", planning.registry.LOCAL.python)} == set(requested)
     docker(WORKING_ENGINE)
     planning.plan(Request(script=str(theirs), requirements=str(tmp_path / "r.txt")))
     assert (tmp_path / "r.txt", "3.11") == requested[-1]

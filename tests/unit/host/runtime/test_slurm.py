@@ -22,7 +22,7 @@ from cluster.host.schedulers import slurm_runtime as slurm
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import write_json
-from tests.support.launching import workload
+from tests.support.launching import Commands, workload
 
 
 class Site:
@@ -30,7 +30,7 @@ class Site:
 
     def __init__(self, run: RunFolder, *states: str) -> None:
         self.run, self.states = run, list(states)
-        self.commands: list[str] = []
+        self.commands = Commands()
         self.questions, self.waits_s = 0, 0.0
 
     def answer(self, command: list[str], timeout_s: float) -> tuple[int, str, str]:
@@ -43,9 +43,6 @@ class Site:
             return 0, "3 idle\n", ""
         mine, another = f"12|{state}|{slurm.job_name(self.run)}\n" if state else "", "13|RUNNING|another\n"
         return 0, mine if any(word.startswith("--name=") for word in command) else mine + another, ""
-
-    def sh(self, command: str) -> None:
-        self.commands.append(command)
 
 
 @pytest.fixture
@@ -87,7 +84,7 @@ def test_a_run_lives_while_its_job_runs_or_is_queued(run, state, alive, monkeypa
 )
 def test_a_job_that_does_not_end_is_cancelled_and_waited_for(run, monkeypatch, states, grace_s, commands):
     there = site(run, monkeypatch, *states)
-    slurm.Slurm().remove(run, there.sh, grace_s)
+    slurm.Slurm().remove(run, there.commands, grace_s)
     assert commands == there.commands
 
 
@@ -100,7 +97,7 @@ def test_replacements_of_a_runs_tasks_end_with_it(run, monkeypatch):
         lambda command, _: (0, "" if any(word.startswith("--name=") for word in command) else shown.pop(0), ""),
     )
     assert not slurm.Slurm().alive(run)
-    slurm.Slurm().remove(run, there.sh, 10)
+    slurm.Slurm().remove(run, there.commands, 10)
     assert ["scancel 14"] == there.commands
 
 
@@ -119,7 +116,7 @@ def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there
         runtime.find_leftovers(run.path.parent, ["a-run"])
     assert all(runtime.alive(RunFolder(run.path.parent / name)) for name in ("a-run", "b-run", "c-run"))
     with pytest.raises(PrerequisiteError):
-        runtime.remove(run, there.sh, 0)
+        runtime.remove(run, there.commands, 0)
     assert 1 == there.questions
 
 
@@ -128,7 +125,7 @@ def test_the_job_is_queued_by_a_script_that_names_it_and_holds_no_value_of_the_c
     there = site(run, monkeypatch, "")
     monkeypatch.setenv("A_SECRET", "hidden")
     queued = replace(work(run, partition="main"), payload=Payload(env=env))
-    slurm.Slurm().start(queued, there.sh)
+    slurm.Slurm().start(queued, there.commands)
     path = run.control / "job.sh"
     assert [f"sbatch {options}{path}"] == there.commands
     text = path.read_text()

@@ -17,7 +17,7 @@ from cluster.host.runtime.resources import Job, Memory, Network
 from cluster.host.schedulers import swarm_runtime, swarm_stack
 from cluster.host.schedulers.swarm_runtime import Swarm
 from cluster.system.errors import PrerequisiteError, UsageError
-from tests.support.launching import workload
+from tests.support.launching import Commands, workload
 
 
 class Engine:
@@ -29,7 +29,7 @@ class Engine:
         self.tasks: list[dict[str, str]] = []
         self.images = {"": "sha256:1", "ssh://h2": "sha256:1"}
         self.stacks: list[str] = []
-        self.commands: list[str] = []
+        self.commands = Commands()
 
     @staticmethod
     def node(identity: str, name: str, state: str = "ready", availability: str = "active", engine: str = "") -> Any:
@@ -53,9 +53,6 @@ class Engine:
             "network ls": "",
         }
         return 0, answers[" ".join(words[:2])]
-
-    def sh(self, command: str) -> None:
-        self.commands.append(command)
 
 
 @pytest.fixture
@@ -148,16 +145,16 @@ def test_a_start_has_begun_once_every_task_has_a_host_and_one_that_none_can_star
 
 def test_what_is_left_is_found_and_removed_by_its_stack(run, manager):
     swarm, name = Swarm(), swarm_stack.stack_name(run.path)
-    swarm.remove(run, manager.sh, 10)
+    swarm.remove(run, manager.commands, 10)
     assert [] == manager.commands
     manager.stacks = ["another", name]
     assert {"a-run"} == swarm.find_leftovers(run.path.parent, ["a-run", "another"])
-    swarm.remove(run, manager.sh, 10)
+    swarm.remove(run, manager.commands, 10)
     assert [f"docker stack rm --detach=false {name}"] == manager.commands
     for managed in ({"LocalNodeState": "inactive"}, {"LocalNodeState": "active", "ControlAvailable": False}):
         manager.swarm = managed
         with pytest.raises(PrerequisiteError):
-            swarm.remove(run, manager.sh, 10)
+            swarm.remove(run, manager.commands, 10)
         with pytest.raises(PrerequisiteError):
             registry.choose_runtime("swarm")
         assert [] == swarm.examine()
