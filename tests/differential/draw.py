@@ -222,6 +222,8 @@ def twin(case: Case) -> Case | None:
     sums = {"mean_loss", "sum_loss", "activity", "shared", "tied"} & set(case.layers)
     if case.strategy == "pipeline" and case.pipe != "pipedream" and case.stages > 1 and case.seed % 2 and not sums:
         return dataclasses.replace(case, stages=1, tasks=1, pipe="gpipe")
+    if case.strategy == "pipeline" and case.tasks > 1 and sums == {"tied"}:  # two processes add up gradients
+        return dataclasses.replace(case, tasks=1)
     return case if case.killed_at else None
 
 

@@ -36,6 +36,8 @@ def strategy_called(name: str) -> tf.distribute.Strategy:
         return tf.distribute.OneDeviceStrategy(devices[0])
     if kind == "mirrored":
         return tf.distribute.MirroredStrategy(devices)
+    if kind == "multiworker":
+        return tf.distribute.MultiWorkerMirroredStrategy()
     return tf.distribute.experimental.CentralStorageStrategy(devices)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class AsynchronousSteps:
         self._one_step = tf.function(self._trace_step, autograph=False)
         self._slice = tf.function(self._trace_slice, autograph=False)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        dataset = worker_dataset(source, train_step.global_batch, seed)
+        dataset = functools.partial(worker_dataset, source, train_step.global_batch, seed)
         self._iterator = iter(self._coordinator.create_per_worker_dataset(dataset))
 
     def __call__(self, first: int, count: int, request: Request = no_request) -> LoopResult:
@@ -113,18 +114,12 @@ class AsynchronousSteps:
         return self._train_step.update(computed)[0]
 
 
-def worker_dataset(source: Source, global_batch: int, seed: int) -> Callable[[], tf.data.Dataset]:
-    """Return the factory of a worker's dataset: all examples as one element, or an infinite stream of batches."""
-
-    def examples() -> tf.data.Dataset:
-        # One element, the whole split, which the worker reads once and then passes by reference.
-        assert source.arrays is not None
+def worker_dataset(source: Source, global_batch: int, seed: int) -> tf.data.Dataset:
+    """Return a worker's dataset: all examples as one element, or an infinite stream of batches."""
+    if source.arrays:
         split = source.arrays.train
+        # One element, the whole split, which the worker reads once and then passes by reference.
         return tf.data.Dataset.from_tensors(0).map(lambda _: feeds.load_examples(split)).cache().repeat()
-
-    def batches() -> tf.data.Dataset:
-        if isinstance(source, IndexedSource):
-            return tf.data.Dataset.from_tensors(0)  # each step reads its batch
-        return source.shuffled_batches(global_batch, seed)
-
-    return examples if source.arrays else batches
+    if isinstance(source, IndexedSource):
+        return tf.data.Dataset.from_tensors(0)  # each step reads its batch
+    return source.shuffled_batches(global_batch, seed)

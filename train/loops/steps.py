@@ -17,7 +17,7 @@ from train.data.feeds import Feed
 from train.loops.train_step import TrainStep, repeat
 from train.model import masks
 from train.model.objectives import Objective
-from train.telemetry.step_timer import Marked, ReplicaTimer, StepTimer
+from train.telemetry.step_timer import Marked, StepTimer
 from train.telemetry.timing import Times
 
 
@@ -138,31 +138,29 @@ class SynchronousSteps:
     def _step(self, results: Any, step_input: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked) -> Any:
         if not self._train_step.accumulates:
             return self._timer.run(self._whole, (results, step_input, step, done, marked))
-        computed = self._train_step.accumulated(self._micro_batch, self._timer.run, (step_input, step, marked))
-        return self._timer.run(self._marked_update, (marked, results, computed, done))
+        computed = self._train_step.accumulated(self._compute, self._timer.run, (step_input, step, marked))
+        return self._timer.run(self._update, (results, computed, done, marked))
 
     def _whole(
         self, results_SP2: tf.Tensor, step_input: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked
     ) -> tf.Tensor:
-        marks = self._timer.replica(marked)
-        return self._update(marks, results_SP2, self._compute(marks, step_input, step), done)
+        return self._update(results_SP2, self._compute(step_input, step, marked), done, marked)
 
-    def _micro_batch(self, step_input: Any, step: tf.Tensor, marked: Marked, micro_batch: tf.Tensor) -> Any:
-        return self._compute(self._timer.replica(marked), step_input, step, micro_batch)
+    def _compute(self, step_input: Any, step: tf.Tensor, marked: Marked, micro_batch: tf.Tensor | None = None) -> Any:
+        marked = () if masks.is_counting() else self._timer.of_replica(marked)
 
-    def _marked_update(self, marked: Marked, *arguments: Any) -> tf.Tensor:
-        return self._update(self._timer.replica(marked), *arguments)
+        def batch_of(part: tf.Tensor) -> Any:
+            if self._in_parts:
+                self._timer.mark("asks", marked, part)
+            examples = self._feed.batch(step_input, step, part)
+            self._timer.mark("batch", marked, examples)
+            return examples
 
-    def _compute(
-        self, marks: ReplicaTimer, step_input: Any, step: tf.Tensor, micro_batch: tf.Tensor | None = None
-    ) -> Any:
-        marks = ReplicaTimer() if masks.is_counting() else marks
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-        batch_of = marks.feed(lambda part: self._feed.batch(step_input, step, part), in_parts=self._in_parts)
         return self._train_step.compute(batch_of, step, replica, micro_batch)
 
-    def _update(self, marks: ReplicaTimer, results_SP2: tf.Tensor, computed: Any, done: tf.Tensor) -> tf.Tensor:
-        marks.computed(computed.gradients)
+    def _update(self, results_SP2: tf.Tensor, computed: Any, done: tf.Tensor, marked: Marked) -> tf.Tensor:
+        self._timer.mark("computed", self._timer.of_replica(marked), computed.gradients)
         return tf.tensor_scatter_nd_update(results_SP2, [[done]], [self._train_step.update(computed)])
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import tensorflow as tf
 
@@ -27,16 +26,6 @@ TIMEOUT_S = 0.0
 """0 for no timeout: a neighbour may compile for long, and a closed connection shows that it is lost."""
 
 
-class Edges(Protocol):
-    """Transport of tensors between neighbouring stages."""
-
-    def send(self, tensor: tf.Tensor, direction: int, stage: int, micro_batch: int) -> list[tf.Operation]:
-        """Send a tensor of stage `stage`; return the operations for which a step must wait."""
-
-    def receive(self, spec: tf.TensorSpec, direction: int, stage: int, micro_batch: int) -> tf.Tensor:
-        """Receive a neighbour's tensor for stage `stage`."""
-
-
 @dataclass(frozen=True)
 class TaskEdges:
     """Edges between the tasks of a pipeline, each with one stage."""
@@ -45,6 +34,7 @@ class TaskEdges:
     """Number of the pipeline."""
 
     def send(self, tensor: tf.Tensor, direction: int, stage: int, micro_batch: int) -> list[tf.Operation]:
+        """Send a tensor of stage `stage`; return the operations for which a step must wait."""
         keys = self._keys(direction, stage - 1 if direction == GRADIENTS else stage, micro_batch)
         carried = _carrier(tensor.dtype)
         with tf.device("CPU:0"):
@@ -52,6 +42,7 @@ class TaskEdges:
             return [tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys).op]
 
     def receive(self, spec: tf.TensorSpec, direction: int, stage: int, micro_batch: int) -> tf.Tensor:
+        """Receive a neighbour's tensor for stage `stage`."""
         keys = self._keys(direction, stage if direction == GRADIENTS else stage - 1, micro_batch)
         carried = _carrier(spec.dtype)
         with tf.device("CPU:0"):
@@ -77,6 +68,10 @@ class LocalEdges:
 
     def receive(self, spec: tf.TensorSpec, direction: int, stage: int, micro_batch: int) -> tf.Tensor:
         return tf.ensure_shape(tf.identity(self._sent.pop((direction, stage, micro_batch))), spec.shape)
+
+
+Edges = TaskEdges | LocalEdges
+"""Transport of tensors between neighbouring stages."""
 
 
 def broadcast(

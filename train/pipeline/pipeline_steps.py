@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from train.context import TaskContext
 from train.data import feeds
-from train.data.batches import Batch, BatchSlice, Replicas, eval_batches
+from train.data.batches import Batch, eval_batches
+from train.elastic.virtual_shards import VirtualShards
 from train.loops import evaluation, steps, train_step
 from train.loops.steps import LoopResult, Request, Signals, no_request
 from train.model.gradients import GradientPolicy
@@ -39,13 +40,11 @@ class PipelineSteps:
         self._context, self._policy, self._task_stages = context, policy, context.task_stages
         summed_gradients.take_summed_gradients(policy.optimizer)
         config, task_stages = context.config, context.task_stages
-        self._parts = task_stages.pipelines * config.micro_batches
-        """Micro-batches of the global batch."""
-        self._micro_batch = config.global_batch // self._parts
         self._asynchronous = config.pipeline.schedule == "pipedream"
-        arrays = context.source.arrays
-        assert arrays is not None  # the plan refuses others
-        self._examples = feeds.load_examples(arrays.train)
+        assert context.source.arrays is not None  # the plan refuses others
+        shards = VirtualShards(task_stages.pipelines, task_stages.pipelines)
+        data = context.strategy, context.source, 0, config.global_batch, config.seed, shards, config.micro_batches
+        self._feed = feeds.train_feed(*data)
         self._programs = schedule.build_programs(config.pipeline.schedule, task_stages.stages, config.micro_batches)
         self._edges: edges.Edges = edges.LocalEdges() if task_stages.whole else edges.TaskEdges(task_stages.pipeline)
         self._stages = {number: self._new_stage(number) for number in task_stages.held}
@@ -113,29 +112,18 @@ class PipelineSteps:
             return tf.zeros([])
 
     def _new_stage(self, number: int) -> StageGraph:
-        config, task_stages = self._context.config, self._task_stages
         return StageGraph(
-            task_stages.models[number],
+            self._context,
             number,
-            task_stages.stages,
-            self._micro_batch,
             self._edges,
             features=lambda step, at: self._as_input(self._batch(step, at).features),
             loss=self._loss,
             update=functools.partial(self._update, number),
             scale=lambda: tf.ones([]) if (scale := self._policy.loss_gradient) is None else scale,
-            shares=1 if self._asynchronous else self._parts,
-            replica=task_stages.pipeline,
-            remat=config.pipeline.remat,
-            accumulates=config.micro_batches > 1 and not self._asynchronous,
-            device=task_stages.device(number),
         )
 
     def _batch(self, step: tf.Tensor, at: tf.Tensor) -> Batch:
-        config = self._context.config
-        part = at + self._task_stages.pipeline * config.micro_batches
-        batch_slice = BatchSlice(self._micro_batch * self._parts, config.seed, replicas=Replicas(self._parts))
-        return feeds.train_batch(self._examples, step, part, batch_slice)
+        return self._feed.batch((), step, at + self._task_stages.pipeline * self._context.config.micro_batches)
 
     def _as_input(self, features: tf.Tensor) -> tf.Tensor:
         return train_step.cast_features(self._context.model, features)
@@ -144,7 +132,7 @@ class PipelineSteps:
         objective, batch = self._context.objective, self._batch(step, at)
         outputs = train_step.cast_outputs(outputs)
         # A micro-batch is a part of a step; in PipeDream it has a separate update.
-        examples = self._micro_batch if self._asynchronous else self._context.config.global_batch
+        examples = batch.weights.shape[0] if self._asynchronous else self._context.config.global_batch
         loss = global_mean(objective.loss(batch.labels, outputs), batch.weights, examples)
         score = global_mean(objective.score(batch.labels, outputs), tf.ones_like(batch.weights), examples)
         return tf.stack([loss, tf.stop_gradient(score)])

@@ -19,12 +19,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from train.context import TaskContext
 from train.loops.train_step import never_inlined, sum_layer_losses
 from train.model.layer_state import LayerState
 from train.patches import placed_seeds
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
 from train.pipeline.schedule import Instruction, Opcode
-from train.pipeline.stage_models import StageModel
 
 Features = Callable[[tf.Tensor], tf.Tensor]
 """micro-batch, int64 scalar -> inputs of the model, `[B, ...]`."""
@@ -39,41 +39,35 @@ class StageGraph:
 
     def __init__(
         self,
-        stage_model: StageModel,
+        context: TaskContext,
         number: int,
-        stages: int,
-        micro_batch: int,
         edges: Edges,
         *,
         features: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
         loss: Loss,
         update: Update,
-        scale: Callable[[], tf.Tensor] = lambda: tf.ones([]),
-        shares: int = 1,
-        replica: int = 0,
-        remat: bool = False,
-        accumulates: bool = True,
-        device: str | None = None,
+        scale: Callable[[], tf.Tensor],
     ) -> None:
         """Prepare the stage.
 
         Args:
             number: number of this stage, from 0.
-            micro_batch: examples per micro-batch.
             features: for the first stage: step, micro-batch -> inputs of the model.
             scale: factor of the loss for the backward.
-            shares: number of micro-batches of a step that add losses of layers, such as regularization.
-            replica: number of the pipeline; each draws different random numbers.
-            remat: whether to keep only the inputs of the stage and compute the rest again for the backward.
-            accumulates: whether gradients are added up from zeros, as on one device; otherwise each has an update.
-            device: device of the stage; None lets TensorFlow choose.
         """
+        config, task_stages = context.config, context.task_stages
+        assert task_stages is not None
+        stage_model, replica = task_stages.models[number], task_stages.pipeline
+        # Without waiting for other stages, each micro-batch has an update; otherwise gradients are added up from zeros,
+        # as on one device, and each micro-batch adds its share of the losses of layers, such as regularization.
+        alone, parts = config.pipeline.schedule == "pipedream", task_stages.pipelines * config.micro_batches
+        shares, micro_batch = 1 if alone else parts, config.global_batch // parts
         model = stage_model.model
-        self._number, self._stages = number, stages
-        self._edges, self._features, self._update = edges, features, update
-        self._scale = scale
-        self._remat, self._accumulates, self._device = remat, accumulates, device
-        self._first, self._last = number == 0, number == stages - 1
+        self._number, self._edges = number, edges
+        self._features, self._update, self._scale = features, update, scale
+        self._remat, self._device = config.pipeline.remat, task_stages.device(number)
+        self._accumulates = config.micro_batches > 1 and not alone
+        self._first, self._last = number == 0, number == task_stages.stages - 1
         self._variables = [variable.value for variable in stage_model.trained]
         self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
         self._outputs = tf.TensorSpec([micro_batch, *model.outputs[0].shape[1:]], model.outputs[0].dtype)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,29 +41,31 @@ class StepTimer:
         self.every = 1
         """Interval between marked steps."""
         self._marks: list[tuple[str, float]] = []
-        self._replicas = 0
+        self._first_replica: tf.distribute.ReplicaContext | None = None
 
     def begin(self, done: tf.Tensor, every: tf.Tensor) -> Marked:
-        """Mark the begin of a step inside the graph; return the argument for `replica`."""
+        """Mark the begin of a step inside the graph; return whether it is marked."""
         if not self.works:
             return ()
         phase = done % every
-        begun = self.mark("begin", phase <= 1)  # a marked step ends when the next one begins
+        begun = self._mark("begin", phase <= 1)  # a marked step ends when the next one begins
         with tf.control_dependencies([begun]):  # so that the other marks of the step come later
             return (tf.equal(phase, 0),)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a part of a step on every replica, each of which calls `replica` once."""
-        self._replicas = 0
+        """Run a part of a step on every replica."""
+        self._first_replica = None
         return self._strategy.run(function, args=args)
 
-    def replica(self, marked: Marked) -> ReplicaTimer:
-        """Return the timer of a replica's part of a step, which only marks the first replica of this task.
+    def of_replica(self, marked: Marked) -> Marked:
+        """Return `marked` on the first replica of this task, which alone is marked in a part of a step.
 
         The marks of another replica would come later, in the order of tracing.
         """
-        self._replicas += 1
-        return ReplicaTimer(self, marked[0]) if marked and self._replicas == 1 else ReplicaTimer()
+        replica = tf.distribute.get_replica_context()
+        if self._first_replica is None:
+            self._first_replica = replica
+        return marked if replica is self._first_replica else ()
 
     def next_batch(self, results: Any, batch: Any, marked: Marked) -> Any:
         """Mark inside the graph when the step starts and stops to wait for the next batch; return the batch.
@@ -73,16 +74,21 @@ class StepTimer:
         """
         if not marked:
             return batch
-        asks = self.mark("asks", marked[0], results)
-        with tf.control_dependencies([self.mark("batch", marked[0], (asks, batch))]):
+        asks = self._mark("asks", marked[0], results)
+        with tf.control_dependencies([self._mark("batch", marked[0], (asks, batch))]):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
     def end(self, results: Any) -> None:
         """Mark the end of the last step inside the graph."""
         if self.works:
-            self.mark("begin", tf.constant(True), results)
+            self._mark("begin", tf.constant(True), results)
 
-    def mark(self, event: str, marked: tf.Tensor, after: Any = ()) -> tf.Tensor:
+    def mark(self, event: str, marked: Marked, after: Any) -> None:
+        """Mark inside the graph that `after` is computed, if the step is marked."""
+        if marked:
+            self._mark(event, marked[0], after)
+
+    def _mark(self, event: str, marked: tf.Tensor, after: Any = ()) -> tf.Tensor:
         """Record the time once `after` is computed, if `marked`; return a tensor to wait for."""
         tensors = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
         with tf.control_dependencies(tensors):
@@ -104,32 +110,3 @@ class StepTimer:
             return nothing
 
         return tf.ensure_shape(tf.numpy_function(record, [], tf.int32), [])
-
-
-@dataclass(frozen=True)
-class ReplicaTimer:
-    """Marks one replica's part of a step inside its graph; does nothing without a timer."""
-
-    timer: StepTimer | None = None
-    marked: tf.Tensor | None = None
-
-    def feed(self, batch: Callable[[tf.Tensor], Any], *, in_parts: bool) -> Callable[[tf.Tensor], Any]:
-        """Wrap a feed's function to mark when the batch arrives and, in parts, when each is requested."""
-
-        def marked(part: tf.Tensor) -> Any:
-            if in_parts:
-                self._mark("asks", part)
-            examples = batch(part)
-            self._mark("batch", examples)
-            return examples
-
-        return marked
-
-    def computed(self, gradients: Any) -> None:
-        """Mark that the replica's gradients are computed."""
-        self._mark("computed", gradients)
-
-    def _mark(self, event: str, after: Any) -> None:
-        if self.timer is not None:
-            assert self.marked is not None
-            self.timer.mark(event, self.marked, after)

@@ -33,12 +33,12 @@ from tests.support.small_training import (
 from train import patches, program
 from train.config import Optimizer
 from train.data import feeds, sources
-from train.data.batches import Batch, BatchSlice, Replicas
+from train.data.batches import Batch
 from train.loops import evaluation, steps
 from train.loops.actions import CheckFinite
 from train.loops.loop import CallProgress
 from train.loops.train_step import TrainStep
-from train.model import gradients, optimizers
+from train.model import gradients
 from train.patches import variable_updates
 from train.patches.exact_order import keep_order_of_sums
 
@@ -78,15 +78,13 @@ def test_virtual_shards_must_give_the_same_bits_on_any_replicas_and_from_an_iter
     assert one == three
 
 
-@pytest.mark.usefixtures("source")
-def test_dropout_must_draw_again_for_every_step_micro_batch_and_replica():
-    strategy = strategy_called("mirrored-3")
-    with strategy.scope():
+def test_dropout_must_draw_again_for_every_step_micro_batch_and_replica(source):
+    def model_of() -> keras.Model:
         keras.utils.set_random_seed(SEED)
-        model = keras.Sequential([keras.Input((32,)), keras.layers.Dropout(0.5), keras.layers.Dense(CLASSES)])
-        optimizer = keras.optimizers.SGD(0.0)
-        optimizer.build(model.trainable_variables)
-    train_step = TrainStep(model, optimizers.GradientPolicy(optimizer), OBJECTIVE, 3, 3)
+        return keras.Sequential([keras.Input((32,)), keras.layers.Dropout(0.5), keras.layers.Dense(CLASSES)])
+
+    strategy = strategy_called("mirrored-3")
+    train_step = training("mirrored-3", source, PLAIN, model_of=model_of).train_step
     batch = Batch(tf.ones([1, 32]), tf.zeros([1], tf.int64), tf.ones([1]))
     first, second, uncut = (
         per_replica(strategy, lambda replica, step, m=m: train_step.compute(lambda _: batch, step, replica, m).loss)
@@ -98,28 +96,23 @@ def test_dropout_must_draw_again_for_every_step_micro_batch_and_replica():
 
 # Memory
 
-WIDE, ROWS = 512, 384
-"""Of a model whose activations are most of its memory."""
+
+def wide_model() -> keras.Model:
+    """Return a model whose activations are most of its memory."""
+    layers = [keras.layers.Dense(512, "relu") for _ in range(3)]
+    return keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(CLASSES)])
 
 
-def largest_temporary(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def largest_temporary(source: sources.Source, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the bytes of the largest activation in the graph of a step, and so of what memory holds of each layer."""
-    model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(WIDE, "relu") for _ in range(3))])
-    optimizer = keras.optimizers.SGD(0.1)
-    optimizer.build(model.trainable_variables)
-    train_step = TrainStep(model, optimizers.GradientPolicy(optimizer), OBJECTIVE, ROWS, 1, micro_batches=micro_batches)
-    examples = feeds.ArrayExamples(tf.ones([ROWS, 8]), tf.zeros([ROWS], tf.int64), None)
-
-    def batch(_given: Any, step: tf.Tensor, part: tf.Tensor) -> Batch:
-        return feeds.train_batch(examples, step, part, BatchSlice(ROWS, SEED, replicas=Replicas(micro_batches)))
-
+    done = training("one", source, PLAIN, micro_batches=micro_batches, model_of=wide_model)
     made: list[int] = []
     compute = TrainStep.compute
 
     def watched(*args: Any) -> Any:
         before = len(tf.compat.v1.get_default_graph().get_operations())
         computed = compute(*args)
-        weights = {tuple(weight.shape) for weight in train_step.weights}
+        weights = {tuple(weight.shape) for weight in done.train_step.weights}
         for operation in tf.compat.v1.get_default_graph().get_operations()[before:]:
             made.extend(
                 output.shape.num_elements() * output.dtype.size
@@ -130,13 +123,12 @@ def largest_temporary(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> in
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainStep, "compute", watched)
-        steps.SynchronousSteps(strategy_called("one"), train_step, feeds.Feed(lambda: (), batch), 1)(0, 1)
+        done.run(0, 1)
     return max(made)
 
 
-@pytest.mark.usefixtures("source")
-def test_memory_must_fall_with_the_number_of_micro_batches(monkeypatch):
-    assert largest_temporary(4, monkeypatch) * 4 == largest_temporary(1, monkeypatch)
+def test_memory_must_fall_with_the_number_of_micro_batches(source, monkeypatch):
+    assert largest_temporary(source, 4, monkeypatch) * 4 == largest_temporary(source, 1, monkeypatch)
 
 
 # Precision

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 import shutil
@@ -58,27 +59,13 @@ class Recorder(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._log = Log()
+        for part, index in (("train", (-1,)), ("epoch", ()), ("train_batch", ())):
+            for end in ("begin", "end"):
+                name = f"{part.removeprefix('train_')} {end}s"
+                setattr(self, f"on_{part}_{end}", functools.partial(self._record, name, *index))
 
-    def record(self, name: str, index: int, logs: dict[str, float] | None) -> None:
+    def _record(self, name: str, index: int, logs: dict[str, float] | None) -> None:
         self._log.calls.append((name, index, dict(logs or {})))
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.record("train begins", -1, logs)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self.record("train ends", -1, logs)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.record("epoch begins", epoch, logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.record("epoch ends", epoch, logs)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.record("batch begins", batch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.record("batch ends", batch, logs)
 
     @property
     def names(self) -> list[tuple[str, int]]:
