@@ -4,7 +4,8 @@ Defect: `TensorFlowTrainer._make_function` puts the steps after the first into `
 cannot be captured. Keras issue 20585.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_must_still_be_needed
-Not applied: if the source of `_make_function` has no `tf.cond`, or depends on the number of replicas.
+Not applied: if the source of `_make_function` has no `tf.cond`, or depends on the number of replicas. A trial would
+take two devices.
 """
 
 from __future__ import annotations
