@@ -16,7 +16,7 @@ from cluster.agent.agent import Agent
 from cluster.agent.rendezvous import Abandoned, Attendance, Incomplete
 from cluster.agent.run_view import RunView
 from cluster.agent.task_process import Script, TaskProcess, Trainer
-from cluster.contract.recovery import ends, standby_cluster, step_record
+from cluster.contract.recovery import ends, step_record
 from cluster.contract.results import summary
 from cluster.contract.run import joining
 from cluster.contract.spec import ClusterSpec, Task
@@ -37,7 +37,7 @@ class Clock:
 
     @staticmethod
     def monotonic() -> float:
-        return Now.world.monotonic()
+        return Now.world.now
 
     @staticmethod
     def time() -> float:
@@ -178,11 +178,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     )
     patch.setattr(standing_by, "memory", standby.SimMemory)
     patch.setattr(standing_by.Standby, "_set_kill_score", lambda *_: None)
-    for name in ("is_possible", "write_json", "create_json"):
-        patch.setattr(standby_cluster, name, getattr(standby, name))
-    patch.setattr(standby_cluster, "records", standby.SimRecords)
-    patch.setattr(standby_cluster, "_path", standby.path)
-    patch.setattr(standby_cluster, "_replaced", standby.replaced)
+    standby.install(patch)
     patch.setenv("RESTART_PAUSE_S", "0.5")
 
 
