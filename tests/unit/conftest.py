@@ -36,6 +36,12 @@ def unsynced(monkeypatch):
 
 
 @pytest.fixture
+def run(make_run) -> RunFolder:
+    """A run of a chief and a worker."""
+    return make_run("demo", workers=1)
+
+
+@pytest.fixture
 def start_run() -> Iterator[Callable[[RunFolder], Gang]]:
     """Starts the local processes of a run folder, and kills what is left of them at the end."""
     fast.leave_out("starts a cluster")

@@ -162,9 +162,8 @@ def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(
     assert shortly is chief._attempt_in(0)._worker_restarted()
 
 
-def test_a_killed_task_is_known_before_a_network_file_system_lists_its_end(make_run, monkeypatch):
+def test_a_killed_task_is_known_before_a_network_file_system_lists_its_end(run, monkeypatch):
     """Otherwise the error of a script that lost contact with it ends the run (schedule 8087954)."""
-    run = make_run(workers=1)
     ends.record_end(run, 0, ends.End("chief", ends.EXTERNAL, SIGKILLED, None, time.time()))
     write_json(run.status("chief"), {"task": "chief", "state": "failed", "generation": 0, "updated_at": time.time()})
     monkeypatch.setattr(ends, "recorded_ends", lambda run, generation: [])
@@ -176,8 +175,7 @@ def test_a_killed_task_is_known_before_a_network_file_system_lists_its_end(make_
 
 
 @pytest.mark.parametrize(("worker", "action"), [("done", EndRun(OutcomeState.SUCCEEDED)), ("stopped", STOP_RUN)])
-def test_a_stop_that_only_another_host_sees_is_no_success(make_run, worker, action):
-    run = make_run(workers=1)
+def test_a_stop_that_only_another_host_sees_is_no_success(run, worker, action):
     chief = agent.Agent(RunView(run), "chief", [], 1.0, kind=task_process.Script)._attempt_in(0)
     for task, state in (("chief", "done"), ("worker-0", worker)):
         write_json(run.status(task), {"task": task, "state": state, "generation": 0, "updated_at": time.time()})
