@@ -1,14 +1,11 @@
 """Scripts that know nothing of agents: how each end is read, and what a script finds around itself."""
 
-import contextlib
 import json
 import os
 import signal
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,19 +68,6 @@ def start_scripts(make_run, start_run, tmp_path) -> StartScripts:
         return start_run(run)
 
     return start
-
-
-def script_pid(gang: Gang, task: str) -> int:
-    def find() -> int:
-        for pid in supervisor.processes_left(gang.run):
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if b"cluster.agent" not in command and f"TASK={task}".encode() in environment:
-                    return pid
-        return 0
-
-    return wait_for(find, f"the script of {task}", timeout_s=300)
 
 
 # The end
@@ -258,11 +242,8 @@ def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkey
 
 
 def test_each_script_has_its_own_temporary_folder_which_survives_kills_until_the_run_ends(
-    start_scripts, tmp_path, monkeypatch
+    start_scripts, temporary_files
 ):
-    (base := tmp_path / "t").mkdir()
-    monkeypatch.setenv("TMPDIR", str(base))
-    monkeypatch.setattr(tempfile, "tempdir", None)
     lines = """
     import tempfile
     mark = pathlib.Path(tempfile.gettempdir(), "mark")
@@ -282,7 +263,7 @@ def test_each_script_has_its_own_temporary_folder_which_survives_kills_until_the
         (name, found) for name, _, _, found in sorted(marks(gang), key=lambda mark: (mark[1], mark[0]))
     ]
     assert {2} == {len({path for task, _, path, _ in marks(gang)})}
-    assert [] == list(base.iterdir())
+    assert [] == list(temporary_files.iterdir())
 
 
 def marks(gang: Gang) -> list[list[str]]:
@@ -291,12 +272,9 @@ def marks(gang: Gang) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_run_whose_every_process_was_killed_leaves_no_temporary_files(start_scripts, tmp_path, monkeypatch):
-    (base := tmp_path / "t").mkdir()
-    monkeypatch.setenv("TMPDIR", str(base))
-    monkeypatch.setattr(tempfile, "tempdir", None)
+def test_a_run_whose_every_process_was_killed_leaves_no_temporary_files(start_scripts, temporary_files):
     gang = start_scripts("until(lambda: False)", workers=1)
-    script_pid(gang, "worker-0")
-    assert [] != list(base.iterdir())
+    wait_for(gang.run.programs("worker-0").exists, "the script of worker-0", timeout_s=300)
+    assert [] != list(temporary_files.iterdir())
     supervisor.kill_run(gang.run)
-    assert [] == list(base.iterdir())
+    assert [] == list(temporary_files.iterdir())
