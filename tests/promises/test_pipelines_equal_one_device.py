@@ -92,8 +92,7 @@ def model(feature_shape, outputs):
 
 @pytest.mark.long
 def test_weights_that_stages_share_must_train_as_on_one_device_within_rounding(clusters, tmp_path):
-    (tmp_path / "tied.py").write_text(TIED)
-    own = Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path), "DATA_DIR": str(tmp_path / "data")})
+    own = clusters.with_modules(tmp_path, own_data=True, tied=TIED)
     training = ("--dataset=tied:data", "--model=tied:model", "--global-batch=8", "--optimizer.schedule=cosine")
     stages = (*PIPELINE, "--stages=3")
     for name, options in {"tied": ("--workers=0",), "tied-1": stages, "tied-2": (*stages, "--workers=0")}.items():
