@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +72,37 @@ class Clusters:
         assert expect == process.returncode, f"{output}\n{self.logs()}"
         return output
 
-    def up(self, name: str, *words: str, runtime: str = "local", expect: int = 0) -> RunFolder:
-        """Bring up a cluster for the short training, without TensorBoard; return its run folder."""
-        options, _, more = " ".join(words).partition(" -- ")
-        training = [*TRAINING, *more.split()]
-        self.invoke(
-            "up", f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", *options.split(), "--", *training,
-            expect=expect,
-        )  # fmt: skip
+    def with_modules(self, folder: Path, *, own_data: bool = False, **sources: str) -> "Clusters":
+        """Return the commands of a user who has these modules in a folder, and there, if so, all data."""
+        for name, source in sources.items():
+            (folder / f"{name}.py").write_text(source)
+        data = {"DATA_DIR": str(folder / "data")} if own_data else {}
+        return replace(self, environment=self.environment | {"PYTHONPATH": str(folder), **data})
+
+    def up(
+        self,
+        name: str,
+        *words: str,
+        runtime: str = "local",
+        training: tuple[str, ...] = TRAINING,
+        port: int = 0,
+        expect: int = 0,
+        timeout_s: float = 240,
+    ) -> RunFolder:
+        """Bring up a cluster for a training; return its run folder. Without a port, TensorBoard is left out."""
+        options, _, more = f" {' '.join(words)} ".partition(" -- ")
+        start = ("up", f"--name={name}", f"--runtime={runtime}", f"--tensorboard-port={port}", *options.split())
+        self.invoke(*start, "--", *training, *more.split(), expect=expect, timeout_s=timeout_s)
         return self.run(name)
+
+    def check_bits(self, run: RunFolder, *words: str, training: tuple[str, ...] = TRAINING) -> None:
+        """Stop a run, and check that it has the weights of as many steps of local processes that nothing disturbed."""
+        self.invoke("stop", run.name, timeout_s=SLOW_MACHINE_S)
+        ended = summary(run)
+        assert "stopped" == ended["state"]
+        words = (*words, "--", *ENDLESS, f"--max-steps={ended['steps']}")
+        undisturbed = self.up(f"calm-{run.name}", *words, training=training, timeout_s=SLOW_MACHINE_S)
+        assert summary(undisturbed)["weights_sha256"] == ended["weights_sha256"]
 
     def rerun(self, name: str, *words: str) -> tuple[str, RunFolder]:
         """Make a run once more; return the output and its folder."""

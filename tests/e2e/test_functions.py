@@ -63,19 +63,12 @@ def preset():
 @pytest.fixture(scope="module")
 def own(clusters, tmp_path_factory) -> Clusters:
     """Clusters whose user has a module with two dataset functions."""
-    folder, data = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("data")
-    (folder / "made.py").write_text(MADE)
-    folder.chmod(0o755)  # containers that root starts read it as another user
-    return Clusters(clusters.runs_dir, {"PYTHONPATH": str(folder), "DATA_DIR": str(data)})
+    return clusters.with_modules(tmp_path_factory.mktemp("own"), own_data=True, made=MADE)
 
 
 def train(own: Clusters, name: str, topology: str, *overrides: str) -> RunFolder:
     """Train to the end; return the run folder."""
-    own.invoke(
-        "up", f"--name={name}", "--runtime=local", "--tensorboard-port=0", "--preset=made:preset",
-        *topology.split(), "--", *overrides,
-    )  # fmt: skip
-    run = own.run(name)
+    run = own.up(name, "--preset=made:preset", topology, "--", *overrides, training=())
     assert "succeeded" == summary(run)["state"]
     assert summary(run)["metrics"]["eval_accuracy"] > 0.8
     return run

@@ -5,6 +5,7 @@ and all of it runs on two cores, which the number of threads follows from.
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.e2e.scenario import Clusters, summary
 
 pytestmark = pytest.mark.long
 
-LIMIT_MIB, STACK_MIB, CONTAINER_MIB = 1500, 2, 1300
+LIMIT_MIB, STACK_MIB = 1500, 2
 TEXT = """
 import numpy as np
 
@@ -31,12 +32,7 @@ SIZE = ("--transformer.layers=4", "--transformer.width=1024", "--transformer.con
 @pytest.fixture(scope="module")
 def large(clusters, tmp_path_factory) -> Clusters:
     """Clusters for a model of 50 million weights, which takes 1.6 GB to train."""
-    folder = tmp_path_factory.mktemp("short")
-    (folder / "short_text.py").write_text(TEXT)
-    data = tmp_path_factory.mktemp("data")
-    for each in (folder, data):
-        each.chmod(0o755)  # containers read them as another user
-    return Clusters(clusters.runs_dir, {"PYTHONPATH": str(folder), "DATA_DIR": str(data)})
+    return clusters.with_modules(tmp_path_factory.mktemp("short"), own_data=True, short_text=TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -45,31 +41,28 @@ def limited(large) -> Clusters:
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
     limits = ("prlimit", f"--data={LIMIT_MIB * 2**20}", f"--stack={STACK_MIB * 2**20}")
     limits = ("taskset", "--cpu-list", cores, *limits)
-    return Clusters(large.runs_dir, large.environment, limits=limits)
+    return replace(large, limits=limits)
 
 
-def train(clusters: Clusters, name: str, *options: str, runtime: str = "local", expect: int = 0) -> str:
-    up = ("up", f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", "--preset=transformer_lm")
+def train(clusters: Clusters, name: str, *options: str, expect: int = 0) -> dict[str, Any]:
+    words = ("--preset=transformer_lm", "--micro-batches=2", "--max-restarts=0", *options)
     training = ("--dataset=short_text:short", *SIZE, "--max-steps=3", "--steps-per-loop=1", "--threads=1")
-    up = (*up, "--micro-batches=2", "--max-restarts=0", *options)
-    return clusters.invoke(*up, "--", *training, expect=expect, timeout_s=500)
+    return summary(clusters.up(name, *words, training=training, expect=expect, timeout_s=500))
 
 
 @pytest.fixture(scope="module")
 def enough(large) -> dict[str, Any]:
     """The summary of one task without a limit."""
-    train(large, "enough", "--workers=0")
-    return summary(large.run("enough"))
+    return train(large, "enough", "--workers=0")
 
 
 def test_one_task_must_say_in_one_line_that_its_memory_is_too_small(limited):
-    train(limited, "too-large", "--workers=0", expect=1)
-    assert summary(limited.run("too-large"))["cause"]["error"].startswith("out of memory")
+    failed = train(limited, "too-large", "--workers=0", expect=1)
+    assert failed["cause"]["error"].startswith("out of memory")
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_more_stages_must_hold_it(limited, enough, stages):
-    train(limited, f"stages-{stages}", "--strategy=pipeline", f"--stages={stages}", "--schedule=1f1b")
-    found = summary(limited.run(f"stages-{stages}"))
+    found = train(limited, f"stages-{stages}", "--strategy=pipeline", f"--stages={stages}", "--schedule=1f1b")
     assert enough["weights_sha256"] == found["weights_sha256"]
     assert (limited.run(f"stages-{stages}").export / "saved_model.pb").exists()

@@ -42,9 +42,8 @@ def sleeping(shape, outputs):
 def own(clusters, tmp_path) -> Clusters:
     """Clusters whose user has code that goes wrong; the crash is at a random step."""
     step = random.randint(20, 40)  # pytest shows it where the test fails
-    (tmp_path / "wrong.py").write_text(WRONG.format(step=step))
     (tmp_path / "step").write_text(str(step))
-    return Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path)})
+    return clusters.with_modules(tmp_path, wrong=WRONG.format(step=step))
 
 
 @pytest.mark.parametrize("topology", ["--workers=2", "--workers=0 --devices=2"])

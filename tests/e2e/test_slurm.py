@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.alone]
 SAVING = "--checkpoint-every=40"
 TRAINING = ("--log-every=10", "--evaluate-every=100000")
 STEPS = "--max-steps=400"
-OPTIONS = ("--runtime=slurm", "--tensorboard-port=0", SAVING, "--detach")
+OPTIONS = (SAVING, "--detach")
 ELASTIC = ("--min-workers=1", "--bitwise-elastic=4")
 SMALL = ("--global-batch=48", "--steps-per-loop=5", *TRAINING)
 DAEMONS = Path("/var/lib/tf-cluster-slurm")
@@ -42,10 +42,8 @@ def local_hash(clusters) -> str:
     return trained_locally(clusters, "as-processes", STEPS)
 
 
-def trained_locally(clusters: Clusters, name: str, steps: str, *words: str) -> str:
-    words = (f"--name={name}", "--runtime=local", "--tensorboard-port=0", SAVING, *words)
-    clusters.invoke("up", *words, "--", *TRAINING, steps)
-    return summary(clusters.run(name))["weights_sha256"]
+def trained_locally(clusters: Clusters, name: str, steps: str) -> str:
+    return summary(clusters.up(name, SAVING, training=(*TRAINING, steps)))["weights_sha256"]
 
 
 @pytest.fixture
@@ -61,8 +59,8 @@ def long_job(clusters, request) -> Iterator[RunFolder]:
 
 
 def queued(clusters: Clusters, name: str, *training: str, nodes: int = 2) -> Iterator[RunFolder]:
-    run = clusters.run(re.sub("[^a-z0-9]+", "-", name)[-40:].strip("-"))
-    clusters.invoke("up", f"--name={run.name}", f"--nodes={nodes}", *OPTIONS, "--", *TRAINING, *training)
+    name = re.sub("[^a-z0-9]+", "-", name)[-40:].strip("-")
+    run = clusters.up(name, f"--nodes={nodes}", *OPTIONS, runtime="slurm", training=(*TRAINING, *training))
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
     yield run
     revive_nodes()
@@ -81,9 +79,7 @@ def attempts(run: RunFolder) -> list[Path]:
 
 @pytest.mark.site
 def test_a_job_must_train_to_the_weights_of_processes(clusters, local_hash):
-    words = ("--name=three", "--nodes=3", "--runtime=slurm", "--tensorboard-port=0", SAVING)
-    clusters.invoke("up", *words, "--", *TRAINING, STEPS)
-    run = clusters.run("three")
+    run = clusters.up("three", "--nodes=3", SAVING, runtime="slurm", training=(*TRAINING, STEPS))
     assert ("succeeded", local_hash) == (summary(run)["state"], summary(run)["weights_sha256"])
     (attempt,) = attempts(run)
     places = [read_json(attempt / f"{task}.json") for task in ("chief", "worker-0", "worker-1")]
@@ -95,8 +91,7 @@ def test_a_job_must_train_to_the_weights_of_processes(clusters, local_hash):
 def test_a_script_must_run_in_every_task_of_a_job(clusters, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import json, os\nprint('task', json.loads(os.environ['TF_CONFIG'])['task'])\n")
-    clusters.invoke("up", "--name=script", "--runtime=slurm", "--tensorboard-port=0", f"--script={script}")
-    run = clusters.run("script")
+    run = clusters.up("script", f"--script={script}", runtime="slurm", training=())
     assert "succeeded" == summary(run)["state"]
     for index, task in enumerate(("chief", "worker-0", "worker-1")):
         assert f"task {{'type': 'worker', 'index': {index}}}" in run.log(task).read_text()
@@ -180,8 +175,8 @@ def elastic_job(clusters, monkeypatch) -> Iterator[Callable[..., RunFolder]]:
     begun: list[RunFolder] = []
 
     def begin(name: str, *words: str) -> RunFolder:
-        clusters.invoke("up", f"--name={name}", "--nodes=3", *OPTIONS, *ELASTIC, *words, "--", *SMALL, *ENDLESS)
-        begun.append(clusters.run(name))
+        words = ("--nodes=3", *OPTIONS, *ELASTIC, *words)
+        begun.append(clusters.up(name, *words, runtime="slurm", training=(*SMALL, *ENDLESS)))
         wait_for(lambda: step_of(begun[-1]) >= 60, "step 60", timeout_s=120)
         return begun[-1]
 
@@ -195,16 +190,6 @@ def revive_nodes() -> None:
     subprocess.run(["bash", ".ci/slurm"], cwd=ROOT, check=True)
 
 
-def check_bits(clusters: Clusters, run: RunFolder) -> None:
-    """Stop an elastic run; its weights must be those of as many steps of local processes that lost nobody."""
-    clusters.invoke("stop", run.name)
-    assert "stopped" == summary(run)["state"]
-    name, steps = f"as-{run.name}", f"--max-steps={summary(run)['steps']}"
-    words = (f"--name={name}", "--runtime=local", "--tensorboard-port=0", "--bitwise-elastic=4")
-    clusters.invoke("up", *words, "--", *SMALL, steps, "--epochs=1000")
-    assert summary(clusters.run(name))["weights_sha256"] == summary(run)["weights_sha256"]
-
-
 def test_an_elastic_job_must_replace_a_task_whose_node_died(elastic_job, clusters):
     run = elastic_job("grows", "--grow")
     (attempt,) = attempts(run)
@@ -216,7 +201,7 @@ def test_an_elastic_job_must_replace_a_task_whose_node_died(elastic_job, cluster
     assert place["job"] != lost["job"] == number_of(run)  # it was never queued again
     assert place["node"] != lost["node"]  # which is still away
     clusters.invoke("chaos", "kill", "worker-1", "--run=grows", timeout_s=300)
-    check_bits(clusters, run)
+    clusters.check_bits(run, "--bitwise-elastic=4", training=SMALL)
     wait_for(lambda: not Queue().jobs(slurm.job_name(run), parts=True), "the end of all jobs of the run")
 
 
@@ -228,7 +213,7 @@ def test_an_elastic_job_must_go_on_without_a_node_until_it_is_scaled(elastic_job
     revive_nodes()
     clusters.invoke("scale", "--workers=2", "--run=outlives", timeout_s=300)
     await_members(run)
-    check_bits(clusters, run)
+    clusters.check_bits(run, "--bitwise-elastic=4", training=SMALL)
 
 
 def test_a_job_at_its_time_limit_must_save_and_go_on(long_job, clusters):

@@ -40,9 +40,8 @@ FAULTS = 8
 def start(
     clusters: Clusters, name: str, *words: str, length: tuple[str, ...] = ENDLESS, runtime: str = "local"
 ) -> RunFolder:
-    options = (f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", *words)
-    clusters.invoke("up", *options, "--detach", "--", *TRAINING, *length, timeout_s=SLOW_MACHINE_S)
-    return clusters.run(name)
+    words = (*words, "--detach", "--", *length)
+    return clusters.up(name, *words, runtime=runtime, training=TRAINING, timeout_s=SLOW_MACHINE_S)
 
 
 def calm(clusters: Clusters, *words: str, length: tuple[str, ...]) -> RunFolder:
@@ -50,15 +49,6 @@ def calm(clusters: Clusters, *words: str, length: tuple[str, ...]) -> RunFolder:
     run = start(clusters, "calm", *words, "--fresh", length=length)
     clusters.invoke("wait", "calm", timeout_s=SLOW_MACHINE_S)
     return run
-
-
-def check_stopped(clusters: Clusters, run: RunFolder, *words: str) -> None:
-    """Stop a run that went through a storm, and check that it has the bits of as many undisturbed steps."""
-    clusters.invoke("stop", run.name, timeout_s=SLOW_MACHINE_S)
-    ended = summary(run)
-    assert "stopped" == ended["state"]
-    undisturbed = calm(clusters, *words, length=(*ENDLESS, f"--max-steps={ended['steps']}"))
-    assert summary(undisturbed)["weights_sha256"] == ended["weights_sha256"]
 
 
 @pytest.mark.long
@@ -75,7 +65,7 @@ def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(c
         )
         print(chaos.inject(run, Fault("kill", victim)).description)
     assert [None, 1, 0] == [record.standby_ports for record in run.generations()]
-    check_stopped(clusters, run, *words)
+    clusters.check_bits(run, *words, training=TRAINING)
 
 
 @pytest.mark.alone
@@ -92,7 +82,7 @@ def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters, strate
         clusters.invoke("stop", run.name, timeout_s=SLOW_MACHINE_S)
         assert max(result.steps_lost or 0 for result in results) <= 20  # since the last checkpoint
     else:
-        check_stopped(clusters, run, *words)
+        clusters.check_bits(run, *words, training=TRAINING)
 
 
 @pytest.mark.alone
@@ -118,7 +108,7 @@ def test_containers_must_outlive_what_only_an_engine_can_do(clusters):
         result = chaos.inject(run, replace(fault, at_step=run.newest_step + 30), SLOW_MACHINE_S)
         assert result.ended is None, result
         assert (fault.kind == "slow") is (result.detected_s is None), result
-    check_stopped(clusters, run, *words)
+    clusters.check_bits(run, *words, training=TRAINING)
 
 
 @pytest.mark.alone

@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +13,12 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.schedulers import swarm_stack
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import ENDLESS, TENSORBOARD_IMAGE, TRAIN_IMAGE, Clusters, await_members, step_of, summary
-from tests.support.waiting import wait_for
+from tests.support.waiting import await_shown, wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.alone, pytest.mark.usefixtures("require_engine")]
 HOSTS = Path("/var/lib/tf-cluster-swarm")
 SAVING = "--checkpoint-every=60"
-OPTIONS = ("--workers=1", "--tensorboard-port=0", SAVING)
+OPTIONS = ("--workers=1", SAVING)
 TRAINING = ("--max-steps=400", "--log-every=10", "--evaluate-every=100000")
 CUT_S = 20
 
@@ -60,16 +59,14 @@ def load_images() -> None:
 @pytest.fixture(scope="module")
 def local_hash(clusters) -> str:
     """The weights of the same training as local processes."""
-    clusters.invoke("up", "--name=as-processes", "--runtime=local", *OPTIONS, "--", *TRAINING)
-    return summary(clusters.run("as-processes"))["weights_sha256"]
+    return summary(clusters.up("as-processes", *OPTIONS, training=TRAINING))["weights_sha256"]
 
 
 @pytest.fixture
 def run(swarm, local_hash, request) -> Iterator[RunFolder]:
     """A run that trains on both hosts, called after the test."""
     name = re.sub("[^a-z0-9]+", "-", request.node.name)[-40:].strip("-")
-    swarm.invoke("up", f"--name={name}", "--runtime=swarm", "--detach", *OPTIONS, "--", *TRAINING, timeout_s=500)
-    run = swarm.run(name)
+    run = swarm.up(name, "--detach", *OPTIONS, runtime="swarm", training=TRAINING, timeout_s=500)
     assert {"h1", "h2"} == set(places(run).values())
     yield run
     swarm.invoke("down", name)
@@ -138,36 +135,25 @@ def test_an_elastic_run_must_go_on_without_a_host_and_grow_again(swarm, monkeypa
     memory = int(at("h1", "info", "--format={{.MemTotal}}")) * 6 // 10 // 2**20  # so that no host has room for two
     training = (*TRAINING[1:], "--global-batch=48", "--steps-per-loop=5")
     elastic = (f"--memory={memory}MiB", "--min-workers=0", "--grow", "--bitwise-elastic=4")
-    words = ("--name=elastic", "--runtime=swarm", "--detach", *OPTIONS, *elastic)
-    swarm.invoke("up", *words, "--", *training, *ENDLESS, timeout_s=500)
-    run = swarm.run("elastic")
+    words = ("--detach", *OPTIONS, *elastic, "--", *ENDLESS)
+    run = swarm.up("elastic", *words, runtime="swarm", training=training, timeout_s=500)
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
     subprocess.run(["ip", "link", "set", "tfs-h2", "down"], check=True)
     await_members(run, "worker-0")
     subprocess.run(["ip", "link", "set", "tfs-h2", "up"], check=True)
     await_members(run)
-    swarm.invoke("stop", "elastic")
-    steps = summary(run)["steps"]
-    words = ("--name=undisturbed", "--runtime=local", *OPTIONS, "--bitwise-elastic=4")
-    swarm.invoke("up", *words, "--", *training, f"--max-steps={steps}", "--epochs=1000")
-    assert summary(swarm.run("undisturbed"))["weights_sha256"] == summary(run)["weights_sha256"]
+    swarm.check_bits(run, *OPTIONS, "--bitwise-elastic=4", training=training)
     swarm.invoke("down", "elastic")
 
 
 def test_every_command_must_mean_the_same_on_hosts(swarm):
     at("h2", "image", "rm", "--force", TRAIN_IMAGE)  # and no host can pull it
     (port,) = free_ports(1)
-    words = ("--name=ps", "--runtime=swarm", "--workers=1", "--ps=1", f"--tensorboard-port={port}", "--detach", SAVING)
-    swarm.invoke("up", *words, "--", *TRAINING, *ENDLESS, timeout_s=500)
-    run = swarm.run("ps")
+    words = ("--workers=1", "--ps=1", "--detach", SAVING, "--", *ENDLESS)
+    run = swarm.up("ps", *words, runtime="swarm", training=TRAINING, port=port, timeout_s=500)
     assert {"h1", "h2"} == set(places(run).values())
     assert identity_of(TRAIN_IMAGE, "h1") == identity_of(TRAIN_IMAGE, "h2")
-
-    def shown() -> list[str]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=10) as answer:
-            return json.load(answer)
-
-    wait_for(lambda: "ps/chief" in shown(), "TensorBoard to show the run")
+    await_shown(port, "ps/chief")
     swarm.invoke("chaos", "kill", "worker-0", timeout_s=300)
     assert 0 == run.generation, "under parameter servers only the worker starts again"
     swarm.invoke("scale", "--workers=2", "--run=ps", timeout_s=300)
@@ -190,9 +176,8 @@ def test_a_script_must_get_its_secret_on_every_host(swarm, tmp_path):
     script.write_text("import os\nprint('secret of length', len(os.environ['A_SECRET']))\n")
     script.chmod(0o644)
     given = Clusters(swarm.runs_dir, swarm.environment | {"A_SECRET": "x" * 12})
-    words = ("--name=secret", "--runtime=swarm", "--workers=1", "--tensorboard-port=0", f"--script={script}")
-    given.invoke("up", *words, "--env=A_SECRET", timeout_s=300)
-    run = swarm.run("secret")
+    words = ("--workers=1", f"--script={script}", "--env=A_SECRET")
+    run = given.up("secret", *words, runtime="swarm", training=(), timeout_s=300)
     assert "succeeded" == summary(run)["state"]
     for task in ("chief", "worker-0"):
         assert "secret of length 12" in run.log(task).read_text()

@@ -89,8 +89,7 @@ def model(feature_shape, num_outputs):
 
 
 def test_two_tasks_must_give_the_bits_of_two_devices_wherever_they_are(clusters, tmp_path):
-    (tmp_path / "guarded.py").write_text(MODEL)
-    own = Clusters(clusters.runs_dir, {"PYTHONPATH": str(tmp_path)})
+    own = clusters.with_modules(tmp_path, guarded=MODEL)
     training = f"{MICRO} -- --max-steps {STEPS} --model guarded:model"
     devices = own.up("devices", f"--workers=0 --devices=2 {training}")
     tasks = own.up("tasks", f"--workers=1 {training}")

@@ -7,8 +7,6 @@ pytest FILE` runs the tests of a file directly, for a debugger.
 import ast
 import functools
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,11 +16,9 @@ from xml.etree import ElementTree
 import pytest
 
 from tests import fast
+from tests.support.measured import ENVIRONMENT, begin, output_of
 
 VARIABLE = "OWN_PROCESS"
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-HANG_S = 900.0
-"""What no file takes unless it hangs, also on a busy machine: otherwise it is a minute or two."""
 
 if int(os.environ.get(VARIABLE, "0")):
     from train import strategy
@@ -36,23 +32,11 @@ def outcomes(path: Path, devices: int, selected: str) -> list[tuple[str, str, st
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         options = ["-q", "-p", "no:cacheprovider", "-m", selected, f"--junitxml={report}", f"--basetemp={folder}/tmp"]
-        process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, str(path)],
-            env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-            | ENVIRONMENT
-            | {VARIABLE: str(devices)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=HANG_S)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # it prints where its threads are
-            output = f"still running after {HANG_S:g} s\n{process.communicate()[0]}"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        environment |= {**ENVIRONMENT, VARIABLE: str(devices)}
+        output = output_of(begin("pytest", *options, str(path), environment=environment))
         if not report.exists():
-            return [("", "failure", output[-8000:])]
+            return [("", "failure", output)]
         cases = ElementTree.parse(report).iter("testcase")
         ends = [
             (case, next((part for part in case if part.tag in ("failure", "error", "skipped")), None)) for case in cases

@@ -28,19 +28,8 @@ def patience(clusters, monkeypatch):
 
 def begin(clusters: Clusters, name: str, *words: str, runtime: str = "local") -> RunFolder:
     """Bring up a cluster in the background."""
-    options = (f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", "--detach", *words)
-    clusters.invoke("up", *options, "--checkpoint-every=10", "--", *TRAINING, *ENDLESS, timeout_s=SLOW_MACHINE_S)
-    return clusters.run(name)
-
-
-def check_bits(clusters: Clusters, run: RunFolder) -> None:
-    """Stop a run, and check that it has the weights of as many steps of a run that never lost a task."""
-    clusters.invoke("stop", run.name, timeout_s=SLOW_MACHINE_S)
-    ended = summary(run)
-    assert "stopped" == ended["state"]
-    words = f"--workers=2 --bitwise-elastic=4 -- --epochs 1000 --max-steps {ended['steps']}"
-    undisturbed = clusters.up(f"calm-{run.name}", words)
-    assert summary(undisturbed)["weights_sha256"] == ended["weights_sha256"]
+    words = (*words, "--detach", "--checkpoint-every=10", "--", *ENDLESS)
+    return clusters.up(name, *words, runtime=runtime, timeout_s=SLOW_MACHINE_S)
 
 
 def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(clusters, monkeypatch):
@@ -80,7 +69,7 @@ def test_a_lost_worker_that_returns_must_be_taken_in(clusters):
     assert lost.ended is None
     await_members(run)
     assert [["worker-1"], []] == [list(change.left_out) for change in membership.changes(run)]
-    check_bits(clusters, run)
+    clusters.check_bits(run, "--workers=2", "--bitwise-elastic=4")
 
 
 @pytest.mark.alone
@@ -89,7 +78,7 @@ def test_a_storm_with_lost_workers_must_lose_no_run_and_change_no_bit(clusters):
     kinds = ["lose", "kill", "lose", "corrupt"]
     assert [None] * 8 == [result.ended for result in chaos.inject_all(run, 8, 5, kinds, SLOW_MACHINE_S)]
     assert [change for change in membership.changes(run) if change.lost]
-    check_bits(clusters, run)
+    clusters.check_bits(run, "--workers=2", "--bitwise-elastic=4")
 
 
 @pytest.mark.long
@@ -100,4 +89,4 @@ def test_a_container_that_is_lost_must_be_taken_in_again(clusters):
     lost = chaos.inject(run, Fault("lose", "worker-1", at_step=20), SLOW_MACHINE_S)
     assert lost.ended is None
     await_members(run)
-    check_bits(clusters, run)
+    clusters.check_bits(run, "--workers=2", "--bitwise-elastic=4")

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
 from cluster.host.runtime import compose_services, namespaces
 from cluster.system.ports import free_ports
-from tests.e2e.scenario import ENDLESS, TRAIN_IMAGE, TRAINING, Clusters, step_of, summary
+from tests.e2e.scenario import ENDLESS, TRAIN_IMAGE, step_of, summary
 from tests.support import doors
-from tests.support.waiting import wait_for
+from tests.support.waiting import await_shown, wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 
@@ -53,21 +52,12 @@ def callbacks(run_dir, task):
 def training(clusters, port, tmp_path_factory) -> Iterator[RunFolder]:
     """Chief and a worker in containers, training for longer than any test looks at them."""
     (folder := tmp_path_factory.mktemp("theirs") / "lazy").mkdir(mode=0o755)
-    (folder / "lazy.py").write_text(LAZY)
     (folder / "key").write_text(f"{SECRET}\n")
     (folder / "key").chmod(0o644)
-    theirs = Clusters(clusters.runs_dir, {"PYTHONPATH": str(folder)})
-    words = [
-        "up",
-        "--name=contained",
-        f"--secret=A_KEY={folder / 'key'}",
-        "--runtime=docker",
-        "--workers=1",
-        f"--tensorboard-port={port}",
-        "--detach",
-    ]
-    theirs.invoke(*words, "--", *TRAINING, *ENDLESS, "--callbacks=lazy:callbacks", timeout_s=400)
-    yield clusters.run("contained")
+    theirs = clusters.with_modules(folder, lazy=LAZY)
+    words = (f"--secret=A_KEY={folder / 'key'}", "--workers=1", "--detach")
+    words = (*words, "--", *ENDLESS, "--callbacks=lazy:callbacks")
+    yield theirs.up("contained", *words, runtime="docker", port=port, timeout_s=400)
     clusters.invoke("down")
 
 
@@ -182,12 +172,7 @@ def test_tensorboard_must_show_the_run_on_loopback_only(training, port):
     _, text = engine.ask("inspect", ids)
     bindings = json.loads(text)[0]["HostConfig"]["PortBindings"]
     assert {"6006/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(port)}]} == bindings
-
-    def shown() -> list[str]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=10) as answer:
-            return json.load(answer)
-
-    wait_for(lambda: "contained/chief" in shown(), "TensorBoard to show the run")
+    await_shown(port, "contained/chief")
 
 
 @pytest.fixture

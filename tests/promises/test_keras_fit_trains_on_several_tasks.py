@@ -2,6 +2,7 @@
 
 import pytest
 
+from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import Clusters, summary
 
 STEPS, KILLED_AT = 60, 40
@@ -52,25 +53,22 @@ def killed_once(run_dir, task):
 @pytest.fixture(scope="module")
 def own(clusters, tmp_path_factory) -> Clusters:
     """Clusters whose user has these parts."""
-    folder, data = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("data")
-    (folder / "fit_parts.py").write_text(PARTS)
-    return Clusters(clusters.runs_dir, {"PYTHONPATH": str(folder), "DATA_DIR": str(data)})
+    return clusters.with_modules(tmp_path_factory.mktemp("own"), own_data=True, fit_parts=PARTS)
 
 
-def words(name: str, workers: int, callbacks: str) -> tuple[str, ...]:
-    """Return the command that trains; 16 or 17 steps are an epoch, so checkpoints are inside of epochs."""
-    options = (f"--name={name}", f"--workers={workers}", "--runtime=local", "--tensorboard-port=0", "--loop=fit")
+def train(own: Clusters, name: str, workers: int, callbacks: str) -> RunFolder:
+    """Train to the end; 16 or 17 steps are an epoch, so checkpoints are inside of epochs."""
+    options = (f"--workers={workers}", "--loop=fit", "--checkpoint-every=15")
     parts = ("--dataset=fit_parts:data", "--model=fit_parts:model", f"--callbacks=fit_parts:{callbacks}")
     training = (f"--max-steps={STEPS}", "--epochs=100", "--global-batch=24", "--log-every=5", "--steps-per-loop=5")
-    return ("up", *options, "--checkpoint-every=15", "--", *parts, *training)
+    return own.up(name, *options, training=(*parts, *training))
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_run_killed_inside_of_an_epoch_must_end_with_the_same_bits(own, workers):
-    own.invoke(*words(f"whole-{workers}", workers, "undisturbed"))
-    own.invoke(*words(f"killed-{workers}", workers, "killed_once"))
-    run = own.run(f"killed-{workers}")
-    ended, whole = summary(run), summary(own.run(f"whole-{workers}"))
+    whole = summary(train(own, f"whole-{workers}", workers, "undisturbed"))
+    run = train(own, f"killed-{workers}", workers, "killed_once")
+    ended = summary(run)
     (restart,) = ended["restarts"]
     assert "chief" == restart["task"]
     (restored_at,) = [event.step for event in run.events() if event.event == "restored"]

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
-from cluster.host.runtime import supervisor
+from cluster.system.json_files import read_json
 from tests.e2e.scenario import Clusters, summary
 from tests.support.waiting import wait_for
 
@@ -115,35 +115,19 @@ def clusters(tmp_path_factory) -> Iterator[Clusters]:
 
 
 def run_script(clusters: Clusters, name: str, script: Path, *words: str, runtime: str = "local") -> RunFolder:
-    """Run a script to its end on a cluster; return the run's folder."""
-    options, arguments = (words[: words.index("--")], words[words.index("--") :]) if "--" in words else (words, ())
-    started = ("up", f"--name={name}", f"--runtime={runtime}", "--tensorboard-port=0", f"--script={script}")
-    clusters.invoke(*started, *options, *arguments, timeout_s=400)
-    return clusters.run(name)
+    """Run a script on a cluster, to its end unless detached; return the run's folder."""
+    return clusters.up(name, f"--script={script}", *words, runtime=runtime, training=(), timeout_s=400)
 
 
 def test_killing_a_script_must_restart_the_gang(clusters, theirs):
-    script = theirs / "fit.py"
-    up = ("up", "--name=killed", "--runtime=local", "--tensorboard-port=0", f"--script={script}", "--detach")
-    clusters.invoke(*up, "--workers=1", "--separate-chief", "--", "12")
-    run = clusters.run("killed")
+    run = run_script(clusters, "killed", theirs / "fit.py", "--detach", "--workers=1", "--separate-chief", "--", "12")
     wait_for(lambda: "Epoch 3/" in run.log("worker-0").read_text(), "epoch 3")
-    os.kill(script_of(run, "worker-0"), signal.SIGKILL)
+    os.kill(read_json(run.programs("worker-0"))["program"]["pid"], signal.SIGKILL)
     clusters.invoke("wait", "--timeout=240")
     ended = summary(run)
     (restart,) = ended["restarts"]
     assert ("succeeded", "worker-0", 1) == (ended["state"], restart["task"], restart["generation"])
     assert 1 == run.log("chief").read_text().count("Epoch 1/12")  # it went on from its own backup
-
-
-def script_of(run: RunFolder, task: str) -> int:
-    """Return the process id of a task's script."""
-    for pid in supervisor.processes_left(run):
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if f"TASK={task}".encode() in environment and b"cluster.agent" not in command:
-            return pid
-    raise AssertionError(f"{task} has no script")
 
 
 def test_servers_must_end_with_the_coordinator(clusters, theirs):

@@ -31,23 +31,17 @@ def own(clusters, tmp_path_factory) -> Clusters:
     """Clusters whose user has the files of the documentation, and a table of plants, in a folder of theirs."""
     folder = tmp_path_factory.mktemp("own")
     text = (ROOT / "docs" / "guides" / "your-model.md").read_text()
-    for name, code in re.findall(r"`(\w+\.py)`[^\n]*:\n\n```python\n(.*?)```", text, re.DOTALL):
-        (folder / name).write_text(code)
+    modules = dict(re.findall(r"`(\w+)\.py`[^\n]*:\n\n```python\n(.*?)```", text, re.DOTALL))
     light, water = np.random.default_rng(0).uniform(size=(2, 600))
     rows = [f"{a:.4f},{b:.4f},{3 * a + 2 * b * b:.4f}" for a, b in zip(light, water, strict=True)]
     (folder / "plants.csv").write_text("\n".join(["light,water,height", *rows]) + "\n")
-    data = tmp_path_factory.mktemp("data")
-    return Clusters(clusters.runs_dir, {"PYTHONPATH": str(folder), "DATA_DIR": str(data)})
+    return clusters.with_modules(folder, own_data=True, **modules)
 
 
 def train(own: Clusters, preset: str, strategy: str, *overrides: str, name: str = "") -> RunFolder:
     """Train a preset under a strategy; return the run folder."""
-    name = name or f"{preset}-{strategy}"
-    own.invoke(
-        "up", f"--name={name}", "--runtime=local", "--tensorboard-port=0", f"--preset={preset}:preset",
-        *TOPOLOGIES[strategy].split(), "--", *ALL_STEPS, *overrides,
-    )  # fmt: skip
-    run = own.run(name)
+    words = (f"--preset={preset}:preset", TOPOLOGIES[strategy], "--", *overrides)
+    run = own.up(name or f"{preset}-{strategy}", *words, training=ALL_STEPS)
     assert ("succeeded", strategy) == (summary(run)["state"], summary(run)["strategy"])
     return run
 
@@ -68,12 +62,9 @@ def test_a_resnet_must_give_the_same_bits_again(own):
 @pytest.fixture(scope="module")
 def half(own) -> RunFolder:
     """A training in bfloat16, of a model that knows nothing of precisions, evaluated by its averages."""
-    own.invoke(
-        "up", "--name=half", "--runtime=local", "--tensorboard-port=0", "--preset=plants:preset", "--workers=1",
-        "--precision=bf16", "--", *ALL_STEPS, "--evaluate-every", "1000", "--optimizer.clip-norm", "0.5",
-        "--optimizer.ema", "0.5", "--optimizer.schedule", "cosine", "--optimizer.end-share", "0.5",
-    )  # fmt: skip
-    return own.run("half")
+    optimizer = "--optimizer.clip-norm 0.5 --optimizer.ema 0.5 --optimizer.schedule cosine --optimizer.end-share 0.5"
+    words = ("--preset=plants:preset --workers=1 --precision=bf16 -- --evaluate-every 1000", optimizer)
+    return own.up("half", *words, training=ALL_STEPS)
 
 
 def test_bfloat16_must_learn_and_export_float32(own, half):

@@ -14,7 +14,6 @@ from typing import Any
 from cluster.agent.hub import SILENCE_S, News, Outgoing, Roster
 from cluster.agent.run_view import RunView
 from cluster.contract.run.copies import Superseded
-from cluster.contract.run.records import Generation, Outcome
 from cluster.contract.spec import ClusterSpec, Role, Task
 from tests.simulation.folder import SimFolder
 from tests.simulation.world import SimTask
@@ -107,9 +106,9 @@ class SimHub(SimEnd):
 
     def __init__(self, owner: SimTask, spec: ClusterSpec) -> None:
         super().__init__(owner)
-        self.roster = Roster(
-            self.world.folder.seen_by(owner), [task.name for task in spec.tasks], clock=self.world.monotonic
-        )
+        names = [task.name for task in spec.tasks]
+        self.roster = Roster(self.world.folder.seen_by(owner), names, clock=lambda: self.world.now)
+        self.beat, self.join_rendezvous = self.roster.beat, self.roster.join_rendezvous
         self.world.hub = self
         self.world.at(0.0, self._tick)
 
@@ -131,12 +130,6 @@ class SimHub(SimEnd):
     def process(self, link: SimHubClient, what: Any) -> None:
         self.roster.receive(link.owner.name, what)
 
-    def beat(self, task: str) -> dict[str, Any] | None:
-        return self.roster.beat(task)
-
-    def join_rendezvous(self, number: int) -> None:
-        self.roster.join_rendezvous(number)
-
 
 class SimHubClient(SimEnd):
     """Replaces `Link`."""
@@ -145,6 +138,7 @@ class SimHubClient(SimEnd):
         super().__init__(owner)
         self.received_at = float("-inf")
         self.outgoing = Outgoing()
+        self.report, self.join_rendezvous = self.outgoing.report, self.outgoing.join_rendezvous
         self.world.links[owner.name] = self
         self.world.at(self.world.random.uniform(0, 1), self._tick)
 
@@ -152,23 +146,14 @@ class SimHubClient(SimEnd):
     def fresh(self) -> bool:
         return self.world.now - self.received_at < SILENCE_S
 
-    def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
-        self.outgoing.report(number, begun, outcome)
-
-    def join_rendezvous(self, number: int) -> None:
-        self.outgoing.join_rendezvous(number)
-
     def _tick(self) -> None:
         if self.gone or self.world.links[self.owner.name] is not self:  # that of a newer copy counts
             return
         hub = self.world.hub
         if hub and not hub.gone and not self.frozen and self.outgoing.fields["number"] >= 0:
             beat = self.world.folder.beats.get(self.owner.name)
-            self.send(
-                self,
-                hub,
-                json.loads(json.dumps(self.outgoing.fields | {"beat": beat.read().to_json() if beat else None})),
-            )
+            fields = self.outgoing.fields | {"beat": beat.read().to_json() if beat else None}
+            self.send(self, hub, json.loads(json.dumps(fields)))
         self.world.at(TICK_S, self._tick)
 
     def process(self, link: SimHubClient, what: Any) -> None:

@@ -16,7 +16,7 @@ from cluster.agent.agent import Agent
 from cluster.agent.rendezvous import Abandoned, Attendance, Incomplete
 from cluster.agent.run_view import RunView
 from cluster.agent.task_process import Script, TaskProcess, Trainer
-from cluster.contract.recovery import ends, standby_cluster, step_record
+from cluster.contract.recovery import ends, step_record
 from cluster.contract.results import summary
 from cluster.contract.run import joining
 from cluster.contract.spec import ClusterSpec, Task
@@ -37,7 +37,7 @@ class Clock:
 
     @staticmethod
     def monotonic() -> float:
-        return Now.world.monotonic()
+        return Now.world.now
 
     @staticmethod
     def time() -> float:
@@ -46,6 +46,13 @@ class Clock:
     @staticmethod
     def sleep(seconds: float) -> None:
         Now.world.sleep(seconds)
+
+
+class NoKills:
+    """Replaces `MemoryKills`: the kernel kills nothing."""
+
+    def include(self, *_: Any) -> bool:
+        return False
 
 
 def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Agent:
@@ -146,7 +153,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "time", Clock)
     for module in (agent, elastic):
         patch.setattr(module, "HeartbeatWriter", folder.SimHeartbeat)
-    patch.setattr(attempt, "MemoryKills", lambda: types.SimpleNamespace(include=lambda *_: False))
+    patch.setattr(attempt, "MemoryKills", NoKills)
     for module in (agent, attempt):
         patch.setattr(module, "POLL_S", POLL_S)
     patch.setattr(agent, "signal", signals)
@@ -171,11 +178,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     )
     patch.setattr(standing_by, "memory", standby.SimMemory)
     patch.setattr(standing_by.Standby, "_set_kill_score", lambda *_: None)
-    for name in ("is_possible", "write_json", "create_json"):
-        patch.setattr(standby_cluster, name, getattr(standby, name))
-    patch.setattr(standby_cluster, "records", types.SimpleNamespace(read_record=standby.read_record))
-    patch.setattr(standby_cluster, "_path", standby.path)
-    patch.setattr(standby_cluster, "_replaced", standby.replaced)
+    standby.install(patch)
     patch.setenv("RESTART_PAUSE_S", "0.5")
 
 

@@ -7,14 +7,13 @@ wait for the others can lose contact.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from cluster.contract import tf_config
 from cluster.contract.recovery import standby_cluster
-from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now
 
@@ -88,22 +87,35 @@ def port(environment: Mapping[str, str], spec: ClusterSpec, task: Task) -> int:
 
 
 class SimRecord:
-    """The record of a task's standby process: what `standby_cluster` does with a path."""
+    """The record of a task's standby process: what `standby_cluster` does with a path, itself or by `records`."""
 
     def __init__(self, run: Any, task: str) -> None:
-        self.run, self.task = run, task
+        self._run, self._task = run, task
         self.parent = self
 
     def mkdir(self, **_: Any) -> None:
         """Make its folder."""
 
     def unlink(self, **_: Any) -> None:
-        self.run.world.operation("withdraw the standby process")
-        self.run.standby.pop(self.task, None)
+        self._run.world.operation("withdraw the standby process")
+        self._run.standby.pop(self._task, None)
 
     def exists(self) -> bool:
-        self.run.world.operation("read")
-        return not self.run.cache.hides(f"standby/{self.task}", exists=self.task in self.run.standby)
+        self._run.world.operation("read")
+        return not self._run.cache.hides(f"standby/{self._task}", exists=self._task in self._run.standby)
+
+    def write_json(self, value: dict[str, Any], *, durable: bool) -> None:
+        assert not durable
+        self._run.world.operation("report the standby process")
+        self._run.standby[self._task] = value
+
+    def create_json(self, value: dict[str, Any]) -> None:
+        self._run.world.operation("replace the standby cluster")
+        self._run.standby.setdefault(self._task, value)
+        self._run.cache.forget(f"standby/{self._task}")
+
+    def read_record(self, check: Callable[[Any], Any], default: Any) -> Any:
+        return check(self._run.standby[self._task]) if self.exists() else default
 
 
 class SimMemory:
@@ -115,30 +127,15 @@ class SimMemory:
     in_kernel_log = staticmethod(lambda _pid, _since_s: False)
 
 
-def is_possible(_run: RunFolder, spec: ClusterSpec) -> bool:
-    """Replace `standby_cluster.is_possible`: all synchronous training of these schedules can."""
-    return spec.kind.synchronous
-
-
-def read_record(record: SimRecord, check: Callable[[Any], Any], default: Any) -> Any:
-    return check(record.run.standby[record.task]) if record.exists() else default
-
-
-def write_json(record: SimRecord, value: dict[str, Any], *, durable: bool) -> None:
-    assert not durable
-    record.run.world.operation("report the standby process")
-    record.run.standby[record.task] = json.loads(json.dumps(value))
-
-
-def create_json(record: SimRecord, value: dict[str, Any]) -> None:
-    record.run.world.operation("replace the standby cluster")
-    record.run.standby.setdefault(record.task, value)
-    record.run.cache.forget(f"standby/{record.task}")
-
-
-def path(run: RunFolder, task: str) -> SimRecord:
-    return SimRecord(run, Path(task).name)
-
-
-def replaced(run: RunFolder, generation: int, number: int) -> SimRecord:
-    return SimRecord(run, f"replaced-{generation}-{number}")
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Replace what `standby_cluster` reads and writes; all synchronous training of these schedules can use it."""
+    patch.setattr(standby_cluster, "is_possible", lambda _run, spec: spec.kind.synchronous)
+    for name in ("write_json", "create_json"):
+        patch.setattr(standby_cluster, name, getattr(SimRecord, name))
+    patch.setattr(standby_cluster, "records", SimRecord)
+    patch.setattr(standby_cluster, "_path", SimRecord)
+    patch.setattr(
+        standby_cluster,
+        "_replaced",
+        lambda run, generation, number: SimRecord(run, f"replaced-{generation}-{number}"),
+    )

@@ -283,9 +283,6 @@ class World:
 
     # The clock, as agents see it
 
-    def monotonic(self) -> float:
-        return self.now
-
     def time(self) -> float:
         return 1e9 + self.now + (self.running.skew_s if self.running else 0.0)
 

@@ -20,16 +20,15 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
 
 HANG_S = 900.0
-"""What no measurement takes unless it hangs, also on a busy machine: otherwise it is a minute or two."""
+"""What no such process takes unless it hangs, also on a busy machine: otherwise it is a minute or two."""
 
 
-def start(module: str, result: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Start `tests/programs/<module>.py`, which writes what it measured to `result`."""
-    fast.leave_out("starts TensorFlow")
+def begin(*words: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a module with its arguments."""
     return subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-m", f"tests.programs.{module}", str(result), *arguments],
+        [sys.executable, "-X", "faulthandler", "-m", *words],
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, **environment},
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -37,14 +36,26 @@ def start(module: str, result: Path, *arguments: str, **environment: str) -> sub
     )
 
 
-def finish(process: subprocess.Popen[str], result: Path, timeout_s: float = HANG_S) -> dict[str, Any]:
-    """Wait for a process of `start` and return its measurements."""
+def output_of(process: subprocess.Popen[str]) -> str:
+    """Wait for a process of `begin`; return the end of its output."""
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        return process.communicate(timeout=HANG_S)[0][-8000:]
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGABRT)  # it prints where its threads are
-        raise AssertionError(f"still measuring after {timeout_s:g} s: {process.communicate()[0][-8000:]}") from None
-    assert 0 == process.returncode, output[-4000:]
+        return f"still running after {HANG_S:g} s\n{process.communicate()[0][-8000:]}"
+
+
+def start(module: str, result: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start `tests/programs/<module>.py`, which writes what it measured to `result`."""
+    fast.leave_out("starts TensorFlow")
+    environment = {**os.environ, **ENVIRONMENT, **environment}
+    return begin(f"tests.programs.{module}", str(result), *arguments, environment=environment)
+
+
+def finish(process: subprocess.Popen[str], result: Path) -> dict[str, Any]:
+    """Wait for a process of `start` and return its measurements."""
+    output = output_of(process)
+    assert 0 == process.returncode, output
     return json.loads(result.read_text())
 
 

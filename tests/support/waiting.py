@@ -1,7 +1,9 @@
 """Waiting for a condition, with a bound: no test sleeps for a fixed time; and the same thing several times at once."""
 
+import json
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -23,3 +25,13 @@ def together(body: Callable[[int], None], count: int = 8) -> None:
     start = threading.Barrier(count)
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(lambda at: (start.wait(), body(at)), range(count)))
+
+
+def await_shown(port: int, writer: str) -> None:
+    """Wait until TensorBoard shows what a task of a run has written."""
+
+    def shown() -> list[str]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=10) as answer:
+            return json.load(answer)
+
+    wait_for(lambda: writer in shown(), "TensorBoard to show the run")

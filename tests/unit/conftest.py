@@ -6,6 +6,7 @@ import itertools
 import os
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -33,6 +34,21 @@ from tests.support.launching import CONFIG, Commands
 def unsynced(monkeypatch):
     """Nothing is flushed to the disk: tests have no power failures, and a busy disk takes most of a test's time."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def temporary_files(tmp_path, monkeypatch) -> Path:
+    """The folder of temporary files, which only this test uses."""
+    (folder := tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+@pytest.fixture
+def run(make_run) -> RunFolder:
+    """A run of a chief and a worker."""
+    return make_run("demo", workers=1)
 
 
 @pytest.fixture

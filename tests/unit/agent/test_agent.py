@@ -130,10 +130,9 @@ finish("stopped")
     assert {"chief": 0, "worker-0": 0, "ps-0": 0} == gang.summary()["tasks"]
 
 
-def test_a_task_that_comes_after_the_end_does_not_hold_it_up(make_run, monkeypatch):
+def test_a_task_that_comes_after_the_end_does_not_hold_it_up(run, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the agents run in this very process
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the summary waits for a task that never ran"))
-    run = make_run(workers=1)
     run.end("stopped", task="chief")
     for task in ("worker-0", "chief"):
         agent.Agent(RunView(run), task, ["false"], rendezvous_timeout_s=1).main()

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -147,9 +146,8 @@ def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(
     assert shortly is chief._attempt_in(0)._worker_restarted()
 
 
-def test_a_killed_task_is_known_before_a_network_file_system_lists_its_end(make_run, monkeypatch):
+def test_a_killed_task_is_known_before_a_network_file_system_lists_its_end(run, monkeypatch):
     """Otherwise the error of a script that lost contact with it ends the run (schedule 8087954)."""
-    run = make_run(workers=1)
     ends.record_end(run, 0, ends.End("chief", ends.EXTERNAL, SIGKILLED, None, time.time()))
     write_json(run.status("chief"), {"task": "chief", "state": "failed", "generation": 0, "updated_at": time.time()})
     monkeypatch.setattr(ends, "recorded_ends", lambda run, generation: [])
@@ -161,8 +159,7 @@ def test_a_killed_task_is_known_before_a_network_file_system_lists_its_end(make_
 
 
 @pytest.mark.parametrize(("worker", "action"), [("done", EndRun(OutcomeState.SUCCEEDED)), ("stopped", STOP_RUN)])
-def test_a_stop_that_only_another_host_sees_is_no_success(make_run, worker, action):
-    run = make_run(workers=1)
+def test_a_stop_that_only_another_host_sees_is_no_success(run, worker, action):
     chief = agent.Agent(RunView(run), "chief", [], 1.0, kind=task_process.Script)._attempt_in(0)
     for task, state in (("chief", "done"), ("worker-0", worker)):
         write_json(run.status(task), {"task": task, "state": state, "generation": 0, "updated_at": time.time()})
@@ -241,11 +238,8 @@ def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkey
 
 
 def test_each_script_has_its_own_temporary_folder_which_survives_kills_until_the_run_ends(
-    start_scripts, tmp_path, monkeypatch
+    start_scripts, temporary_files
 ):
-    (base := tmp_path / "t").mkdir()
-    monkeypatch.setenv("TMPDIR", str(base))
-    monkeypatch.setattr(tempfile, "tempdir", None)
     lines = """
     import tempfile
     mark = pathlib.Path(tempfile.gettempdir(), "mark")
@@ -265,7 +259,7 @@ def test_each_script_has_its_own_temporary_folder_which_survives_kills_until_the
         (name, found) for name, _, _, found in sorted(marks(gang), key=lambda mark: (mark[1], mark[0]))
     ]
     assert {2} == {len({path for task, _, path, _ in marks(gang)})}
-    assert [] == list(base.iterdir())
+    assert [] == list(temporary_files.iterdir())
 
 
 def marks(gang: Gang) -> list[list[str]]:
@@ -274,12 +268,9 @@ def marks(gang: Gang) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_run_whose_every_process_was_killed_leaves_no_temporary_files(start_scripts, tmp_path, monkeypatch):
-    (base := tmp_path / "t").mkdir()
-    monkeypatch.setenv("TMPDIR", str(base))
-    monkeypatch.setattr(tempfile, "tempdir", None)
+def test_a_run_whose_every_process_was_killed_leaves_no_temporary_files(start_scripts, temporary_files):
     gang = start_scripts("until(lambda: False)", workers=1)
-    wait_for(lambda: gang.beat("worker-0").state == "training", "the script")
-    assert [] != list(base.iterdir())
+    wait_for(gang.run.programs("worker-0").exists, "the script of worker-0", timeout_s=300)
+    assert [] != list(temporary_files.iterdir())
     supervisor.kill_run(gang.run)
-    assert [] == list(base.iterdir())
+    assert [] == list(temporary_files.iterdir())

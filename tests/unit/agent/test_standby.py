@@ -112,8 +112,7 @@ def test_only_some_trainings_can_prepare_a_cluster(make_run, config, topology, p
     assert possible is standby_cluster.is_possible(run, run.load_cluster())
 
 
-def test_only_standby_processes_of_the_same_cluster_can_train(make_run):
-    run = make_run(workers=1)
+def test_only_standby_processes_of_the_same_cluster_can_train(run):
     cluster = run.load_cluster()
     for task in ("chief", "worker-0"):
         standby_cluster.report_ready(run, task, 0, standby_cluster.newest_number(run, 0))

@@ -223,8 +223,7 @@ def test_changes_of_state_before_the_first_step_win_no_time(make_run, clock):
     assert found is not None
 
 
-def test_time_in_which_an_agent_was_stopped_does_not_count(make_run, clock):
-    run = make_run(workers=1)
+def test_time_in_which_an_agent_was_stopped_does_not_count(run, clock):
     beats(run)
     dog = watch(run)
     assert dog.examine() is None

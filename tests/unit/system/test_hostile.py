@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from invoke import Context, Exit, MockContext
+from invoke import Context, Exit
 
-import tasks
 from cluster.contract import spec, tf_config, user_code
 from cluster.contract.run.folder import RunFolder
 from cluster.host.cli.command_line import report_errors
@@ -34,6 +33,7 @@ from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import write_json
+from tests.support import command_line
 from tests.support.launching import workload
 
 NASTY = [
@@ -58,12 +58,10 @@ def outcome(parse: Callable[..., Any], *words: str) -> Any:
         return error if "\n" not in str(error) else pytest.fail(f"more than a line: {error}")
 
 
-def refused(task: str, c: Context | None = None, **options: Any) -> str:
+def refused(task: str, **options: Any) -> str:
     """Return the one line with which a task refuses its options as wrong usage."""
-    with pytest.raises(Exit) as ended:
-        tasks.ns[task](c or Context(), **options)
-    message = ended.value.message or ""
-    assert (EXIT_USAGE, True) == (ended.value.code, message.startswith("error: "))
+    code, message = command_line.refusal(task, **options)
+    assert (EXIT_USAGE, True) == (code, message.startswith("error: "))
     assert message.isprintable()  # one line, and nothing that a terminal obeys
     return message
 
@@ -75,10 +73,8 @@ def refused(task: str, c: Context | None = None, **options: Any) -> str:
 def test_no_task_takes_a_run_name_that_is_none(task):
     for name in ("..", "../x", "/etc", "a\0b", "a\nb", "-rf", "~"):
         assert "run name " in refused(task, run=name)
-    c = MockContext()
-    c._set(remainder="")
     for path in ("a\0b", "a\nb", "\x1b[2J"):
-        assert f"--script {path!r}" in refused("plan", c, script=path)
+        assert f"--script {path!r}" in refused("plan", script=path)
 
 
 @unhurried

@@ -4,10 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-
-import pytest
 
 from cluster.system.files import remove_abandoned, scratch_folder
 
@@ -21,25 +18,17 @@ with scratch_folder() as path:
 """
 
 
-@pytest.fixture(autouse=True)
-def tmpdir(tmp_path, monkeypatch) -> Path:
-    """The folder of temporary files, which only this test uses."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return tmp_path
-
-
-def test_a_folder_is_removed_at_the_end_and_never_before(tmpdir):
+def test_a_folder_is_removed_at_the_end_and_never_before(temporary_files):
     with scratch_folder() as first:
         with scratch_folder() as second:
             remove_abandoned()
-            assert {first, second} == set(tmpdir.iterdir())
-        assert [first] == list(tmpdir.iterdir())
-    assert [] == list(tmpdir.iterdir())
+            assert {first, second} == set(temporary_files.iterdir())
+        assert [first] == list(temporary_files.iterdir())
+    assert [] == list(temporary_files.iterdir())
 
 
-def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmpdir):
-    other = tmpdir / "tf-cluster-of-somebody-else"
+def test_the_folder_of_a_killed_process_is_removed_by_the_next(temporary_files):
+    other = temporary_files / "tf-cluster-of-somebody-else"
     other.mkdir()
     with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -48,12 +37,12 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmpdir):
         assert (path / "file").exists()
         os.kill(process.pid, signal.SIGKILL)
     with scratch_folder() as mine:
-        assert {mine, other} == set(tmpdir.iterdir())
+        assert {mine, other} == set(temporary_files.iterdir())
 
 
-def test_a_link_is_not_followed(tmpdir, tmp_path_factory):
+def test_a_link_is_not_followed(temporary_files, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "file").touch()
-    (tmpdir / "tf-cluster-tmp-link").symlink_to(elsewhere)
+    (temporary_files / "tf-cluster-tmp-link").symlink_to(elsewhere)
     remove_abandoned()
     assert (elsewhere / "file").exists()

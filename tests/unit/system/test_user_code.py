@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,11 +103,8 @@ def test_ctrl_c_ends_a_preset_that_never_returns(tmp_path):
     wait_for(lambda: not processes.start_ticks(pid), "the preset's end")
 
 
-def test_temporary_files_of_a_preset_are_removed(resolve, tmp_path, monkeypatch):
+def test_temporary_files_of_a_preset_are_removed(resolve, temporary_files):
     """As those of TensorFlow's autograph are, which a program that leaves with `os._exit` leaves behind."""
-    (scratch := tmp_path / "t").mkdir()
-    monkeypatch.setenv("TMPDIR", str(scratch))
-    monkeypatch.setattr(tempfile, "tempdir", None)
     lines = "import tempfile\ndef mine():\n    tempfile.mkstemp()\n    return TrainConfig(seed=7)"
     assert 7 == resolve(lines)["seed"]
-    assert [] == list(scratch.iterdir())
+    assert [] == list(temporary_files.iterdir())

@@ -16,11 +16,6 @@ from tests.support.waiting import wait_for
 ENDLESS = "import time\nopen({!r}, 'w')\nwhile True: time.sleep(0.01)"
 
 
-@pytest.fixture
-def run(make_run) -> RunFolder:
-    return make_run(workers=1)
-
-
 def agent(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 

@@ -54,7 +54,7 @@ LOST = [EndedAttempt(LOST_CONTACT, 5)] * (attempt_limits.MAX_LOST_CONTACTS + 1)
         ([own(5)], (1,), 0),
         ([own(5)] * 3, (3,), 0),
         ([own(5)] * 4, (3,), 4),
-        # What others save is no progress of a task that does no step.
+        # What others save does not count as progress of a task that does no step.
         ([own(26, 10), *(own(-1, saved) for saved in (27, 28, 29))], (3,), 4),
         (KILLED[:MOST], (3,), 0),
         (KILLED, (3,), MOST + 1),
@@ -78,8 +78,7 @@ def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch):
     assert 1 == attempt_limits.pause_s([own(5), own(5), own(6)])
 
 
-def test_failures_before_a_resume_do_not_count(make_run):
-    run = make_run(workers=1)
+def test_failures_before_a_resume_do_not_count(run):
     for number in (1, 2):
         run.begin_generation(number, task="worker-0", cause="killed", kind=PROGRAM_FAILURE, last_step=5)
     run.event("worker-0", "restarted", kind=PROGRAM_FAILURE, last_step=5)
@@ -196,8 +195,7 @@ def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run, seed):
 # Who it was
 
 
-def test_two_tasks_that_fail_together_count_once(make_run):
-    run = make_run(workers=1)
+def test_two_tasks_that_fail_together_count_once(run):
     chief, worker = restarter_of(run), restarter_of(run, "worker-0")
     for generation in range(3):
         for recovery in (chief, worker):

@@ -12,12 +12,6 @@ from cluster.contract.spec import Role
 from cluster.system.json_files import append_json, read_json, write_json
 from tests.support.beats import end
 
-
-@pytest.fixture
-def run(make_run) -> RunFolder:
-    return make_run("demo", workers=1)
-
-
 Moment = tuple[float, str, str, dict[str, Any]]
 """Seconds from the start of a story, as `failed_at` of the detail is; a task, an event in generation 0, its detail."""
 

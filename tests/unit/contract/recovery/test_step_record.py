@@ -11,8 +11,7 @@ from cluster.contract.recovery import step_record
 from cluster.contract.recovery.step_record import RecordedStep, StepRecord
 
 
-def test_the_newest_step_outlives_a_sigkill(make_run):
-    run = make_run(workers=0)
+def test_the_newest_step_outlives_a_sigkill(run):
     lines = f"""
 import os
 from cluster.contract.recovery.step_record import StepRecord
@@ -33,8 +32,7 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
 @pytest.mark.parametrize(
     "damage", [b"", b"\0" * 40, b"         1", b"         1                   12 00000000\n", b"x y z"]
 )
-def test_a_torn_record_is_none(make_run, damage):
-    run = make_run(workers=0)
+def test_a_torn_record_is_none(run, damage):
     StepRecord(run, "chief", 1).done(12)
     path = run.control / "steps" / "chief"
     path.write_bytes(damage)
@@ -44,15 +42,13 @@ def test_a_torn_record_is_none(make_run, damage):
         assert RecordedStep(1, 13) == step_record.read_step(run, "chief")
 
 
-def test_a_record_that_cannot_be_written_ends_nothing(make_run):
-    run = make_run(workers=0)
+def test_a_record_that_cannot_be_written_ends_nothing(run):
     (run.control / "steps").write_text("in the way")
     StepRecord(run, "chief", 1).done(12)
     assert step_record.read_step(run, "chief") is None
 
 
-def test_single_steps_are_those_after_the_last_recorded_one(make_run):
-    run = make_run(workers=0)
+def test_single_steps_are_those_after_the_last_recorded_one(run):
     assert (None, -1) == (step_record.read_step(run, "chief"), step_record.newest_step(run, 0))
     assert range(0) == step_record.single_steps(run, 0, 25)
     assert range(26, 51) == step_record.single_steps(run, 1, 25, lambda mine: [mine, 26])  # others see it already

@@ -6,13 +6,7 @@ from cluster.agent import hub as hub_module
 from cluster.agent.run_view import RunView
 from cluster.contract.run import copies
 from cluster.contract.run.copies import Superseded, TaskCopy
-from cluster.contract.run.folder import RunFolder
 from tests.support.waiting import wait_for
-
-
-@pytest.fixture
-def run(make_run) -> RunFolder:
-    return make_run(workers=1)
 
 
 def test_the_newest_copy_counts(run):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from invoke import Exit, MockContext, Result
+from invoke import Exit
 
 import tasks
 from cluster.contract.results import summary
@@ -22,6 +22,7 @@ from cluster.host.runtime import registry, supervisor
 from cluster.host.runtime import resources as limits
 from cluster.system import files, json_files
 from tests.support import damage
+from tests.support.command_line import context
 from tests.support.waiting import wait_for
 
 CODES = (0, 1, 2, 3, 4, 130)
@@ -92,12 +93,6 @@ def copies(run: RunFolder, other: RunFolder, monkeypatch: pytest.MonkeyPatch) ->
         at = Path(folder, "runs")
         monkeypatch.setenv("RUNS_DIR", str(at))
         yield damage.copy(run, at / "bad"), damage.copy(other, at / "good")
-
-
-def context() -> MockContext:
-    c = MockContext(run=Result(), repeat=True)
-    c._set(remainder="")
-    return c
 
 
 def call(command: Callable[[Any, str], Any], run: str) -> int:

@@ -10,17 +10,10 @@ from typing import Any
 import pytest
 
 from cluster.contract.run import heartbeat
-from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.summary_records import RunResult
 from cluster.system.json_files import RESERVE, read_json, write_json
 from tests.support.waiting import together, wait_for
-
-
-@pytest.fixture
-def run(make_run) -> RunFolder:
-    return make_run(workers=1)
-
 
 # Heartbeats
 

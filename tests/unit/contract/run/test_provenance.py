@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoke import Exit, MockContext
 
 import tasks
 from cluster.contract.run import provenance
@@ -20,6 +19,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services
 from cluster.system.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
+from tests.support import command_line
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
 RECORDS = ("config.json", "cluster.json", "compose.json", "control/started.json", "manifest.json")
@@ -130,12 +130,9 @@ def ready(started, make_run, monkeypatch) -> Callable[[str], RunFolder]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_starts_or_loads_anything_of_a_run_that_is_not_trusted(ready, command):
     def ending(**more: Any) -> str:
-        c = MockContext(run=True)
-        c._set(remainder="")
+        c = command_line.context()
         c.run.side_effect = ClusterError("it was begun")
-        with pytest.raises(Exit) as ended:
-            tasks.ns[command](c, **COMMANDS[command], **more)
-        return str(ended.value.message)
+        return command_line.refusal(command, c, **COMMANDS[command], **more)[1]
 
     run = ready(command)
     assert "error: it was begun" == ending()

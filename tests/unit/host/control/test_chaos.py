@@ -13,7 +13,7 @@ from cluster.host.control.chaos import Fault, FaultCost
 from cluster.system.errors import TimedOut, UsageError
 from cluster.system.json_files import read_json_lines, write_json
 from tests.support.beats import beat
-from tests.support.command_line import refusal
+from tests.support.command_line import current, refusal
 from tests.support.gang import SIGKILLED, Gang, StartGang
 from tests.support.waiting import wait_for
 
@@ -209,12 +209,10 @@ def test_a_fault_must_end_the_run_only_where_it_should():
 
 
 @pytest.fixture
-def run(make_run) -> RunFolder:
+def run(run) -> RunFolder:
     """A run that trains, as far as its folder says."""
-    made = make_run(workers=1)
-    beat(made, "chief", step=5)
-    (made.path.parent / ".current").write_text(made.name + "\n")
-    return made
+    beat(run, "chief", step=5)
+    return current(run)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ import re
 from typing import Any
 
 import pytest
-from invoke import Exit, MockContext
 
-import tasks
 from cluster.host.cli.tasks import preparing
 from cluster.host.image import engine, images, reproduction
 from cluster.host.image.engine import Availability
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, UsageError
+from tests.support.command_line import refusal
 
 FIRST, CHANGED = (["1", "2"], {"User": "1"}, "today"), (["1", "3", "4"], {"User": "1"}, "today")
 
@@ -58,10 +57,9 @@ def test_two_builds_must_be_from_nothing_and_leave_nothing(built):
 def test_a_difference_must_be_named_and_end_with_1(built, monkeypatch, capsys, other, differing, code):
     built += [other, FIRST]
     monkeypatch.setattr(preparing, "shell", lambda c, **_: lambda command: None)
-    with pytest.raises(Exit) as ended:
-        tasks.ns["image.reproduce"](MockContext(), against="theirs:1", json=True)
+    ended, _ = refusal("image.reproduce", against="theirs:1", json=True)
     (value,) = json.loads(capsys.readouterr().out)
-    assert (code, differing, code == EXIT_DONE) == (ended.value.code, value["differing"], value["identical"])
+    assert (code, differing, code == EXIT_DONE) == (ended, value["differing"], value["identical"])
 
 
 def test_nothing_must_be_built_where_there_is_nothing_to_compare_with(built):
@@ -90,6 +88,6 @@ def test_what_cannot_be_built_must_be_refused_and_wrong_words_before_any_engine_
 ):
     asked = []
     monkeypatch.setattr(engine, "ask", lambda *words, **_: asked.append(words) or (127, "docker is not installed"))
-    with pytest.raises(Exit, match=message) as ended:
-        tasks.ns["image.reproduce"](MockContext(), **options)
-    assert (code, code == EXIT_PREREQUISITE) == (ended.value.code, bool(asked))
+    ended, said = refusal("image.reproduce", **options)
+    assert message in said
+    assert (code, code == EXIT_PREREQUISITE) == (ended, bool(asked))

@@ -84,11 +84,10 @@ def test_what_containers_could_not_read_is_reported(tmp_path, monkeypatch):
         path.chmod(opened)
 
 
-def test_every_task_works_in_a_folder_of_links(make_run, tmp_path):
+def test_every_task_works_in_a_folder_of_links(run, tmp_path):
     folder = tmp_path / "theirs"
     (folder / "data").mkdir(parents=True)
     (folder / "s.py").touch()
-    run = make_run(workers=1)
     for seen_at in ("/script", str(folder)):
         user_files.lay_out(Payload(folder / "s.py"), run, run.load_cluster(), seen_at=Path(seen_at))
         for task in ("chief", "worker-0"):

@@ -24,11 +24,6 @@ from tests.support.waiting import wait_for
 
 
 @pytest.fixture
-def run(make_run) -> RunFolder:
-    return make_run(workers=1)
-
-
-@pytest.fixture
 def victims(run) -> Iterator[dict[str, int]]:
     """Two processes that sleep, as the agent and the program of worker-0."""
     processes = {which: subprocess.Popen(["sleep", "60"]) for which in ("agent", "program")}

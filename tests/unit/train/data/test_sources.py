@@ -131,8 +131,7 @@ def test_a_later_generation_uses_the_data_of_the_first(make_run, tmp_path, confi
     assert recorded == read_json(run.control / "data.json")
 
 
-def test_another_number_of_shards_is_refused_in_one_line(make_run, tmp_path):
-    run = make_run(workers=0)
+def test_another_number_of_shards_is_refused_in_one_line(run, tmp_path):
     shard(tmp_path, "1", 1.0)
     sources.open_source(SHARDS, tmp_path, run)
     shard(tmp_path, "1", 1.0, num_shards=4)
@@ -142,8 +141,7 @@ def test_another_number_of_shards_is_refused_in_one_line(make_run, tmp_path):
     assert 3 == sources.open_source(SHARDS, tmp_path, run).num_shards
 
 
-def test_data_that_is_gone_is_asked_for_by_its_version(make_run, tmp_path):
-    run = make_run(workers=0)
+def test_data_that_is_gone_is_asked_for_by_its_version(run, tmp_path):
     prepare(tmp_path, "1", 1.0)
     sources.open_source(ARRAYS, tmp_path, run)
     store.path_of(tmp_path, "arrays", "own:numbers", "1").rename(tmp_path / "elsewhere")
@@ -152,8 +150,7 @@ def test_data_that_is_gone_is_asked_for_by_its_version(make_run, tmp_path):
         sources.open_source(ARRAYS, tmp_path, run)
 
 
-def test_data_that_was_never_prepared_is_not_recorded(make_run, tmp_path):
-    run = make_run(workers=0)
+def test_data_that_was_never_prepared_is_not_recorded(run, tmp_path):
     with pytest.raises(PrerequisiteError):
         sources.open_source(ARRAYS, tmp_path, run)
     assert not (run.control / "data.json").exists()

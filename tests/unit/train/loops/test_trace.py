@@ -22,11 +22,6 @@ def calls(monkeypatch) -> list[Any]:
     return seen
 
 
-@pytest.fixture
-def run(make_run) -> RunFolder:
-    return make_run("demo", workers=1)
-
-
 def ask(run: RunFolder, steps: int, task: str = "chief") -> None:
     write_json(run.trace_request, {"id": "one", "task": task, "steps": steps, "until": 0})
 

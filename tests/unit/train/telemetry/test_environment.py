@@ -24,8 +24,7 @@ def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch):
     assert {} == found
 
 
-def test_the_manifest_gets_the_data_and_the_environment(make_run):
-    run = make_run(workers=0)
+def test_the_manifest_gets_the_data_and_the_environment(run):
     write_json(run.manifest, {"schema": 1})
     source = SimpleNamespace(version="3.0.1", arrays=None, files={})
     environment.record_environment(run, "fashion_mnist", source)
