@@ -65,6 +65,6 @@ if __name__ == "__main__":
     from train.startup import preload
 
     run = RunFolder(Path(sys.argv[1]))
-    preload.load(run)
+    preload.load(run.load_config(), run.load_cluster().strategy)
     mark(run, os.environ["TASK"])
     os._exit(train(run))

@@ -77,7 +77,9 @@ def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
 
 def train(run: RunFolder) -> int:
     """Run this task's part of the run; return the exit code, which tells the agent what to do next."""
-    preload.load(run)  # imports TensorFlow, unless this process was forked from one that has
+    preload.load(
+        run.load_config(), run.load_cluster().strategy
+    )  # imports TensorFlow, unless this process was forked from one that has
     from train import program
 
     standby = None

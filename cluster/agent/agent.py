@@ -147,7 +147,7 @@ class Agent:
         heartbeat.update(importing=True)
         heartbeat.start()
         with contextlib.suppress(Exception), quiet.imports():
-            fork_server.preload(self._imports, self.run.folder)
+            fork_server.preload(self._imports, self.run.folder.load_config(), self.spec.strategy)
         heartbeat.stop()
 
     def _attempt_in(self, generation: int) -> Attempt:

@@ -75,12 +75,12 @@ def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path |
     return process.returncode, output, errors
 
 
-def die_with_parent() -> None:
+def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Request that the kernel kills this process when its parent dies, so that a killed agent leaves nothing behind.
 
-    For `preexec_fn`: it runs between fork and exec, so it makes only one system call.
+    For `preexec_fn`: it runs between fork and exec, so it makes only one system call. 0 takes the request back.
     """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:

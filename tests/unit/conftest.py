@@ -22,7 +22,7 @@ from cluster.host.control import foreground
 from cluster.host.launch import configuration, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
-from cluster.host.runtime.local_runtime import processes_of
+from cluster.host.runtime.local_runtime import LocalProcesses, processes_of
 from cluster.host.runtime.resources import HOST
 from cluster.system.json_files import read_json, write_json
 from tests import fast
@@ -32,8 +32,9 @@ from tests.support.launching import CONFIG, Commands
 
 @pytest.fixture(autouse=True)
 def unsynced(monkeypatch):
-    """Nothing is flushed to the disk: tests have no power failures, and a busy disk takes most of a test's time."""
+    """Nothing is flushed to the disk, because tests have no power failures, and nothing is imported early."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(LocalProcesses, "anticipate", lambda *_: None)  # no import of TensorFlow
 
 
 @pytest.fixture

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from cluster.contract.run.folder import RunFolder
-from cluster.system.json_files import read_json
 from train.config import TrainConfig
 from train.patches.quick_imports import quick_imports
 
@@ -25,11 +24,11 @@ def set_variables(config: TrainConfig, strategy: str) -> None:
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # tf.keras is then tf_keras
 
 
-def load(run: RunFolder) -> None:
-    """Import everything that the tasks of a run need according to its configuration.
+def load(config: dict[str, Any], strategy: str) -> None:
+    """Import everything that the tasks of a run need according to its configuration, in the form of `config.json`.
 
     No device is used, so that the process can still be forked, and each copy can form a cluster.
     """
-    set_variables(TrainConfig.from_json(read_json(run.config)), run.load_cluster().strategy)
+    set_variables(TrainConfig.from_json(config), strategy)
     with quick_imports():
         from train import program  # noqa: F401

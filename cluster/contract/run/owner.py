@@ -62,9 +62,9 @@ def record_path(run: RunFolder) -> Path:
     return run.path.parent / ".running" / f"{run.name}.owner"
 
 
-def create_owner(run: RunFolder, runtime: str) -> Owner:
-    """Record that the run is about to start; return the record."""
-    owner = Owner(runtime, secrets.token_hex(16))
+def create_owner(run: RunFolder, runtime: str, token: str = "") -> Owner:
+    """Record that the run is about to start; return the record. `token` is that of a process which waits for this."""
+    owner = Owner(runtime, token or secrets.token_hex(16))
     write_json(record_path(run), owner.to_json())
     return owner
 

@@ -54,6 +54,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
     check_machine(plan)
     with claim.hold_claim(plan.run, "resumed" if plan.resumes else "started"):
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
+        plan.runtime.anticipate(plan, plan.compose, plan.config)
         for command in [] if plan.data else _data_commands(plan):
             sh(command)
         stages = {} if plan.payload.script else plan.try_configuration()

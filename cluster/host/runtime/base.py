@@ -157,6 +157,9 @@ class Runtime(ABC):
     def commands(self, work: Workload) -> list[str]:
         """Return the commands of `prepare` and `start`, to be shown or pasted once the run folder exists."""
 
+    def anticipate(self, work: Workload, compose: Mapping[str, Any], config: Mapping[str, Any]) -> None:  # noqa: B027
+        """Begin what takes long, before the run's folder exists; it ends with this process unless `start` follows."""
+
     @abstractmethod
     def start(self, work: Workload, sh: Shell) -> None:
         """Start every task, and return at once when that has begun.

@@ -99,6 +99,9 @@ class LocalProcesses(Runtime):
     automatic = True
     reaches_hardware = True
 
+    def __init__(self) -> None:
+        self._early: supervisor.EarlySupervisor | None = None
+
     def probe(self) -> Availability:
         return Availability(True)
 
@@ -155,8 +158,13 @@ class LocalProcesses(Runtime):
             lines.append(f"{environment} {shlex.join(task['command'])} &")
         return lines
 
+    def anticipate(self, work: Workload, compose: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        if compose.get("preload"):
+            self._early = supervisor.EarlySupervisor(work.run, compose, config, work.cluster.strategy)
+
     def start(self, work: Workload, sh: Shell) -> None:  # noqa: ARG002
-        supervisor.start_supervisor(work.run)
+        early, self._early = self._early, None
+        supervisor.start_supervisor(work.run, *([early] if early and early.serves(work.run) else []))
 
     def alive(self, run: RunFolder) -> bool:
         return supervisor.is_running(run)

@@ -1,6 +1,7 @@
 """The supervisor of a local run: what an engine does for containers, done by one process.
 
     python -m cluster.host.runtime.supervisor RUN_DIR
+    python -m cluster.host.runtime.supervisor RUN_DIR --early   the folder comes later, see `EarlySupervisor`
 
 It starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed, and ends
 when all of them have. The kernel kills the agents and their programs if the supervisor dies.
@@ -15,7 +16,9 @@ all of them are in there.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,7 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,32 +100,69 @@ def _kill_the_rest() -> None:
 POLL_S = 0.05
 AGENT_STOPPED_S = 15.0
 """An agent that a signal has kept stopped for longer is replaced. The other agents notice it a little earlier."""
-START_S = 60.0
-"""Longest time until a live supervisor writes its first heartbeats: well under a second on an idle machine."""
+START_S = 120.0
+"""Longest time until a live supervisor writes its first heartbeats: seconds at most, on an idle machine."""
 
 
-def start_supervisor(run: RunFolder) -> None:
-    """Start the run's supervisor in the background, in a separate session."""
-    owned = owner.create_owner(run, "local")
+class EarlySupervisor:
+    """The supervisor of a run whose folder does not exist yet: it imports until `start_supervisor` hands the run over.
+
+    Until then it dies with this process.
+    """
+
+    def __init__(self, run: RunFolder, how: Mapping[str, Any], config: Mapping[str, Any], strategy: str) -> None:
+        self._run, self.token = run, secrets.token_hex(16)
+        self.process = _spawn(run, how, self.token, "--early", stdin=subprocess.PIPE)
+        self._tell({"preload": how["preload"], "network": how["network"], "config": config, "strategy": strategy})
+
+    def serves(self, run: RunFolder) -> bool:
+        """Whether it waits for this run; otherwise it is ended."""
+        if self._run == run and self.process.poll() is None:
+            return True
+        self.process.kill()
+        self.process.communicate()
+        return False
+
+    def hand_over(self) -> None:
+        """Let it begin with the run, whose folder is complete."""
+        self._tell({})
+
+    def _tell(self, what: Mapping[str, Any]) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # whoever waits for it notices that it has ended
+            self.process.stdin.write(json.dumps(what).encode() + b"\n")
+            self.process.stdin.flush()
+
+
+def _spawn(
+    run: RunFolder, how: Mapping[str, Any], token: str, *words: str, stdin: int = subprocess.DEVNULL, output: Any = None
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cluster.host.runtime.supervisor", str(run.path), *words],
+        cwd=ROOT,
+        env=_environment(how) | {"RUN_DIR": str(run.path), owner.TOKEN: token},
+        stdin=stdin,
+        stdout=output or subprocess.DEVNULL,
+        stderr=output or subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def start_supervisor(run: RunFolder, early: EarlySupervisor | None = None) -> None:
+    """Start the run's supervisor in the background, in a separate session; `early` is one that waits for the run."""
+    owned = owner.create_owner(run, "local", early.token if early else "")
     with open_file(run.log("supervisor"), "ab") as log:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-m", "cluster.host.runtime.supervisor", str(run.path)],
-            cwd=ROOT,
-            env=_environment(run) | {"RUN_DIR": str(run.path), owner.TOKEN: owned.token},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        supervisor = early.process if early else _spawn(run, run.composed, owned.token, output=log)
     owner.record_supervisor(run, owned, processes.identity(supervisor.pid))
+    if early:
+        early.hand_over()
     wait_until(lambda: run.status("chief").exists() or supervisor.poll() is not None, START_S, POLL_S)
     if not run.status("chief").exists():
         raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")
 
 
-def _environment(run: RunFolder) -> dict[str, str]:
+def _environment(how: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that are the same in every task: with them the supervisor imports for all of them."""
-    how = run.composed
     environments = [task["environment"].items() for task in how.get("tasks", {}).values()]
     same = dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
     return process_variables(how.get("inherits", ())) | same
@@ -165,7 +205,7 @@ class Supervisor:
     def main(self) -> None:
         """Return when every agent has ended for good."""
         signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
-        if self.preload:
+        if self.preload and not fork_server.has_preloaded():
             self._preload()
         self._due = dict.fromkeys(self.tasks, time.monotonic())
         self._start_those_due()
@@ -190,7 +230,7 @@ class Supervisor:
             beat.update(importing=True)
             beat.start()
         try:
-            fork_server.preload(self.preload, self.run)
+            fork_server.preload(self.preload, self.run.load_config(), spec.strategy)
         except Exception:  # each task fails in the same way, and logs it
             traceback.print_exc()
         finally:
@@ -239,15 +279,33 @@ class Supervisor:
                 self._start(name)
 
 
-def main(run: RunFolder) -> None:
+def main(run: RunFolder, *, early: bool = False) -> None:
     """Be the first process of the run."""
+    if early:
+        _import_early(run)
     supervisor = Supervisor(run)
-    if run.composed.get("network", HOST) == PRIVATE:
+    if run.composed.get("network", HOST) == PRIVATE and not early:
         namespaces.enter()
     with scratch_folder() as scratch:
         os.environ["TMPDIR"], tempfile.tempdir = str(scratch), None
         keep(supervisor.main, lambda: run.request_stop("supervisor"))
 
 
+def _import_early(run: RunFolder) -> None:
+    """Import what standard input names, and return once it says that the run's folder is complete."""
+    order = json.loads(sys.stdin.readline())
+    if order["network"] == PRIVATE:
+        namespaces.enter()
+    processes.die_with_parent()  # not before: to enter a user namespace takes it back
+    with contextlib.suppress(Exception):  # the second attempt is logged
+        fork_server.preload(order["preload"], order["config"], order["strategy"])
+    if not sys.stdin.readline():
+        raise SystemExit(EXIT_FAILED)
+    processes.die_with_parent(0)
+    with open_file(run.log("supervisor"), "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
 if __name__ == "__main__":
-    main(RunFolder(Path(sys.argv[1])))
+    main(RunFolder(Path(sys.argv[1])), early="--early" in sys.argv[2:])

@@ -16,7 +16,7 @@ from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.host.gpu.placement import Placement
 from cluster.host.launch import teardown
-from cluster.host.runtime import supervisor
+from cluster.host.runtime import namespaces, supervisor
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang, StartGang
@@ -104,6 +104,34 @@ def test_if_the_import_fails_each_task_reports_it(start, before_start):
     assert "succeeded" == gang.summary()["state"]
     assert {"chief": "[]", "worker-0": "[]"} == loaded_by(gang)
     assert gang.run.log("supervisor").read_text().endswith("ImportError: no such library\n")
+
+
+def test_a_run_gets_what_was_imported_before_its_folder_was_complete(start, monkeypatch):
+    begin, early = supervisor.start_supervisor, []
+
+    def hand_over(run: RunFolder) -> None:
+        early.append(supervisor.EarlySupervisor(run, run.composed, run.load_config(), "multiworker"))
+        begin(run, early[0])
+
+    monkeypatch.setattr(supervisor, "start_supervisor", hand_over)
+    network = "host" if namespaces.refusal() else "private"
+    gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1, network=network)
+    assert "succeeded" == gang.summary()["state"]
+    first = early[0].process.pid
+    assert (first, {f"[{first}]"}) == (gang.keeper["pid"], set(loaded_by(gang).values()))
+
+
+@pytest.mark.parametrize("network", ["host", "private"])
+def test_what_was_imported_for_a_run_that_was_refused_ends(network):
+    lines = f"""
+import os
+from cluster.host.runtime.supervisor import EarlySupervisor, RunFolder, Path
+how = {{"preload": "tests.programs.preloaded", "network": "{network}"}}
+print(EarlySupervisor(RunFolder(Path("/none")), how, {{}}, "one").process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=60)
+    wait_for(lambda: not Path(f"/proc/{int(done.stdout)}/stat").exists(), "its end")
 
 
 def test_only_tasks_of_the_training_program_without_accelerator_are_forked(monkeypatch):
