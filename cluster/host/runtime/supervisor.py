@@ -129,7 +129,7 @@ class EarlySupervisor:
 
     def _tell(self, what: Mapping[str, Any]) -> None:
         assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # whoever waits for it notices that it has ended
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the wait for it notices
             self.process.stdin.write(json.dumps(what).encode() + b"\n")
             self.process.stdin.flush()
 
