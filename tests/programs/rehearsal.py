@@ -22,7 +22,7 @@ def main(result: Path, rehearses: bool) -> None:
     strategy = strategy_called("multiworker")
     tf.config.experimental.enable_op_determinism()
     patches.apply()
-    trained = training("multiworker", prepare(result.parent)["own:plain"], PLAIN)
+    trained = training("multiworker", prepare(result.parent), PLAIN)
     found = trained.trained() | {
         "names": [weight.path for weight in trained.train_step.model.trainable_variables],
         "tasks": len(strategy.cluster_resolver.cluster_spec().as_dict()["chief"]),

@@ -35,10 +35,10 @@ def begin(clusters: Clusters, name: str, *words: str, runtime: str = "local") ->
 def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(clusters, monkeypatch):
     start = supervisor.start_supervisor
 
-    def start_without(run: RunFolder) -> None:
+    def start_without(run: RunFolder, *early: supervisor.EarlySupervisor) -> None:
         run.away("worker-0").parent.mkdir()
         run.away("worker-0").touch()
-        start(run)
+        start(run, *early)
 
     monkeypatch.setenv("RUNS_DIR", str(clusters.runs_dir))
     monkeypatch.setenv("DATA_DIR", str(DATA))
