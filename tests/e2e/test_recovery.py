@@ -25,6 +25,13 @@ def crashing(run, task):
 def crashing_once(run, task):
     return crashing(run, task) if os.environ["GENERATION"] == "0" else [keras.callbacks.Callback()]
 
+class Halves(keras.callbacks.Callback):
+    def on_train_end(self, logs=None):
+        self.model.set_weights([weight / 2 for weight in self.model.get_weights()])
+
+def halving(run, task):
+    return [Halves()] if task == "chief" else [keras.callbacks.Callback()]
+
 def harmless(run, task):
     return [keras.callbacks.Callback()]
 
@@ -59,6 +66,11 @@ def test_a_flipped_bit_must_be_found_before_it_is_saved(clusters, topology):
     assert task == restart["task"]
     assert "silent corruption" in restart["cause"]
     assert summary(whole)["weights_sha256"] == summary(flipped)["weights_sha256"]
+
+
+def test_weights_that_a_callback_of_the_chief_changes_at_the_end_must_not_count_as_corrupted(own):
+    run = own.up("halved", "--workers=1 -- --max-steps=10 --callbacks=wrong:halving")
+    assert [] == summary(run)["restarts"]
 
 
 def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempts(own, tmp_path):

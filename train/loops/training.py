@@ -128,6 +128,7 @@ class Training:
     def end(self, step: int, stop: Stop) -> None:
         """Save, evaluate and report after the last step."""
         stopped, report = stop is Stop.REQUESTED, self.report
+        self._check.compare(step)  # a callback may then change the weights of one task alone, such as to the best ones
         if self.save.saved_at != step and (stopped or not self.callbacks):
             self.save.save(step)
         if not stopped and report.evaluated_at != step:
