@@ -77,9 +77,8 @@ def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
 
 def train(run: RunFolder) -> int:
     """Run this task's part of the run; return the exit code, which tells the agent what to do next."""
-    preload.load(
-        run.load_config(), run.load_cluster().strategy
-    )  # imports TensorFlow, unless this process was forked from one that has
+    # Imports TensorFlow, unless this process was forked from one that has.
+    preload.load(run.load_config(), run.load_cluster().strategy)
     from train import program
 
     standby = None

@@ -124,3 +124,4 @@ class FaultInjector(ABC):
             with contextlib.suppress(ClusterError):  # the program first: its agent would take it for frozen by itself
                 self.signal(task, signal.SIGCONT, "program", "agent")
         (self._run.path.parent / BALLAST).unlink(missing_ok=True)
+        self._run.flip_request(task).unlink(missing_ok=True)  # a run that ended first would flip a bit when resumed

@@ -10,6 +10,7 @@ import pytest
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault, FaultCost
+from cluster.host.runtime import registry
 from cluster.system.errors import TimedOut, UsageError
 from cluster.system.json_files import read_json_lines, write_json
 from tests.support.beats import beat
@@ -249,3 +250,16 @@ def test_the_exit_code_reports_whether_the_run_did_as_it_should(run, monkeypatch
     assert (code, "") == refusal("chaos", kind=kind, task="worker-0", at_step="50", timeout="9", json=True)
     assert {"kind": kind, "step": 52, "ended": "stopped"}.items() <= json.loads(capsys.readouterr().out).items()
     assert [(run, Fault(kind, "worker-0", 50), 9)] == injected
+
+
+def test_a_flip_that_no_program_took_is_withdrawn(make_run):
+    run = make_run(workers=1)
+    injector = registry.find_runtime(run).faults(run)
+    injector.check("flip", "chief")
+    injector.flip("chief")
+    assert run.flip_request("chief").exists()
+    injector.undo("chief")
+    assert not run.flip_request("chief").exists()
+    alone = make_run("alone", workers=0)
+    with pytest.raises(UsageError):
+        registry.find_runtime(alone).faults(alone).check("flip", "chief")
