@@ -159,6 +159,10 @@ class TrainConfig:
     before every checkpoint, a number also after so many optimizer steps, and 0 never. Where they differ, the task is
     named, and the run continues from the checkpoint before."""
 
+    memory_snapshots: bool = True
+    """Whether each task keeps its newest state in memory, twice, at up to 2 % of the time, so that a restart of its
+    program repeats no step. Parameter servers keep none."""
+
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep; at least 1."""
 

@@ -29,7 +29,7 @@ from cluster.agent.standby import Standby, cluster_variables
 from cluster.agent.task_process import TaskProcess, Trainer, create_program, remove_temporary_folder
 from cluster.agent.watchdog import Stall
 from cluster.contract import settings
-from cluster.contract.recovery import attempt_limits, ends, standby_cluster
+from cluster.contract.recovery import attempt_limits, ends, snapshot_files, standby_cluster
 from cluster.contract.recovery.attempt_limits import EXTERNAL
 from cluster.contract.recovery.ends import End
 from cluster.contract.results import summary
@@ -72,6 +72,8 @@ class Agent:
         self.members = Members(run, self.spec, self.task)
         self.rendezvous_timeout_s = rendezvous_timeout_s
         self._kind, self._command, self._imports = kind, command, imports
+        if not self.task.role.is_sidecar and not self.spec.serves(self.task) and not kind.scripted:
+            os.environ[snapshot_files.VARIABLE] = snapshot_files.create()
         self.standby = Standby(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
         self._last_generation = -1
         """The generation of the previous attempt."""

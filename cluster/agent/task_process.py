@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.contract import settings
-from cluster.contract.recovery import ends
+from cluster.contract.recovery import ends, snapshot_files
 from cluster.contract.run import joining, logs
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Task
@@ -152,7 +152,7 @@ class Trainer(TaskProcess):
         super().__init__(command, environment | {"GATE_FD": str(gate_read), "TMPDIR": self._scratch.name}, log)
         self._gate: int | None = gate_write
         self._stacks_shown = False
-        self._start(descriptors=(gate_read,))
+        self._start(descriptors=(gate_read, *snapshot_files.descriptors(environment)))
         os.close(gate_read)
 
     def show_stacks(self) -> None:

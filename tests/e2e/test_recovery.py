@@ -68,6 +68,31 @@ def test_a_flipped_bit_must_be_found_before_it_is_saved(clusters, topology):
     assert summary(whole)["weights_sha256"] == summary(flipped)["weights_sha256"]
 
 
+@pytest.mark.parametrize(
+    ("words", "whole", "source"),
+    [
+        ("--workers=2", True, "memory"),  # what the task lost comes from another
+        pytest.param("--workers=1 --loop=fit", False, "memory", marks=pytest.mark.long),
+        pytest.param("--strategy=pipeline --stages=2 --micro-batches=2", False, "memory", marks=pytest.mark.long),
+        pytest.param("--strategy=pipeline --stages=2 --micro-batches=2", True, "", marks=pytest.mark.long),
+        pytest.param("--workers=1 --no-memory-snapshots", False, "", marks=pytest.mark.long),
+    ],
+)
+def test_a_killed_task_must_continue_from_memory(clusters, words, whole, source):
+    """No checkpoint is saved before the fault, so that only memory has the state."""
+    words = f"{words} --checkpoint-every=1000 -- --max-steps=120"
+    name = "-".join(re.findall(r"\w+", words)[:7]) + f"-{whole:d}"
+    undisturbed = clusters.up("calm-" + name, words)
+    run = clusters.up(name, f"--detach {words}")
+    fault = ("chaos", "kill", random.choice(["chief", "worker-0"]), f"--run={name}", "--at-step=40")
+    clusters.invoke(*fault, *(["--whole"] if whole else []))
+    clusters.invoke("wait", name)
+    (restart,) = summary(run)["restarts"]
+    assert source == restart.get("restored_from", "")
+    assert (source == "memory") == (restart["steps_lost"] < 40)
+    assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]
+
+
 def test_weights_that_a_callback_of_the_chief_changes_at_the_end_must_not_count_as_corrupted(own):
     run = own.up("halved", "--workers=1 -- --max-steps=10 --callbacks=wrong:halving")
     assert [] == summary(run)["restarts"]

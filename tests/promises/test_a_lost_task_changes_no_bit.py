@@ -1,5 +1,7 @@
 """A run that loses tasks and checkpoints ends with the weights of an undisturbed run, bit for bit."""
 
+import os
+
 import pytest
 
 from cluster.host.control import chaos
@@ -26,11 +28,13 @@ def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters):
     assert killed.steps_lost <= 10
     damaged = chaos.inject(run, Fault("corrupt", "chief", at_step=40))
     assert damaged.steps_lost is not None
-    assert 5 <= damaged.steps_lost <= 25  # the newest checkpoint was of no use
-    assert "is damaged" in run.log("chief").read_text()
+    assert damaged.steps_lost <= 10  # the tasks continue from memory
     assert "stopped" == chaos.inject(run, Fault("stop", "worker-0", at_step=50)).ended
     assert "stopped" == summary(run)["state"]
+    damage = max(run.checkpoints.glob("ckpt-*.data-*"), key=lambda path: path.stat().st_mtime)
+    os.truncate(damage, damage.stat().st_size - 1)
     output = clusters.invoke("up", "--resume=stormy", "--runtime=local", "--tensorboard-port=0")
+    assert "is damaged" in run.log("chief").read_text()
     assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]
     assert "the same bits as the undisturbed run calm" in output
     assert ["kill", "corrupt", "stop"] == [fault["kind"] for fault in read_json_lines(run.path / "chaos.jsonl")]

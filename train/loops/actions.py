@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, Stop, every
 from train.model.gradients import GradientPolicy
 from train.saving.checkpoint import CheckpointManager, divergence_error
+from train.saving.snapshots import MemorySnapshots
 from train.saving.timer import Past, SaveTimer, parse_interval
 from train.telemetry.report import Report
 
@@ -189,3 +193,46 @@ class Save(Periodic):
             self._callbacks.store_state()
         self._report.save(step, self._checkpoint, self.timer)
         self.saved_at = step
+
+
+class KeepSnapshot(Action):
+    """Keeps the state in memory after calls, as often as that takes at most `SHARE` of the time."""
+
+    SHARE = 0.02
+    UNCOUNTED = 2
+    """The first write of each file, which also allocates its memory."""
+
+    def __init__(
+        self,
+        snapshots: MemorySnapshots | None,
+        checkpoint: CheckpointManager,
+        callbacks: Callbacks | None,
+        check: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep the state with that of callbacks; `check` examines it before."""
+        self._snapshots, self._checkpoint, self._callbacks, self._check = snapshots, checkpoint, callbacks, check
+        self._clock = clock
+        self._costs_s: deque[float] = deque(maxlen=5)
+        self._kept, self._kept_at, self._step_s = 0, 0.0, 0.0
+
+    def due(self, steps: int) -> bool:
+        """Whether a snapshot is due after `steps` further steps, by this task's clock."""
+        if self._snapshots is None:
+            return False
+        interval_s = median_low(self._costs_s or [0.0]) * (1 / self.SHARE - 1)
+        return self._clock() - self._kept_at + steps * self._step_s >= interval_s
+
+    def after(self, progress: CallProgress) -> None:
+        if not progress.compiled:
+            self._step_s = progress.seconds / len(progress.result.losses)
+        if not progress.result.signals.snapshot or self._snapshots is None:
+            return
+        began = self._clock()
+        self._check(progress.step)
+        if self._callbacks:
+            self._callbacks.store_state()
+        self._checkpoint.keep_snapshot(progress.step, self._snapshots)
+        self._kept, self._kept_at = self._kept + 1, self._clock()
+        if self._kept > self.UNCOUNTED:
+            self._costs_s.append(self._kept_at - began)

@@ -2,7 +2,8 @@
 
 Synchronous replicas apply the same update to the same weights, so all copies have the same bits unless a processor or
 a memory module has changed some (Dixit et al., "Silent Data Corruptions at Scale", arXiv:2102.11245). What a
-checkpoint is about to save is compared first. Where copies differ, the run continues from the checkpoint before.
+checkpoint or a snapshot in memory is about to save is compared first. Where copies differ, the run continues from
+the state saved before.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, ClusterError
 from cluster.system.files import remove
 from train.loops.loop import Action, CallProgress, Periodic, every
+from train.saving.snapshots import checksum, read_octets
 from train.saving.trees import unwrap
 
 
@@ -90,22 +92,9 @@ class ReplicaCheck(Periodic):
 
 
 def digests(variables: Sequence[Any], replicas: int) -> list[int]:
-    """Return a number of 64 bits for each of this task's replicas: the sum of the bits of its copies.
-
-    Each variable has an odd factor, so that one bit changes the number, and so do two variables in each other's place.
-    """
-    return [_sum_up([copy_of(variable, replica) for variable in variables]) for replica in range(replicas)]
-
-
-def _sum_up(copies: Sequence[tf.Variable]) -> int:
-    total = 0
-    for index, copy in enumerate(copies):
-        if copy.dtype.is_floating or copy.dtype.is_integer:
-            octets = copy.numpy().reshape(-1).view(np.uint8)
-            words = octets[: octets.size // 8 * 8].view(np.uint64)
-            rest = int.from_bytes(octets[words.nbytes :].tobytes(), "little")
-            total += (2 * index + 1) * (int(words.sum(dtype=np.uint64)) + rest)
-    return (total + 2**63) % 2**64 - 2**63
+    """Return the checksum of the copies in each of this task's replicas."""
+    copies = [[copy_of(variable, replica) for variable in variables] for replica in range(replicas)]
+    return [checksum(read_octets(copy) for copy in each if copy.dtype != tf.string) for each in copies]
 
 
 def copy_of(variable: Any, replica: int) -> tf.Variable:

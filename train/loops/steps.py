@@ -31,15 +31,17 @@ class Signals:
     """A checkpoint is saved."""
     brief: bool = False
     """Inner calls do fewer steps from now on, so that a checkpoint can follow each."""
+    snapshot: bool = False
+    """A snapshot of the state is kept in memory."""
 
     def to_array(self) -> np.ndarray:
-        """Return an array that can be added up over tasks: `[3] float32`."""
-        return np.array([self.stop, self.save, self.brief], np.float32)
+        """Return an array that can be added up over tasks: `[4] float32`."""
+        return np.array([self.stop, self.save, self.brief, self.snapshot], np.float32)
 
     @classmethod
-    def from_sum(cls, sum_3: np.ndarray) -> Signals:
+    def from_sum(cls, sum_4: np.ndarray) -> Signals:
         """Return the requests of any of the tasks whose arrays were added up."""
-        return cls(*(sum_3 > 0).tolist())
+        return cls(*(sum_4 > 0).tolist())
 
 
 Request = Callable[[int, int], Signals]
@@ -102,18 +104,18 @@ class SynchronousSteps:
 
     def __call__(self, first: int, count: int, request: Request = no_request) -> LoopResult:
         """Do steps."""
-        signals_3 = tf.constant(request(count, count).to_array())
+        signals_4 = tf.constant(request(count, count).to_array())
         numbers = [tf.constant(number, tf.int64) for number in (first, count, self._timer.every)]
         began = time.perf_counter()
         step_input = self._feed.next() if self._input is None else self._input
-        flat, self._input = self._loop(numbers[0], numbers[1], signals_3, numbers[2], step_input)
+        flat, self._input = self._loop(numbers[0], numbers[1], signals_4, numbers[2], step_input)
         flat = flat.numpy()
         times = self._timer.take(count, time.perf_counter() - began)
-        results_S2 = flat[:-3].reshape(self._steps_per_loop, self._train_step.parts, 2)[:count].sum(1)
-        return LoopResult.of_columns(results_S2, self._train_step.objective, Signals.from_sum(flat[-3:]), times)
+        results_S2 = flat[:-4].reshape(self._steps_per_loop, self._train_step.parts, 2)[:count].sum(1)
+        return LoopResult.of_columns(results_S2, self._train_step.objective, Signals.from_sum(flat[-4:]), times)
 
     def _trace_loop(
-        self, first: tf.Tensor, count: tf.Tensor, signals_3: tf.Tensor, every: tf.Tensor, step_input: Any
+        self, first: tf.Tensor, count: tf.Tensor, signals_4: tf.Tensor, every: tf.Tensor, step_input: Any
     ) -> Any:
         def step(done: tf.Tensor, state: Any) -> Any:
             results, step_input = state
@@ -127,12 +129,12 @@ class SynchronousSteps:
         def start() -> tf.Tensor:
             return tf.zeros([self._steps_per_loop, self._train_step.parts, 2])
 
-        def join(results_SP2: tf.Tensor, signals_3: tf.Tensor) -> tf.Tensor:
-            return tf.concat([tf.reshape(results_SP2, [-1]), signals_3], 0)
+        def join(results_SP2: tf.Tensor, signals_4: tf.Tensor) -> tf.Tensor:
+            return tf.concat([tf.reshape(results_SP2, [-1]), signals_4], 0)
 
         results, step_input = repeat(count, step, (self._strategy.run(start), step_input))
         self._timer.end((results, step_input))
-        total = self._strategy.reduce("SUM", self._strategy.run(join, args=(results, signals_3)), axis=None)
+        total = self._strategy.reduce("SUM", self._strategy.run(join, args=(results, signals_4)), axis=None)
         return total, step_input
 
     def _step(self, results: Any, step_input: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked) -> Any:
@@ -177,6 +179,20 @@ def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
         return strategy.reduce("SUM", strategy.run(placed), axis=None)
 
     return lambda number: gather(tf.constant(number, tf.int64)).numpy().tolist()
+
+
+def broadcasting(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray, int], np.ndarray]:
+    """Return a function from `[N] int64` and a replica to what that replica's task has; all tasks call it."""
+
+    @tf.function(autograph=False)
+    def broadcast(words_N: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
+        def placed() -> tf.Tensor:
+            own = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return tf.where(own == replica, words_N, tf.zeros_like(words_N))
+
+        return strategy.reduce("SUM", strategy.run(placed), axis=None)
+
+    return lambda words_N, replica: broadcast(words_N, tf.constant(replica, tf.int32)).numpy()
 
 
 def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:

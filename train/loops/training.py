@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from cluster.contract.recovery import snapshot_files
 from train.callbacks.callback_actions import Callbacks, CallEpochs
 from train.context import TaskContext
 from train.loops import steps
-from train.loops.actions import CheckFinite, EndTraining, Evaluate, Save, Trace
+from train.loops.actions import CheckFinite, EndTraining, Evaluate, KeepSnapshot, Save, Trace
 from train.loops.loop import Action, Stop
 from train.loops.replica_check import FlipBit, ReplicaCheck
 from train.saving.checkpoint import CheckpointManager, Encoded
+from train.saving.snapshots import MemorySnapshots
 from train.telemetry.report import Report
 
 
@@ -41,11 +44,17 @@ class Setup:
         alone = context.asynchronous or len(context.spec.members) < 2
         self.gather: Callable[[int], list[int]] = (lambda number: [number]) if alone else steps.gathering(context.gang)
         """Returns the numbers of all tasks for that of this task; all tasks call it."""
+        self.snapshots: MemorySnapshots | None = None
+        files = snapshot_files.descriptors(os.environ)
+        if files and config.memory_snapshots and not context.asynchronous and not context.spec.kind.hardware:
+            divided = task_stages is not None and not task_stages.whole
+            broadcast = None if alone or divided else steps.broadcasting(context.gang)
+            self.snapshots = MemorySnapshots(files, self.checkpoint.tree, self.gather, broadcast)
 
     def restore(self) -> int:
-        """Restore the checkpoint that all tasks agree on, if there is one; return the number of its steps."""
+        """Restore the newest state that all tasks agree on, if there is one; return the number of its steps."""
         self.checkpoint.generation = self.context.generation
-        return self.checkpoint.restore(self.gather)
+        return self.checkpoint.restore(self.gather, self.snapshots)
 
 
 class Training:
@@ -59,7 +68,7 @@ class Training:
         """
         self._setup, self._context, self.first = setup, setup.context, first
         context, checkpoint = setup.context, setup.checkpoint
-        self.report = Report(context, first, setup.policy)
+        self.report = Report(context, first, setup.policy, checkpoint.restored_from)
         self.trace = Trace(context.run, context.task.name)
         self.callbacks = Callbacks(context, setup.callback_state, self.report) if setup.callback_state else None
         self._evaluate = Evaluate(context, self.report, new_evaluation, self.callbacks)
@@ -67,6 +76,7 @@ class Training:
             context.spec, context.task.name, context.config.check_replicas, self._copied_variables, setup.gather
         )
         self.save = Save(context, self.report, checkpoint, first, self.callbacks, self._check.compare)
+        self.keep = KeepSnapshot(setup.snapshots, checkpoint, self.callbacks, self._check.compare)
         # Under parameter servers the chief decides alone.
         self.agree: Callable[[steps.Signals], steps.Signals] = (
             (lambda signals: signals) if context.asynchronous else steps.agreement(context.gang)
@@ -105,6 +115,7 @@ class Training:
             CallEpochs(context, self.callbacks, self._any_stops) if self.callbacks else None,
             self._check,
             self.save,  # last, to include changes by callbacks
+            self.keep if self._setup.snapshots else None,
         ]
         return [action for action in (*every_call, *periodic) if action is not None]
 
@@ -115,7 +126,8 @@ class Training:
     def request(self, count: int, until: int) -> steps.Signals:
         """Return the requests of this task, see `steps.Request`."""
         timer = self.save.timer
-        return steps.Signals(self._context.stop.is_set() or self._stops, timer.due(until), timer.brief(count))
+        keep = self._context.chief and self.keep.due(until)
+        return steps.Signals(self._context.stop.is_set() or self._stops, timer.due(until), timer.brief(count), keep)
 
     @property
     def _stops(self) -> bool:

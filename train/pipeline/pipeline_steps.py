@@ -53,13 +53,13 @@ class PipelineSteps:
 
     def run(self, first: int, count: int, request: Request = no_request) -> LoopResult:
         """Do optimizer steps."""
-        signals_3 = tf.constant(request(count, count).to_array())
+        signals_4 = tf.constant(request(count, count).to_array())
         began = time.perf_counter()
         results_S2 = self._loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64))
-        flat = self._total(tf.concat([tf.reshape(results_S2, [-1]), signals_3], 0)).numpy()
+        flat = self._total(tf.concat([tf.reshape(results_S2, [-1]), signals_4], 0)).numpy()
         times = Times(np.full(count, (time.perf_counter() - began) / count))
-        results_S2 = flat[:-3].reshape(-1, 2)[:count]
-        return LoopResult.of_columns(results_S2, self._context.objective, Signals.from_sum(flat[-3:]), times)
+        results_S2 = flat[:-4].reshape(-1, 2)[:count]
+        return LoopResult.of_columns(results_S2, self._context.objective, Signals.from_sum(flat[-4:]), times)
 
     def evaluation(self) -> Callable[[], dict[str, float]]:
         """Return a function that evaluates on the whole test split; all tasks call it."""

@@ -17,13 +17,16 @@ from tensorflow import keras
 from cluster.system.errors import RunFailed
 from train.model import initial_weights
 from train.saving.checkpoint_files import (
+    NO_CHECKPOINT,
     Saved,
     agree_on_newest,
     delete_leftovers,
     delete_older,
+    list_finished,
     set_aside,
     write_checkpoint,
 )
+from train.saving.snapshots import MemorySnapshots
 from train.saving.trees import Joint, Mirror, Snapshot, unwrap
 
 
@@ -85,7 +88,8 @@ class CheckpointManager:
         self._parts = {"step": step, "model": model, "optimizer": optimizer}
         optional = {"loss_scale": loss_scale, "callbacks": callbacks}
         self._optional = {name: part for name, part in optional.items() if part is not None}
-        self._checkpoint = tf.train.Checkpoint(**self._parts, **self._optional)
+        self.tree = tf.train.Checkpoint(**self._parts, **self._optional)
+        """The variables that a checkpoint has."""
         self._model = model
         self._step = step
         self._folder = folder
@@ -94,24 +98,36 @@ class CheckpointManager:
         self.generation = generation
         self._saved = saved
         self._joint = joint
+        self.restored_from = ""
+        """`memory` or `checkpoint`; empty for a training from the start."""
         self.writing_s: float | None = None
         """Seconds that writing the last checkpoint took, concurrently with the training."""
         self._copy: Snapshot | None = None
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def restore(self, gather: Callable[[int], Sequence[int]] = lambda step: [step]) -> int:
-        """Restore the newest checkpoint that all tasks can read, if there is one; return the steps done.
+    def restore(
+        self, gather: Callable[[int], Sequence[int]] = lambda step: [step], snapshots: MemorySnapshots | None = None
+    ) -> int:
+        """Restore the newest snapshot, or else the newest checkpoint that all tasks can read; return the steps done.
 
         Newer checkpoints, which are damaged or unreadable for some task, are set aside.
 
         Args:
             gather: collects the numbers of all tasks: a collective operation.
+            snapshots: those in memory, if there are any.
         """
+        listed = next((saved.step for saved in list_finished(self._folder)), NO_CHECKPOINT)
+        if snapshots and (step := snapshots.restore(listed)) is not None:
+            self.restored_from = "memory"
+            if self._writes:
+                delete_leftovers(self._folder, self.generation)
+            return step
         newest = agree_on_newest(
             self._folder, gather, lambda message: print(message, flush=True) if self._writes else None
         )
         if newest is not None:
+            self.restored_from = "checkpoint"
             saved_parts = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
             optional = {name: part for name, part in self._optional.items() if name in saved_parts}
             checkpoint = tf.train.Checkpoint(**self._parts, **optional)
@@ -135,7 +151,7 @@ class CheckpointManager:
                 id(unwrap(weight)): initial_weights.checkpoint_name(name)
                 for weight, name in initial_weights.list_weights(self._model)
             }
-            self._copy = Snapshot(self._checkpoint, names)
+            self._copy = Snapshot(self.tree, names)
         return self._copy
 
     def save(self, step: int) -> None:
@@ -149,6 +165,11 @@ class CheckpointManager:
         if self._writes or (self._joint and self._joint.writes):
             self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
             self._writing.start()
+
+    def keep_snapshot(self, step: int, snapshots: MemorySnapshots) -> None:
+        """Keep the state after `step` optimizer steps in memory. Every task calls this at the same step."""
+        self._step.assign(step)
+        snapshots.write(step)
 
     def release(self) -> None:
         """Wait for the last save, and free the memory of the copy."""

@@ -64,7 +64,7 @@ def best_interval_s(cost_s: float, writing_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True)
 class Past:
-    """Failures and saves of a run's previous generations."""
+    """Failures and saves of a run's previous generations. A failure that needed no checkpoint does not count."""
 
     uptimes_s: tuple[float, ...] = ()
     """Training time of each generation that a failure ended, oldest first."""
@@ -78,8 +78,10 @@ class Past:
     @classmethod
     def read(cls, run: RunFolder, generation: int, first: int) -> Past:
         """Read the generations before this one, which starts at step `first`, from a run folder."""
+        ledgers = run.ledgers()
         failed = {begun.generation for begun in run.generations() if begun.task}
-        earlier = [ledger for ledger in run.ledgers() if ledger.generation < generation]
+        failed -= {ledger.generation for ledger in ledgers if ledger.restored_from == "memory"}
+        earlier = [ledger for ledger in ledgers if ledger.generation < generation]
         numbers = [ledger.generation for ledger in earlier] + [generation]
         ended = [
             ledger

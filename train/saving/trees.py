@@ -51,18 +51,20 @@ class Mirror:
     Attributes:
         checkpoint: the tree.
         pairs: each variable and its replacement.
+        paths: the place of each of these variables in the tree, the same in every process.
     """
 
     def __init__(self, checkpoint: tf.train.Checkpoint, replace: Callable[[tf.Variable], tf.Variable | None]) -> None:
         """Build the tree; `replace` returns the replacement of a variable, or None to leave it out."""
         self.pairs: list[tuple[tf.Variable, tf.Variable]] = []
+        self.paths: list[str] = []
         self._view, self._replace = tf.train.TrackableView(checkpoint), replace
         self._nodes: dict[int, tf.Module | tf.Variable | None] = {}
         children = self._view.children(checkpoint).items()
-        nodes = {name: self._node(child) for name, child in children if name != "save_counter"}
+        nodes = {name: self._node(child, name) for name, child in children if name != "save_counter"}
         self.checkpoint = tf.train.Checkpoint(**{name: node for name, node in nodes.items() if node is not None})
 
-    def _node(self, node: object) -> tf.Module | tf.Variable | None:
+    def _node(self, node: object, path: str) -> tf.Module | tf.Variable | None:
         if id(node) in self._nodes:
             return self._nodes[id(node)]
         value = node if isinstance(node, tf.Variable) else getattr(node, "value", None)  # Keras 3 wraps its variables
@@ -70,10 +72,11 @@ class Mirror:
             replacement = self._nodes[id(node)] = self._replace(value)
             if replacement is not None:
                 self.pairs.append((value, replacement))
+                self.paths.append(path)
             return replacement
         module = self._nodes[id(node)] = tf.Module()
         for name, child in self._view.children(node).items():
-            if (replaced := self._node(child)) is not None:
+            if (replaced := self._node(child, f"{path}/{name}")) is not None:
                 setattr(module, name, replaced)
         return module
 

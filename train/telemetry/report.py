@@ -35,15 +35,16 @@ LEDGER_EVERY_S = 1.0
 class Report(Action):
     """Writes the progress of one generation's training to the run folder."""
 
-    def __init__(self, context: TaskContext, first: int, policy: GradientPolicy) -> None:
-        """Report a training from step `first`."""
+    def __init__(self, context: TaskContext, first: int, policy: GradientPolicy, source: str = "") -> None:
+        """Report a training from step `first`, whose state is from this source."""
         self._loss_scale, self._optimizer = policy.loss_scale, policy.optimizer
         self._context = context
         self._config = context.config
         self._heartbeat = context.heartbeat
         self._timing, self._timing_shown_at = StepTiming(), 0.0
-        self._ledger = LedgerWriter(context.run, self._heartbeat.current.generation, first) if context.chief else None
-        self._done = StepRecord(context.run, context.task.name, self._heartbeat.current.generation)
+        generation = self._heartbeat.current.generation
+        self._ledger = LedgerWriter(context.run, generation, first, source) if context.chief else None
+        self._done = StepRecord(context.run, context.task.name, generation)
         self._train_seconds = 0.0
         self._timed_steps = 0
         self.results: dict[str, float] = {}
@@ -52,7 +53,10 @@ class Report(Action):
         run, name = context.run, context.task.name
         if context.chief:
             (run.control / "result.json").unlink(missing_ok=True)  # a previous generation may have written it
-            run.event(name, "restored" if first else "initialized", step=first)
+            if source:
+                run.event(name, "restored", step=first, source=source)
+            else:
+                run.event(name, "initialized", step=first)
             self._heartbeat.update(steps_total=context.total_steps)
         self.metrics = Metrics(run, name, prints=context.chief, resumed_at=first)
         self._heartbeat.update(state="compiling", step=first)
@@ -187,11 +191,11 @@ class Report(Action):
 class LedgerWriter:
     """The chief's time in one generation, which the run folder keeps even if the chief is killed."""
 
-    def __init__(self, run: RunFolder, generation: int, first: int) -> None:
+    def __init__(self, run: RunFolder, generation: int, first: int, source: str) -> None:
         self._path = run.ledger(generation)
         self._seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
         self._record: dict[str, Any] = {"generation": generation, "began": time.time(), "first_step_at": None}
-        self._record |= {"first": first, "saves": {}}
+        self._record |= {"first": first, "restored_from": source, "saves": {}}
         self._step, self._timed_steps = first, 0
         self._written = 0.0
         self._write()

@@ -55,13 +55,15 @@ def _gang_cost(run: RunFolder, generation: Generation, events: list[Event]) -> R
     later = [e for e in events if e.generation == number and e.time >= generation.time]
     failed_at = _injected(events, number - 1, generation.time) or generation.failure_time
     resumed_at = training_began(run.load_cluster(), later)
-    restored = next((e.step for e in later if e.event in ("restored", "initialized")), None)
+    began = next((e for e in later if e.event in ("restored", "initialized")), None)
+    restored = began.step if began else None
     return Restart(
         generation=number,
         task=generation.task or "",
         cause=": ".join(filter(None, (generation.cause, generation.error))),
         detected_s=round(generation.time - failed_at, 3),
         steps_lost=None if restored is None else max(0, generation.step - restored),
+        restored_from=str(began.detail.get("source", "")) if began else "",
         **_resumption(run, failed_at, resumed_at),
     )
 

@@ -11,7 +11,14 @@ from cluster.contract.run.summary_records import Summary
 from cluster.contract.schema import Record, dictionary
 from cluster.system.json_files import DamagedError
 
-NO_EFFECT_ON_BITS = {"log_every", "checkpoint_every", "check_replicas", "keep_checkpoints", "steps_per_loop"}
+NO_EFFECT_ON_BITS = {
+    "log_every",
+    "checkpoint_every",
+    "check_replicas",
+    "memory_snapshots",
+    "keep_checkpoints",
+    "steps_per_loop",
+}
 
 
 def find_reference(run: RunFolder) -> dict[str, Any] | None:

@@ -262,6 +262,8 @@ class TimeLedger(Record):
     first_step_at: Seconds | None
     first: Count
     """The steps before this generation."""
+    restored_from: str = field(default="", metadata=SPARSE)
+    """`memory` or `checkpoint`; empty for a training from the start."""
     updated_at: Seconds
     step: Count
     timed_steps: Count

@@ -37,6 +37,8 @@ class Restart(Record):
     script_started_s: Measured = field(default=None, metadata=SPARSE)
     """Seconds from the failure until the process of a script started again."""
     steps_lost: Count | None = None
+    restored_from: str = field(default="", metadata=SPARSE)
+    """`memory`: a task's snapshot; `checkpoint`; empty where training began again, and for one task alone."""
 
 
 @dataclass(frozen=True)

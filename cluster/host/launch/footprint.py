@@ -41,7 +41,8 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
 def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the bytes of each replica and task, and whether all fit."""
     per_replica = _replica(plan, sizes)
-    of_task = {task.name: _task(plan.cluster, task, sizes, sum(per_replica.values())) for task in plan.cluster.tasks}
+    snapshots, needs = bool(plan.config.get("memory_snapshots")), sum(per_replica.values())
+    of_task = {task.name: _task(plan.cluster, task, sizes, needs, snapshots=snapshots) for task in plan.cluster.tasks}
     limit = plan.memory.task_bytes
     rooms: list[dict[str, Any]] = []
     if limit:
@@ -71,13 +72,15 @@ def _replica(plan: Plan, sizes: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def _task(cluster: ClusterSpec, task: Task, sizes: dict[str, Any], replica_bytes: int) -> int:
+def _task(cluster: ClusterSpec, task: Task, sizes: dict[str, Any], replica_bytes: int, *, snapshots: bool) -> int:
     if task.role == Role.PS:
         held = (sizes["weights_bytes"] + sizes["optimizer_bytes"]) // len(cluster.of(Role.PS))
     elif task.role == Role.WORKER or (task.role == Role.CHIEF and not cluster.kind.served):
         held = cluster.devices * replica_bytes
     else:
         held = sizes["weights_bytes"]
+    if snapshots and not cluster.kind.served and not task.role.is_sidecar:
+        held += 2 * (sizes["weights_bytes"] + sizes["optimizer_bytes"])
     return TASK_MEMORY_BYTES + int(held)
 
 

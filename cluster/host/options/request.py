@@ -274,6 +274,12 @@ class RecoveryOptions:
         needs=Needs.TRAINER,
         override="check-replicas",
     )
+    no_memory_snapshots: bool = switch(
+        "do not keep the newest state in memory, from which a restart continues",
+        "tasks keep it, at up to 2 % of the time and twice the state's memory",
+        needs=Needs.TRAINER,
+        override="no-memory-snapshots",
+    )
     hang_timeout: int | None = number(
         "seconds without a new step after which every task starts again", f"{HANG_TIMEOUT_S:g}", bounds=(1, 86_400)
     )

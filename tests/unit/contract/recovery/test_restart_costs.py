@@ -40,17 +40,17 @@ def test_restarts_are_counted_from_their_own_fault(run):
         (9, "first step", 2, 61),
     ]:
         line = {"time": now + after_s, "task": "chief", "event": event, "generation": generation, "step": step}
-        append_json(run.events_log, line | {"detail": {}})
+        append_json(run.events_log, line | {"detail": {"source": "memory"} if generation == 1 else {}})
     # The first death was an injected fault; the second was not, and its agent says when it was.
     for number, begun, failed, step in [(1, now + 2, now + 1, 50), (2, now + 7, now + 6, 70)]:
         path = run.control / "generations" / f"{number}.json"
         why = {"task": "worker-0", "cause": "killed", "failed_at": failed, "step": step}
         write_json(path, {"generation": number, "time": begun} | why)
     assert [
-        {"generation": 1, "detected_s": 2.0, "resumed_s": 5.0, "steps_lost": 10},
-        {"generation": 2, "detected_s": 1.0, "resumed_s": 3.0, "steps_lost": 10},
+        {"generation": 1, "detected_s": 2.0, "resumed_s": 5.0, "steps_lost": 10, "restored_from": "memory"},
+        {"generation": 2, "detected_s": 1.0, "resumed_s": 3.0, "steps_lost": 10, "restored_from": ""},
     ] == [
-        {key: restart[key] for key in ("generation", "detected_s", "resumed_s", "steps_lost")}
+        {key: restart.get(key, "") for key in ("generation", "detected_s", "resumed_s", "steps_lost", "restored_from")}
         for restart in end(run, "succeeded")["restarts"]
     ]
 

@@ -24,7 +24,9 @@ SIZES = {
 
 def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
     config = {"model": "two_conv_cnn", "dataset": "mnist", "global_batch": 64} | {
-        name: options.pop(name) for name in ("micro_batches", "bitwise_elastic", "model", "dataset") if name in options
+        name: options.pop(name)
+        for name in ("micro_batches", "bitwise_elastic", "model", "dataset", "memory_snapshots")
+        if name in options
     }
     return SimpleNamespace(
         cluster=spec.build(**{"workers": 1} | options),
@@ -43,6 +45,7 @@ def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
         ({}, {"chief": 10 + 8 + 16 + 32, "worker-0": 66}),
         ({"micro_batches": 4}, {"chief": 10 + 16 + 16 + 8, "worker-0": 50}),
         ({"workers": 0, "devices": 2}, {"chief": 2 * (34 + 32)}),  # each device holds a replica
+        ({"workers": 0, "memory_snapshots": True}, {"chief": 98 + 2 * 26}),
         (
             {"workers": 1, "ps": 2, "evaluator": True},
             {"chief": 10, "worker-0": 10 + 8 + 64, "ps-0": 13, "ps-1": 13, "evaluator": 10},

@@ -191,6 +191,15 @@ def test_the_past_is_what_failures_ended(make_run):
     assert Past((5.0, 100.0), True, False, 0.25, 0.5) == Past.read(run, 5, 40)
 
 
+def test_a_failure_that_needed_no_checkpoint_does_not_count(make_run):
+    run = make_run()
+    ledger(run, 0, 0)
+    fail(run, 1)
+    ledger(run, 1, 0, restored_from="memory")
+    assert Past.read(run, 1, 0) == Past.read(run, 2, 0)
+    assert not Past.read(run, 1, 0).failed
+
+
 @pytest.mark.parametrize(
     ("first", "resumed", "failed", "stuck"),
     [(10, False, True, True), (0, False, True, True), (11, False, True, False), (10, True, False, False)],

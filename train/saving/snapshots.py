@@ -1,0 +1,228 @@
+"""Snapshots of a task's state in memory that its program does not take with it, so that a failure repeats no step.
+
+After calls of the inner loop each task copies what a checkpoint would have into one of two files in memory, which its
+agent holds (`cluster/contract/recovery/snapshot_files.py`), in turn: a kill while one is written leaves the other.
+After a failure the tasks continue from the newest snapshot: each from its own, and a task without it from that of
+another, which a collective operation copies. Checkpoints in memory are due to Wang et al., GEMINI, SOSP 2023.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from cluster.system import memory
+from cluster.system.messages import size
+from train.saving.trees import Mirror, has_value
+
+NONE = -1
+"""The number of steps for no snapshot."""
+CHUNK = 2**20
+"""Words that one collective operation copies."""
+ROOM_SHARE = 0.5
+"""Largest share of the available memory that the snapshots may take."""
+_HEADER, _LENGTH = struct.Struct("<qqqq"), struct.Struct("<q")
+"""Number of steps plus 1, so that zeros mean none; layout; bytes of the values; the sum of all other words. Each value
+follows after its length."""
+
+Gather = Callable[[int], Sequence[int]]
+"""Collects the numbers of all replicas' tasks: a collective operation."""
+Broadcast = Callable[[np.ndarray, int], np.ndarray]
+"""Copies `[CHUNK] int64` from one replica's task to all: a collective operation."""
+
+
+class MemorySnapshots:
+    """The snapshots of one task."""
+
+    def __init__(
+        self, files: Sequence[int], checkpoint: tf.train.Checkpoint, gather: Gather, broadcast: Broadcast | None
+    ) -> None:
+        """Prepare the snapshots.
+
+        Args:
+            files: descriptors of the two files.
+            checkpoint: the tree of variables that a snapshot has.
+            broadcast: None where the tasks have different states, so that each needs its own.
+        """
+        self._files, self._gather, self._broadcast = files, gather, broadcast
+        # Now: a compiled model also reaches its optimizer, so that the variables have other places.
+        self._tree = Mirror(checkpoint, lambda variable: variable if has_value(variable) else None)
+        self._layout = _hash_layout(self._tree)
+        self._warned = False
+
+    def write(self, step: int) -> None:
+        """Copy the state after `step` steps. All tasks call it at the same step: reading can be a collective operation.
+
+        A state that is too large for the memory is not copied, with a warning.
+        """
+        values = [read_octets(variable) for variable, _ in self._tree.pairs]
+        length = sum(8 + octets.size + _padding(octets) for octets in values)
+        file = min(self._files, key=_steps_of)
+        if os.fstat(file).st_size < length and not self._has_room(2 * length):
+            return
+        parts = (
+            part for octets in values for part in (_LENGTH.pack(octets.size), octets.data, bytes(_padding(octets)))
+        )
+        numbers = (step + 1, self._layout, length)
+        digest = _signed(sum(numbers) + sum(octets.size + _sum_words(octets) for octets in values))
+        _fill(file, _HEADER.pack(*numbers, digest), parts)
+
+    def _has_room(self, needed: int) -> bool:
+        has = min(memory.available_bytes(), memory.headroom_bytes())
+        if needed > has * ROOM_SHARE and not self._warned:
+            self._warned = True
+            print(
+                f"warning: no snapshots in memory, two would take {size(needed)} of {size(has)}; after a failure the "
+                "newest checkpoint is restored",
+                flush=True,
+            )
+        return needed <= has * ROOM_SHARE
+
+    def restore(self, newest_saved: int) -> int | None:
+        """Restore the newest snapshot, the same in all tasks, which all call this; return its number of steps.
+
+        Args:
+            newest_saved: steps of the newest checkpoint that this task has found.
+
+        Returns:
+            None if there is no snapshot, or the checkpoint is newer.
+        """
+        held = {_steps_of(file): file for file in self._files if self._is_complete(file)}
+        newest, older = [*sorted(held, reverse=True), NONE, NONE][:2]
+        all_held = list(zip(self._gather(newest), self._gather(older), strict=True))
+        step = choose(all_held, by_all=self._broadcast is None)
+        if step is None or step < max(self._gather(newest_saved)):
+            return None
+        if any(step not in each for each in all_held):
+            self._receive(step, held, next(at for at, each in enumerate(all_held) if step in each))
+        for (variable, _), octets in zip(self._tree.pairs, _split(_mapped(held[step])), strict=True):
+            variable.assign(_as_tensor(octets, variable))
+        for newer in [other for other in held if other > step]:
+            _fill(held[newer], bytes(_HEADER.size), ())  # the steps after this one are repeated
+        return step
+
+    def _is_complete(self, file: int) -> bool:
+        """Whether a file has a complete snapshot of these variables."""
+        *numbers, digest = _read_header(file)
+        steps_1, layout, length = numbers
+        if not steps_1 or layout != self._layout or os.fstat(file).st_size != _HEADER.size + length:
+            return False
+        return _signed(sum(numbers) + _sum_words(_mapped(file)[_HEADER.size :])) == digest
+
+    def _receive(self, step: int, held: dict[int, int], replica: int) -> None:
+        """Copy a replica's snapshot of a step to the tasks without it, which keep it in their older file."""
+        assert self._broadcast is not None
+        own = _mapped(held[step]) if step in held else np.zeros(0, np.uint8)
+        length = self._gather(own.size)[replica]
+        received = np.zeros(-(-length // (8 * CHUNK)) * CHUNK, np.int64)
+        octets = received.view(np.uint8)
+        octets[: own.size] = own[: octets.size]  # of another length, such as of other callbacks: it does not count
+        for begin in range(0, received.size, CHUNK):
+            received[begin : begin + CHUNK] = self._broadcast(received[begin : begin + CHUNK], replica)
+        if step not in held:
+            held[step] = min(self._files, key=_steps_of)
+            _fill(held[step], octets[: _HEADER.size].tobytes(), [octets[_HEADER.size : length].data])
+
+
+def choose(held: Sequence[Iterable[int]], *, by_all: bool) -> int | None:
+    """Return the newest step of which some task has a snapshot, or every task; None if there is none.
+
+    Args:
+        held: the steps of the snapshots that each task has; `NONE` for none.
+    """
+    sets = [set(each) - {NONE} for each in held]
+    return max(set.intersection(*sets) if by_all else set.union(*sets), default=None)
+
+
+def checksum(values: Iterable[np.ndarray]) -> int:
+    """Return a number of 64 bits for arrays, `[N] uint8` each: the sum of their bits.
+
+    Each array has an odd factor, so that one bit changes the number, and so do two arrays in each other's place.
+    """
+    return _signed(sum((2 * index + 1) * _sum_words(octets) for index, octets in enumerate(values)))
+
+
+def _sum_words(octets: np.ndarray) -> int:
+    words = octets[: octets.size // 8 * 8].view(np.uint64)
+    return int(words.sum(dtype=np.uint64)) + int.from_bytes(octets[words.nbytes :].tobytes(), "little")
+
+
+def _signed(number: int) -> int:
+    """Return the signed number of 64 bits that is congruent to a number."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _hash_layout(tree: Mirror) -> int:
+    """Return a hash of the variables' places, types and shapes: other variables cannot be restored."""
+    pairs = zip(tree.paths, tree.pairs, strict=True)
+    lines = [f"{path} {variable.dtype.name} {variable.shape}" for path, (variable, _) in pairs]
+    return zlib.crc32("\n".join(lines).encode())
+
+
+def _fill(file: int, header: bytes, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a file, its header last: until then it has no snapshot."""
+    with open(file, "r+b", closefd=False) as stream:
+        stream.seek(0)  # all programs of the task share the position
+        stream.write(bytes(_HEADER.size))
+        stream.flush()
+        for part in parts:
+            stream.write(part)
+        stream.truncate()
+        stream.seek(0)
+        stream.write(header)
+
+
+def _read_header(file: int) -> tuple[int, ...]:
+    return _HEADER.unpack(os.pread(file, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
+
+
+def _steps_of(file: int) -> int:
+    return _read_header(file)[0] - 1
+
+
+def _mapped(file: int) -> np.ndarray:
+    """Return the content of a file, `[N] uint8`, without a copy."""
+    return np.frombuffer(mmap.mmap(file, 0, prot=mmap.PROT_READ), np.uint8)
+
+
+def _split(content: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the values of a snapshot, `[N] uint8` each."""
+    at = _HEADER.size
+    while at < content.size:
+        (length,) = _LENGTH.unpack(content[at : at + _LENGTH.size].tobytes())
+        octets = content[at + _LENGTH.size :][:length]
+        yield octets
+        at += _LENGTH.size + length + _padding(octets)
+
+
+def _padding(octets: np.ndarray) -> int:
+    return -octets.size % 8
+
+
+def read_octets(variable: tf.Variable) -> np.ndarray:
+    """Return the bits of a variable's value, `[N] uint8`; of equal copies those of the first."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        if variable.synchronization == tf.VariableSynchronization.ON_READ:
+            return _as_octets(variable.read_value())  # merges the copies of all tasks
+        variable = variable.values[0]
+    # A quarter of the time of `read_value`.
+    return _as_octets(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype))
+
+
+def _as_octets(value: tf.Tensor) -> np.ndarray:
+    if value.dtype == tf.string:
+        return np.frombuffer(value.numpy(), np.uint8)
+    return np.asarray(value.numpy()).reshape(-1).view(np.uint8)
+
+
+def _as_tensor(octets: np.ndarray, variable: tf.Variable) -> tf.Tensor:
+    if variable.dtype == tf.string:
+        return tf.constant(octets.tobytes())
+    array = octets.copy().view(variable.dtype.as_numpy_dtype)
+    return tf.constant(array.reshape(variable.shape.as_list()))
