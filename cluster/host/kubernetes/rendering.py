@@ -107,6 +107,7 @@ def _cluster(request: Request, gpus: int) -> ClusterSpec:
     if gpus:
         planning.check_gpus(f"--gpus-per-task {gpus}", request, cluster, gpus)
         cluster = cluster.with_devices(gpus, request.strategy or strategies.AUTO)
+    planning.check_devices(request, cluster, gpus)
     if cluster.kind.hardware:
         raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for other hardware than GPUs")
     return cluster

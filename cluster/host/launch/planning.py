@@ -58,6 +58,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     gpus = Placement() if runtime.is_remote else _place(typed, started.gpus, run, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
         cluster = cluster.with_devices(devices_each, request.strategy or strategies.AUTO)
+    check_devices(request, cluster, devices_each)
 
     base = previous.config if previous else None
     config, payload, data = _resolve(request, base, started, runtime, int(job.cpus_per_task or 0))
@@ -138,6 +139,16 @@ def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: in
         raise UsageError(
             f"--devices {request.devices} with {option}: a task has a replica on each of its {per_task} GPUs; leave "
             "--devices out"
+        )
+
+
+def check_devices(request: Request, cluster: ClusterSpec, gpus: int) -> None:
+    """Check that several devices of several tasks are GPUs: on CPUs TensorFlow would use one of them, unnoticed."""
+    if cluster.strategy == "multiworker" and cluster.devices > 1 and not gpus and not request.script:
+        tasks = cluster.devices * (1 + len(cluster.of(Role.WORKER)))
+        raise UsageError(
+            f"--devices {cluster.devices} with --workers {len(cluster.of(Role.WORKER))}: on CPUs each task of "
+            f"MultiWorkerMirroredStrategy has one replica; for {tasks} replicas use --workers {tasks - 1}, or --gpus"
         )
 
 

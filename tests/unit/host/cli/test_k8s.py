@@ -49,6 +49,7 @@ def test_a_task_has_as_many_threads_as_its_pod_requests_cpus_and_variables_of_en
         (Request(name="a" * 41), {}, "--name"),
         (Request(), {"kind": "pod"}, "--kind"),
         (Request(gpus_per_task=2, devices=3), {}, "--devices"),
+        (Request(devices=2), {}, "--workers 5"),
         (Request(memory="1MiB"), {}, "--memory"),
         (Request(strategy="tpu"), {}, "--strategy"),
         (Request(workers=4), {}, "--global-batch"),

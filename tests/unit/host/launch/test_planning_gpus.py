@@ -56,6 +56,7 @@ def test_replicas_are_as_many_as_gpus(resolved, nvidia_smi, requested, strategy,
         ({"gpus": "two"}, "--gpus 'two'", False),
         ({"gpus_per_task": 2}, "--gpus-per-task", False),
         ({"gpus": "1", "strategy": "tpu"}, "--gpus 1 with --strategy tpu", False),
+        ({"workers": 1, "devices": 2}, "--devices 2", False),
     ],
 )
 def test_gpus_that_cannot_be_are_refused_and_words_before_any_is_looked_for(
