@@ -63,15 +63,14 @@ class MemorySnapshots:
         """
         values = [read_octets(variable) for variable, _ in self._tree.pairs]
         length = sum(8 + octets.size + _padding(octets) for octets in values)
-        file = min(self._files, key=_steps_of)
-        if os.fstat(file).st_size < length and not self._has_room(2 * length):
+        if not any(os.fstat(file).st_size for file in self._files) and not self._has_room(2 * length):
             return
         parts = (
             part for octets in values for part in (_LENGTH.pack(octets.size), octets.data, bytes(_padding(octets)))
         )
         numbers = (step + 1, self._layout, length)
         digest = _signed(sum(numbers) + sum(octets.size + _sum_words(octets) for octets in values))
-        _fill(file, _HEADER.pack(*numbers, digest), parts)
+        _fill(min(self._files, key=_steps_of), _HEADER.pack(*numbers, digest), parts)
 
     def _has_room(self, needed: int) -> bool:
         has = min(memory.available_bytes(), memory.headroom_bytes())

@@ -189,6 +189,16 @@ def test_a_state_that_is_too_large_for_the_memory_is_not_kept(files, monkeypatch
     assert taken.restore(NONE) is None
 
 
+def test_the_room_is_looked_for_once(files, monkeypatch):
+    """What one file took is missing where the other is written."""
+    own, variables = files(), {"large": tf.Variable(tf.zeros([1000]))}
+    taken = alone(own, variables)
+    taken.write(1)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 0)
+    taken.write(2)
+    assert 2 == taken.restore(NONE)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_snapshots_take_at_most_their_share_of_the_time(seed):
     dice, now, taken_s, kept = random.Random(seed), [0.0], [0.0], [0]
