@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections import deque
 from collections.abc import Callable
-from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -199,8 +197,8 @@ class KeepSnapshot(Action):
     """Keeps the state in memory after calls, as often as that takes at most `SHARE` of the time."""
 
     SHARE = 0.02
-    UNCOUNTED = 2
-    """The first write of each file, which also allocates its memory."""
+    AHEAD_S = 10.0
+    """Time that counts as passed at the begin, so that the first calls, which are short, can be kept as well."""
 
     def __init__(
         self,
@@ -212,16 +210,13 @@ class KeepSnapshot(Action):
     ) -> None:
         """Keep the state with that of callbacks; `check` examines it before."""
         self._snapshots, self._checkpoint, self._callbacks, self._check = snapshots, checkpoint, callbacks, check
-        self._clock = clock
-        self._costs_s: deque[float] = deque(maxlen=5)
-        self._kept, self._kept_at, self._step_s = 0, 0.0, 0.0
+        self._clock, self._began = clock, clock() - self.AHEAD_S
+        self._step_s = self._cost_s = self._spent_s = 0.0
 
     def due(self, steps: int) -> bool:
         """Whether a snapshot is due after `steps` further steps, by this task's clock."""
-        if self._snapshots is None:
-            return False
-        interval_s = median_low(self._costs_s or [0.0]) * (1 / self.SHARE - 1)
-        return self._clock() - self._kept_at + steps * self._step_s >= interval_s
+        passed_s = self._clock() - self._began + steps * self._step_s
+        return self._snapshots is not None and self._spent_s + self._cost_s <= self.SHARE * passed_s
 
     def after(self, progress: CallProgress) -> None:
         if not progress.compiled:
@@ -233,6 +228,5 @@ class KeepSnapshot(Action):
         if self._callbacks:
             self._callbacks.store_state()
         self._checkpoint.keep_snapshot(progress.step, self._snapshots)
-        self._kept, self._kept_at = self._kept + 1, self._clock()
-        if self._kept > self.UNCOUNTED:
-            self._costs_s.append(self._kept_at - began)
+        self._cost_s = self._clock() - began
+        self._spent_s += self._cost_s
