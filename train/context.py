@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import tensorflow as tf
 from tensorflow import keras
@@ -20,6 +20,7 @@ from train.model import optimizers
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective
 from train.pipeline.stage_variables import TaskStages
+from train.telemetry.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class TaskContext:
     stop: threading.Event
     cluster: tf.distribute.Strategy | None = None
     task_stages: TaskStages | None = None
+    positions: Positions = field(default_factory=Positions)
 
     @property
     def gang(self) -> tf.distribute.Strategy:

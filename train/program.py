@@ -76,6 +76,8 @@ class Program:
             strategy.serve_chief(self.task, self.config.threads)
         self.heartbeat.start()
         context = self._setup.context if self._setup else self._task_context()
+        if self.spec.kind.synchronous:
+            self.heartbeat.position = context.positions.current
         # Set the handler again, because TensorFlow's server replaces it to detect preemption.
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.run.stop_requested:

@@ -164,6 +164,7 @@ class Attempt:
             return replace(facts, finding=finding)
         kind = EXTERNAL if stopped or finding.kind == "silent" else PROGRAM_FAILURE
         cause = f"{finding.cause}, stopped by a signal" if stopped else finding.cause
+        cause = self.watchdog.describe_late(cause, *([] if finding.kind == "hang" else [finding.task]))
         at = time.time() - (SILENT_S if finding.kind == "silent" else FROZEN_S)
         return replace(
             facts, finding=finding, end=self.recovery.end(self.generation, kind, cause, task=finding.task, at=at)
@@ -175,6 +176,7 @@ class Attempt:
         lost_contact = code == EXIT_PEER_LOST and member and not self.scripted
         kind = LOST_CONTACT if lost_contact else ends.classify_code(code, out_of_memory=out_of_memory)
         cause = "lost contact with the cluster" if lost_contact else describe_end(code, out_of_memory=out_of_memory)
+        cause = self.watchdog.describe_late(cause) if lost_contact else cause
         # After a kill for memory the last lines are about something else; exit code 0 is not an error.
         error = None if out_of_memory or code == 0 else program.error(code)
         if code < 0 and error:

@@ -7,7 +7,6 @@ a step was seen to change. Time in which this process was stopped itself does no
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from cluster.agent.hub import SILENCE_S
 from cluster.agent.run_view import RunView
 from cluster.contract.recovery import ends, standby_cluster
+from cluster.contract.results.stragglers import find_late
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.contract.spec import ClusterSpec, Role, Task
@@ -101,7 +101,7 @@ class Watchdog:
         watched = self._names if unlinked is None else [name for name in self._names if name in unlinked]
         beats = self._read(self._run.heartbeat, watched, now, self._others_every_s)
         ages = {name: now - self._since(name, beat.updated_at, now) for name, beat in beats.items()}
-        return self._frozen(beats, ages, now) or self._hanging(beats, ages, now)
+        return self._frozen(beats, ages, now) or self._hanging(beats, now)
 
     def late(self, timeout_s: float) -> Stall | None:
         """Return a finding if none of the tasks that train has joined this generation in so many seconds.
@@ -114,6 +114,11 @@ class Watchdog:
         missing = ", ".join(trains)
         error = f"no task joined generation {self._generation} in {timeout_s:g} s: missing {missing}"
         return Stall(trains[0], error, "late")
+
+    def describe_late(self, cause: str, *silent: str) -> str:
+        """Return a cause with the tasks for which the others wait, if there are any. Some may have been silent."""
+        text = find_late(self._spec, self._run.heartbeats(), self._generation, silent)[1]
+        return f"{cause}; {text}" if text else cause
 
     def longest_silent(self) -> tuple[str, float]:
         """Return which other task has written no heartbeat for longest, and for how many seconds; no name if none runs.
@@ -238,7 +243,7 @@ class Watchdog:
             return Stall(late[0], f"it did not join generation {self._generation} in {waited_s:.0f} s", "silent")
         return None
 
-    def _hanging(self, beats: dict[str, Heartbeat], ages: dict[str, float], now: float) -> Stall | None:
+    def _hanging(self, beats: dict[str, Heartbeat], now: float) -> Stall | None:
         """Look for missing steps: the chief's agent does so for all tasks, the evaluator's for itself."""
         own = beats.get(self._task.name)
         if self._task.role not in (Role.CHIEF, Role.EVALUATOR) or own is None or not _is_running(own) or self._scripted:
@@ -254,30 +259,9 @@ class Watchdog:
         cause = f"no {missing} for {stuck_s:.0f} s at step {own.step}"
         if self._task.role == Role.EVALUATOR:
             return Stall(self._task.name, cause, "hang")
-        training = {name: beat for name, beat in beats.items() if not self._spec.serves(self._spec.task(name))}
-        training.pop("evaluator", None)
-        name = (_behind(training) if own.state in START_STATES else None) or _differing(training, ages)
-        differs = f"; {name} differs: {training[name].state} at step {training[name].step}" if name else ""
-        return Stall(name or self._task.name, cause + differs, "hang")
+        late, _ = find_late(self._spec, self._run.heartbeats(), self._generation)
+        return Stall([*late, self._task.name][0], cause, "hang")
 
 
 def _is_running(beat: Heartbeat) -> bool:
     return beat.state not in FINAL_STATES
-
-
-def _behind(beats: dict[str, Heartbeat]) -> str | None:
-    """Return a task that has not built its model yet, if another one has."""
-    behind = [name for name, beat in beats.items() if beat.state != "compiling"]
-    return behind[0] if 0 < len(behind) < len(beats) else None
-
-
-def _differing(beats: dict[str, Heartbeat], ages: dict[str, float]) -> str | None:
-    """Return the task that differs from the others: by its silence, or by its step and state."""
-    oldest = max(beats, key=lambda name: ages[name])
-    if ages[oldest] > FROZEN_S / 2:
-        return oldest
-    places = {name: (beat.step, beat.state) for name, beat in beats.items()}
-    common = Counter(places.values()).most_common()
-    if len(common) < 2 or common[0][1] == common[1][1]:
-        return None
-    return next(name for name, place in places.items() if place == common[-1][0])

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ import pytest
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
+from cluster.host.view.status import read_status
 from cluster.system import processes
 from cluster.system.json_files import read_json
 from cluster.system.processes import ProcessTable
@@ -121,6 +123,29 @@ def test_a_run_with_a_frozen_task_must_stop_and_end(clusters):
         assert "stopped" == summary(run)["state"]
         clusters.invoke("down", name)
         assert not [pid for pid in ProcessTable().with_environment("RUN_DIR", str(run.path)) if pid != os.getpid()]
+
+
+@pytest.mark.parametrize("processes_of", [("program",), ("program", "agent")], ids="-".join)
+def test_a_paused_task_must_be_named_with_what_it_has_not_reached(clusters, processes_of):
+    name = f"late-{len(processes_of)}"
+    run = clusters.up(name, "--workers=2", "--detach", "--", *ENDLESS)
+    first, generation = run.heartbeat("worker-1").step, run.generation
+    wait_for(lambda: run.heartbeat("worker-1").step > first, "steps", SLOW_MACHINE_S)
+    paused = [Frozen(kind, "worker-1").find(run) for kind in processes_of]
+    for process in paused:
+        processes.kill(process, signal.SIGSTOP)
+
+    def late() -> str:
+        return read_status(run, run.heartbeats(), with_board=False)["late"] or ""
+
+    wait_for(lambda: "worker-1" in late() or run.generation > generation, "a late task", SLOW_MACHINE_S)
+    wait_for(lambda: run.generation > generation, "another generation", SLOW_MACHINE_S)
+    for process in paused:
+        processes.kill(process, signal.SIGCONT)  # the agent has to leave the run, too
+    began = run.begun(generation + 1)
+    assert "worker-1" == began.task
+    assert re.search(r"; worker-1 \D*(gradient exchange|sum of results|evaluation) of step \d+", began.cause)
+    clusters.invoke("down", name, timeout_s=BOUND_S)
 
 
 def _await_standby(run: RunFolder) -> None:

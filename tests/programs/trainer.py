@@ -19,13 +19,13 @@ from cluster.contract.recovery.step_record import StepRecord
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.records import Heartbeat
+from cluster.contract.run.records import Heartbeat, Place, Position
 from cluster.system.json_files import read_json, write_json
 from tests.support.doors import GREETING
 
 __all__ = [
     "GENERATION", "NAME", "RESTARTS",
-    "die", "finish", "meet", "os", "run", "serve", "sys", "train", "until", "work",
+    "die", "exchange", "finish", "meet", "os", "run", "serve", "sys", "train", "until", "work",
 ]  # fmt: skip
 
 EXIT_PEER_LOST = 75
@@ -57,6 +57,14 @@ def train(to: int) -> None:
         _heartbeat.write()
         if CHIEF and _step == (CHECKPOINT if GENERATION else 0) + 1:
             run.event(NAME, "first step", step=_step)
+
+
+def exchange() -> None:
+    """Enter the gradient exchange of the next step."""
+    began, step = time.monotonic(), _step + 1
+    _heartbeat.position = lambda: Position(
+        place=Place.EXCHANGE, step=step, left=False, seconds=time.monotonic() - began
+    )
 
 
 def finish(state: str = "done") -> NoReturn:

@@ -79,7 +79,7 @@ def _synchronous(setup: Setup, first: int) -> SynchronousSteps:
     feed = train_feed(
         context.strategy, context.source, first, config.global_batch, config.seed, cut, config.micro_batches
     )
-    return SynchronousSteps(context.strategy, train_step, feed, config.steps_per_loop)
+    return SynchronousSteps(context.strategy, train_step, feed, config.steps_per_loop, context.positions)
 
 
 def _asynchronous(setup: Setup) -> AsynchronousSteps:

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.contract.run.records import Place
 from cluster.system.errors import UsageError
 from train.context import TaskContext
 from train.data.batches import Batch, BatchSlice, Replicas, join_batches
@@ -130,6 +131,7 @@ class ActionsCallback(keras.callbacks.Callback):
         if self._training.callbacks:
             self._training.callbacks.before(step)
         self._training.trace.before(step)
+        self._context.positions.set(Place.EXCHANGE, step + 1)
         self._began = time.perf_counter()
 
     def _on_batch_end(self, _batch: int, logs: dict[str, float] | None = None) -> None:
@@ -170,6 +172,7 @@ class ActionsCallback(keras.callbacks.Callback):
         names = {name: None for values in self._results for name in values}
         values = {name: np.array([step.get(name, np.nan) for step in self._results], np.float32) for name in names}
         signals = self._training.agree(self._training.request(len(self._results), 0))
+        self._context.positions.set(Place.EXCHANGE, self.step, left=True)
         self._results, self._batch_s = [], []
         self.stop = self._loop.end_call(LoopResult(values, signals, times), seconds)
         self.model.stop_training = self.stop is not None

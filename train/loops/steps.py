@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from cluster.contract.run.records import Place
 from train.data.feeds import Feed
 from train.loops.train_step import TrainStep, repeat
 from train.model import masks
 from train.model.objectives import Objective
+from train.telemetry.positions import Positions
 from train.telemetry.step_timer import Marked, StepTimer
 from train.telemetry.timing import Times
 
@@ -91,10 +93,13 @@ class SynchronousSteps:
         train_step: TrainStep,
         feed: Feed,
         steps_per_loop: int,
+        positions: Positions | None = None,
     ) -> None:
         self._strategy, self._train_step, self._feed = strategy, train_step, feed
         self._steps_per_loop = steps_per_loop
         self._timer = StepTimer(strategy)
+        self._positions = positions or Positions()
+        self._mark_position = self._positions.set if self._timer.works else lambda *_, **__: None
         self._in_parts = train_step.accumulates or train_step.parts > 1
         # A separate call, so that all of its work is done when its results are there.
         self._called_step = tf.function(self._step, autograph=False)
@@ -106,10 +111,13 @@ class SynchronousSteps:
         """Do steps."""
         signals_4 = tf.constant(request(count, count).to_array())
         numbers = [tf.constant(number, tf.int64) for number in (first, count, self._timer.every)]
+        if not self._timer.works:
+            self._positions.set(Place.EXCHANGE, first + 1)
         began = time.perf_counter()
         step_input = self._feed.next() if self._input is None else self._input
         flat, self._input = self._loop(numbers[0], numbers[1], signals_4, numbers[2], step_input)
         flat = flat.numpy()
+        self._positions.set(Place.RESULTS, first + count, left=True)
         times = self._timer.take(count, time.perf_counter() - began)
         results_S2 = flat[:-4].reshape(self._steps_per_loop, self._train_step.parts, 2)[:count].sum(1)
         return LoopResult.of_columns(results_S2, self._train_step.objective, Signals.from_sum(flat[-4:]), times)
@@ -119,6 +127,7 @@ class SynchronousSteps:
     ) -> Any:
         def step(done: tf.Tensor, state: Any) -> Any:
             results, step_input = state
+            self._mark_position(Place.EXCHANGE, first + done, left=True)
             marked = self._timer.begin(done, every)
             if not self._feed.ahead:
                 return self._step(results, self._feed.next(), first + done, done, marked), step_input
@@ -134,6 +143,7 @@ class SynchronousSteps:
 
         results, step_input = repeat(count, step, (self._strategy.run(start), step_input))
         self._timer.end((results, step_input))
+        self._mark_position(Place.RESULTS, first + count, (results, step_input))
         total = self._strategy.reduce("SUM", self._strategy.run(join, args=(results, signals_4)), axis=None)
         return total, step_input
 
@@ -141,12 +151,12 @@ class SynchronousSteps:
         if not self._train_step.accumulates:
             return self._timer.run(self._whole, (results, step_input, step, done, marked))
         computed = self._train_step.accumulated(self._compute, self._timer.run, (step_input, step, marked))
-        return self._timer.run(self._update, (results, computed, done, marked))
+        return self._timer.run(self._update, (results, computed, step, done, marked))
 
     def _whole(
         self, results_SP2: tf.Tensor, step_input: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked
     ) -> tf.Tensor:
-        return self._update(results_SP2, self._compute(step_input, step, marked), done, marked)
+        return self._update(results_SP2, self._compute(step_input, step, marked), step, done, marked)
 
     def _compute(self, step_input: Any, step: tf.Tensor, marked: Marked, micro_batch: tf.Tensor | None = None) -> Any:
         marked = () if masks.is_counting() else self._timer.of_replica(marked)
@@ -161,8 +171,10 @@ class SynchronousSteps:
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
         return self._train_step.compute(batch_of, step, replica, micro_batch)
 
-    def _update(self, results_SP2: tf.Tensor, computed: Any, done: tf.Tensor, marked: Marked) -> tf.Tensor:
-        self._timer.mark("computed", self._timer.of_replica(marked), computed.gradients)
+    def _update(self, results_SP2: tf.Tensor, computed: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked) -> Any:
+        if marked := self._timer.of_replica(marked):
+            self._timer.mark("computed", marked, computed.gradients)
+            self._mark_position(Place.EXCHANGE, step + 1, computed.gradients)
         return tf.tensor_scatter_nd_update(results_SP2, [[done]], [self._train_step.update(computed)])
 
 

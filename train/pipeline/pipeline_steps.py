@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from cluster.contract.run.records import Place
 from train.context import TaskContext
 from train.data import feeds
 from train.data.batches import Batch, eval_batches
@@ -57,6 +58,7 @@ class PipelineSteps:
         began = time.perf_counter()
         results_S2 = self._loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64))
         flat = self._total(tf.concat([tf.reshape(results_S2, [-1]), signals_4], 0)).numpy()
+        self._context.positions.set(Place.EXCHANGE, first + count, left=True)
         times = Times(np.full(count, (time.perf_counter() - began) / count))
         results_S2 = flat[:-4].reshape(-1, 2)[:count]
         return LoopResult.of_columns(results_S2, self._context.objective, Signals.from_sum(flat[-4:]), times)
@@ -145,6 +147,7 @@ class PipelineSteps:
             def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
                 with tf.control_dependencies([results_S2]):  # a step begins once the previous one has ended
                     at = tf.identity(first + done)
+                self._context.positions.set(Place.EXCHANGE, at + 1)
                 return tf.tensor_scatter_nd_update(results_S2, [[done]], [self._step(at)])
 
             return train_step.repeat(count, step, tf.zeros([steps_per_loop, 2]))

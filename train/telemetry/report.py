@@ -15,6 +15,7 @@ from cluster.contract.compatibility import precision_of
 from cluster.contract.recovery.step_record import StepRecord
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HEARTBEAT_S
+from cluster.contract.run.records import Place
 from cluster.system.json_files import write_json
 from train.context import TaskContext
 from train.loops.loop import Action, CallProgress
@@ -108,7 +109,9 @@ class Report(Action):
         context = self._context
         with self._spending("evaluate"), self._averaged():
             self._heartbeat.update(state="evaluating")
+            context.positions.set(Place.EVALUATION, step)
             self.results, self.evaluated_at = evaluation(), step
+            context.positions.set(Place.EVALUATION, step, left=True)
             if context.chief:
                 self.metrics.log(step, self._epoch(step), context.total_steps, dict(self.results))
             self.metrics.shares(step, self._timing.generation())

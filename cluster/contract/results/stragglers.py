@@ -1,4 +1,4 @@
-"""Stragglers, and tasks that wait for input, from the step times that each task reports.
+"""Stragglers, tasks that wait for input, and tasks for which the others wait, from what each task reports.
 
 Under a synchronous strategy every step takes as long as that of the slowest task. So tasks are compared by the part of
 a step in which each is busy: waiting for its batch and computing its own gradients.
@@ -6,11 +6,13 @@ a step in which each is busy: waiting for its batch and computing its own gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median
 
-from cluster.contract.run.records import Pace
+from cluster.contract.run.heartbeat import HEARTBEAT_S
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, Pace, Place
 from cluster.contract.run.summary_records import Paces, Starved, Straggler
+from cluster.contract.spec import ClusterSpec
 
 SLOWER = 1.25
 """A straggler is busy at least this many times as long as the others."""
@@ -59,6 +61,35 @@ def lines(paces: Paces) -> list[str]:
     slow_by_input = {each.task for each in paces.stragglers if each.input_part >= STARVED}
     waiting = [each for each in paces.starved if each.task not in slow_by_input]
     return [str(each) for each in (*paces.stragglers, *waiting)]
+
+
+def find_late(
+    spec: ClusterSpec, beats: Mapping[str, Heartbeat], generation: int, silent: Collection[str] = ()
+) -> tuple[list[str], str]:
+    """Return the late tasks of a generation, and a text about what they lack; none, and "", if no task waits.
+
+    A task at the same place for two heartbeats waits: all others have written one since. A silent task may have entered
+    the place after its last one. Where all wait, as around a dead link, those are late that wait for what others have
+    left; where all wait at the same place, no task is late, and the text says that.
+    """
+    found = [beats[task.name] for task in spec.members if task.name in beats]
+    found = [beat for beat in found if beat.generation == generation and beat.state not in FINAL_STATES]
+    at = {beat.task: beat.position for beat in found}
+    order = {name: (it.step, [*Place].index(it.place), it.left) if it else (-1, 0, 0) for name, it in at.items()}
+    waits = {name for name, it in at.items() if it and not it.left and it.seconds >= 2 * HEARTBEAT_S} - {*silent}
+    if not waits:
+        return [], ""
+    first, *_, last = sorted([order[name] for name in waits] * 2)
+    late = sorted(name for name in at if name not in waits and (name in silent or order[name] < last))
+    verb = "finished" if not late or {*silent} & {*late} else "reached"
+    if late:  # a neighbour may still wait for a part of what a silent task has left
+        entered = min(order[name] for name in late)
+        first = min((order[name] for name in waits if order[name] >= entered), default=last)
+    elif first < last:
+        late = sorted(name for name in waits if order[name] == first)
+    where = [*Place][first[1]] + (f" of step {first[0]}" if first[0] else "")
+    text = f"{' and '.join(late)} {'has' if len(late) == 1 else 'have'} not {verb} the {where}; the others wait"
+    return late, text if late else f"every task waits in the {where}"
 
 
 def _measured(pace: Pace) -> bool:

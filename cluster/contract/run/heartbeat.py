@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.contract.run import claim
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
-from cluster.contract.run.records import FINAL_STATES, AfterStop, Heartbeat, TaskState
+from cluster.contract.run.records import FINAL_STATES, AfterStop, Heartbeat, Position, TaskState
 from cluster.contract.spec import Task
 from cluster.system.json_files import write_json
 from cluster.system.waiting import wait_until
@@ -55,6 +55,8 @@ class HeartbeatWriter:
         self._thread: threading.Thread | None = None
         self._handed_over = False
         self._written_at = 0.0
+        self.position: Callable[[], Position | None] = lambda: None
+        """Returns the position that each heartbeat records."""
         self.current = first_heartbeat(task, generation, restarts)
         """The next heartbeat."""
 
@@ -80,8 +82,9 @@ class HeartbeatWriter:
                 self._stopped = True
                 self._due.set()
                 return
+            position = self.position()
             with self._lock:
-                written = self.current = replace(self.current, updated_at=time.time())
+                written = self.current = replace(self.current, position=position, updated_at=time.time())
             self._written_at = written.updated_at
             write_json(self._run.status(self._task), written.to_json(), durable=False)
 

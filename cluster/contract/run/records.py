@@ -78,6 +78,25 @@ class Pace(Record):
     busy_share: Measured = None
 
 
+class Place(StrEnum):
+    """Where the tasks of a synchronous training wait for each other: in the start, then in this order in each step."""
+
+    START = "start"
+    EXCHANGE = "gradient exchange"
+    RESULTS = "sum of results"
+    EVALUATION = "evaluation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position(Record):
+    """The place that a task has entered last, whether it has left it, and for how many seconds that has been so."""
+
+    place: Place
+    step: Count
+    left: bool
+    seconds: Seconds
+
+
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat(Record):
     """The state of a task, its step and speed: `status/<task>.json`."""
@@ -96,6 +115,7 @@ class Heartbeat(Record):
     busy_share: Measured = None
     pace: Pace | None = None
     """All steps of the generation; the three fields before are about the newest steps."""
+    position: Position | None = field(default=None, metadata=SPARSE)
     exit_code: ExitCode | None = field(default=None, metadata=SPARSE)
     obstacle: str | None = field(default=None, metadata=SPARSE)
     """The reason why the task cannot listen on its port."""

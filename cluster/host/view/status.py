@@ -11,7 +11,7 @@ from typing import Any
 from cluster.contract.results import goodput, stragglers
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import final_state, read_live_heartbeats
+from cluster.contract.run.heartbeat import HEARTBEAT_S, final_state, read_live_heartbeats
 from cluster.contract.run.logs import last_line
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState, TimeLedger
 from cluster.contract.run.summary_records import Paces
@@ -44,6 +44,8 @@ def read_status(
     batch = config.get("global_batch", 0)
     port = tensorboard.running_port(run.path.parent) if with_board else None
     script = config.get("script")
+    silent = [name for name, beat in beats.items() if time.time() - beat.updated_at > 5 * HEARTBEAT_S]
+    late, text = stragglers.find_late(spec, beats, run.generation, silent)
     reporting = any(beat.state not in (TaskState.LOST, *FINAL_STATES) for beat in beats.values())
     printed: dict[str, Any] = {}
     if script:
@@ -63,6 +65,7 @@ def read_status(
         "checkpoint": _checkpoint(run),
         "tensorboard": tensorboard.address(port) if port else None,
         "pace": stragglers.findings(paces).to_json(),
+        "late": text if late else None,
         "left_out": sorted(membership.left_out(run)),
         "last_event": _last_event(run),
         "queued": "" if summary or reporting else registry.find_runtime(run).scheduler_status(run),
@@ -169,7 +172,7 @@ def _task_table(value: dict[str, Any], width: int | None = None) -> list[str]:
         for beat in value["tasks"]
     ]
     lines = chosen_columns(_NAMES, rows, right=_NAMES[2:], spare=_SPARE, width=width)
-    return [*lines, *stragglers.lines(Paces.from_json(value["pace"]))]
+    return [*lines, *filter(None, [value["late"]]), *stragglers.lines(Paces.from_json(value["pace"]))]
 
 
 def _script_table(value: dict[str, Any]) -> list[str]:

@@ -1,6 +1,8 @@
 """Tasks that live but do nothing: found by their heartbeat or their step, reported, and started again."""
 
 import dataclasses
+import functools
+import re
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -14,18 +16,18 @@ from cluster.agent.run_view import RunView
 from cluster.contract.recovery import ends
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S, HeartbeatWriter
-from cluster.contract.run.records import Heartbeat, TaskState
+from cluster.contract.run.records import Heartbeat, Place, Position, TaskState
 from cluster.system.json_files import read_json, write_json
 
 
 def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang):
     lines = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n"
-    lines += "train(3 if NAME == 'worker-1' else 5)\nif not GENERATION: work()\ntrain(6), meet(), finish()"
-    gang = start_gang(lines, workers=2, hang_timeout_s=1)
+    lines += "train(5)\nif not GENERATION: NAME == 'worker-1' or exchange(), work()\ntrain(6), meet(), finish()"
+    gang = start_gang(lines, workers=2, hang_timeout_s=4)
     summary = gang.summary()
     (restart,) = summary["restarts"]
     assert ("succeeded", "worker-1") == (summary["state"], restart["task"])
-    assert "at step 5; worker-1 differs: training at step 3" in restart["cause"]
+    assert re.search("at step 5; worker-1 .*gradient exchange of step 6", restart["cause"])
     for task in ("chief", "worker-0", "worker-1"):
         assert "most recent call first" in gang.run.log(task).read_text()
 
@@ -43,8 +45,9 @@ def clock(monkeypatch) -> SimpleNamespace:
 def beats(run: RunFolder, **values: dict[str, Any]) -> None:
     """Write heartbeats: task -> what differs from a training one."""
     for task in run.load_cluster().tasks:
-        beat = HeartbeatWriter(run, task, run.generation)
-        beat.update(**{"state": "training", "step": 5} | values.get(task.name.replace("-", "_"), {}))
+        beat, differing = HeartbeatWriter(run, task, run.generation), values.get(task.name.replace("-", "_"), {})
+        beat.position = functools.partial(differing.get, "position")
+        beat.update(**{"state": "training", "step": 5} | differing)
         beat.write()
 
 
@@ -193,7 +196,25 @@ def test_a_silent_evaluator_is_left_alone(make_run, clock):
     assert elapse_alive(dog, run, clock, watchdog.SILENT_S + 1) is None
 
 
-STARTING, COMPILING = ({"state": state, "step": 0} for state in ("starting", "compiling"))
+def at(place: Place, step: int, *, left: bool = False) -> dict[str, Any]:
+    """Return the position of a task that has been at this place for a minute, as a part of its heartbeat."""
+    return {"position": Position(place=place, step=step, left=left, seconds=60.0)}
+
+
+def test_the_cause_names_the_late_task_and_what_it_lacks(make_run, clock):
+    run = make_run(workers=2)
+    waits = at(Place.EXCHANGE, 6)
+    beats(run, chief=waits, worker_0=waits, worker_1=at(Place.EXCHANGE, 5, left=True))
+    assert ("worker-1", "hang") == hang(watch(run), run, clock, 2 * HANG_TIMEOUT_S)
+    for silent in ([], ["worker-1"]):
+        cause = watch(run, "worker-1").describe_late("no sign of life", *silent)
+        assert re.fullmatch("no sign of life; worker-1 .*gradient exchange of step 6.*", cause)
+    beats(run, chief=waits, worker_0=waits, worker_1=waits)
+    assert ("chief", "hang") == hang(watch(run), run, clock, 2 * HANG_TIMEOUT_S)
+
+
+STARTING = {"state": "starting", "step": 0}
+COMPILING = {"state": "compiling", "step": 0} | at(Place.START, 0)
 
 
 @pytest.mark.parametrize(

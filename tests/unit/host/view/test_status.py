@@ -40,6 +40,7 @@ def test_status_holds_what_the_contract_lists(run, monkeypatch):
         "examples_per_s": 480.0,
         "tensorboard": "http://127.0.0.1:6007",
         "pace": {"stragglers": [], "starved": []},
+        "late": None,
         "left_out": [],
         "last_event": None,
         "queued": "",
