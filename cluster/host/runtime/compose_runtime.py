@@ -23,16 +23,11 @@ from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Memory, Network
 from cluster.system import memory
 from cluster.system.errors import ClusterError, PrerequisiteError
+from cluster.system.paths import ROOT
 
 PAUSE_TRIES = 5
 
-_HOG = """
-import os, sys
-eaten, program = [], int(sys.argv[1])
-while os.path.exists(f"/proc/{program}") and len(eaten) < int(sys.argv[2]):
-    eaten.append(b"x" * 2**24)
-"""
-"""Eats memory, 16 MiB at a time, until the program is gone: the kernel kills the largest process first."""
+MEMORY_EATER = ROOT / "docker" / "eat_memory.py"
 
 
 class ContainerFaults(FaultInjector):
@@ -101,7 +96,8 @@ class ContainerFaults(FaultInjector):
         before = str(limited or memory.available_bytes() + limit)  # the engine takes no limit back
         self._undo.append((*self._at, "update", "--memory", before, "--memory-swap", before, container))
         # Killed or not, what counts is the program's end.
-        self._ask("exec", container, "python", "-c", _HOG, str(program), str(limit // 2**24 + 16), timeout_s=60)
+        command = ("python", "-c", MEMORY_EATER.read_text(), str(program), str(limit // 2**24 + 16))
+        self._ask("exec", container, *command, timeout_s=60)
 
     def undo(self, task: str) -> None:
         while self._undo:
