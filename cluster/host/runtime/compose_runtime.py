@@ -49,10 +49,6 @@ class ContainerFaults(FaultInjector):
         container = self._container(task)
         self._ask("exec", container, "sh", "-c", f"kill -{number} {pids}")
 
-    def reaches(self, task: str, which: str) -> bool:
-        pid = int(self.processes(task)[which]["pid"])
-        return self._ask("exec", self._container(task), "sh", "-c", f"kill -0 {pid}")[0] == 0
-
     def pause(self, task: str) -> None:
         container = self._container(task)
         # On a busy machine with cgroup v1 runc gives up ("unable to freeze") where the next try succeeds.

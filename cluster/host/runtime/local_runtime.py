@@ -48,9 +48,6 @@ class ProcessFaults(FaultInjector):
         for which in whose:
             processes.kill(identities[which], number)
 
-    def reaches(self, task: str, which: str) -> bool:
-        return processes.alive(self.processes(task)[which])
-
     def lose(self, task: str) -> None:
         """Kill the whole task, which the supervisor does not bring back."""
         away = self._run.away(task)
