@@ -178,6 +178,7 @@ class Compose(ContainerRuntime):
     tasks = "containers"
     automatic = True
     board = "docker"
+    injector = ContainerFaults
 
     def probe(self) -> Availability:
         return engine.probe()
@@ -241,6 +242,3 @@ class Compose(ContainerRuntime):
                 elif name == Path(name).name and project(runs_dir / name) == labelled:
                     left.add(name)
         return left
-
-    def faults(self, run: RunFolder) -> FaultInjector:
-        return ContainerFaults(run)

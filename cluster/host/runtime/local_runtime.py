@@ -95,6 +95,7 @@ class LocalProcesses(Runtime):
     tasks = "local processes"
     automatic = True
     reaches_hardware = True
+    injector = ProcessFaults
 
     def __init__(self) -> None:
         self._early: supervisor.EarlySupervisor | None = None
@@ -172,9 +173,6 @@ class LocalProcesses(Runtime):
     def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
         table = processes.ProcessTable()
         return {name for name in names if supervisor.processes_left(RunFolder(runs_dir / name), table)}
-
-    def faults(self, run: RunFolder) -> FaultInjector:
-        return ProcessFaults(run)
 
 
 def processes_of(
