@@ -15,7 +15,6 @@ from invoke import Collection, Exit, Program, Task
 from cluster.contract import spec
 from cluster.host.cli.command_line import (
     COMMANDS,
-    JSON_HELP,
     has_dry_run,
     in_checkout,
     shell,
@@ -49,7 +48,7 @@ def up(c, request, dry=False):
             raise Exit(code=foreground.up(planned, shell(c), began=began))
 
 
-@takes_request(write="also write the options that were given to this run file (default: none)", json=JSON_HELP)
+@takes_request(write="also write the options that were given to this run file (default: none)")
 def plan(c, request, write="", json=False):
     """Show what `up` would start with the same options, and start nothing."""
     planned = planning.plan(request)
@@ -67,7 +66,6 @@ def plan(c, request, write="", json=False):
     peers="measure PyTorch and Ray, too; see benchmarks/README.md (default: no)",
     quick="only try everything, with few steps, and keep nothing (default: no)",
     write="renew the tables in README.md and docs/reference/figures.md, too (default: no)",
-    json=JSON_HELP,
 )
 def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, write=False, json=False):
     """Measure how fast this is against hand-written programs; exit code 1 where a goal is missed."""

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from inspect import Parameter
 from pathlib import Path
@@ -44,14 +44,16 @@ from cluster.system.messages import COMMAND, plain, short_path, system_error
 from cluster.system.paths import ROOT
 from cluster.system.terminal import WIDE, error_text, terminal_width
 
-JSON_HELP = "print as JSON (default: no)"
-RUN_HELP = "run folder's name (default: the current run)"
-TRUST_HELP = OPTIONS["trust"].full_help
+SHARED_HELP = {name: option.full_help for name, option in OPTIONS.items()} | {
+    "file": "read options from this run file, see docs/reference/options.md; those given here win (default: none)",
+    "json": "print as JSON (default: no)",
+    "run": "run folder's name (default: the current run)",
+}
+"""The help of options that several tasks have, unless a task gives its own."""
 KEPT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 """Python's own variables that our programs inherit; others change where they find modules, what they skip of them, or
 whether they end (PYTHONSAFEPATH, PYTHONOPTIMIZE, PYTHONHOME, PYTHONINSPECT)."""
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
-FILE_HELP = "read options from this run file, see docs/reference/options.md; those given here win (default: none)"
 UNTYPED: dict[tuple[type, ...], bool | None] = {(list,): None, (bool,): False}
 """The values by which invoke knows the type of an option that takes no word, or several."""
 COMMANDS: set[str] = set()
@@ -60,14 +62,18 @@ COMMANDS: set[str] = set()
 parsing.install()
 
 
-def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], Any]:
+def task(**help_texts: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorator that turns a function into a task; its first argument is invoke's context.
 
-    `positional` are the options that may be given without their names; each help text ends with the option's default.
+    Options whose default is None may be given without their names. Each help text ends with the option's default; those
+    of `SHARED_HELP` can be left out.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
-        return invoke.task(auto_shortflags=False, positional=positional, help=help_texts)(report_errors(body))
+        defaults = {parameter.name: parameter.default for parameter in inspect.signature(body).parameters.values()}
+        positional = [name for name, default in defaults.items() if default is None]
+        helps = _shared_help(defaults) | help_texts
+        return invoke.task(auto_shortflags=False, positional=positional, help=helps)(report_errors(body))
 
     return decorate
 
@@ -114,10 +120,14 @@ def takes_request(
                 *(option.name for option in taken.values() if option.types == (list,)),
                 *(parameter.name for parameter in parameters if parameter.default is None),
             ],
-            help={name: option.full_help for name, option in taken.items()} | {"file": FILE_HELP} | help_texts,
+            help=_shared_help([*taken, "file", *(parameter.name for parameter in parameters)]) | help_texts,
         )(report_errors(wrapped))
 
     return decorate
+
+
+def _shared_help(names: Iterable[str]) -> dict[str, str]:
+    return {name: SHARED_HELP[name] for name in names if name in SHARED_HELP}
 
 
 def parse_options(**words: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from cluster.host.checks import doctor as machine
 from cluster.host.checks import explain as explaining
 from cluster.host.checks import rerun as repetition
 from cluster.host.checks import verify as verification
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, parse_options, shell, show, task
+from cluster.host.cli.command_line import parse_options, shell, show, task
 from cluster.host.control import chaos as injection
 from cluster.host.control.chaos import KINDS, STORM
 from cluster.host.launch import folders, startup
@@ -25,7 +25,7 @@ from cluster.system.messages import COMMAND
 from cluster.system.terminal import fit, print_wait
 
 
-@task(json=JSON_HELP)
+@task()
 def doctor(c, json=False):
     """Check what this machine has and lacks, each with its fix; exit code 3 where something must be fixed."""
     findings = machine.examine_machine()
@@ -34,7 +34,7 @@ def doctor(c, json=False):
     raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
 
 
-@task(json=JSON_HELP)
+@task()
 def verify(c, json=False):
     """Train briefly with every strategy and both loops, and compare; exit code 1 if one failed."""
     shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
@@ -43,13 +43,7 @@ def verify(c, json=False):
     raise Exit(code=EXIT_FAILED if verification.count_failed(rows) else EXIT_DONE)
 
 
-@task(
-    "run",
-    run=RUN_HELP,
-    runtime=f"{OPTIONS['runtime'].help} (default: the run's own)",
-    trust=TRUST_HELP,
-    json=JSON_HELP,
-)
+@task(runtime=f"{OPTIONS['runtime'].help} (default: the run's own)")
 def rerun(c, run=None, runtime="", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = folders.find_run(run or "")
@@ -60,8 +54,6 @@ def rerun(c, run=None, runtime="", trust=False, json=False):
 
 
 @task(
-    "kind",
-    "task",
     kind=f"{', '.join(KINDS)}, or {STORM} (default: none, it must be named)",
     task="task such as worker-1 (default: none, it must be named; a storm draws its own)",
     at_step="not before the run has done this many steps (default: 0, at once)",
@@ -71,8 +63,6 @@ def rerun(c, run=None, runtime="", trust=False, json=False):
     kinds="of a storm, such as kill,pause (default: all that this run can outlive)",
     timeout="seconds to wait for the step, and for the recovery (default: 300)",
     minutes="of a storm: after which it injects no more (default: 60)",
-    run=RUN_HELP,
-    json=JSON_HELP,
 )
 def chaos(
     c, kind=None, task=None, at_step="0", whole=False, faults="20", seed="0", kinds="", timeout="300", minutes="60",
@@ -98,17 +88,11 @@ def chaos(
 
 
 @task(
-    "run",
     run="run whose cluster is explained (default: TF_CONFIG of the environment, else the current run)",
     task="of a run or of the options of up: the task whose TF_CONFIG is looked at (default: the whole cluster)",
     file="file with anybody's TF_CONFIG, or - for standard input (default: none)",
-    workers=OPTIONS["workers"].full_help,
-    ps=OPTIONS["ps"].full_help,
-    evaluator=OPTIONS["evaluator"].full_help,
-    devices=OPTIONS["devices"].full_help,
     strategy=f"{OPTIONS['strategy'].help}; with --file, what trains on it (default: the topology's)",
     lint="only what is wrong with it (default: no)",
-    json=JSON_HELP,
 )
 def explain(
     c, run=None, task="", file="", workers="", ps="", evaluator=False, devices="", strategy="", lint=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from invoke import Exit
 
-from cluster.host.cli.command_line import JSON_HELP, has_dry_run, shell, show, task
+from cluster.host.cli.command_line import has_dry_run, shell, show, task
 from cluster.host.image import images, reproduction
 from cluster.host.launch import startup
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED
@@ -33,7 +33,6 @@ def base(c):
     accelerator=ACCELERATOR_HELP,
     image="train, tensorboard or both (default: train)",
     against="compare one build with this image, by name or id (default: with a second build)",
-    json=JSON_HELP,
 )
 def reproduce(c, accelerator="cpu", image="train", against="", json=False):
     """Build an image from nothing, twice, and compare every layer; exit code 0 where they are identical."""

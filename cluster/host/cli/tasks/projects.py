@@ -24,7 +24,6 @@ _FILES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 @task(
-    "folder",
     folder="the project's folder, new or empty (default: none, it must be named)",
     kind=f"{', '.join(KINDS[:-1])} or {KINDS[-1]} (default: {KINDS[0]})",
     script="a script of yours that reads TF_CONFIG, instead of a kind (default: none)",

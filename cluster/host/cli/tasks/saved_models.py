@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, task
+from cluster.host.cli.command_line import has_dry_run, shell, task
 from cluster.host.launch import folders, packages, startup
 from cluster.host.runtime import registry
 from cluster.host.runtime.payload import python_path
@@ -17,14 +17,14 @@ from cluster.system.errors import UsageError
 from cluster.system.terminal import print_wait
 
 
-@task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP)
+@task()
 @has_dry_run
 def evaluate(c, run=None, trust=False, json=False):
     """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
     _run(c, run, "evaluate", *(["--json"] if json else []), trust=trust)
 
 
-@task("run", run=RUN_HELP, trust=TRUST_HELP)
+@task()
 @has_dry_run
 def export(c, run=None, trust=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
@@ -32,9 +32,6 @@ def export(c, run=None, trust=False):
 
 
 @task(
-    "run",
-    run=RUN_HELP,
-    trust=TRUST_HELP,
     image="image file, resized to what the model takes (default: none)",
     features="instead, JSON file of one example: nested lists, or of several inputs a dictionary (default: none)",
 )
