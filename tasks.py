@@ -15,7 +15,6 @@ from invoke import Collection, Exit, Program, Task
 from cluster.contract import spec
 from cluster.host.cli.command_line import (
     COMMANDS,
-    has_dry_run,
     in_checkout,
     shell,
     show,
@@ -33,8 +32,7 @@ from cluster.system.messages import short_path
 from cluster.system.paths import ROOT
 
 
-@takes_request(dry="only print the commands (default: no)")
-@has_dry_run
+@takes_request(has_dry_run=True, dry="only print the commands (default: no)")
 def up(c, request, dry=False):
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
@@ -85,11 +83,11 @@ FAST_TESTS = (("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", *T
 
 
 @task(
+    has_dry_run=True,
     all="the long matrices too (default: no)",
     fast="only tests that start neither TensorFlow nor containers nor clusters (default: no)",
     select="only tests whose name matches this expression (default: every test)",
 )
-@has_dry_run
 def test(c, all=False, fast=False, select=""):
     """Run the tests of the project in this folder on the CPU; container tests are skipped where no engine answers."""
     if all and fast:
@@ -107,8 +105,7 @@ def test(c, all=False, fast=False, select=""):
         raise Exit(code=next((code for code in codes if code not in (0, 5)), min(codes)))
 
 
-@task()
-@has_dry_run
+@task(has_dry_run=True)
 def golden(c):
     """Renew the golden losses in tests/golden/, after a change of numerics that is meant; `test` compares with them."""
     sh = shell(c, quiet=True)

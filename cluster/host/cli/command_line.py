@@ -62,24 +62,27 @@ COMMANDS: set[str] = set()
 parsing.install()
 
 
-def task(**help_texts: str) -> Callable[[Callable[..., Any]], Any]:
+def task(*, has_dry_run: bool = False, **help_texts: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorator that turns a function into a task; its first argument is invoke's context.
 
     Options whose default is None may be given without their names. Each help text ends with the option's default; those
-    of `SHARED_HELP` can be left out.
+    of `SHARED_HELP` can be left out. A task `has_dry_run` if all that it changes, it changes by commands: then invoke's
+    own --dry is enough.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
         defaults = {parameter.name: parameter.default for parameter in inspect.signature(body).parameters.values()}
         positional = [name for name, default in defaults.items() if default is None]
         helps = _shared_help(defaults) | help_texts
-        return invoke.task(auto_shortflags=False, positional=positional, help=helps)(report_errors(body))
+        return invoke.task(auto_shortflags=False, positional=positional, help=helps)(
+            report_errors(body, has_dry_run=has_dry_run)
+        )
 
     return decorate
 
 
 def takes_request(
-    *left_out: str, positional: Sequence[str] = (), **help_texts: str
+    *left_out: str, positional: Sequence[str] = (), has_dry_run: bool = False, **help_texts: str
 ) -> Callable[[Callable[..., None]], Any]:
     """Decorator that turns a function `(c, request, ...)` into a task with the options of `Request` and its other ones.
 
@@ -121,7 +124,7 @@ def takes_request(
                 *(parameter.name for parameter in parameters if parameter.default is None),
             ],
             help=_shared_help([*taken, "file", *(parameter.name for parameter in parameters)]) | help_texts,
-        )(report_errors(wrapped))
+        )(report_errors(wrapped, has_dry_run=has_dry_run))
 
     return decorate
 
@@ -147,18 +150,12 @@ def _split_overrides(c: Context) -> tuple[str, ...]:
     return tuple(typed if " ".join(typed) == c.remainder else shlex.split(c.remainder))
 
 
-def has_dry_run(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a task for which invoke's own --dry is enough: all that it changes, it changes by commands."""
-    body.has_dry_run = True  # type: ignore[attr-defined]
-    return body
-
-
-def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Report an expected error in one line with its exit code, instead of a traceback."""
+def report_errors(body: Callable[..., Any], *, has_dry_run: bool = False) -> Callable[..., Any]:
+    """Report an expected error in one line with its exit code, not by a traceback; refuse --dry without a dry run."""
 
     @functools.wraps(body)
     def wrapped(c: Context, *arguments: Any, **options: Any) -> None:
-        if c.config.run.dry and not getattr(body, "has_dry_run", False):  # it only keeps commands from being run
+        if c.config.run.dry and not has_dry_run:  # it only keeps commands from being run
             message = f"error: {COMMAND} --dry {body.__name__}: it has no dry run; leave out --dry"
             raise Exit(error_text(message), code=EXIT_USAGE)
         ended = _ended(body, (c, *arguments), options)
