@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from invoke import Collection, Exit, Program, Task
+from invoke import Collection, Program, Task
 
 from cluster.contract import spec
 from cluster.host.cli.command_line import (
@@ -42,8 +42,8 @@ def up(c, request, dry=False):
         startup.print_plan(planned)
         if dry:
             print("\n".join(startup.list_commands(planned)))
-        else:
-            raise Exit(code=foreground.up(planned, shell(c), began=began))
+            return None
+        return foreground.up(planned, shell(c), began=began)
 
 
 @takes_request(write="also write the options that were given to this run file (default: none)")
@@ -72,7 +72,7 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
     count = spec.parse_count("rounds", rounds, 1, 1000)
     code, found = command.main(only, count, write=write, quick=quick, peers=peers, runtime=runtime, log=command.stderr)
     show({"figures": found}, lambda _: results.lines(found), as_json=json)
-    raise Exit(code=code)
+    return code
 
 
 TWO_FILES_AT_A_TIME = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
@@ -102,7 +102,7 @@ def test(c, all=False, fast=False, select=""):
             if codes[-1] == 2:  # Ctrl-C, or tests that cannot be imported
                 break
         # 5: none of a part's tests was chosen
-        raise Exit(code=next((code for code in codes if code not in (0, 5)), min(codes)))
+        return next((code for code in codes if code not in (0, 5)), min(codes))
 
 
 @task(has_dry_run=True)

@@ -63,7 +63,7 @@ parsing.install()
 
 
 def task(*, has_dry_run: bool = False, **help_texts: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator that turns a function into a task; its first argument is invoke's context.
+    """Decorator that turns a function into a task; its first argument is invoke's context, its value the exit code.
 
     Options whose default is None may be given without their names. Each help text ends with the option's default; those
     of `SHARED_HELP` can be left out. A task `has_dry_run` if all that it changes, it changes by commands: then invoke's
@@ -83,7 +83,7 @@ def task(*, has_dry_run: bool = False, **help_texts: str) -> Callable[[Callable[
 
 def takes_request(
     *left_out: str, positional: Sequence[str] = (), has_dry_run: bool = False, **help_texts: str
-) -> Callable[[Callable[..., None]], Any]:
+) -> Callable[[Callable[..., int | None]], Any]:
     """Decorator that turns a function `(c, request, ...)` into a task with the options of `Request` and its other ones.
 
     It does not take the options of the fields `left_out`; those of `positional` may be given without their names. The
@@ -91,11 +91,11 @@ def takes_request(
     """
     taken = {name: option for name, option in OPTIONS.items() if name not in left_out}
 
-    def decorate(body: Callable[..., None]) -> Any:
+    def decorate(body: Callable[..., int | None]) -> Any:
         context, _, *parameters = inspect.signature(body).parameters.values()
 
         @functools.wraps(body)
-        def wrapped(c: Context, file: str = "", **typed: Any) -> None:
+        def wrapped(c: Context, file: str = "", **typed: Any) -> int | None:
             file = file or ""
             own_options = {parameter.name: typed.pop(parameter.name, parameter.default) for parameter in parameters}
             parsed = parse_options(**typed)
@@ -106,8 +106,8 @@ def takes_request(
                 raise UsageError(f"--name {request.name} is also a command; choose another name")
             if not request.script and ("--help" in words or "-h" in words):
                 print(configuration.describe_training_options(request))
-            else:
-                body(c, request, **own_options)
+                return None
+            return body(c, request, **own_options)
 
         options = [
             Parameter(option.name, Parameter.KEYWORD_ONLY, default=UNTYPED.get(option.types, ""))
@@ -187,8 +187,8 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
     message = None
     try:
         normalise_environment()
-        body(*arguments, **options)
-        return None
+        code = body(*arguments, **options)
+        return None if code is None else Exit(code=code)
     except Exit as ended:
         return ended
     except ClusterError as error:

@@ -6,8 +6,6 @@ import dataclasses
 import os
 import sys
 
-from invoke import Exit
-
 from cluster.contract import spec
 from cluster.host.checks import doctor as machine
 from cluster.host.checks import explain as explaining
@@ -31,7 +29,7 @@ def doctor(c, json=False):
     findings = machine.examine_machine()
     value = machine.report(findings)
     show(value, lambda _: columns(finding.row for finding in findings), as_json=json)
-    raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
+    return EXIT_DONE if value["ok"] else EXIT_PREREQUISITE
 
 
 @task()
@@ -40,7 +38,7 @@ def verify(c, json=False):
     shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
     rows = verification.verify_strategies(lambda line: print(line, file=sys.stderr, flush=True))
     show({"rows": rows}, lambda _: verification.table_lines(rows), as_json=json)
-    raise Exit(code=EXIT_FAILED if verification.count_failed(rows) else EXIT_DONE)
+    return EXIT_FAILED if verification.count_failed(rows) else EXIT_DONE
 
 
 @task(runtime=f"{OPTIONS['runtime'].help} (default: the run's own)")
@@ -50,7 +48,7 @@ def rerun(c, run=None, runtime="", trust=False, json=False):
     again, compared = repetition.repeat_run(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
     value = {"run": again.name, **(dataclasses.asdict(compared) if compared else {"verdict": "failed"})}
     show(value, lambda _: repetition.rerun_lines(again, compared), as_json=json)
-    raise Exit(code=EXIT_DONE if compared and compared.verdict == "identical" else EXIT_FAILED)
+    return EXIT_DONE if compared and compared.verdict == "identical" else EXIT_FAILED
 
 
 @task(
@@ -74,7 +72,7 @@ def chaos(
         count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
         seed = spec.parse_count("seed", seed, 0, 2**31 - 1)
         limit_s = spec.parse_count("minutes", minutes, 1, 10**5) * 60
-        raise Exit(code=injection.run_storm(folder, count, seed, drawn, timeout_s, limit_s))
+        return injection.run_storm(folder, count, seed, drawn, timeout_s, limit_s)
     if not kind or (not task and kind in KINDS):
         raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
@@ -84,7 +82,7 @@ def chaos(
     result = injection.inject(folder, fault, timeout_s)
     shown = f"{fault} at step {result.step}: {result.description}"
     show(dataclasses.asdict(result), lambda _: fit([shown]), as_json=json)
-    raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)
+    return EXIT_DONE if result.as_it_should else EXIT_FAILED
 
 
 @task(
@@ -120,4 +118,4 @@ def explain(
         folder = folders.find_run(run or "")
         explained = explaining.explain_cluster(folder.load_cluster(), f"run {folder.name}", task)
     show(explained.to_json(), lambda _: explained.lines(lint=lint), as_json=json)
-    raise Exit(code=EXIT_DONE if explained.ok else EXIT_FAILED)
+    return EXIT_DONE if explained.ok else EXIT_FAILED

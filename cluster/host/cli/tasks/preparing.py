@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from invoke import Exit
-
 from cluster.host.cli.command_line import shell, show, task
 from cluster.host.image import images, reproduction
 from cluster.host.launch import startup
@@ -41,7 +39,7 @@ def reproduce(c, accelerator="cpu", image="train", against="", json=False):
     ]
     value = [verdict.to_json() for verdict in verdicts]
     show(value, lambda _: [line for verdict in verdicts for line in verdict.lines()], as_json=json)
-    raise Exit(code=EXIT_DONE if all(verdict.identical for verdict in verdicts) else EXIT_FAILED)
+    return EXIT_DONE if all(verdict.identical for verdict in verdicts) else EXIT_FAILED
 
 
 NAME_HELP = "fashion_mnist or mnist (default: fashion_mnist)"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-from invoke import Exit
-
 from cluster.contract import spec
 from cluster.host.cli.command_line import parse_options, shell, show, task
 from cluster.host.control import ending, scaling
@@ -73,14 +71,14 @@ def wait(c, run=None, timeout=""):
     bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
     ended = watching.show_until_end(folder, bound)
     watching.print_end(folder)
-    raise Exit(code=watching.exit_code(ended))
+    return watching.exit_code(ended)
 
 
 @task(workers=f"{OPTIONS['workers'].help} (default: as many as now)", ps="parameter servers (default: as many as now)")
 def scale(c, workers="", ps="", run="", trust=False):
     """Continue with more or fewer workers: save at the same step on every task, then train on from there."""
     counts = parse_options(workers=workers, ps=ps)
-    raise Exit(code=scaling.scale_run(folders.find_run(run), shell(c), trust=trust, **counts))
+    return scaling.scale_run(folders.find_run(run), shell(c), trust=trust, **counts)
 
 
 @task()
@@ -106,4 +104,4 @@ def down(c, run=None, all=False, timeout="15"):
     if run and all:
         raise UsageError(f"down {run} --all: name a run, or take every run down")
     bound = spec.parse_count("timeout", timeout, 0, 10**9)
-    raise Exit(code=ending.take_down(folders.runs_dir(), run, bound, shell(c)))
+    return ending.take_down(folders.runs_dir(), run, bound, shell(c))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from invoke import Exit
-
 from cluster.contract import spec
 from cluster.host import sweep as sweeping
 from cluster.host.cli.command_line import takes_request
@@ -30,4 +28,4 @@ def sweep(c, request, over=None, parallel="1", halving="0"):
         planned = sweeping.load_sweep(request.resume)
     else:
         planned = sweeping.plan_sweep(request, over or (), first_rung)
-    raise Exit(code=sweeping.run_sweep(planned, at_a_time))
+    return sweeping.run_sweep(planned, at_a_time)
