@@ -21,7 +21,7 @@ from cluster.host.cli.command_line import (
     takes_request,
     task,
 )
-from cluster.host.cli.tasks import checks, k8s, preparing, projects, reports, runs, saved_models, sweeps, tour
+from cluster.host.cli.tasks import checks, k8s, preparing, projects, reports, runs, saved_models, tour
 from cluster.host.control import foreground
 from cluster.host.launch import footprint, planning, startup
 from cluster.host.options import run_file
@@ -113,7 +113,7 @@ def golden(c):
     sh(shlex.join([sys.executable, "-m", "tests.golden.losses"]))
 
 
-MODULES = (projects, sweeps, runs, saved_models, checks, reports, tour)
+MODULES = (projects, runs, saved_models, checks, reports, tour)
 """The modules whose every task is called by its own name; those of a collection follow its name and a dot."""
 
 ns = Collection(

@@ -1,11 +1,12 @@
-"""The tasks that start, show and end runs."""
+"""The tasks that start, show and end runs, one at a time or in a sweep."""
 
 from __future__ import annotations
 
 import time
 
 from cluster.contract import spec
-from cluster.host.cli.command_line import parse_options, shell, show, task
+from cluster.host import sweep as sweeping
+from cluster.host.cli.command_line import parse_options, shell, show, takes_request, task
 from cluster.host.control import ending, scaling
 from cluster.host.control import foreground as watching
 from cluster.host.control import profile as tracing
@@ -105,3 +106,26 @@ def down(c, run=None, all=False, timeout="15"):
         raise UsageError(f"down {run} --all: name a run, or take every run down")
     bound = spec.parse_count("timeout", timeout, 0, 10**9)
     return ending.take_down(folders.runs_dir(), run, bound, shell(c))
+
+
+@takes_request(
+    "fresh",
+    "detach",
+    "trust",
+    positional=("file",),
+    over="OPTION=VALUE,VALUE: values to compare, of an option of `up` or of training; may be repeated (default: none)",
+    parallel="trials at a time (default: 1)",
+    halving="step at which trials that are not among the best third are stopped, and again at each 3 times as far "
+    "(default: 0, none are)",
+)
+def sweep(c, request, over=None, parallel="1", halving="0"):
+    """Train once with every combination of values, and list the runs, the best first; --resume continues a sweep."""
+    at_a_time = spec.parse_count("parallel", parallel, 1, sweeping.MAX_PARALLEL)
+    first_rung = spec.parse_count("halving", halving, 0, 10**9)
+    if request.resume:
+        if over:
+            raise UsageError(f"--resume {request.resume}: a sweep continues with its own values; leave --over out")
+        planned = sweeping.load_sweep(request.resume)
+    else:
+        planned = sweeping.plan_sweep(request, over or (), first_rung)
+    return sweeping.run_sweep(planned, at_a_time)
