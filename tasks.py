@@ -10,20 +10,18 @@ import sys
 import time
 from pathlib import Path
 
-from invoke import Collection, Exit, Program, Task
+from invoke import Collection, Program, Task
 
 from cluster.contract import spec
 from cluster.host.cli.command_line import (
     COMMANDS,
-    JSON_HELP,
-    has_dry_run,
     in_checkout,
     shell,
     show,
     takes_request,
     task,
 )
-from cluster.host.cli.tasks import checks, k8s, preparing, projects, reports, runs, saved_models, sweeps, tour
+from cluster.host.cli.tasks import checks, k8s, preparing, projects, reports, runs, saved_models, tour
 from cluster.host.control import foreground
 from cluster.host.launch import footprint, planning, startup
 from cluster.host.options import run_file
@@ -34,8 +32,7 @@ from cluster.system.messages import short_path
 from cluster.system.paths import ROOT
 
 
-@takes_request(dry="only print the commands (default: no)")
-@has_dry_run
+@takes_request(has_dry_run=True, dry="only print the commands (default: no)")
 def up(c, request, dry=False):
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
@@ -45,11 +42,11 @@ def up(c, request, dry=False):
         startup.print_plan(planned)
         if dry:
             print("\n".join(startup.list_commands(planned)))
-        else:
-            raise Exit(code=foreground.up(planned, shell(c), began=began))
+            return None
+        return foreground.up(planned, shell(c), began=began)
 
 
-@takes_request(write="also write the options that were given to this run file (default: none)", json=JSON_HELP)
+@takes_request(write="also write the options that were given to this run file (default: none)")
 def plan(c, request, write="", json=False):
     """Show what `up` would start with the same options, and start nothing."""
     planned = planning.plan(request)
@@ -67,7 +64,6 @@ def plan(c, request, write="", json=False):
     peers="measure PyTorch and Ray, too; see benchmarks/README.md (default: no)",
     quick="only try everything, with few steps, and keep nothing (default: no)",
     write="renew the tables in README.md and docs/reference/figures.md, too (default: no)",
-    json=JSON_HELP,
 )
 def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, write=False, json=False):
     """Measure how fast this is against hand-written programs; exit code 1 where a goal is missed."""
@@ -76,7 +72,7 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
     count = spec.parse_count("rounds", rounds, 1, 1000)
     code, found = command.main(only, count, write=write, quick=quick, peers=peers, runtime=runtime, log=command.stderr)
     show({"figures": found}, lambda _: results.lines(found), as_json=json)
-    raise Exit(code=code)
+    return code
 
 
 TWO_FILES_AT_A_TIME = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
@@ -87,11 +83,11 @@ FAST_TESTS = (("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", *T
 
 
 @task(
+    has_dry_run=True,
     all="the long matrices too (default: no)",
     fast="only tests that start neither TensorFlow nor containers nor clusters (default: no)",
     select="only tests whose name matches this expression (default: every test)",
 )
-@has_dry_run
 def test(c, all=False, fast=False, select=""):
     """Run the tests of the project in this folder on the CPU; container tests are skipped where no engine answers."""
     if all and fast:
@@ -106,11 +102,10 @@ def test(c, all=False, fast=False, select=""):
             if codes[-1] == 2:  # Ctrl-C, or tests that cannot be imported
                 break
         # 5: none of a part's tests was chosen
-        raise Exit(code=next((code for code in codes if code not in (0, 5)), min(codes)))
+        return next((code for code in codes if code not in (0, 5)), min(codes))
 
 
-@task()
-@has_dry_run
+@task(has_dry_run=True)
 def golden(c):
     """Renew the golden losses in tests/golden/, after a change of numerics that is meant; `test` compares with them."""
     sh = shell(c, quiet=True)
@@ -118,7 +113,7 @@ def golden(c):
     sh(shlex.join([sys.executable, "-m", "tests.golden.losses"]))
 
 
-MODULES = (projects, sweeps, runs, saved_models, checks, reports, tour)
+MODULES = (projects, runs, saved_models, checks, reports, tour)
 """The modules whose every task is called by its own name; those of a collection follow its name and a dot."""
 
 ns = Collection(

@@ -9,6 +9,7 @@ import difflib
 import json
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,25 +32,7 @@ _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 _ANY_ADDRESS = ("0.0.0.0", "[::]", "::")  # noqa: S104  # refused, and not bound
 _THIS_MACHINE = ("localhost", "127.", "[::1]")
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
-
-DUTIES = {
-    "chief": "hands out the steps, and saves checkpoints; it trains nothing itself",
-    "worker": "computes the steps that the chief hands out, on whole batches",
-    "ps": "holds its part of the weights, and updates them",
-}
-"""The duty of each role under ParameterServerStrategy."""
-ALONE = ("One process: no task waits for another, and TF_CONFIG may as well be unset.",)
-SERVED = (
-    "Workers and parameter servers wait for the chief, which may come last. Steps",
-    "are asynchronous: no worker waits for another, a lost one is replaced alone,",
-    "and two runs never give the same bits.",
-)
-TOGETHER = "Every task waits for all others, at the start and in each step:"
-STAGED = (
-    f"{TOGETHER} activations and",
-    "their gradients pass from stage to stage. One lost task ends the step of all.",
-)
-SUMMED = (f"{TOGETHER} their gradients", "are summed by all-reduce. One lost task ends the step of all.")
+_WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 @dataclass(frozen=True)
@@ -119,7 +102,7 @@ class Explained:
         if member.role == Role.EVALUATOR:
             return "evaluates every new checkpoint, outside the cluster"
         if self.likely.served:
-            return DUTIES.get(member.role, "unknown")
+            return str(_WORDS["duties"].get(member.role, "unknown"))
         work = "trains on its part of every batch" if len(self.members) > 1 else "trains alone"
         if self.likely.staged:
             work = "holds a stage of the model"
@@ -157,8 +140,9 @@ class Explained:
             tasks.append((member.name + mark, member.address, self.duty(member)))
         likely = "" if self.strategy else ", as far as TF_CONFIG shows"
         head = f"{self.source}: {counted(len(self.members), 'task')}, {self.likely.class_name}{likely}"
-        together = SERVED if self.likely.served else STAGED if self.likely.staged else SUMMED
-        return [head, *columns(tasks), *(together if len(self.members) > 1 else ALONE), "", *verdict]
+        kind = "served" if self.likely.served else "staged" if self.likely.staged else "summed"
+        waits = _WORDS["waits"][kind if len(self.members) > 1 else "alone"].splitlines()
+        return [head, *columns(tasks), *waits, "", *verdict]
 
 
 def explain_text(text: str, source: str, strategy: str = "") -> Explained:

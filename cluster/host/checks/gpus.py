@@ -15,6 +15,7 @@ from cluster.host.runtime import compose_services
 from cluster.host.runtime.base import Finding
 from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import COMMAND
+from cluster.system.paths import ROOT
 
 # CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"
 # (docs.nvidia.com/cuda/archive/12.5.1/cuda-toolkit-release-notes). TensorFlow 2.21 is compiled with CUDA 12.5; the
@@ -34,15 +35,7 @@ QUERY = (
 PROBE_TIMEOUT_S = 120.0
 """Loading cuDNN from a cold disk and initialising GPUs without persistence mode take tens of seconds."""
 BUILD = f"{COMMAND} image.build --accelerator gpu"
-_PROBE = """
-import ctypes, json
-count = ctypes.c_int()
-cuda = [ctypes.CDLL(name) for name in ("libcudart.so.12", "libcudnn.so.9", "libnccl.so.2")][0]
-cuda.cudaGetErrorString.restype = ctypes.c_char_p
-code = cuda.cudaGetDeviceCount(ctypes.byref(count))
-print(json.dumps({"count": count.value, "error": cuda.cudaGetErrorString(code).decode() if code else ""}))
-"""
-"""Run in the image, without TensorFlow, which takes longer to start and reports less about the cause."""
+PROBE = ROOT / "docker" / "see_gpus.py"
 
 
 def examine_gpus() -> list[Finding]:
@@ -121,14 +114,14 @@ def _containers(count: int) -> list[Finding]:
     command += ["--gpus=all", f"--shm-size={compose_services.GPU_SHM}", "--network=none", "--read-only"]
     command += [f"--ulimit={key}={value}" for key, value in compose_services.GPU_LIMITS.items()]
     command += ["--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
-    code, text = engine.ask(*command, "--entrypoint=python", image, "-c", _PROBE, timeout_s=PROBE_TIMEOUT_S)
+    code, text = engine.ask(*command, "--entrypoint=python", image, "-c", PROBE.read_text(), timeout_s=PROBE_TIMEOUT_S)
     if code == 124:  # the client was ended, but not the container
         engine.ask("rm", "--force", name)
     return [judge_image(code, text, count)]
 
 
 def judge_image(code: int, text: str, count: int) -> Finding:
-    """Return the finding about the output of `_PROBE` in a container that must see `count` GPUs."""
+    """Return the finding about the output of `PROBE` in a container that must see `count` GPUs."""
     last = text.splitlines()[-1] if text else "no output"
     if code:
         return Finding("gpu image", "failed", f"a container with all GPUs fails: {last}", devices.CONFIGURE)

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from inspect import Parameter
 from pathlib import Path
@@ -44,14 +44,16 @@ from cluster.system.messages import COMMAND, plain, short_path, system_error
 from cluster.system.paths import ROOT
 from cluster.system.terminal import WIDE, error_text, terminal_width
 
-JSON_HELP = "print as JSON (default: no)"
-RUN_HELP = "run folder's name (default: the current run)"
-TRUST_HELP = OPTIONS["trust"].full_help
+SHARED_HELP = {name: option.full_help for name, option in OPTIONS.items()} | {
+    "file": "read options from this run file, see docs/reference/options.md; those given here win (default: none)",
+    "json": "print as JSON (default: no)",
+    "run": "run folder's name (default: the current run)",
+}
+"""The help of options that several tasks have, unless a task gives its own."""
 KEPT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 """Python's own variables that our programs inherit; others change where they find modules, what they skip of them, or
 whether they end (PYTHONSAFEPATH, PYTHONOPTIMIZE, PYTHONHOME, PYTHONINSPECT)."""
 KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
-FILE_HELP = "read options from this run file, see docs/reference/options.md; those given here win (default: none)"
 UNTYPED: dict[tuple[type, ...], bool | None] = {(list,): None, (bool,): False}
 """The values by which invoke knows the type of an option that takes no word, or several."""
 COMMANDS: set[str] = set()
@@ -60,21 +62,28 @@ COMMANDS: set[str] = set()
 parsing.install()
 
 
-def task(*positional: str, **help_texts: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator that turns a function into a task; its first argument is invoke's context.
+def task(*, has_dry_run: bool = False, **help_texts: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator that turns a function into a task; its first argument is invoke's context, its value the exit code.
 
-    `positional` are the options that may be given without their names; each help text ends with the option's default.
+    Options whose default is None may be given without their names. Each help text ends with the option's default; those
+    of `SHARED_HELP` can be left out. A task `has_dry_run` if all that it changes, it changes by commands: then invoke's
+    own --dry is enough.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
-        return invoke.task(auto_shortflags=False, positional=positional, help=help_texts)(report_errors(body))
+        defaults = {parameter.name: parameter.default for parameter in inspect.signature(body).parameters.values()}
+        positional = [name for name, default in defaults.items() if default is None]
+        helps = _shared_help(defaults) | help_texts
+        return invoke.task(auto_shortflags=False, positional=positional, help=helps)(
+            report_errors(body, has_dry_run=has_dry_run)
+        )
 
     return decorate
 
 
 def takes_request(
-    *left_out: str, positional: Sequence[str] = (), **help_texts: str
-) -> Callable[[Callable[..., None]], Any]:
+    *left_out: str, positional: Sequence[str] = (), has_dry_run: bool = False, **help_texts: str
+) -> Callable[[Callable[..., int | None]], Any]:
     """Decorator that turns a function `(c, request, ...)` into a task with the options of `Request` and its other ones.
 
     It does not take the options of the fields `left_out`; those of `positional` may be given without their names. The
@@ -82,11 +91,11 @@ def takes_request(
     """
     taken = {name: option for name, option in OPTIONS.items() if name not in left_out}
 
-    def decorate(body: Callable[..., None]) -> Any:
+    def decorate(body: Callable[..., int | None]) -> Any:
         context, _, *parameters = inspect.signature(body).parameters.values()
 
         @functools.wraps(body)
-        def wrapped(c: Context, file: str = "", **typed: Any) -> None:
+        def wrapped(c: Context, file: str = "", **typed: Any) -> int | None:
             file = file or ""
             own_options = {parameter.name: typed.pop(parameter.name, parameter.default) for parameter in parameters}
             parsed = parse_options(**typed)
@@ -97,8 +106,8 @@ def takes_request(
                 raise UsageError(f"--name {request.name} is also a command; choose another name")
             if not request.script and ("--help" in words or "-h" in words):
                 print(configuration.describe_training_options(request))
-            else:
-                body(c, request, **own_options)
+                return None
+            return body(c, request, **own_options)
 
         options = [
             Parameter(option.name, Parameter.KEYWORD_ONLY, default=UNTYPED.get(option.types, ""))
@@ -114,10 +123,14 @@ def takes_request(
                 *(option.name for option in taken.values() if option.types == (list,)),
                 *(parameter.name for parameter in parameters if parameter.default is None),
             ],
-            help={name: option.full_help for name, option in taken.items()} | {"file": FILE_HELP} | help_texts,
-        )(report_errors(wrapped))
+            help=_shared_help([*taken, "file", *(parameter.name for parameter in parameters)]) | help_texts,
+        )(report_errors(wrapped, has_dry_run=has_dry_run))
 
     return decorate
+
+
+def _shared_help(names: Iterable[str]) -> dict[str, str]:
+    return {name: SHARED_HELP[name] for name in names if name in SHARED_HELP}
 
 
 def parse_options(**words: Any) -> dict[str, Any]:
@@ -137,18 +150,12 @@ def _split_overrides(c: Context) -> tuple[str, ...]:
     return tuple(typed if " ".join(typed) == c.remainder else shlex.split(c.remainder))
 
 
-def has_dry_run(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a task for which invoke's own --dry is enough: all that it changes, it changes by commands."""
-    body.has_dry_run = True  # type: ignore[attr-defined]
-    return body
-
-
-def report_errors(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Report an expected error in one line with its exit code, instead of a traceback."""
+def report_errors(body: Callable[..., Any], *, has_dry_run: bool = False) -> Callable[..., Any]:
+    """Report an expected error in one line with its exit code, not by a traceback; refuse --dry without a dry run."""
 
     @functools.wraps(body)
     def wrapped(c: Context, *arguments: Any, **options: Any) -> None:
-        if c.config.run.dry and not getattr(body, "has_dry_run", False):  # it only keeps commands from being run
+        if c.config.run.dry and not has_dry_run:  # it only keeps commands from being run
             message = f"error: {COMMAND} --dry {body.__name__}: it has no dry run; leave out --dry"
             raise Exit(error_text(message), code=EXIT_USAGE)
         ended = _ended(body, (c, *arguments), options)
@@ -180,8 +187,8 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
     message = None
     try:
         normalise_environment()
-        body(*arguments, **options)
-        return None
+        code = body(*arguments, **options)
+        return None if code is None else Exit(code=code)
     except Exit as ended:
         return ended
     except ClusterError as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cluster.contract import spec
@@ -31,22 +32,33 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
     Raises:
         UsageError: unknown run.
     """
-    failures = _Failures()
+    codes = []
+
+    @contextlib.contextmanager
+    def reported() -> Iterator[None]:
+        """Report an error in a line, instead of stopping at the first."""
+        try:
+            yield
+        except Exception as error:
+            message = f"error: {plain(' '.join(str(error).split()) or type(error).__name__)}"
+            print(error_text(message), file=sys.stderr, flush=True)
+            codes.append(error.exit_code if isinstance(error, ClusterError) else EXIT_FAILED)
+
     left = teardown.find_leftovers(runs_dir)
     for run in [_find_run(runs_dir, name, left)] if name else [RunFolder(runs_dir / each) for each in left.found]:
-        with failures:
+        with reported():
             if run.name in left.unreachable:
                 continue
             end_run(run, timeout_s, sh, also=left.found.get(run.name, ()))
             where = short_path(run.path) if run.path.exists() else "gone"
             print_lines(f"{run.name} is down; its folder is {where}")
-    with failures:
+    with reported():
         left.check(name)
     if not name:
-        with failures:
+        with reported():
             if tensorboard.stop(runs_dir, sh):
                 print("TensorBoard is down", flush=True)
-    return failures.code
+    return codes[0] if codes else EXIT_DONE
 
 
 def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
@@ -74,23 +86,6 @@ def _find_run(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:
     """Return the run of a name, also where its folder is gone and only something that runs of it is left."""
     run = RunFolder(runs_dir / spec.check_run_name(name))
     return run if run.name in left.found or run.name in left.unreachable else folders.find_run(name)
-
-
-class _Failures:
-    """Reports errors in a line each, instead of stopping at the first."""
-
-    code = EXIT_DONE
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> bool:
-        if error is None or not isinstance(error, Exception):
-            return False
-        message = f"error: {plain(' '.join(str(error).split()) or type(error).__name__)}"
-        print(error_text(message), file=sys.stderr, flush=True)
-        self.code = self.code or (error.exit_code if isinstance(error, ClusterError) else EXIT_FAILED)
-        return True
 
 
 def parse_age(text: str, option: str = "older") -> float:

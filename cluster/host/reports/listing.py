@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,38 @@ from cluster.system.errors import UsageError, nearest
 from cluster.system.json_files import DamagedError
 from cluster.system.messages import COMMAND, plain, size
 
-COLUMNS = (
-    *("RUN", "RESULT", "STEPS", "DURATION", "SCORE", "METRIC", "STRATEGY", "TASKS", "COMMIT", "RESTARTS", "DISK"),
-    *("TAGS", "NOTE"),
-)
+
+def or_dash(value: object) -> object:
+    """Return a cell; a dash where nothing is known."""
+    return "-" if value is None or value == "" else value
+
+
+def duration(wall_s: float | None) -> str:
+    """Return a time as `1 h 02 min`, `3 min 20 s` or `4.1 s`."""
+    if wall_s is None:
+        return "-"
+    minutes, seconds = divmod(round(wall_s), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min {seconds:02} s" if minutes else f"{wall_s:.1f} s"
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "RUN": ("run", str),
+    "RESULT": ("result", str),
+    "STEPS": ("steps", or_dash),
+    "DURATION": ("wall_s", duration),
+    "SCORE": ("score", lambda score: "-" if score is None else f"{score:.4f}"),
+    "METRIC": ("metric", or_dash),
+    "STRATEGY": ("strategy", or_dash),
+    "TASKS": ("tasks", or_dash),
+    "COMMIT": ("commit", or_dash),
+    "RESTARTS": ("restarts", or_dash),
+    "DISK": ("disk_bytes", size),
+    "TAGS": ("tags", lambda tags: or_dash(" ".join(tags))),
+    "NOTE": ("note", or_dash),
+}
+"""For each column the key of a run's row, and the function that returns the cell."""
 NUMBERS = frozenset({"STEPS", "DURATION", "SCORE", "TASKS", "RESTARTS", "DISK"})
 SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC", "DISK", "NOTE", "TAGS", "DURATION", "SCORE")
 """The columns that a narrow terminal does without, in this order."""
@@ -117,45 +145,11 @@ def disk_bytes(folder: Path) -> int:
     return total
 
 
-def duration(wall_s: float | None) -> str:
-    """Return a time as `1 h 02 min`, `3 min 20 s` or `4.1 s`."""
-    if wall_s is None:
-        return "-"
-    minutes, seconds = divmod(round(wall_s), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02} min"
-    return f"{minutes} min {seconds:02} s" if minutes else f"{wall_s:.1f} s"
-
-
 def table_lines(found: list[dict[str, Any]], width: int | None = None) -> list[str]:
     """Return the rows as lines of text, without the columns that do not fit into the terminal or `width`."""
     if not found:
         return [f"no runs yet; start one with `{COMMAND} up`"]
-    shown = [
-        (
-            each["run"],
-            each["result"],
-            or_dash(each["steps"]),
-            duration(each["wall_s"]),
-            "-" if each["score"] is None else f"{each['score']:.4f}",
-            or_dash(each["metric"]),
-            or_dash(each["strategy"]),
-            or_dash(each["tasks"]),
-            or_dash(each["commit"]),
-            or_dash(each["restarts"]),
-            size(each["disk_bytes"]),
-            or_dash(" ".join(each["tags"])),
-            or_dash(each["note"]),
-        )
-        for each in found
-    ]
-    used = [
-        at for at, name in enumerate(COLUMNS) if name not in ("TAGS", "NOTE") or {"-"} != {row[at] for row in shown}
-    ]
-    names, rows = [COLUMNS[at] for at in used], [[row[at] for at in used] for row in shown]
+    cells = {name: [text(row[key]) for row in found] for name, (key, text) in COLUMNS.items()}
+    names = [name for name, column in cells.items() if name not in ("TAGS", "NOTE") or set(column) != {"-"}]
+    rows = list(zip(*(cells[name] for name in names), strict=True))
     return chosen_columns(names, rows, right=NUMBERS, spare=SPARE, width=width)
-
-
-def or_dash(value: object) -> object:
-    """Return a cell; a dash where nothing is known."""
-    return "-" if value is None or value == "" else value

@@ -82,6 +82,7 @@ class Runtime(ABC):
         is_remote: whether its tasks run on machines that a scheduler chooses, with their own GPUs.
         job_options: what can be requested of that scheduler, fields of `Job`.
         board: what runs TensorBoard next to it, `tensorboard.PROCESS` or `CONTAINER`.
+        injector: what injects faults into its tasks.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Runtime(ABC):
     job_options: frozenset[str] = frozenset()
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     board: str = "local"
+    injector: type[FaultInjector]
 
     @abstractmethod
     def probe(self) -> Availability:
@@ -202,9 +204,9 @@ class Runtime(ABC):
             PrerequisiteError: what runs the tasks does not answer, and what to do.
         """
 
-    @abstractmethod
     def faults(self, run: RunFolder) -> FaultInjector:
         """Return the injector of faults into the run's tasks."""
+        return self.injector(run)
 
 
 class ScheduledRuntime(Runtime):

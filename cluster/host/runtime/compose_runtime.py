@@ -23,16 +23,11 @@ from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Memory, Network
 from cluster.system import memory
 from cluster.system.errors import ClusterError, PrerequisiteError
+from cluster.system.paths import ROOT
 
 PAUSE_TRIES = 5
 
-_HOG = """
-import os, sys
-eaten, program = [], int(sys.argv[1])
-while os.path.exists(f"/proc/{program}") and len(eaten) < int(sys.argv[2]):
-    eaten.append(b"x" * 2**24)
-"""
-"""Eats memory, 16 MiB at a time, until the program is gone: the kernel kills the largest process first."""
+MEMORY_EATER = ROOT / "docker" / "eat_memory.py"
 
 
 class ContainerFaults(FaultInjector):
@@ -53,10 +48,6 @@ class ContainerFaults(FaultInjector):
         # Where the agent dies, so does the container, and this command with it.
         container = self._container(task)
         self._ask("exec", container, "sh", "-c", f"kill -{number} {pids}")
-
-    def reaches(self, task: str, which: str) -> bool:
-        pid = int(self.processes(task)[which]["pid"])
-        return self._ask("exec", self._container(task), "sh", "-c", f"kill -0 {pid}")[0] == 0
 
     def pause(self, task: str) -> None:
         container = self._container(task)
@@ -101,7 +92,8 @@ class ContainerFaults(FaultInjector):
         before = str(limited or memory.available_bytes() + limit)  # the engine takes no limit back
         self._undo.append((*self._at, "update", "--memory", before, "--memory-swap", before, container))
         # Killed or not, what counts is the program's end.
-        self._ask("exec", container, "python", "-c", _HOG, str(program), str(limit // 2**24 + 16), timeout_s=60)
+        command = ("python", "-c", MEMORY_EATER.read_text(), str(program), str(limit // 2**24 + 16))
+        self._ask("exec", container, *command, timeout_s=60)
 
     def undo(self, task: str) -> None:
         while self._undo:
@@ -186,6 +178,7 @@ class Compose(ContainerRuntime):
     tasks = "containers"
     automatic = True
     board = "docker"
+    injector = ContainerFaults
 
     def probe(self) -> Availability:
         return engine.probe()
@@ -249,6 +242,3 @@ class Compose(ContainerRuntime):
                 elif name == Path(name).name and project(runs_dir / name) == labelled:
                     left.add(name)
         return left
-
-    def faults(self, run: RunFolder) -> FaultInjector:
-        return ContainerFaults(run)

@@ -64,10 +64,6 @@ class FaultInjector(ABC):
             raise UsageError(f"{task} has no program yet: wait until it trains")
         return identities
 
-    def reaches(self, task: str, which: str) -> bool:
-        """Return whether the task's `program` or `agent` still runs, so that a signal to it would be a fault."""
-        return which in self.processes(task)
-
     @abstractmethod
     def signal(self, task: str, number: int, *whose: str) -> None:
         """Send a signal to the task's `program`, its `agent`, or both."""

@@ -48,9 +48,6 @@ class ProcessFaults(FaultInjector):
         for which in whose:
             processes.kill(identities[which], number)
 
-    def reaches(self, task: str, which: str) -> bool:
-        return processes.alive(self.processes(task)[which])
-
     def lose(self, task: str) -> None:
         """Kill the whole task, which the supervisor does not bring back."""
         away = self._run.away(task)
@@ -98,6 +95,7 @@ class LocalProcesses(Runtime):
     tasks = "local processes"
     automatic = True
     reaches_hardware = True
+    injector = ProcessFaults
 
     def __init__(self) -> None:
         self._early: supervisor.EarlySupervisor | None = None
@@ -175,9 +173,6 @@ class LocalProcesses(Runtime):
     def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
         table = processes.ProcessTable()
         return {name for name in names if supervisor.processes_left(RunFolder(runs_dir / name), table)}
-
-    def faults(self, run: RunFolder) -> FaultInjector:
-        return ProcessFaults(run)
 
 
 def processes_of(

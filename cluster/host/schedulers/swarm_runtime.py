@@ -19,7 +19,6 @@ from cluster.host.image.engine import Availability
 from cluster.host.runtime import resources
 from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRuntime
-from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.resources import Memory, Network, parse_memory
 from cluster.host.schedulers import swarm_stack
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut
@@ -77,6 +76,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     look_s = 2.0
     way_back = "set DOCKER_HOST to a manager's engine"
     job_options = frozenset({"constraint", "cpus_per_task", "gpus_per_task"})
+    injector = SwarmFaults
 
     def probe(self) -> Availability:
         swarm, text = engine.ask_info("Swarm")
@@ -181,9 +181,6 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
             sh(shlex.join(["docker", "secret", "rm", secret]))
         if not wait_until(lambda: not swarm_stack.stack_parts("network", name), END_S, POLL_S):
             raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
-
-    def faults(self, run: RunFolder) -> FaultInjector:
-        return SwarmFaults(run)
 
 
 def _await_places(name: str, expected: Collection[str]) -> None:

@@ -1,7 +1,7 @@
 """A Docker Swarm: its hosts, and the stack of a run, which is the file that `docker stack deploy` reads.
 
 A service has the settings of Compose's, but for those that it cannot have: `security_opt` (set `no-new-privileges` in
-each engine's daemon.json) and a limit of swap.
+each engine's daemon.json) and a limit of swap. `swarm_stack.yaml` holds what is the same for every task.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from invoke.util import yaml  # invoke brings PyYAML along, for its own files
 
 from cluster.contract import settings
 from cluster.contract.spec import Role, Task
@@ -163,30 +166,11 @@ def _service(work: Workload, task: Task) -> dict[str, Any]:
     else:
         environment |= compose_services.NO_GPU
     service["volumes"] += _scratch(work, with_gpus=gpus > 0)
-    service |= {
-        "entrypoint": ["python", "-m", "cluster.agent.schedulers.service"],
-        "init": True,
-        "read_only": True,
-        "cap_drop": ["ALL"],
-        "networks": ["cluster"],
-        "stop_grace_period": "60s",  # longer than the agent gives its program to save
-        "healthcheck": {  # a service has no address before its first success; a failure ends the container
-            "test": ["CMD", "python", "-m", "cluster.agent.health"],
-            "start_period": "60s",
-            "start_interval": "1s",
-            "interval": "15s",
-            "timeout": "10s",
-            "retries": 8,
-        },
-        "logging": {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}},
-        "deploy": {
-            "labels": service["labels"],
-            "endpoint_mode": "dnsrr",  # a name is its task's own address, not one that is balanced
-            # A killed agent, and the tasks of a host that is gone or drained, start again; an ended run exits with 0.
-            "restart_policy": {"condition": "on-failure", "delay": "1s"},
-            "placement": {"constraints": constraints(job)},
-            "resources": _service_resources(work, gpus),
-        },
+    service |= yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    service["deploy"] |= {
+        "labels": service["labels"],
+        "placement": {"constraints": constraints(job)},
+        "resources": _service_resources(work, gpus),
     }
     if secrets:
         service["secrets"] = [{"source": name, "target": name} for name in secrets]

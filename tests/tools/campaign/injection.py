@@ -11,7 +11,9 @@ from cluster.contract.recovery import step_record
 from cluster.contract.recovery.step_record import RecordedStep
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import registry
+from cluster.host.runtime.compose_runtime import ContainerFaults
 from cluster.host.runtime.injector import FaultInjector
+from cluster.system import processes
 from cluster.system.errors import ClusterError
 from cluster.system.waiting import wait_until
 from tests.tools.campaign import volleys
@@ -151,7 +153,11 @@ class Injection:
         """Whether there is a process that the fault is for; for a moment there is none while a task starts again."""
         injector = registry.find_runtime(self._run).faults(self._run)
         try:
-            return injector.reaches(shot.task, "program" if shot.kind in ("kill", "slow", "corrupt") else "agent")
+            process = injector.processes(shot.task)["program" if shot.kind in ("kill", "slow", "corrupt") else "agent"]
+            if isinstance(injector, ContainerFaults):
+                found = ("sh", "-c", f"kill -0 {int(process['pid'])}")
+                return injector._ask("exec", injector._container(shot.task), *found)[0] == 0
+            return processes.alive(process)
         except (ClusterError, OSError):
             return False
 

@@ -20,7 +20,6 @@ from cluster.host.launch import folders, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime, Shell, Workload
-from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.local_runtime import ProcessFaults, processes_of
 from cluster.host.view.status import read_status
 from cluster.system import processes
@@ -44,6 +43,7 @@ class Toy(Runtime):
 
     name = "toy"
     tasks = "toys"
+    injector = Nudges
 
     def __init__(self) -> None:
         self.agents: dict[str, list[subprocess.Popen[bytes]]] = {}
@@ -83,9 +83,6 @@ class Toy(Runtime):
 
     def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
         return {name for name in names if self.alive(RunFolder(runs_dir / name))}
-
-    def faults(self, run: RunFolder) -> FaultInjector:
-        return Nudges(run)
 
 
 @pytest.fixture

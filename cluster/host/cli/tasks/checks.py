@@ -6,14 +6,12 @@ import dataclasses
 import os
 import sys
 
-from invoke import Exit
-
 from cluster.contract import spec
 from cluster.host.checks import doctor as machine
 from cluster.host.checks import explain as explaining
 from cluster.host.checks import rerun as repetition
 from cluster.host.checks import verify as verification
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, parse_options, shell, show, task
+from cluster.host.cli.command_line import parse_options, shell, show, task
 from cluster.host.control import chaos as injection
 from cluster.host.control.chaos import KINDS, STORM
 from cluster.host.launch import folders, startup
@@ -25,43 +23,35 @@ from cluster.system.messages import COMMAND
 from cluster.system.terminal import fit, print_wait
 
 
-@task(json=JSON_HELP)
+@task()
 def doctor(c, json=False):
     """Check what this machine has and lacks, each with its fix; exit code 3 where something must be fixed."""
     findings = machine.examine_machine()
     value = machine.report(findings)
     show(value, lambda _: columns(finding.row for finding in findings), as_json=json)
-    raise Exit(code=EXIT_DONE if value["ok"] else EXIT_PREREQUISITE)
+    return EXIT_DONE if value["ok"] else EXIT_PREREQUISITE
 
 
-@task(json=JSON_HELP)
+@task()
 def verify(c, json=False):
     """Train briefly with every strategy and both loops, and compare; exit code 1 if one failed."""
     shell(c, aside=True)(startup.data_command("prepare", verification.DATASET))
     rows = verification.verify_strategies(lambda line: print(line, file=sys.stderr, flush=True))
     show({"rows": rows}, lambda _: verification.table_lines(rows), as_json=json)
-    raise Exit(code=EXIT_FAILED if verification.count_failed(rows) else EXIT_DONE)
+    return EXIT_FAILED if verification.count_failed(rows) else EXIT_DONE
 
 
-@task(
-    "run",
-    run=RUN_HELP,
-    runtime=f"{OPTIONS['runtime'].help} (default: the run's own)",
-    trust=TRUST_HELP,
-    json=JSON_HELP,
-)
+@task(runtime=f"{OPTIONS['runtime'].help} (default: the run's own)")
 def rerun(c, run=None, runtime="", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = folders.find_run(run or "")
     again, compared = repetition.repeat_run(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
     value = {"run": again.name, **(dataclasses.asdict(compared) if compared else {"verdict": "failed"})}
     show(value, lambda _: repetition.rerun_lines(again, compared), as_json=json)
-    raise Exit(code=EXIT_DONE if compared and compared.verdict == "identical" else EXIT_FAILED)
+    return EXIT_DONE if compared and compared.verdict == "identical" else EXIT_FAILED
 
 
 @task(
-    "kind",
-    "task",
     kind=f"{', '.join(KINDS)}, or {STORM} (default: none, it must be named)",
     task="task such as worker-1 (default: none, it must be named; a storm draws its own)",
     at_step="not before the run has done this many steps (default: 0, at once)",
@@ -71,8 +61,6 @@ def rerun(c, run=None, runtime="", trust=False, json=False):
     kinds="of a storm, such as kill,pause (default: all that this run can outlive)",
     timeout="seconds to wait for the step, and for the recovery (default: 300)",
     minutes="of a storm: after which it injects no more (default: 60)",
-    run=RUN_HELP,
-    json=JSON_HELP,
 )
 def chaos(
     c, kind=None, task=None, at_step="0", whole=False, faults="20", seed="0", kinds="", timeout="300", minutes="60",
@@ -84,7 +72,7 @@ def chaos(
         count, drawn = spec.parse_count("faults", faults, 1, 10_000), [word for word in kinds.split(",") if word]
         seed = spec.parse_count("seed", seed, 0, 2**31 - 1)
         limit_s = spec.parse_count("minutes", minutes, 1, 10**5) * 60
-        raise Exit(code=injection.run_storm(folder, count, seed, drawn, timeout_s, limit_s))
+        return injection.run_storm(folder, count, seed, drawn, timeout_s, limit_s)
     if not kind or (not task and kind in KINDS):
         raise UsageError(f"chaos {kind or ''}: name a fault and a task, such as chaos kill worker-0, or chaos storm")
     fault = injection.Fault(kind, task or "chief", spec.parse_count("at-step", at_step, 0, 10**12), whole)
@@ -94,21 +82,15 @@ def chaos(
     result = injection.inject(folder, fault, timeout_s)
     shown = f"{fault} at step {result.step}: {result.description}"
     show(dataclasses.asdict(result), lambda _: fit([shown]), as_json=json)
-    raise Exit(code=EXIT_DONE if result.as_it_should else EXIT_FAILED)
+    return EXIT_DONE if result.as_it_should else EXIT_FAILED
 
 
 @task(
-    "run",
     run="run whose cluster is explained (default: TF_CONFIG of the environment, else the current run)",
     task="of a run or of the options of up: the task whose TF_CONFIG is looked at (default: the whole cluster)",
     file="file with anybody's TF_CONFIG, or - for standard input (default: none)",
-    workers=OPTIONS["workers"].full_help,
-    ps=OPTIONS["ps"].full_help,
-    evaluator=OPTIONS["evaluator"].full_help,
-    devices=OPTIONS["devices"].full_help,
     strategy=f"{OPTIONS['strategy'].help}; with --file, what trains on it (default: the topology's)",
     lint="only what is wrong with it (default: no)",
-    json=JSON_HELP,
 )
 def explain(
     c, run=None, task="", file="", workers="", ps="", evaluator=False, devices="", strategy="", lint=False,
@@ -136,4 +118,4 @@ def explain(
         folder = folders.find_run(run or "")
         explained = explaining.explain_cluster(folder.load_cluster(), f"run {folder.name}", task)
     show(explained.to_json(), lambda _: explained.lines(lint=lint), as_json=json)
-    raise Exit(code=EXIT_DONE if explained.ok else EXIT_FAILED)
+    return EXIT_DONE if explained.ok else EXIT_FAILED

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from invoke import Exit
-
-from cluster.host.cli.command_line import JSON_HELP, has_dry_run, shell, show, task
+from cluster.host.cli.command_line import shell, show, task
 from cluster.host.image import images, reproduction
 from cluster.host.launch import startup
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED
@@ -12,8 +10,7 @@ from cluster.system.errors import EXIT_DONE, EXIT_FAILED
 ACCELERATOR_HELP = "cpu or gpu (default: cpu)"
 
 
-@task(accelerator=ACCELERATOR_HELP, base="image to build on (default: the pinned python image)")
-@has_dry_run
+@task(has_dry_run=True, accelerator=ACCELERATOR_HELP, base="image to build on (default: the pinned python image)")
 def build(c, accelerator="cpu", base=""):
     """Build the training image and the TensorBoard image."""
     images.train_image(accelerator)  # refuses a typo before any engine or registry is asked for the base
@@ -21,8 +18,7 @@ def build(c, accelerator="cpu", base=""):
         shell(c)(command)
 
 
-@task()
-@has_dry_run
+@task(has_dry_run=True)
 def base(c):
     """Make a Debian base image, for machines that cannot pull one."""
     for command in images.base_commands():
@@ -33,7 +29,6 @@ def base(c):
     accelerator=ACCELERATOR_HELP,
     image="train, tensorboard or both (default: train)",
     against="compare one build with this image, by name or id (default: with a second build)",
-    json=JSON_HELP,
 )
 def reproduce(c, accelerator="cpu", image="train", against="", json=False):
     """Build an image from nothing, twice, and compare every layer; exit code 0 where they are identical."""
@@ -44,46 +39,44 @@ def reproduce(c, accelerator="cpu", image="train", against="", json=False):
     ]
     value = [verdict.to_json() for verdict in verdicts]
     show(value, lambda _: [line for verdict in verdicts for line in verdict.lines()], as_json=json)
-    raise Exit(code=EXIT_DONE if all(verdict.identical for verdict in verdicts) else EXIT_FAILED)
+    return EXIT_DONE if all(verdict.identical for verdict in verdicts) else EXIT_FAILED
 
 
 NAME_HELP = "fashion_mnist or mnist (default: fashion_mnist)"
 
 
 @task(
+    has_dry_run=True,
     name="any TFDS dataset, or package.module:function (default: fashion_mnist)",
     shards="files of each split (default: as many as there are already, or 8)",
     size="resize images to this height and width in pixels (default: as they are)",
     fresh="write them again (default: no)",
 )
-@has_dry_run
 def shard(c, name="fashion_mnist", shards="", size="", fresh=False):
     """Write a dataset as TFRecord shards, to be streamed: invoke up -- --source stream."""
     words = [*(["--shards", shards] if shards else []), *(["--size", size] if size else [])]
     shell(c)(startup.data_command("shard", name, *words, *(["--fresh"] if fresh else [])))
 
 
-@task(name=NAME_HELP, fresh="prepare it again, even if it is (default: no)")
-@has_dry_run
+@task(has_dry_run=True, name=NAME_HELP, fresh="prepare it again, even if it is (default: no)")
 def prepare(c, name="fashion_mnist", fresh=False):
     """Get a dataset: as prepared before, else from TFDS, else from Debian's package."""
     shell(c)(startup.data_command("prepare", name, *(["--fresh"] if fresh else [])))
 
 
 @task(
+    has_dry_run=True,
     name="package.module:function, of (split, shard) (default: none)",
     num_outputs="classes of whole-number labels, such as 10 (default: none are)",
     fresh="count the examples again where the datasets do not know how many they have (default: no)",
 )
-@has_dry_run
 def examine(c, name="", num_outputs="", fresh=False):
     """Call a dataset function and check what it returns, as `up -- --source function` does."""
     words = ["--num-outputs", num_outputs] if num_outputs else []
     shell(c)(startup.data_command("examine", name, *words, *(["--fresh"] if fresh else [])))
 
 
-@task(name=NAME_HELP)
-@has_dry_run
+@task(has_dry_run=True, name=NAME_HELP)
 def verify(c, name="fashion_mnist"):
     """Check every prepared file of a dataset against its recorded sha256."""
     shell(c)(startup.data_command("verify", name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,34 +19,11 @@ from cluster.system.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 KINDS = ("images", "table", "text")
-TEST = "test_project.py"
-SCRIPT_README = """# {name}
-
-`{script}` reads TF_CONFIG and runs unmodified in every task; `run.toml` has the options.
-
-```console
-$ {command} up --file run.toml
-```
-"""
-SCRIPT_TEST = '''"""`tf-cluster test` runs this in the training environment."""
-
-import ast
-import unittest
-from pathlib import Path
-
-
-class ProjectTest(unittest.TestCase):
-    def test_the_script_can_be_parsed(self):
-        ast.parse(Path("{script}").read_text())
-
-
-if __name__ == "__main__":
-    unittest.main()
-'''
+_FILES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+"""The files of a project that runs a script, by name."""
 
 
 @task(
-    "folder",
     folder="the project's folder, new or empty (default: none, it must be named)",
     kind=f"{', '.join(KINDS[:-1])} or {KINDS[-1]} (default: {KINDS[0]})",
     script="a script of yours that reads TF_CONFIG, instead of a kind (default: none)",
@@ -80,13 +58,8 @@ def example_project(target: Path, kind: str) -> dict[str, bytes]:
 
 def script_project(name: str, source: Path) -> dict[str, bytes]:
     """Return the contents of the files of a project that runs a script, by name."""
-    readme = SCRIPT_README.format(name=name, script=source.name, command=COMMAND)
-    return {
-        source.name: source.read_bytes(),
-        "run.toml": f'workers = 1\nscript = "{source.name}"\nargs = []\n'.encode(),
-        TEST: SCRIPT_TEST.format(script=source.name).encode(),
-        "README.md": readme.encode(),
-    }
+    values = {"name": name, "script": source.name, "command": COMMAND}
+    return {source.name: source.read_bytes()} | {file: text.format(**values).encode() for file, text in _FILES.items()}
 
 
 def test(select: str = "") -> NoReturn:

@@ -6,7 +6,7 @@ import sys
 import time
 
 from cluster.contract import settings, spec
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, ask_user, show, task
+from cluster.host.cli.command_line import ask_user, show, task
 from cluster.host.control import ending
 from cluster.host.launch import folders
 from cluster.host.reports import comparison, listing, page
@@ -24,7 +24,6 @@ from cluster.system.messages import COMMAND, counted, short_path, size
     "(default: all)",
     limit="at most so many (default: all)",
     sweep="only those of this sweep, the best score first (default: all)",
-    json=JSON_HELP,
 )
 def runs(c, sort="", reverse=False, filter="", limit="", sweep="", json=False):
     """List all runs: result, duration, score, strategy, tasks, commit, restarts, disk use."""
@@ -36,15 +35,10 @@ def runs(c, sort="", reverse=False, filter="", limit="", sweep="", json=False):
 
 
 @task(
-    "run",
-    "other",
-    "third",
-    "fourth",
     run="run that the others are compared with (default: none, it must be named)",
     other="the run to compare, or several separated by commas (default: none, it must be named)",
     third="one more (default: none)",
     fourth="one more (default: none)",
-    json=JSON_HELP,
 )
 def compare(c, run=None, other=None, third=None, fourth=None, json=False):
     """Show what differs between runs, their results, and whether their final weights are the same."""
@@ -58,11 +52,7 @@ def compare(c, run=None, other=None, third=None, fourth=None, json=False):
     show(comparison.compare_runs(found), lambda value: comparison.comparison_lines(value, found), as_json=json)
 
 
-@task(
-    "run",
-    run=RUN_HELP,
-    output="HTML file to write (default: report.html in the run's folder)",
-)
+@task(output="HTML file to write (default: report.html in the run's folder)")
 def report(c, run=None, output=""):
     """Write one HTML page about a run, which needs no network: curves, cluster, restarts, time, configuration."""
     folder = folders.find_run(run or "")
@@ -76,7 +66,6 @@ def report(c, run=None, output=""):
 
 
 @task(
-    "run",
     run="run to delete, however old it is (default: those of --older)",
     older="only runs that ended longer ago than this, such as 7d, 12h or 2w (default: none, a run must be named)",
     yes="delete without asking (default: no)",

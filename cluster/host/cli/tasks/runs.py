@@ -1,13 +1,12 @@
-"""The tasks that start, show and end runs."""
+"""The tasks that start, show and end runs, one at a time or in a sweep."""
 
 from __future__ import annotations
 
 import time
 
-from invoke import Exit
-
 from cluster.contract import spec
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, parse_options, shell, show, task
+from cluster.host import sweep as sweeping
+from cluster.host.cli.command_line import parse_options, shell, show, takes_request, task
 from cluster.host.control import ending, scaling
 from cluster.host.control import foreground as watching
 from cluster.host.control import profile as tracing
@@ -23,7 +22,7 @@ from cluster.system.terminal import print_lines
 PORT_HELP = f"port of 127.0.0.1, or auto: that of the running one, or {board.PORT}, or a free one (default: auto)"
 
 
-@task("run", run=RUN_HELP, watch="redraw until the run ends (default: no)", json=JSON_HELP)
+@task(watch="redraw until the run ends (default: no)")
 def status(c, run=None, watch=False, json=False):
     """Show every task's state, step, speed, loss and restarts."""
     folder = folders.find_run(run)
@@ -33,9 +32,7 @@ def status(c, run=None, watch=False, json=False):
 
 
 @task(
-    "task",
     task="task such as chief or worker-0 (default: every task)",
-    run=RUN_HELP,
     follow="continue until the run ends (default: no)",
     tail="begin with the last lines, so many of each task (default: with the first)",
     since="only what was printed in this time until now, such as 30s, 10m or 2h (default: everything)",
@@ -51,10 +48,8 @@ def logs(c, task=None, run="", follow=False, tail="", since=""):
 
 
 @task(
-    "task",
     task="task that trains, such as worker-0 (default: none, it must be named)",
     steps="optimizer steps that the trace holds at least (default: 5)",
-    run=RUN_HELP,
 )
 def profile(c, task=None, steps="5", run=""):
     """Trace some steps of a task while it trains, to be read in TensorBoard's Profile tab."""
@@ -63,36 +58,31 @@ def profile(c, task=None, steps="5", run=""):
     print("\n".join(tracing.trace_task(folders.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
 
 
-@task(port=PORT_HELP, runtime=OPTIONS["runtime"].full_help)
+@task(port=PORT_HELP)
 def tensorboard(c, port=board.AUTO, runtime="auto"):
     """Start TensorBoard over all runs, unless it runs, and print its address."""
     number = None if port == board.AUTO else spec.parse_count("port", port, 1, 65535)
     print(board.address(startup.start_tensorboard(number, runtime, shell(c))))
 
 
-@task("run", run=RUN_HELP, timeout="seconds to wait (default: as long as it takes)")
+@task(timeout="seconds to wait (default: as long as it takes)")
 def wait(c, run=None, timeout=""):
     """Wait for a run to end and show how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
     folder = folders.find_run(run)
     bound = spec.parse_count("timeout", timeout, 1, 10**9) if timeout else float("inf")
     ended = watching.show_until_end(folder, bound)
     watching.print_end(folder)
-    raise Exit(code=watching.exit_code(ended))
+    return watching.exit_code(ended)
 
 
-@task(
-    workers=f"{OPTIONS['workers'].help} (default: as many as now)",
-    ps="parameter servers (default: as many as now)",
-    run=RUN_HELP,
-    trust=TRUST_HELP,
-)
+@task(workers=f"{OPTIONS['workers'].help} (default: as many as now)", ps="parameter servers (default: as many as now)")
 def scale(c, workers="", ps="", run="", trust=False):
     """Continue with more or fewer workers: save at the same step on every task, then train on from there."""
     counts = parse_options(workers=workers, ps=ps)
-    raise Exit(code=scaling.scale_run(folders.find_run(run), shell(c), trust=trust, **counts))
+    return scaling.scale_run(folders.find_run(run), shell(c), trust=trust, **counts)
 
 
-@task("run", run=RUN_HELP)
+@task()
 def stop(c, run=None):
     """Save a checkpoint at the same step on every task and stop; `up --resume` continues."""
     folder = folders.find_run(run)
@@ -106,7 +96,6 @@ def stop(c, run=None):
 
 
 @task(
-    "run",
     run="run to take down (default: every run of this checkout, and TensorBoard)",
     all="every run of this checkout, and TensorBoard, as without a run (default: no)",
     timeout="seconds in which a run may save and stop before it is ended (default: 15)",
@@ -116,4 +105,27 @@ def down(c, run=None, all=False, timeout="15"):
     if run and all:
         raise UsageError(f"down {run} --all: name a run, or take every run down")
     bound = spec.parse_count("timeout", timeout, 0, 10**9)
-    raise Exit(code=ending.take_down(folders.runs_dir(), run, bound, shell(c)))
+    return ending.take_down(folders.runs_dir(), run, bound, shell(c))
+
+
+@takes_request(
+    "fresh",
+    "detach",
+    "trust",
+    positional=("file",),
+    over="OPTION=VALUE,VALUE: values to compare, of an option of `up` or of training; may be repeated (default: none)",
+    parallel="trials at a time (default: 1)",
+    halving="step at which trials that are not among the best third are stopped, and again at each 3 times as far "
+    "(default: 0, none are)",
+)
+def sweep(c, request, over=None, parallel="1", halving="0"):
+    """Train once with every combination of values, and list the runs, the best first; --resume continues a sweep."""
+    at_a_time = spec.parse_count("parallel", parallel, 1, sweeping.MAX_PARALLEL)
+    first_rung = spec.parse_count("halving", halving, 0, 10**9)
+    if request.resume:
+        if over:
+            raise UsageError(f"--resume {request.resume}: a sweep continues with its own values; leave --over out")
+        planned = sweeping.load_sweep(request.resume)
+    else:
+        planned = sweeping.plan_sweep(request, over or (), first_rung)
+    return sweeping.run_sweep(planned, at_a_time)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.host.cli.command_line import JSON_HELP, RUN_HELP, TRUST_HELP, has_dry_run, shell, task
+from cluster.host.cli.command_line import shell, task
 from cluster.host.launch import folders, packages, startup
 from cluster.host.runtime import registry
 from cluster.host.runtime.payload import python_path
@@ -17,28 +17,23 @@ from cluster.system.errors import UsageError
 from cluster.system.terminal import print_wait
 
 
-@task("run", run=RUN_HELP, trust=TRUST_HELP, json=JSON_HELP)
-@has_dry_run
+@task(has_dry_run=True)
 def evaluate(c, run=None, trust=False, json=False):
     """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
     _run(c, run, "evaluate", *(["--json"] if json else []), trust=trust)
 
 
-@task("run", run=RUN_HELP, trust=TRUST_HELP)
-@has_dry_run
+@task(has_dry_run=True)
 def export(c, run=None, trust=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
     _run(c, run, "export", trust=trust)
 
 
 @task(
-    "run",
-    run=RUN_HELP,
-    trust=TRUST_HELP,
+    has_dry_run=True,
     image="image file, resized to what the model takes (default: none)",
     features="instead, JSON file of one example: nested lists, or of several inputs a dictionary (default: none)",
 )
-@has_dry_run
 def predict(c, run=None, image="", features="", trust=False):
     """Print what a run's exported model predicts for an image, or for an example of any features."""
     if bool(image) == bool(features):

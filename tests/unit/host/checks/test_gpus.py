@@ -124,7 +124,7 @@ def test_what_a_container_sees_is_judged(code, text, state, detail):
 
 
 def test_what_runs_inside_names_the_library_that_does_not_load():
-    done = subprocess.run([sys.executable, "-c", gpus._PROBE], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, gpus.PROBE], capture_output=True, text=True, check=False)
     assert json.loads(done.stdout) if done.returncode == 0 else "lib" in done.stderr.splitlines()[-1]
 
 

@@ -56,24 +56,6 @@ def test_as_many_tasks_as_several_pipelines_have_are_those(workers, stages, pipe
 
 
 @pytest.mark.parametrize(
-    "request_",
-    [
-        Request(stages=2),
-        Request(stages=2, strategy="multiworker"),
-        Request(stages=3, workers=1, strategy="pipeline"),
-        Request(stages=2, workers=2, strategy="pipeline"),
-        Request(stages=3, workers=0, devices=2, strategy="pipeline"),
-        Request(stages=2, ps=1, strategy="pipeline"),
-        Request(workers=2, devices=2, strategy="pipeline"),
-        Request(stages=0, strategy="pipeline"),
-    ],
-)
-def test_stages_that_the_topology_has_not_are_refused(request_):
-    with pytest.raises(UsageError):
-        build_cluster(request_)
-
-
-@pytest.mark.parametrize(
     "config",
     [
         {"loop": "fit"},
@@ -129,6 +111,14 @@ def test_a_stage_may_hold_its_share_of_a_task_s_memory_or_a_gpu_s(options, task_
 @pytest.mark.parametrize(
     ("request_", "named"),
     [
+        (Request(stages=2), ["--stages 2", "--strategy pipeline"]),
+        (Request(stages=2, strategy="multiworker"), ["--stages 2", "--strategy pipeline"]),
+        (Request(stages=3, workers=1, strategy="pipeline"), ["--stages 3", "--workers 2 or 5"]),
+        (Request(stages=2, workers=2, strategy="pipeline"), ["--stages 2", "--workers 1 or 3"]),
+        (Request(stages=3, workers=0, devices=2, strategy="pipeline"), ["--stages 3", "--devices 3"]),
+        (Request(stages=2, ps=1, strategy="pipeline"), ["--strategy pipeline", "--ps 0"]),
+        (Request(workers=2, devices=2, strategy="pipeline"), ["--strategy pipeline", "--devices 1"]),
+        (Request(stages=0, strategy="pipeline"), ["--stages"]),
         (Request(min_workers=3), ["--min-workers 3", "--workers 2"]),
         (Request(min_workers=-1), ["--min-workers"]),
         (Request(min_workers=1, workers=0), ["--min-workers 1", "OneDeviceStrategy"]),
@@ -140,7 +130,7 @@ def test_a_stage_may_hold_its_share_of_a_task_s_memory_or_a_gpu_s(options, task_
         (Request(grow=True, script="s.py"), ["--grow", "script"]),
     ],
 )
-def test_a_cluster_that_can_lose_no_worker_is_refused(resolved, request_, named):
+def test_stages_that_do_not_fit_and_a_cluster_that_can_lose_no_worker_are_refused(resolved, request_, named):
     error = refusal(request_)
     assert EXIT_USAGE == error.exit_code
     assert [] == [option for option in named if option not in str(error)], error

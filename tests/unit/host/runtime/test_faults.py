@@ -13,7 +13,7 @@ import pytest
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
 from cluster.host.runtime import compose_services, injector, registry
-from cluster.host.runtime.compose_runtime import _HOG
+from cluster.host.runtime.compose_runtime import MEMORY_EATER
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.system import memory
@@ -134,7 +134,7 @@ def test_a_busy_container_that_cannot_be_frozen_at_once_is_tried_again(faults, d
 
 def test_the_hog_eats_all_memory_and_ends_with_the_program_that_it_starves():
     def starve(program: int, pieces: int) -> int:
-        limited = f"import resource; resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))\n{_HOG}"
+        limited = f"import resource; resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))\n{MEMORY_EATER.read_text()}"
         command = [sys.executable, "-c", limited, str(program), str(pieces)]
         return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=300).returncode
 
