@@ -6,8 +6,6 @@ and the environment that the locks describe is created there once; a checkout ha
 where the command is called, and data in the cache, shared by all of the user's projects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

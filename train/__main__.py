@@ -8,8 +8,6 @@ evaluates, and all others build the same strategy, model and data, restore the n
 step. `train/program.py` has these parts; this file starts before TensorFlow is imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json

@@ -1,7 +1,5 @@
 """Everything that both loops need in one generation of a task, built once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field

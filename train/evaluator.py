@@ -1,7 +1,5 @@
 """The evaluator task, which evaluates new checkpoints during the training on a separate device."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A single value of a plain model is a dictionary for the others, with the names of the data. Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Predictions of a run's exported model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The program of a task from its gate to its end. Importing this module imports TensorFlow."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The tf.distribute strategy of a cluster, and the servers of parameter servers and their workers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -4,8 +4,6 @@ python -m cluster.agent [-- COMMAND ...]               RUN_DIR, TASK and TF_CONF
 python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see cluster/agent/task_process.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -10,8 +10,6 @@ engine that restarts a task whose agent dies. The agent exits with 0 once the ou
 the engine would start it again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """One attempt of a task's program: its process, what its agent observes, and how the next attempt begins."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import time

@@ -13,8 +13,6 @@ would repeat, so the run fails. But when a task is killed, the scripts of the ot
 waits for the task that really died to report it.
 """
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto

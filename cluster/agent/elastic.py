@@ -6,8 +6,6 @@ leaves out runs no program and decides nothing; it reports that it waits, and an
 includes it.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Collection, Mapping

@@ -3,8 +3,6 @@
 python -m cluster.agent.health     RUN_DIR and TASK in the environment
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

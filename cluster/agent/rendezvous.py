@@ -13,8 +13,6 @@ are dialed by all, so that each is named with the reason, and tasks without a hu
 of the time, since that takes N^2 connections.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import socket

@@ -1,7 +1,5 @@
 """The run as one agent sees it: the folder, and the messages of the other agents through the chief's hub."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

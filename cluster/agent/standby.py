@@ -4,8 +4,6 @@ Most of a restart is importing TensorFlow, forming the cluster and tracing the s
 first and, where it can, all of that: see `cluster/contract/recovery/standby_cluster.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@ A script knows nothing of gates, heartbeats or our exit codes. So it starts once
 writes the heartbeat until the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -4,8 +4,6 @@ The clocks of several machines differ, so times are measured on this machine's m
 a step was seen to change. Time in which this process was stopped itself does not count.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which configurations a cluster can train with, and what follows for them from its strategy and its batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ these, any of them `| None`. So a record that was read has every field, each of 
 its class does not know survive a round trip.
 """
 
-from __future__ import annotations
-
 import types
 import typing
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 They are checked before anything is started, so that `up` reports a typo, and not a task.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

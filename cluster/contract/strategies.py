@@ -3,8 +3,6 @@
 A new strategy needs a record here, a builder in `train/strategy.py`, tests and documentation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

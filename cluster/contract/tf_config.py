@@ -3,8 +3,6 @@
 Source: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -5,8 +5,6 @@ result; a program without a result has failed, whatever its exit code; and after
 group are killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

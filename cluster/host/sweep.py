@@ -5,8 +5,6 @@ The record of a sweep names its trials; the state of each is read from its run f
 third of those that have done as many steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -4,8 +4,6 @@ Exit codes are the same everywhere: 0 done, 1 the run failed, 2 wrong usage, 3 a
 129 the terminal was closed, 130 interrupted, 141 the output is not read.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -9,8 +9,6 @@ A scratch folder disappears with the process that made it, also after SIGKILL: t
 process that needs one removes folders that nobody has locked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

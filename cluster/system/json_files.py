@@ -4,8 +4,6 @@ A file with one value is replaced or created whole, so that a reader never sees 
 a JSON Lines file, which is read as it grows; damaged lines are skipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

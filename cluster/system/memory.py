@@ -1,7 +1,5 @@
 """Memory of this machine and of the container around this process, and which processes the kernel killed for it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

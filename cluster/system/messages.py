@@ -1,7 +1,5 @@
 """Numbers and errors in words, the same in every message, and text without control characters."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from pathlib import Path

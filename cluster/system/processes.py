@@ -1,7 +1,5 @@
 """Operating-system processes: run one, wait for it, describe how it ended, recognize it by its record, end them all."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

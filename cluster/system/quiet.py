@@ -1,7 +1,5 @@
 """Holds back the lines that TensorFlow prints at every log level."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

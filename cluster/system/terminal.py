@@ -1,7 +1,5 @@
 """Lines that fit into the terminal; a file or a program gets them whole."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

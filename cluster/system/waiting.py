@@ -1,7 +1,5 @@
 """Waiting for a condition: every wait has a bound."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

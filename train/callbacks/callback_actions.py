@@ -1,7 +1,5 @@
 """The actions that call the user's callbacks, from both loops."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

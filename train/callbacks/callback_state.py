@@ -4,8 +4,6 @@ The attributes of a callback that have changed since it was created are saved, a
 them. Everything else, such as open files, is created by each generation, and is reported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

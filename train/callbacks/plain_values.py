@@ -5,8 +5,6 @@ variables and metrics in place, so the decoding process must have an equal objec
 creates fulfil that.
 """
 
-from __future__ import annotations
-
 import collections
 import enum
 import functools

@@ -1,7 +1,5 @@
 """The callbacks that a configuration names: those of TensorFlow's tutorials, or the user's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tensorflow as tf

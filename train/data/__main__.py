@@ -3,8 +3,6 @@
 python -m train.data prepare|shard|examine|verify [--name NAME] [--data-dir DIR]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

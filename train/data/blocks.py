@@ -5,8 +5,6 @@ They find damage that does not change the size before anything is trained on it,
 the time of reading the file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -12,8 +12,6 @@ a tenth of a millisecond in every epoch.
 `train.data.prepare.sharding` writes shards, `train.data.stream` reads them. Standard library only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

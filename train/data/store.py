@@ -3,8 +3,6 @@
 Standard library only: finding and verifying prepared data needs neither NumPy nor TensorFlow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -12,8 +12,6 @@ of that while it is shuffled; and the bytes of a shard while it is checked. More
 Shapes: S shards, W shards of a window, n examples of a window, G global batch, B replica batch, L replicas of a task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import tensorflow as tf

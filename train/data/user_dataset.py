@@ -10,8 +10,6 @@ Features for a model with several inputs are a dictionary of arrays, and so are 
 "classes" is then a dictionary of the heads whose classes have names.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

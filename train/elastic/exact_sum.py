@@ -14,8 +14,6 @@ that were rounded to a common grid add up to the same sum in every order.
 Shapes: n shards of this replica, R replicas, W words of 8 bytes for a byte of each replica, E rows of all tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import tensorflow as tf

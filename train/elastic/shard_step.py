@@ -12,8 +12,6 @@ Source: the virtual workers of EasyScale for PyTorch (Li et al., arXiv:2208.1422
 Shapes: n shards of this replica, V shards of all replicas.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Without `--bitwise-elastic` their number is that of the replicas, so that a shard is a replica's batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """The actions of a training, except callbacks and reports: checks, traces, evaluations, checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -1,7 +1,5 @@
 """`--loop custom`: our own loop, many steps in one `tf.function`."""
 
-from __future__ import annotations
-
 from tensorflow import keras
 
 from cluster.contract.recovery import step_record

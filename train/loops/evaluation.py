@@ -3,8 +3,6 @@
 Shapes: B replica batch, K outputs, N batches of all replicas, M reported means.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

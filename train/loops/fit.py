@@ -4,8 +4,6 @@ Keras 3 provides it, repaired for several tasks by `train/patches/`. Under param
 because Keras 3 does not support them. The choice is made before TensorFlow is imported (`train/startup/preload.py`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: B replica batch, K outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

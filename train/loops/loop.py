@@ -4,8 +4,6 @@
 `end_call` (`train/loops/fit.py`), so that both loops have the same actions (`train/loops/actions.py`).
 """
 
-from __future__ import annotations
-
 import enum
 import sys
 import time

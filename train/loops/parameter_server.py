@@ -1,7 +1,5 @@
 """The inner loop under ParameterServerStrategy: the chief schedules slices of steps on free workers."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ checkpoint or a snapshot in memory is about to save is compared first. Where cop
 the state saved before.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

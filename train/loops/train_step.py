@@ -19,8 +19,6 @@ TensorFlow's Grappler may reorder sums; `train/patches/exact_order.py` prevents 
 Shapes: B micro-batch, K outputs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A training of either loop: its parts before and after the newest checkpoint is restored, its actions and its end."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -14,8 +14,6 @@ Shapes: B batch, H height, W width, C channels, K classes, T tokens of the conte
 V tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Export of the trained model as a SavedModel that does not depend on this project."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shutil

@@ -8,8 +8,6 @@ Loss scaling: P. Micikevicius et al., Mixed Precision Training, arXiv:1710.03740
 Shapes: N numbers of all tensors together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@
 A weight of the file is used if the model has one with the same name and shape. The other weights stay random.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import zipfile

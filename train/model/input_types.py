@@ -1,7 +1,5 @@
 """The types of a model's inputs, one or several by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ Every part begins with the state before the step. The states after the parts are
 With one part layers assign their variables as in plain Keras.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ examples is that of Keras on one device, for any distribution of the padding ove
 Shapes: B examples of a part of the batch, O outputs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Models, by the name that a configuration gives them."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import fnmatch

@@ -7,8 +7,6 @@ whole global batch, for any replicas and micro-batches (`train/model/masks.py`).
 Shapes: B batch, K outputs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence

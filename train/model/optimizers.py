@@ -1,7 +1,5 @@
 """The optimizer that a configuration describes, and its gradient policy."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator

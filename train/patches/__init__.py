@@ -7,8 +7,6 @@ The patches in `SCRIPTS` import nothing of this project: the process of a user's
 (`hook/sitecustomize.py`), because `import train` can find the user's own `train.py` there.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable
 

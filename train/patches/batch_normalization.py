@@ -6,8 +6,6 @@ Test: tests/process/train/test_trainer_patches.py::test_replicas_themselves_norm
 Not applied: on one replica, and to layers that are synchronized already.
 """
 
-from __future__ import annotations
-
 import keras
 import tensorflow as tf
 

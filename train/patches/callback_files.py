@@ -9,8 +9,6 @@ The other tasks write to a temporary folder that is deleted at once, because rea
 Nothing here waits for a collective: a script may give a callback to its chief alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

@@ -6,8 +6,6 @@ Test: tests/process/train/test_trainer_patches.py::test_central_storage_itself_r
 Not applied: to variables of other strategies, and to those that have an aggregation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import keras

@@ -7,8 +7,6 @@ Test: tests/unit/train/patches/test_central_sums.py
 Not applied: to other strategies, which use collective operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import tensorflow as tf

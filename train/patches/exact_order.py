@@ -8,8 +8,6 @@ Test: tests/unit/train/patches/test_gradients.py::test_only_sums_that_must_repea
 Not applied: without micro-batches, unless the training must be deterministic.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context  # has no public name

@@ -7,8 +7,6 @@ Test: tests/unit/train/patches/test_script_patches.py::test_moving_averages_must
 Not applied: to variables that have an aggregation. The built-in trainer uses `train/model/layer_state.py` instead.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -7,8 +7,6 @@ Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_m
 Not applied: if `Layer._losses` is a property, or `Layer._clear_losses` mentions threads.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 import weakref

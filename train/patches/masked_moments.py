@@ -6,8 +6,6 @@ Test: tests/process/train/test_trainer_patches.py::test_keras_itself_leaves_them
 Not applied: if `BatchNormalization._moments` adds up over replicas also with a mask.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -6,8 +6,6 @@ Test: tests/unit/train/patches/test_gradients.py::test_the_loss_is_nan_if_a_grad
 Not applied: to steps with loss scaling, which checks the gradients itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import tensorflow as tf

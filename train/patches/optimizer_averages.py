@@ -6,8 +6,6 @@ Test: tests/unit/train/pipeline/test_stage_variables.py
 Not applied: to optimizers that `average_changed_weights` was not called for: only stages of a pipeline need it.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import keras

@@ -6,8 +6,6 @@ Test: tests/differential/test_differential.py::test_a_case_must_train_as_plain_k
 Not applied: outside `fixed_rate`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

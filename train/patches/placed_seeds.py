@@ -8,8 +8,6 @@ Not applied: outside `random_place`. It stays when Keras draws by replica: Keras
 resume, see docs/internals/decisions/0008-random-layers.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ Test: tests/unit/train/patches/test_quick_imports.py
 Not applied: to those that are imported already.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ Test: tests/unit/train/patches/test_gradients.py::test_keras_itself_does_a_large
 Not applied: if `TFOptimizer._distributed_tf_update_step` converts gradients to tensors.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any

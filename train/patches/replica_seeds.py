@@ -6,8 +6,6 @@ Test: tests/unit/train/patches/test_script_patches.py::test_replicas_must_draw_d
 Not applied: if the source of `SeedGenerator.next` mentions replicas. The built-in trainer uses `placed_seeds.py`.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -6,8 +6,6 @@ Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_m
 Not applied: if `reduce_per_replica`, tried on a number, does not reduce along axis 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

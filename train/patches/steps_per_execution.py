@@ -8,8 +8,6 @@ Not applied: if the source of `_make_function` has no `tf.cond`, or depends on t
 take two devices.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Iterator

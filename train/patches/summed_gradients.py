@@ -7,8 +7,6 @@ Test: tests/differential/test_differential.py::test_a_case_must_train_as_plain_k
 Not applied: if the optimizer has no `_all_reduce_sum_gradients`.
 """
 
-from __future__ import annotations
-
 import keras
 
 

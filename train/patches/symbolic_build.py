@@ -8,8 +8,6 @@ Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_m
 Not applied: if `_maybe_symbolic_build`, tried on a batch of one value, reduces nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

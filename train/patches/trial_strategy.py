@@ -1,7 +1,5 @@
 """A strategy without a cluster, on which the patches of `Model.fit` try whether Keras still has a defect."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

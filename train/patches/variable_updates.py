@@ -7,8 +7,6 @@ Test: tests/process/train/test_parameter_server.py::test_keras_itself_loses_upda
 Not applied: if the source of `Variable.assign_add` does not assign a sum.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import keras

@@ -6,8 +6,6 @@ each micro-batch an instance key, which every step reuses. A key has one shape; 
 Tasks of R pipelines with S stages each: task r * S + s is stage s of pipeline r.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

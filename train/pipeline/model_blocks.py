@@ -6,8 +6,6 @@ same stage, because a cut there would change bits. Stages can share a layer's we
 averages of batch normalization.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ slowest stage, which determines the speed of all, among those whose stages fit t
 PipeDream (Harlap et al. 2018, arXiv:1806.03377, section 3.2), for stages of one device each.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ parts of each global batch and add up the gradients of equal stages before the s
 Shapes: S steps of one loop; N batches and M means of an evaluation.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import time

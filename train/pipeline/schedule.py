@@ -12,8 +12,6 @@ Three schedules of S stages and M micro-batches:
 Backwards run in the order 0 to M-1 in all of them, so that gradients are summed in the order of one device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -10,8 +10,6 @@ any number of micro-batches, and optimized alike in all calls, so that their bit
 Shapes: B micro-batch.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Sequence

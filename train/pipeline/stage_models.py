@@ -4,8 +4,6 @@ Keras knows which layer created a variable, but not which layers read it: an out
 the embedding. So each stage is traced once, with zeros for variables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ their order of creation and from the seeds that were drawn for all variables, so
 one device. The other variables remain handles without a value, which checkpoints leave out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A module has a function `preset` that returns a `TrainConfig`, and the parts tha
 modules such as TensorFlow at the top, because every command that reads a configuration imports it.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import Any

@@ -1,7 +1,5 @@
 """MNIST with the two-conv CNN."""
 
-from __future__ import annotations
-
 from train.config import TrainConfig
 
 

@@ -1,7 +1,5 @@
 """ResNet-50 v1.5 on synthetic images, to measure a machine's throughput."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from train.config import Optimizer, TrainConfig

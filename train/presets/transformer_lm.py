@@ -1,7 +1,5 @@
 """A decoder-only Transformer on the bytes of the Jargon File."""
 
-from __future__ import annotations
-
 from train.config import TrainConfig, Transformer
 
 

@@ -10,8 +10,6 @@ A checkpoint without its JSON file is not finished and does not count. Only the 
 This module does not import TensorFlow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The weights of a checkpoint for evaluation and export, and the hash of a model's weights."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

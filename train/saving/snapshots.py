@@ -6,8 +6,6 @@ After a failure the tasks continue from the newest snapshot: each from its own, 
 another, which a collective operation copies. Checkpoints in memory are due to Wang et al., GEMINI, SOSP 2023.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

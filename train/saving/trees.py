@@ -10,8 +10,6 @@ The first task waits for the others and merges all files, which TensorFlow does 
 same as a checkpoint of one task: any number of tasks can restore it.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Checks of a configuration's fields: their types, which Python does not check, and their ranges."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@
 Standard library only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The settings of a built-in model and of a model's stages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cluster.system.errors import UsageError

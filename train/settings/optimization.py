@@ -1,7 +1,5 @@
 """The settings of the optimizer and its learning rate; `train/model/optimizers.py` builds it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Builds a configuration from a preset and the overrides on a command line."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -3,8 +3,6 @@
 Checking reads the user's source without running it, so that a typo is found before a run starts.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

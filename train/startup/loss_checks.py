@@ -1,7 +1,5 @@
 """Checks of a run's loss and metrics before the run starts: that they take labels and outputs as the loops do."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checks of a run's model before the run starts: that it takes the data, and can be trained in parts or in stages."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The memory that a run's model takes."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

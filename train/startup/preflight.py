@@ -7,8 +7,6 @@ The checks are only for configurations with a user's parts, because they import 
 that `cluster/contract/user_code.py` names.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Imports of a task's program, which take most of its start, and the environment variables that they read."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -4,8 +4,6 @@ The first trace of a training step takes more than twice as long as the next one
 and Keras import modules late and autograph caches converted functions.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 from tensorflow import keras
 from tensorflow.python.eager import context  # forgetting its devices has no public name

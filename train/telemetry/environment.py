@@ -1,7 +1,5 @@
 """The environment of this task, as far as it can change bits: versions, processor, threads, variables."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """The writer of metrics to a JSON Lines file, TensorBoard and the console."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -5,8 +5,6 @@ microseconds, and no computation waits for it, so that the weights keep their bi
 its computation, and a TPU has no such variables: there and in Keras's `fit` a whole call counts as one exchange.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from typing import Any

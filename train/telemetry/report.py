@@ -1,7 +1,5 @@
 """The reports of a task about its training: heartbeat, events, metrics and, at the end, the result."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ A mark reads Python's clock, because TensorFlow's clock cannot be read in a dete
 in this object. That costs about 50 us on a busy machine, so not all short steps are marked.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

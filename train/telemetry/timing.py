@@ -3,8 +3,6 @@
 Shapes: S steps; columns: whole step, input, busy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

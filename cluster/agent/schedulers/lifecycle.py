@@ -1,7 +1,5 @@
 """Continuing a run when a scheduler starts its tasks again, and the exit code for the scheduler."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

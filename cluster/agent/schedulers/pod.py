@@ -16,8 +16,6 @@ that the manifests mount at RECORDS_DIR, and a pod's exit code is what its contr
 A run that stopped continues when its pods start again: the chief's opens it, and the others wait for that.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

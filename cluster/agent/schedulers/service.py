@@ -11,8 +11,6 @@ A host that is drained asks its tasks to end. Then every task saves at the same 
 the Swarm starts it again, the drained host's elsewhere. The chief's opens the run again; the others wait for that.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -13,8 +13,6 @@ In the job of a replacement REPLACED_TASK names the task, of an attempt that con
 queued again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

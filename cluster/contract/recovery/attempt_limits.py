@@ -12,8 +12,6 @@ the attempt failed at the same step as the previous one: a program that always f
 then at 20, and gets no further.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from cluster.contract import settings

@@ -1,7 +1,5 @@
 """How a task's program ended: by itself or from outside, and with which error."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

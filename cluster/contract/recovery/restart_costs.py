@@ -1,7 +1,5 @@
 """The restarts of a run: why they happened and what each cost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

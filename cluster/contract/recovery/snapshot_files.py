@@ -4,8 +4,6 @@ The agent creates them and every program of the task inherits them, so they exis
 no names: nothing is left behind, and no other user can open them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

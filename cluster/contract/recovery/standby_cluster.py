@@ -13,8 +13,6 @@ standby process has ended records that, every other agent then ends its own, and
 clusters that the standby processes of one generation form are numbered; only processes of the same one can train.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

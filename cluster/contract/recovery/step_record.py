@@ -5,8 +5,6 @@ every call of its inner loop. Once the write has returned, the kernel has the li
 not flushed to the disk: a task whose machine is lost did not fail by itself. A checksum detects torn lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import weakref

@@ -3,8 +3,6 @@
 Its reader may not escape it, so everything from the run's folder is written as code.
 """
 
-from __future__ import annotations
-
 import time
 
 from cluster.contract.results import goodput

@@ -1,7 +1,5 @@
 """Where the wall time of a run went, computed from the chief's ledgers and the times of failures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from cluster.contract.run.records import TimeLedger

@@ -1,7 +1,5 @@
 """The reference run of a run with faults: the same training without them, which must end with the same bits."""
 
-from __future__ import annotations
-
 from statistics import median
 from typing import Any
 

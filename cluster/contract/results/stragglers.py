@@ -4,8 +4,6 @@ Under a synchronous strategy every step takes as long as that of the slowest tas
 a step in which each is busy: waiting for its batch and computing its own gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from statistics import median
 

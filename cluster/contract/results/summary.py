@@ -1,7 +1,5 @@
 """The summary of a run, computed from what its tasks recorded."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from dataclasses import replace

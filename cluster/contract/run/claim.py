@@ -4,8 +4,6 @@ The claim is a lock on `.running/NAME.lock` next to the run folders. The kernel 
 there is nothing to clean up. The file names the holder and is not removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

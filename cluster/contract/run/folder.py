@@ -5,8 +5,6 @@ a whole, so that readers never see half of it, or appended to line by line. A re
 once (the next generation, the outcome) belongs to the task that creates its file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

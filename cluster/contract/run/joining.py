@@ -1,7 +1,5 @@
 """Where the hub of a run listens, and the run's token, which only the run's own user may read."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import socket

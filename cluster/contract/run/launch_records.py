@@ -1,7 +1,5 @@
 """The records of how a run was launched: its options, cluster, configuration and processes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any

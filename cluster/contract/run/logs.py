@@ -4,8 +4,6 @@ A program can print without end, even without ever ending a line. So a log has p
 is kept, the newest is `<task>.log`, and of those in between only the last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ does not change while it lasts, and a task that returns sees whether it belongs 
 that.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path

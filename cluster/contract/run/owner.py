@@ -6,8 +6,6 @@ supervisor by its id and start time; its descendants, which include every daemon
 supervisor the parent of orphans; and, if the supervisor was killed, by a random token in their environment.
 """
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path

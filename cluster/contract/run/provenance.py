@@ -6,8 +6,6 @@ the user's state folder (`$XDG_STATE_HOME/tf-cluster/runs/`), and a run whose re
 trusted. Files that the tasks write later, such as checkpoints, are not covered.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The records of how a run ended: `summary.json`, and what it is made of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from cluster.contract.run.records import OutcomeState, Pace

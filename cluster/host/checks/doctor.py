@@ -1,7 +1,5 @@
 """Prerequisite checks, each with its fix."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -3,8 +3,6 @@
 `cluster.contract.tf_config.parse` refuses a TF_CONFIG at its first mistake; here it is read as far as possible.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """Findings of `doctor` on a machine with GPUs: their driver, their memory, and whether containers can use them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`invoke rerun`: a run once more from its manifest, compared step by step and bit by bit."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

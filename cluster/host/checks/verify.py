@@ -3,8 +3,6 @@
 Each is a separate `invoke up`, one after the other, in a temporary folder of runs.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

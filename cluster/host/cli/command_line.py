@@ -1,7 +1,5 @@
 """What all tasks share: their options, optional positional arguments, errors in one line, a shell, output."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -4,8 +4,6 @@ invoke completes the names of tasks and options. Its scripts pass the words that
 may follow them, and the shell keeps the candidates that begin as the last word does.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 

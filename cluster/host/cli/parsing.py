@@ -5,8 +5,6 @@ daily use. invoke has no setting for these and a task file cannot replace the pr
 of its are replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import inspect

@@ -4,8 +4,6 @@ invoke's own runner passes a Ctrl-C on as a character that no program reads with
 when a command takes too long: the engine's client behind it would run on and hold up its caller.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

@@ -4,8 +4,6 @@ A fault is an event in the run folder, so that the run's own summary counts from
 A runtime's injector injects each kind, by a method of its name.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """End runs and delete them: `invoke down` and `invoke clean`. What fails is reported, also by the exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

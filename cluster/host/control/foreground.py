@@ -1,7 +1,5 @@
 """Wait for a run: until it trains, until it ends, until it has stopped. Every wait is bounded."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

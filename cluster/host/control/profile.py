@@ -10,8 +10,6 @@ TensorBoard's container can only read the runs, so the tab shows nothing of a tr
 a separate process because the library prints; it is in `.venv` as one of TensorBoard's requirements.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import uuid

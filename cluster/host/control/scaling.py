@@ -5,8 +5,6 @@ watchers wait for the next generation, which this module begins. If this command
 claim on the run, and the run counts as stopped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 

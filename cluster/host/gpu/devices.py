@@ -1,7 +1,5 @@
 """The GPUs of this machine as `nvidia-smi` reports them, which of them NVLink connects, and who can use them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import dataclass

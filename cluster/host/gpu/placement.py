@@ -1,7 +1,5 @@
 """Which task gets which GPUs: the chief and the workers the same number each, all other tasks none."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The git checkout that runs: its commit, and what differs from it. Outside a checkout all of this is empty."""
 
-from __future__ import annotations
-
 import subprocess
 
 from cluster.system.files import files_sha256

@@ -1,7 +1,5 @@
 """The Docker Engine: whether one answers. Every call has a time limit, so that a stuck engine cannot hang a command."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The images: their names, what they are built from, whether they are current, and the commands that build them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ all targets share, and `TARGET.lock` holds the hashes that pip checks. A lock is
 and looks up no dependencies (`--no-deps`). No file names a package index: pip's own settings choose it.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Two images with the same configuration, date and sha256 of each layer are the sa
 compute it from different things. Both builds have separate tags, which are removed again: no image in use is touched.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import secrets

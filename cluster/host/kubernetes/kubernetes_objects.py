@@ -4,8 +4,6 @@ A JobSet or Kubeflow's TFJob starts the pods and starts them again, see https://
 https://www.kubeflow.org/docs/components/training/. `kubernetes_objects.yaml` holds what is the same for every run.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import string

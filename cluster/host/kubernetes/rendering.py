@@ -1,7 +1,5 @@
 """From options to manifests for Kubernetes: checked as `up` checks them, but for what only the machine of `up` has."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The training configuration, resolved by the training program, which this side never imports."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

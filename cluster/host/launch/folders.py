@@ -1,7 +1,5 @@
 """Where runs and data lie, which run a name means, and whether a run may be started in its folder."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 TensorFlow counts the model's parts in a separate process, see `train/startup/preflight.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cluster.contract.spec import ClusterSpec, Role, Task

@@ -4,8 +4,6 @@ No host path, user name or secret goes into it. It is written when the run start
 environment that it computes in (`train/telemetry/environment.py`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

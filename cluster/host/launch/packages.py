@@ -6,8 +6,6 @@ nothing is built with packages that no hash pins; what the file names with `--no
 with the locked setuptools.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

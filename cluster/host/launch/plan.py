@@ -1,7 +1,5 @@
 """A run that was checked and can be started, and how it is shown."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From a request to a plan: everything is checked here, and nothing is changed."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

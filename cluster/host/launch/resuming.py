@@ -3,8 +3,6 @@
 Its checkpoint fits one model, and its step one order of the data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any

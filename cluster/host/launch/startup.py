@@ -1,7 +1,5 @@
 """Starting what was planned: data, images, the run folder, and then every task."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Ending what a run started, and finding what is left of runs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Weights are found before anything starts and copied to the run's folder: every t
 does a repetition of the run when their origin is gone.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

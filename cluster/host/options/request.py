@@ -3,8 +3,6 @@
 invoke's signature, `--help`, run files (`run_file.py`) and docs/reference/options.md follow from these declarations.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import time

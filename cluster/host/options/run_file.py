@@ -12,8 +12,6 @@
 Keys are the names of the options. A script has `args` in place of `[train]`. Paths are relative to the file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

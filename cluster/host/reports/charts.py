@@ -1,7 +1,5 @@
 """Curves of runs as SVG: no script, no network, and colours that follow light and dark."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from html import escape

@@ -1,7 +1,5 @@
 """The differences between runs: their inputs, their results, and whether their final weights are the same."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping, Sequence

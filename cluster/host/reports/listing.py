@@ -1,7 +1,5 @@
 """The table of all runs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -4,8 +4,6 @@ Whatever comes from the run's folder is escaped: tasks can write anything there.
 that allows none.
 """
 
-from __future__ import annotations
-
 import string
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -7,8 +7,6 @@ A runtime does not stop a run gracefully. It needs no way to: every task's agent
 which all tasks share.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from abc import ABC, abstractmethod

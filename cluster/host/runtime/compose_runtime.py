@@ -1,7 +1,5 @@
 """The cluster as containers of a Docker Engine, by `docker compose`; `compose_services.py` describes the services."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

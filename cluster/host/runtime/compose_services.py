@@ -4,8 +4,6 @@
 explicit service a task. A scaled service would not do: its replicas have no index.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -3,8 +3,6 @@
 Here is what every runtime has in common. Each runtime's module has a subclass, which refuses what it cannot inject.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

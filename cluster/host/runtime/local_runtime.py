@@ -1,7 +1,5 @@
 """The cluster as processes of this machine, which a supervisor starts and restarts, see `supervisor.py`."""
 
-from __future__ import annotations
-
 import resource
 import shlex
 import signal

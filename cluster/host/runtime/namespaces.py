@@ -3,8 +3,6 @@
 Files, process ids and signals remain those of the machine.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

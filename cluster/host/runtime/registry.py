@@ -1,7 +1,5 @@
 """Every runtime by its name, and which one a run gets or has."""
 
-from __future__ import annotations
-
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.strategies import Strategy
 from cluster.host.runtime.base import Runtime, recorded_runtime

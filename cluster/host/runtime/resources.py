@@ -7,8 +7,6 @@ Network: TensorFlow's servers listen on every interface and ask for no password,
 So local tasks get a private network where the machine allows one, and a warning where they do not.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

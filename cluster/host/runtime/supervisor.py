@@ -13,8 +13,6 @@ started after the keeper was killed with SIGKILL can survive. It enters the run'
 all of them are in there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

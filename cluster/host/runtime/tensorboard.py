@@ -1,7 +1,5 @@
 """TensorBoard, one for all runs of a folder: in its container, or as a local process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

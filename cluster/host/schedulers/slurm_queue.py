@@ -4,8 +4,6 @@ Slurm's clients wait about 9 s for a controller that does not answer. So a quest
 while, however many runs a command looks at.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

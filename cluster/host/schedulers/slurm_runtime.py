@@ -3,8 +3,6 @@
 What the job runs on its nodes is `cluster/agent/schedulers/slurm.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shlex
 import sys

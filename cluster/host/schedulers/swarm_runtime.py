@@ -4,8 +4,6 @@ The engine that Docker's client talks to (DOCKER_HOST) must be a manager's. What
 prints and one can paste. What runs first in each container is `cluster/agent/schedulers/service.py`.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 import time

@@ -4,8 +4,6 @@ A service has the settings of Compose's, but for those that it cannot have: `sec
 each engine's daemon.json) and a limit of swap. `swarm_stack.yaml` holds what is the same for every task.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Text for a terminal: aligned columns, values as a line of blocks, and no control characters."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ParamSpec, TypeVar

@@ -1,7 +1,5 @@
 """How a run ended, as lines of text."""
 
-from __future__ import annotations
-
 import time
 
 from cluster.contract.results import goodput, reference, stragglers

@@ -1,7 +1,5 @@
 """A plan as lines of text."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The status of a run: what it is, as `--json` shows it, and as a table."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

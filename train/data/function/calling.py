@@ -10,8 +10,6 @@ arrays, of the types of `train.data.arrays.DTYPES`. Every task compares the func
     <data_dir>/functions/<name>-<version>.json   a record
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

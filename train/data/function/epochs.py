@@ -9,8 +9,6 @@ the examples that it has trained on.
 Shapes: B replica batch, G global batch, R replicas, L replicas of a task.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

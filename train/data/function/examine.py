@@ -1,7 +1,5 @@
 """Examines a dataset function before a run starts: the form, shapes and number of its examples."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path

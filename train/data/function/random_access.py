@@ -7,8 +7,6 @@ task, a worker of parameter servers.
 Shapes: B replica batch.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Sequence

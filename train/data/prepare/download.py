@@ -9,8 +9,6 @@ records. Restoring the headers restores the original files, bit for bit. `dict-j
 Jargon File. apt-get runs with separate lists and a separate cache: it needs no root and changes nothing on the machine.
 """
 
-from __future__ import annotations
-
 import errno
 import gzip
 import http.client

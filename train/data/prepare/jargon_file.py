@@ -5,8 +5,6 @@ An example is a window of bytes, and its labels are the following bytes.
 Shapes: N windows, L bytes of a window.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ fashion_mnist, mnist and users' datasets come from their arrays, so that shards 
 order. All others come from TFDS, which downloads them. For the form of the shards see `train.data.shards`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Datasets of TensorFlow Datasets: decoded as a whole into arrays, or as a stream of examples to shard."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import io

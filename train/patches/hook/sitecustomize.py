@@ -3,8 +3,6 @@
 A meta-path finder does so, so that a script without Keras pays nothing. The script itself is not modified.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import linecache

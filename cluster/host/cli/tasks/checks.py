@@ -1,7 +1,5 @@
 """The tasks that check: this machine, the strategies, a TF_CONFIG, whether a run repeats, and whether it recovers."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -1,7 +1,5 @@
 """The task `k8s.render`: a run as manifests for Kubernetes."""
 
-from __future__ import annotations
-
 import sys
 
 from invoke.util import yaml  # invoke brings PyYAML along, for its own files

@@ -1,7 +1,5 @@
 """The tasks that prepare runs: the images and the datasets."""
 
-from __future__ import annotations
-
 from cluster.host.cli.command_line import shell, show, task
 from cluster.host.image import images, reproduction
 from cluster.host.launch import startup

@@ -1,7 +1,5 @@
 """Projects: the task that creates one in a folder, and its tests."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The tasks that look back: all runs, their differences, a page about one, their disk."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -1,7 +1,5 @@
 """The tasks that start, show and end runs, one at a time or in a sweep."""
 
-from __future__ import annotations
-
 import time
 
 from cluster.contract import spec

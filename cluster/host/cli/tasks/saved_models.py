@@ -1,7 +1,5 @@
 """The tasks that use what a run has saved, in a process that may import TensorFlow."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

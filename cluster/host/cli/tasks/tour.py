@@ -3,8 +3,6 @@
 Each command is explained, in the words of `tour.toml`, and shown before it runs.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
