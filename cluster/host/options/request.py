@@ -273,8 +273,7 @@ class RecoveryOptions:
         override="check-replicas",
     )
     no_memory_snapshots: bool = switch(
-        "do not keep the newest state in memory, from which a restart continues",
-        "tasks keep it, at up to 2 % of the time and twice the state's memory",
+        "do not keep the newest state in memory, twice and at up to 2 % of the time, from which a restart continues",
         needs=Needs.TRAINER,
         override="no-memory-snapshots",
     )

@@ -1,5 +1,6 @@
 """The task `k8s.render`: a run as manifests for Kubernetes."""
 
+import re
 import sys
 
 from invoke.util import yaml  # invoke brings PyYAML along, for its own files
@@ -24,6 +25,10 @@ def render(c, request, kind="jobset", image="", claim=rendering.CLAIM, cpus=rend
     print(to_yaml(documents), end="")
 
 
+NUMBER = re.compile(r"[-+.0-9][-+.0-9_a-fA-FoOxX]*")
+"""Text that may be a number in another version of YAML than that of PyYAML, such as 1e100."""
+
+
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # it has no types
     """Writes longer text as a block, and never refers to what was written above."""
 
@@ -31,7 +36,8 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # it has no types
         return True
 
     def represent_str(self, data):
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+        style = "|" if "\n" in data else '"' if NUMBER.fullmatch(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)

@@ -32,7 +32,7 @@ def test_a_plan_as_json_shows_what_every_task_gets(resolved):
 @pytest.mark.parametrize(
     ("config", "topology", "expected"),
     [
-        ({}, {"workers": 1, "devices": 3}, {"replicas": 6, "replica_batch": 32}),
+        ({}, {"workers": 5}, {"replicas": 6, "replica_batch": 32}),
         ({"micro_batches": 4}, {"workers": 1}, {"replica_batch": 96, "micro_batches": 4, "micro_batch": 24}),
         # Of virtual shards it is that of the replica with most: of 4 replicas two have one of 6 and two have two.
         ({"bitwise_elastic": 6}, {"workers": 0}, {"replica_batch": 192}),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
@@ -78,6 +78,7 @@ def environments(made: Manifest) -> dict[str, dict[str, str]]:
     gpus=st.integers(0, 8),
     environment=st.dictionaries(st.from_regex("[A-Z_]{1,9}", fullmatch=True), st.text(max_size=20), max_size=3),
 )
+@example(kind="jobset", name="c", workers=1, ps=0, evaluator=False, gpus=0, environment={"A": "1e100", "B": "0o7"})
 @settings(deadline=None, max_examples=8)
 def test_whatever_is_requested_is_valid_and_read_as_it_was_meant(kind, gpus, **requested):
     made = manifest(kind, gpus, **requested)
