@@ -73,8 +73,7 @@ def find_late(
     left; where all wait at the same place, no task is late, and the text says that.
     """
     found = [beats[task.name] for task in spec.members if task.name in beats]
-    found = [beat for beat in found if beat.generation == generation and beat.state not in FINAL_STATES]
-    at = {beat.task: beat.position for beat in found}
+    at = {it.task: it.position for it in found if it.generation == generation and it.state not in FINAL_STATES}
     order = {name: (it.step, [*Place].index(it.place), it.left) if it else (-1, 0, 0) for name, it in at.items()}
     waits = {name for name, it in at.items() if it and not it.left and it.seconds >= 2 * HEARTBEAT_S} - {*silent}
     if not waits:
