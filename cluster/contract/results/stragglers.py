@@ -82,8 +82,7 @@ def find_late(
     late = sorted(name for name in at if name not in waits and (name in silent or order[name] < last))
     verb = "finished" if not late or {*silent} & {*late} else "reached"
     if late:  # a neighbour may still wait for a part of what a silent task has left
-        entered = min(order[name] for name in late)
-        first = min((order[name] for name in waits if order[name] >= entered), default=last)
+        first = min((order[name] for name in waits if order[name] >= min(order[each] for each in late)), default=last)
     elif first < last:
         late = sorted(name for name in waits if order[name] == first)
     where = [*Place][first[1]] + (f" of step {first[0]}" if first[0] else "")
