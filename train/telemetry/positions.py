@@ -40,5 +40,4 @@ class Positions:
         if newest != self._seen:
             self._seen, self._since = newest, time.monotonic()
         step, place = divmod(newest // 2, len(Place))
-        seconds = round(time.monotonic() - self._since, 1)
-        return Position(place=[*Place][place], step=step, left=newest % 2 == 1, seconds=seconds)
+        return Position(place=[*Place][place], step=step, left=newest % 2 == 1, seconds=time.monotonic() - self._since)

@@ -71,8 +71,7 @@ def find_late(
     left; where all wait at the same place, no task is late, and the text says that.
     """
     found = [beats[task.name] for task in spec.members if task.name in beats]
-    found = [beat for beat in found if beat.generation == generation and beat.state not in FINAL_STATES]
-    at = {beat.task: beat.position for beat in found}
+    at = {it.task: it.position for it in found if it.generation == generation and it.state not in FINAL_STATES}
     order = {name: (it.step, [*Place].index(it.place), it.left) if it else (-1, 0, 0) for name, it in at.items()}
     waits = {name for name, it in at.items() if it and not it.left and it.seconds >= 2 * HEARTBEAT_S} - {*silent}
     if not waits:
@@ -81,8 +80,7 @@ def find_late(
     late = sorted(name for name in at if name not in waits and (name in silent or order[name] < last))
     verb = "finished" if not late or {*silent} & {*late} else "reached"
     if late:  # a neighbour may still wait for a part of what a silent task has left
-        entered = min(order[name] for name in late)
-        first = min((order[name] for name in waits if order[name] >= entered), default=last)
+        first = min((order[name] for name in waits if order[name] >= min(order[each] for each in late)), default=last)
     elif first < last:
         late = sorted(name for name in waits if order[name] == first)
     where = [*Place][first[1]] + (f" of step {first[0]}" if first[0] else "")

@@ -55,8 +55,7 @@ class HeartbeatWriter:
         self._thread: threading.Thread | None = None
         self._handed_over = False
         self._written_at = 0.0
-        self.position: Callable[[], Position | None] = lambda: None
-        """Returns the position that each heartbeat records."""
+        self.position: Callable[[], Position | None] = lambda: None  # called for each heartbeat
         self.current = first_heartbeat(task, generation, restarts)
         """The next heartbeat."""
 
