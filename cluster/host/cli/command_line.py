@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import termios
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from inspect import Parameter
 from pathlib import Path
@@ -60,32 +60,36 @@ COMMANDS: set[str] = set()
 parsing.install()
 
 
-def task(*, has_dry_run: bool = False, **help_texts: str) -> Callable[[Callable[..., Any]], Any]:
+def task(
+    *, has_dry_run: bool = False, repeated: Sequence[str] = (), **help_texts: str
+) -> Callable[[Callable[..., Any]], Any]:
     """Decorator that turns a function into a task; its first argument is invoke's context, its value the exit code.
 
-    Options whose default is None may be given without their names. Each help text ends with the option's default; those
-    of `SHARED_HELP` can be left out. A task `has_dry_run` if all that it changes, it changes by commands: then invoke's
-    own --dry is enough.
+    Options whose default is None may be given without their names, but for those that may be `repeated`. Each help text
+    ends with the option's default; those of `SHARED_HELP` can be left out. A task `has_dry_run` if all that it changes,
+    it changes by commands: then invoke's own --dry is enough.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
         defaults = {parameter.name: parameter.default for parameter in inspect.signature(body).parameters.values()}
-        positional = [name for name, default in defaults.items() if default is None]
-        helps = _shared_help(defaults) | help_texts
-        return invoke.task(auto_shortflags=False, positional=positional, help=helps)(
-            report_errors(body, has_dry_run=has_dry_run)
+        make = invoke.task(
+            auto_shortflags=False,
+            positional=[name for name, default in defaults.items() if default is None and name not in repeated],
+            iterable=repeated,
+            help={name: text for name, text in SHARED_HELP.items() if name in defaults} | help_texts,
         )
+        return make(report_errors(body, has_dry_run=has_dry_run))
 
     return decorate
 
 
 def takes_request(
-    *left_out: str, positional: Sequence[str] = (), has_dry_run: bool = False, **help_texts: str
+    *left_out: str, file_first: bool = False, has_dry_run: bool = False, **help_texts: str
 ) -> Callable[[Callable[..., int | None]], Any]:
     """Decorator that turns a function `(c, request, ...)` into a task with the options of `Request` and its other ones.
 
-    It does not take the options of the fields `left_out`; those of `positional` may be given without their names. The
-    help texts are those of its other options, of which one whose default is None may be repeated.
+    It does not take the options of the fields `left_out`; with `file_first` the run file may be given without `--file`.
+    The help texts are those of its other options, of which one whose default is None may be repeated.
     """
     taken = {name: option for name, option in OPTIONS.items() if name not in left_out}
 
@@ -111,24 +115,13 @@ def takes_request(
             Parameter(option.name, Parameter.KEYWORD_ONLY, default=UNTYPED.get(option.types, ""))
             for option in taken.values()
         ]
-        file = Parameter("file", Parameter.KEYWORD_ONLY, default=None if positional else "")
+        file = Parameter("file", Parameter.KEYWORD_ONLY, default=None if file_first else "")
         extras = [file, *(parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters)]
         wrapped.__signature__ = inspect.Signature([context, *options, *extras])  # type: ignore[attr-defined]
-        return invoke.task(
-            auto_shortflags=False,
-            positional=positional,
-            iterable=[
-                *(option.name for option in taken.values() if option.types == (list,)),
-                *(parameter.name for parameter in parameters if parameter.default is None),
-            ],
-            help=_shared_help([*taken, "file", *(parameter.name for parameter in parameters)]) | help_texts,
-        )(report_errors(wrapped, has_dry_run=has_dry_run))
+        repeated = [parameter.name for parameter in (*options, *parameters) if parameter.default is None]
+        return task(has_dry_run=has_dry_run, repeated=repeated, **help_texts)(wrapped)
 
     return decorate
-
-
-def _shared_help(names: Iterable[str]) -> dict[str, str]:
-    return {name: SHARED_HELP[name] for name in names if name in SHARED_HELP}
 
 
 def parse_options(**words: Any) -> dict[str, Any]:

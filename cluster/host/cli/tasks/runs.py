@@ -110,7 +110,7 @@ def down(c, run=None, all=False, timeout="15"):
     "fresh",
     "detach",
     "trust",
-    positional=("file",),
+    file_first=True,
     over="OPTION=VALUE,VALUE: values to compare, of an option of `up` or of training; may be repeated (default: none)",
     parallel="trials at a time (default: 1)",
     halving="step at which trials that are not among the best third are stopped, and again at each 3 times as far "
