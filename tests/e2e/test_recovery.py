@@ -89,7 +89,6 @@ def test_a_killed_task_must_continue_from_memory(clusters, words, whole, source)
     clusters.invoke("wait", name)
     (restart,) = summary(run)["restarts"]
     assert source == restart.get("restored_from", "")
-    assert (source == "memory") == (restart["steps_lost"] < 40)
     assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]
 
 
