@@ -1,5 +1,6 @@
 """A frozen process of any kind, alone or with another: the run must recover or end within 90 s, and name it."""
 
+import functools
 import itertools
 import os
 import re
@@ -134,11 +135,8 @@ def test_a_paused_task_must_be_named_with_what_it_has_not_reached(clusters, proc
     paused = [Frozen(kind, "worker-1").find(run) for kind in processes_of]
     for process in paused:
         processes.kill(process, signal.SIGSTOP)
-
-    def late() -> str:
-        return read_status(run, run.heartbeats(), with_board=False)["late"] or ""
-
-    wait_for(lambda: "worker-1" in late() or run.generation > generation, "a late task", SLOW_MACHINE_S)
+    status = functools.partial(read_status, run, with_board=False)
+    wait_for(lambda: "worker-1" in (status(run.heartbeats())["late"] or ""), "a late task", BOUND_S)
     wait_for(lambda: run.generation > generation, "another generation", SLOW_MACHINE_S)
     for process in paused:
         processes.kill(process, signal.SIGCONT)  # the agent has to leave the run, too

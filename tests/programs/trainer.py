@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -61,10 +62,8 @@ def train(to: int) -> None:
 
 def exchange() -> None:
     """Enter the gradient exchange of the next step."""
-    began, step = time.monotonic(), _step + 1
-    _heartbeat.position = lambda: Position(
-        place=Place.EXCHANGE, step=step, left=False, seconds=time.monotonic() - began
-    )
+    began, entered = time.monotonic(), Position(place=Place.EXCHANGE, step=_step + 1, left=False, seconds=0.0)
+    _heartbeat.position = lambda: replace(entered, seconds=time.monotonic() - began)
 
 
 def finish(state: str = "done") -> NoReturn:

@@ -66,14 +66,14 @@ def find_late(
 ) -> tuple[list[str], str]:
     """Return the late tasks of a generation, and a text about what they lack; none, and "", if no task waits.
 
-    A task at the same place for two heartbeats waits: all others have written one since. A silent task may have entered
-    the place after its last one. Where all wait, as around a dead link, those are late that wait for what others have
-    left; where all wait at the same place, no task is late, and the text says that.
+    A task waits that is at a place for two heartbeats. A silent one may have entered it after its last heartbeat. Where
+    all wait, as around a dead link, those are late that wait for what others have left; at the same place, none is.
     """
     found = [beats[task.name] for task in spec.members if task.name in beats]
     at = {it.task: it.position for it in found if it.generation == generation and it.state not in FINAL_STATES}
     order = {name: (it.step, [*Place].index(it.place), it.left) if it else (-1, 0, 0) for name, it in at.items()}
-    waits = {name for name, it in at.items() if it and not it.left and it.seconds >= 2 * HEARTBEAT_S} - {*silent}
+    still = {name for name, it in at.items() if it and it.seconds >= 2 * HEARTBEAT_S} - {*silent}
+    waits = {name for name in still if not order[name][2]} or (still if silent else set())
     if not waits:
         return [], ""
     first, *_, last = sorted([order[name] for name in waits] * 2)
@@ -83,7 +83,7 @@ def find_late(
         first = min((order[name] for name in waits if order[name] >= min(order[each] for each in late)), default=last)
     elif first < last:
         late = sorted(name for name in waits if order[name] == first)
-    where = [*Place][first[1]] + (f" of step {first[0]}" if first[0] else "")
+    where = ("work after the " if first[2] else "") + [*Place][first[1]] + (f" of step {first[0]}" if first[0] else "")
     text = f"{' and '.join(late)} {'has' if len(late) == 1 else 'have'} not {verb} the {where}; the others wait"
     return late, text if late else f"every task waits in the {where}"
 
