@@ -95,14 +95,19 @@ class MemorySnapshots:
         all_held = list(zip(self._gather(newest), self._gather(older), strict=True))
         step = choose(all_held, by_all=self._broadcast is None)
         if step is None or step < max(self._gather(newest_saved)):
+            self._discard(held.values())
             return None
         if any(step not in each for each in all_held):
             self._receive(step, held, next(at for at, each in enumerate(all_held) if step in each))
         for (variable, _), octets in zip(self._tree.pairs, _split(_mapped(held[step])), strict=True):
             variable.assign(_as_tensor(octets, variable))
-        for newer in [other for other in held if other > step]:
-            _fill(held[newer], bytes(_HEADER.size), ())  # the steps after this one are repeated
+        self._discard(file for other, file in held.items() if other > step)
         return step
+
+    def _discard(self, files: Iterable[int]) -> None:
+        """Discard snapshots of steps that are repeated now, or that a checkpoint replaces."""
+        for file in files:
+            _fill(file, bytes(_HEADER.size), ())
 
     def _is_complete(self, file: int) -> bool:
         """Whether a file has a complete snapshot of these variables."""

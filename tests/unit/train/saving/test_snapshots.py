@@ -121,8 +121,8 @@ def test_a_torn_or_changed_snapshot_leaves_the_one_before(files, seed):
 def test_a_newer_checkpoint_is_preferred(files):
     own, variables = files(), state(1)
     alone(own, variables).write(7)
-    assert alone(own, variables).restore(8) is None
     assert 7 == alone(own, variables).restore(7)
+    assert alone(own, variables).restore(8) is None
 
 
 def test_the_state_of_other_variables_is_not_restored(files):
@@ -177,6 +177,10 @@ def test_steps_that_are_repeated_are_not_restored_later(files):
     parts = [gang.snapshots(task, own[task], states[task], True) for task in range(2)]
     gang.together(lambda task: parts[task].restore(NONE))
     assert 4 == alone(own[0], states[0]).restore(NONE)
+    own[1] = files()  # with its agent: all begin again, or with a checkpoint
+    parts = [gang.snapshots(task, own[task], states[task], True) for task in range(2)]
+    gang.together(lambda task: parts[task].restore(NONE))
+    assert alone(own[0], states[0]).restore(NONE) is None
 
 
 def test_a_state_that_is_too_large_for_the_memory_is_not_kept(files, monkeypatch, capsys):
