@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from cluster.host.gpu import devices
@@ -22,11 +23,13 @@ MIN_DRIVER = "525.60.13"
 """For CUDA 12.x by minor-version compatibility: it runs, but what 12.5 added is missing."""
 FULL_DRIVER = "555.42.02"
 """For all of CUDA 12.5."""
+OLDEST_KERNELS, NEWEST_KERNELS = "6.0", "9.0"
+"""The compute capabilities that TensorFlow's wheels have kernels for: sm_60 to sm_89 and compute_90 (its .bazelrc)."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - read, not written to
 MIN_SHARED_BYTES = 2**30
 """What NVIDIA recommends for NCCL, and what tasks' containers have (`compose_services.GPU_SHM`)."""
 QUERY = (
-    "--query-gpu=driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total",
+    "--query-gpu=driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap",
     "--format=csv,noheader",
 )
 
@@ -42,15 +45,16 @@ def examine_gpus() -> list[Finding]:
         return [Finding("gpus", "ok", "none: no nvidia-smi on this machine")]
     code, text = devices.ask_nvidia_smi(*QUERY)
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
-    if code or not rows or any(len(row) != 4 for row in rows):
+    if code or not rows or any(len(row) != 5 for row in rows):
         why = (text.strip() or "it lists no GPU").splitlines()[-1]
         fix = "run `nvidia-smi`, reload or install NVIDIA's driver; until then --gpus none"
         return [Finding("gpus", "warning", f"nvidia-smi reports none: {why}", fix)]
     # A process sees a single instance of a GPU that is split into instances, not as many GPUs as there are.
-    split = any(mig == "Enabled" for _, _, mig, _ in rows)
+    split = any(mig == "Enabled" for _, _, mig, *_ in rows)
     return [
         _models(rows),
         judge_driver(rows[0][0]),
+        judge_capabilities(row[-1] for row in rows),
         _memory_errors(rows),
         judge_shared_memory(_shared_bytes()),
         *_containers(1 if split else len(rows)),
@@ -58,7 +62,7 @@ def examine_gpus() -> list[Finding]:
 
 
 def _models(rows: list[list[str]]) -> Finding:
-    counts = Counter(name for _, name, _, _ in rows)
+    counts = Counter(name for _, name, *_ in rows)
     detail = ", ".join(f"{count} {name}" for name, count in counts.items())
     if len(counts) > 1:
         return Finding("gpus", "warning", detail, "name GPUs of one model by --gpus: every step waits for the slowest")
@@ -75,8 +79,20 @@ def judge_driver(version: str) -> Finding:
     return Finding("gpu driver", "ok", f"{version}: all of CUDA 12.5")
 
 
+def judge_capabilities(found: Iterable[str]) -> Finding:
+    """Report whether TensorFlow's wheels have kernels for GPUs of these compute capabilities, such as 12.0."""
+    known = sorted({each for each in found if _numbers(each)}, key=_numbers) or ["unknown"]
+    detail, fix = f"compute capability {', '.join(known)}", "use a TensorFlow built for them, or --gpus none"
+    if _numbers(known[-1]) > _numbers(NEWEST_KERNELS):  # tensorflow issues 97387 and 111958
+        detail += ": TensorFlow has no kernels for it, compiles them at the first use, and XLA may fail"
+        return Finding("gpu kernels", "warning", detail, fix)
+    if known != ["unknown"] and _numbers(known[0]) < _numbers(OLDEST_KERNELS):
+        return Finding("gpu kernels", "failed", f"{detail}: TensorFlow needs {OLDEST_KERNELS}", fix)
+    return Finding("gpu kernels", "ok", detail)
+
+
 def _memory_errors(rows: list[list[str]]) -> Finding:
-    bad = [str(index) for index, (*_, errors) in enumerate(rows) if errors.isdigit() and int(errors) > 0]
+    bad = [str(index) for index, (*_, errors, _) in enumerate(rows) if errors.isdigit() and int(errors) > 0]
     if bad:
         detail = f"GPU {','.join(bad)} had uncorrected memory errors since the driver was loaded"
         return Finding("gpu memory", "failed", detail, "restart the machine; if they come back, have the GPU replaced")

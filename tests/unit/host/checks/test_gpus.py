@@ -39,6 +39,7 @@ def test_a_good_host_is_ok(docker, nvidia_smi, monkeypatch):
     assert examine() == {
         "gpus": Finding("gpus", "ok", "8 NVIDIA H100 80GB HBM3"),
         "gpu driver": Finding("gpu driver", "ok", "570.133.20: all of CUDA 12.5"),
+        "gpu kernels": Finding("gpu kernels", "ok", "compute capability 9.0"),
         "gpu memory": Finding("gpu memory", "ok", "no uncorrected error reported"),
         "shared memory": Finding("shared memory", "ok", "/dev/shm has 8.0 GiB"),
         "gpu image": Finding("gpu image", "ok", "CUDA, cuDNN and NCCL load; GPUs seen: 8"),
@@ -63,11 +64,14 @@ def test_a_mixed_host_an_old_driver_and_memory_errors_are_reported(docker, nvidi
 
 
 DRIVERS = {"525.60.12": "failed", "": "failed", "525.60.13": "warning", "555.42.02": "ok", "1000.1": "ok"}
+CAPABILITIES = {"5.2": "failed", "6.0": "ok", "9.0": "ok", "[N/A]": "ok", "10.0": "warning", "12.0": "warning"}
 SHARED_BYTES = {2**30: "ok", 64 * 2**20: "warning", 0: "warning"}
 
 
 def test_the_driver_is_compared_by_its_numbers_and_shared_memory_must_be_enough_for_nccl():
     assert DRIVERS == {version: gpus.judge_driver(version).state for version in DRIVERS}
+    assert CAPABILITIES == {each: gpus.judge_capabilities([each]).state for each in CAPABILITIES}
+    assert "warning" == gpus.judge_capabilities(["9.0", "12.0"]).state
     assert SHARED_BYTES == {size: gpus.judge_shared_memory(size).state for size in SHARED_BYTES}
 
 
