@@ -147,8 +147,12 @@ class Plan(Workload):
             return None
         rule, base_batch = settings.get("scaling", "none"), settings.get("base_batch", batch)
         rate, schedule = settings["learning_rate"], settings.get("schedule", "constant")
+        precision = compatibility.precision_of(self.cluster.strategy, self.config.get("precision", "fp32"))
+        # Only oneDNN has kernels for bf16, and only this machine's processor is known.
+        on_this_processor = self.config.get("onednn") == "on" and not self.gpus.ids and not self.runtime.is_remote
         return {
-            "precision": compatibility.precision_of(self.cluster.strategy, self.config.get("precision", "fp32")),
+            "precision": precision,
+            "bf16_is_faster": precision == "fp32" and on_this_processor and computes_bf16(),
             "optimizer": settings["name"],
             "learning_rate": compatibility.scale_rate(rate, rule, batch, base_batch),
             "scaling": rule,
@@ -160,3 +164,9 @@ class Plan(Workload):
             "ema": settings.get("ema", 0.0),
             "clip_norm": settings.get("clip_norm", 0.0),
         }
+
+
+def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this processor has instructions for bf16 (AVX512_BF16 or AMX), on which it is faster than fp32."""
+    flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "").split()
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 
 from cluster.host.image import engine
-from cluster.host.launch import configuration, planning, startup
+from cluster.host.launch import configuration, plan, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime import supervisor
+from cluster.host.view.plan_view import plan_lines
 from cluster.system.errors import EXIT_PREREQUISITE, PrerequisiteError
 from tests.support.launching import CONFIG, Commands, refusal
 
@@ -72,6 +74,27 @@ def test_a_plan_states_what_the_numerics_come_to(monkeypatch, config, expected):
     monkeypatch.setattr(configuration, "resolve_config", lambda *_: (CONFIG | config, (), ""))
     found = planning.plan(Request(workers=2, runtime="local")).to_json()["training"]
     assert expected.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "faster"),
+    [
+        ("fpu avx512_bf16", {"onednn": "on"}, True),
+        ("amx_bf16 fpu", {"onednn": "on"}, True),
+        ("fpu avx2 avx512f", {"onednn": "on"}, False),
+        ("avx512_bf16", {"onednn": "off"}, False),
+        ("avx512_bf16", {"onednn": "on", "precision": "bf16"}, False),
+    ],
+)
+def test_a_plan_says_where_bf16_is_faster(monkeypatch, tmp_path, flags, config, faster):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(plan, "computes_bf16", partial(plan.computes_bf16, tmp_path / "cpuinfo"))
+    monkeypatch.setattr(
+        configuration, "resolve_config", lambda *_: (CONFIG | {"optimizer": OPTIMIZER} | config, (), "")
+    )
+    value = planning.plan(Request(workers=2, runtime="local")).to_json()
+    assert faster == value["training"]["bf16_is_faster"]
+    assert faster == ("bf16 is faster" in " ".join(plan_lines(value)))
 
 
 def test_a_precision_that_the_strategy_cannot_have_is_refused(monkeypatch):
