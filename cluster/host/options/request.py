@@ -133,7 +133,9 @@ class TrainingOptions:
     evaluator: bool = switch("add a task that evaluates every new checkpoint", needs=Needs.TRAINER)
     strategy: str = text(f"{_ONE_OF_STRATEGIES} or {list(strategies.STRATEGIES)[-1]}", "auto, from the topology")
     devices: int | None = number(
-        "replicas of the only task, on logical CPUs; with --gpus those of each task, its GPUs", 1, bounds=(1, MAX_DEVICES)
+        "replicas of the only task, on logical CPUs; with --gpus those of each task, its GPUs",
+        1,
+        bounds=(1, MAX_DEVICES),
     )
     preset: str = text(
         f"{', '.join(sorted(path.stem for path in PRESETS.glob('[a-z]*.py')))} or package.module:function",

@@ -36,7 +36,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # it has no types
         return True
 
     def represent_str(self, data):
-        style = "|" if "\n" in data else '"' if NUMBER.fullmatch(data) else None
+        style = "|" if "\n" in data else "'" if NUMBER.fullmatch(data) else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
