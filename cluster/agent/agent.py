@@ -16,7 +16,7 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from cluster.agent import decide, rendezvous
 from cluster.agent.attempt import POLL_S, SCRIPT_GRACE_S, Attempt
@@ -70,8 +70,6 @@ class Agent:
         self.members = Members(run, self.spec, self.task)
         self.rendezvous_timeout_s = rendezvous_timeout_s
         self._kind, self._command, self._imports = kind, command, imports
-        if not self.task.role.is_sidecar and not self.spec.serves(self.task) and not kind.scripted:
-            os.environ[snapshot_files.VARIABLE] = snapshot_files.create()
         self.standby = Standby(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
         self._last_generation = -1
         """The generation of the previous attempt."""
@@ -197,7 +195,14 @@ class Agent:
 
     def _program(self, environment: dict[str, str]) -> TaskProcess:
         """Create the program. It does not join the cluster before `_let_start`."""
+        if not self.task.role.is_sidecar and not self.spec.serves(self.task) and not self._kind.scripted:
+            environment = environment | {snapshot_files.VARIABLE: self._snapshot_files}
         return create_program(self._kind, self._command, environment, self.run.folder, self.task)
+
+    @cached_property
+    def _snapshot_files(self) -> str:
+        """The files in which every program of this task keeps snapshots; they exist as long as this process."""
+        return snapshot_files.create()
 
     def _record_processes(self, program: TaskProcess) -> None:
         if program.pid:
