@@ -164,18 +164,14 @@ class Save(Periodic):
         report: Report,
         checkpoint: CheckpointManager,
         first: int,
-        callbacks: Callbacks | None,
-        check: Callable[[int], None],
+        prepare: Callable[[int], None],
     ) -> None:
-        """Save a training from step `first`, with the state of callbacks; only the chief's timer decides.
-
-        `check` examines the state before it is saved.
-        """
+        """Save a training from step `first`, whose state `prepare` prepares; only the chief's timer decides."""
         interval = context.config.checkpoint_every
         super().__init__(every(parse_interval(interval)[0]))
         past = Past.read(context.run, context.generation, first) if context.chief else None
         self.timer = SaveTimer(interval, past, writing=lambda: checkpoint.writing)
-        self._report, self._checkpoint, self._callbacks, self._check = report, checkpoint, callbacks, check
+        self._report, self._checkpoint, self._prepare = report, checkpoint, prepare
         self.saved_at: int | None = None
 
     def after(self, progress: CallProgress) -> None:
@@ -184,9 +180,7 @@ class Save(Periodic):
             self.save(progress.step)
 
     def save(self, step: int) -> None:
-        self._check(step)
-        if self._callbacks:
-            self._callbacks.store_state()
+        self._prepare(step)
         self._report.save(step, self._checkpoint, self.timer)
         self.saved_at = step
 
@@ -202,12 +196,11 @@ class KeepSnapshot(Action):
         self,
         snapshots: MemorySnapshots | None,
         checkpoint: CheckpointManager,
-        callbacks: Callbacks | None,
-        check: Callable[[int], None],
+        prepare: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep the state with that of callbacks; `check` examines it before."""
-        self._snapshots, self._checkpoint, self._callbacks, self._check = snapshots, checkpoint, callbacks, check
+        """Keep the state that `prepare` prepares."""
+        self._snapshots, self._checkpoint, self._prepare = snapshots, checkpoint, prepare
         self._clock, self._began = clock, clock() - self.AHEAD_S
         self._step_s = self._cost_s = self._spent_s = 0.0
 
@@ -222,9 +215,7 @@ class KeepSnapshot(Action):
         if not progress.result.signals.snapshot or self._snapshots is None:
             return
         began = self._clock()
-        self._check(progress.step)
-        if self._callbacks:
-            self._callbacks.store_state()
+        self._prepare(progress.step)
         self._checkpoint.keep_snapshot(progress.step, self._snapshots)
         self._cost_s = self._clock() - began
         self._spent_s += self._cost_s

@@ -73,8 +73,8 @@ class Training:
         self._check = ReplicaCheck(
             context.spec, context.task.name, context.config.check_replicas, self._copied_variables, setup.gather
         )
-        self.save = Save(context, self.report, checkpoint, first, self.callbacks, self._check.compare)
-        self.keep = KeepSnapshot(setup.snapshots, checkpoint, self.callbacks, self._check.compare)
+        self.save = Save(context, self.report, checkpoint, first, self._prepare)
+        self.keep = KeepSnapshot(setup.snapshots, checkpoint, self._prepare)
         # Under parameter servers the chief decides alone.
         self.agree: Callable[[steps.Signals], steps.Signals] = (
             (lambda signals: signals) if context.asynchronous else steps.agreement(context.gang)
@@ -116,6 +116,12 @@ class Training:
             self.keep if self._setup.snapshots else None,
         ]
         return [action for action in (*every_call, *periodic) if action is not None]
+
+    def _prepare(self, step: int) -> None:
+        """Compare the replicas before a state is saved or kept, and store that of callbacks; all tasks call it."""
+        self._check.compare(step)
+        if self.callbacks:
+            self.callbacks.store_state()
 
     def _copied_variables(self) -> list[Any]:
         """Return the variables of which every replica has a copy."""

@@ -213,7 +213,7 @@ def test_snapshots_take_at_most_their_share_of_the_time(seed):
             now[0] += cost_s
             taken_s[0] += cost_s
 
-    keep = KeepSnapshot(object(), Checkpoint(), None, lambda _step: None, lambda: now[0])  # type: ignore[arg-type]
+    keep = KeepSnapshot(object(), Checkpoint(), lambda _step: None, lambda: now[0])  # type: ignore[arg-type]
     for call in range(2000):
         signals = Signals(snapshot=keep.due(10))
         now[0] += call_s
