@@ -21,7 +21,7 @@ from cluster.system.messages import counted, short_path
 
 NAMES = ("start", "throughput", "scaling", "determinism", "telemetry", "input", "tasks", "recovery", "images")
 """Modules of this package with a function `measure`, in the order in which they are measured."""
-ON_REQUEST = ("exchange", "elastic", "saving", "goodput", "pipeline", "gang")
+ON_REQUEST = ("exchange", "elastic", "saving", "goodput", "pipeline", "gang", "own_models")
 """More of them, measured where `--only` names them."""
 NEEDS_ENGINE = ("images",)
 

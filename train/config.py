@@ -44,7 +44,7 @@ CHOICES = {
     "precision": strategies.PRECISIONS,
     "loop": ("custom", "fit"),
     "source": ("memory", "stream", "function"),
-    "onednn": ("auto", "on", "off"),
+    "onednn": ("auto", "on", "avx2", "off"),
     "pipeline.schedule": SCHEDULES,
 }
 REFERENCES = {
@@ -128,9 +128,10 @@ class TrainConfig:
     bits depend on it: with `deterministic` the number is recorded when a run begins, and does not change."""
 
     onednn: str = "auto"
-    """`on` or `off`: whether the CPU computes with oneDNN's kernels, which for convolutions can be twice as fast.
-    `auto`: `on` for the two-conv CNN, whose bits repeat; with `deterministic` `off` for others, and otherwise
-    TensorFlow's choice for the processor. Recorded when a run begins (docs/guides/reproducibility.md)."""
+    """`on`, `avx2` or `off`: whether the CPU computes with oneDNN's kernels, which can be twice as fast; `avx2` limits
+    them to AVX2 instructions. `auto`: `on` for the two-conv CNN, whose bits repeat; with `--no-deterministic`
+    TensorFlow's choice; otherwise `avx2` for your model in fp32 if the bits of all its operations repeat, else `off`.
+    Recorded when a run begins (docs/guides/reproducibility.md)."""
 
     bitwise_elastic: int = 0
     """Virtual shards of the global batch, so that any number of replicas up to this gives the same bits, also when it
@@ -241,8 +242,10 @@ class TrainConfig:
         threads, onednn = self.threads, self.onednn
         if self.deterministic:
             threads = threads or cores or len(os.sched_getaffinity(0))
-        if onednn == "auto" and (self.deterministic or self.model in REPEATABLE):
-            onednn = "on" if self.model in REPEATABLE else "off"
+        if onednn == "auto" and self.model in REPEATABLE:
+            onednn = "on"
+        elif onednn == "auto" and self.deterministic and (self.model in MODELS or self.precision != "fp32"):
+            onednn = "off"
         return dataclasses.replace(self, threads=threads, onednn=onednn)
 
     def check_references(self) -> TrainConfig:

@@ -28,7 +28,15 @@ RESULT_FILE = "RESULT_FILE"
 ERRORS = {error.exit_code: error for error in (ClusterError, UsageError, PrerequisiteError, TimedOut)}
 
 
-def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environment: Mapping[str, str]) -> Any:
+def run(
+    command: Sequence[str],
+    what: str,
+    setting: str,
+    *,
+    cwd: Path,
+    environment: Mapping[str, str],
+    printed: list[bytes] | None = None,
+) -> Any:
     """Run a program that calls `reply`; return its result.
 
     Args:
@@ -37,6 +45,7 @@ def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
         setting: the key of its timeout in `settings.SECONDS`.
         cwd: its working directory.
         environment: its environment.
+        printed: takes the lines that it prints, which go to stderr.
 
     Raises:
         ClusterError: the error that it replied with, or there was no reply.
@@ -54,7 +63,8 @@ def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
             process_group=0,
             preexec_fn=processes.die_with_parent,
         )
-        printer = threading.Thread(target=_print, args=(process.stdout,), daemon=True)  # it closes what it reads
+        # It closes what it reads.
+        printer = threading.Thread(target=_print, args=(process.stdout, printed), daemon=True)
         printer.start()
         try:
             code = processes.wait(process, timeout_s)
@@ -69,11 +79,13 @@ def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environme
         return _read(file, what, code)
 
 
-def _print(output: IO[bytes]) -> None:
+def _print(output: IO[bytes], printed: list[bytes] | None) -> None:
     sys.stderr.flush()
     with output:
         for line in output:
             if not any(part in line for part in NOISE):
+                if printed is not None:
+                    printed.append(line)
                 with contextlib.suppress(OSError):
                     os.write(2, line)
 

@@ -20,7 +20,7 @@ from typing import Any
 from train.config import TrainConfig
 from train.startup import preload
 
-preload.set_variables(TrainConfig(onednn="off"), "one")  # as our trainer sets it for a user's model
+preload.set_variables(TrainConfig(onednn="avx2"), "one")  # as `up` decides for these models
 
 from cluster.contract.run.folder import RunFolder  # noqa: E402
 from cluster.system import fork_server  # noqa: E402

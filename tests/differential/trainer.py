@@ -42,7 +42,9 @@ def run_module(command: Sequence[str], log: Path, environment: Mapping[str, str]
 def use_forks() -> None:
     """Let the plan fork the programs that it asks about the user's code, instead of importing TensorFlow in each."""
 
-    def run(command: Sequence[str], what: str, _setting: str, *, cwd: Path, environment: Mapping[str, str]) -> Any:
+    def run(
+        command: Sequence[str], what: str, _setting: str, *, cwd: Path, environment: Mapping[str, str], **_others: Any
+    ) -> Any:
         with tempfile.TemporaryDirectory() as scratch:
             file, log = Path(scratch) / "result.json", Path(scratch) / "log"
             process = run_module(command, log, {**environment, user_code.RESULT_FILE: str(file)})

@@ -24,8 +24,10 @@ EXAMPLES = 2
 
 def check_objective(
     config: TrainConfig, objective: Objective, source: Source, outputs: Any, *, strategy: str, parts: int
-) -> None:
+) -> tf.Graph:
     """Check that the loss and the metrics take labels and outputs, and return a value for each example.
+
+    Returns the graph of the loss.
 
     Args:
         outputs: symbolic outputs of the model.
@@ -39,7 +41,7 @@ def check_objective(
     mask_specs = [_spec(mask, tf.bool) for mask in output_masks]
     labels = source.train_dataset(BatchSlice(EXAMPLES, seed=0, num_steps=1)).element_spec.labels
     outputs = tf.nest.map_structure(_spec, outputs)
-    _check_function(f"--loss {config.loss!r}", labels, outputs, mask_specs, objective.loss)
+    graph = _check_function(f"--loss {config.loss!r}", labels, outputs, mask_specs, objective.loss)
     if parts > 1 and _depends_on_others(labels, outputs, objective.loss):
         print(
             f"warning: --loss {config.loss!r}: the loss of an example depends on the others of its batch, and each of "
@@ -50,6 +52,7 @@ def check_objective(
         _check_positions(f"--loss {config.loss!r}: {head}", labels[head], outputs[head], one.loss)
     for name, metric in objective.metrics.items():
         _check_function(f"--metrics {config.metrics!r}: {name}", labels, outputs, mask_specs, metric)
+    return graph
 
 
 def _spec(tensor: Any, dtype: Any = "float32") -> Any:
@@ -59,7 +62,7 @@ def _spec(tensor: Any, dtype: Any = "float32") -> Any:
 
 def _check_function(
     where: str, labels: Named, outputs: Named, output_masks: list[Any], function: Callable[..., Any]
-) -> None:
+) -> tf.Graph:
 
     def masked(labels: Named, outputs: Named, output_masks: list[Any]) -> Any:
         for output, mask in zip(tf.nest.flatten(outputs), output_masks, strict=True):
@@ -81,6 +84,7 @@ def _check_function(
             f"{where} returns {returned} for {EXAMPLES} examples; expected ({EXAMPLES},), a value for each"
         )
     _check_positions(where, labels, outputs, function)
+    return concrete.graph
 
 
 def _check_positions(where: str, labels: Named, outputs: Named, function: Callable[..., Any]) -> None:

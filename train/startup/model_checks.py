@@ -23,7 +23,7 @@ from train.pipeline.model_blocks import ObservingScope, rebuild_with_shape
 from train.pipeline.stage_models import describe_partition
 from train.pipeline.stage_variables import without_values
 from train.settings import heads
-from train.startup import loss_checks
+from train.startup import loss_checks, primitives
 from train.strategy import precision_policy
 
 
@@ -47,7 +47,8 @@ def check_parts(
         memory_bytes: memory of each stage; None for no limit.
 
     Returns:
-        The stages of the model, see `train.pipeline.stage_models.describe_partition`; empty if it is not cut.
+        The stages of the model, see `train.pipeline.stage_models.describe_partition`, if it is cut; as `unverified` the
+        operations whose bits may vary with oneDNN's kernels.
 
     Raises:
         UsageError: a part is wrong, or the model cannot be cut like that.
@@ -92,8 +93,13 @@ def check_parts(
         raise UsageError(
             f"--strategy pipeline: no score compares the outputs of --model {config.model!r} with the labels"
         )
-    loss_checks.check_objective(config, objective, source, outputs, strategy=strategy, parts=parts)
-    return described
+    graph = loss_checks.check_objective(config, objective, source, outputs, strategy=strategy, parts=parts)
+    if config.loop == "fit" and (method := models.find_override(model)):
+        unverified = [f"the model's {method}"]
+    else:
+        model_graph = _trace_model(model, source.feature_shape, cut=bool(stages)).graph
+        unverified = primitives.find_unverified([model_graph, graph])
+    return described | {"unverified": unverified}
 
 
 def _build_without_values(new_model: Any, config: TrainConfig, strategy: str) -> keras.Model:
@@ -130,11 +136,7 @@ def _check_logits(config: TrainConfig, model: keras.Model, feature_shape: Named,
     if ":" not in config.model or logits not in losses.values():
         return
 
-    def forward(features: Named) -> Any:
-        with ObservingScope() if cut else contextlib.nullcontext():
-            return model(features, training=False)
-
-    outputs = _trace(forward, model, feature_shape).structured_outputs
+    outputs = _trace_model(model, feature_shape, cut=cut, training=False).structured_outputs
     for head, output in outputs.items() if isinstance(outputs, Mapping) else [("", outputs)]:
         made = getattr(output, "op", None) if losses.get(head, losses.get("")) == logits else None
         while made is not None and made.type in ("Identity", "Cast", "Reshape", "Squeeze"):
@@ -166,6 +168,14 @@ def _check_state(model: keras.Model, feature_shape: Named, parts: int, config: T
                 f"--model {config.model!r}: {where} is a tf.Variable, which each replica or micro-batch would assign "
                 "by itself; make it with add_weight(trainable=False)"
             )
+
+
+def _trace_model(model: keras.Model, feature_shape: Named, *, cut: bool, training: bool = True) -> Any:
+    def forward(features: Named) -> Any:
+        with ObservingScope() if cut else contextlib.nullcontext():
+            return model(features, training=training)
+
+    return _trace(forward, model, feature_shape)
 
 
 def _trace(function: Any, model: keras.Model, feature_shape: Named) -> Any:

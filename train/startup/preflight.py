@@ -11,10 +11,13 @@ import argparse
 import json
 import os
 import sys
+import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from cluster.contract import user_code
+from cluster.system.paths import ROOT
 from train.config import TrainConfig
 from train.startup import preload
 
@@ -43,9 +46,22 @@ def main(arguments: list[str]) -> int:
 
         if only_memory:
             return model_sizes.measure_model(config, options["strategy"], options["data_dir"])
-        return model_checks.check_parts(config, **options)
+        return model_checks.check_parts(config, **options) | {"files": _users_files()}
 
     return user_code.reply(build)
+
+
+def _users_files() -> list[str]:
+    """Return the files of all imported modules that are neither ours nor installed with Python nor generated."""
+    paths = sysconfig.get_paths()
+    others = [
+        ROOT / "cluster",
+        ROOT / "train",
+        Path(tempfile.gettempdir()),  # of this process alone
+        *(Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    ]
+    modules: list[str | None] = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return sorted({file for file in modules if file and not any(Path(file).is_relative_to(each) for each in others)})
 
 
 if __name__ == "__main__":

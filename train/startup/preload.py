@@ -7,8 +7,8 @@ from train.config import TrainConfig
 from train.patches.quick_imports import quick_imports
 
 DEFAULTS = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-ONEDNN = {"on": "1", "off": "0"}
-"""`TF_ENABLE_ONEDNN_OPTS` for each `--onednn` but `auto`, which leaves the choice to TensorFlow."""
+ONEDNN = {"on": "1", "avx2": "1", "off": "0"}
+"""`TF_ENABLE_ONEDNN_OPTS` for each `--onednn` but `auto`: TensorFlow's choice, or `off` with `deterministic`."""
 
 
 def set_variables(config: TrainConfig, strategy: str) -> None:
@@ -16,8 +16,11 @@ def set_variables(config: TrainConfig, strategy: str) -> None:
     os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever the user's Keras is configured for
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    if config.onednn in ONEDNN:
-        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", ONEDNN[config.onednn])
+    onednn = "off" if config.onednn == "auto" and config.deterministic else config.onednn
+    if onednn == "avx2":
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+    if onednn in ONEDNN:
+        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", ONEDNN[onednn])
     if config.needs_tf_keras(strategy):
         os.environ["TF_USE_LEGACY_KERAS"] = "1"  # tf.keras is then tf_keras
 

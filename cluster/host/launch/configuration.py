@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.contract import user_code
 from cluster.contract.spec import ClusterSpec
+from cluster.host.launch import trials
 from cluster.host.launch.folders import data_dir
 from cluster.host.options.request import PRESET, Request
 from cluster.host.runtime.payload import python_path
@@ -50,7 +51,8 @@ def check_config(
     import. The user's modules are found in the folders of `path`; each stage may hold `memory_bytes`, 0: any amount.
 
     Returns:
-        What `train.pipeline.stage_models.describe_partition` says of the stages; empty where there are none.
+        What `train.pipeline.stage_models.describe_partition` says of the stages, if there are any, and as `unverified`
+        the operations that keep oneDNN off, see `train/startup/primitives.py`; empty for built-in models.
 
     Raises:
         UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
@@ -66,7 +68,7 @@ def check_config(
     options = (
         f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}"
     )
-    return _preflight(config, cluster, path, options, words)
+    return _preflight(config, cluster, path, options, words, once=True)
 
 
 def count_memory(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str]) -> dict[str, Any]:
@@ -75,16 +77,30 @@ def count_memory(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[st
 
 
 def _preflight(
-    config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str], options: str, words: Sequence[str]
+    config: dict[str, Any],
+    cluster: ClusterSpec,
+    path: Sequence[str],
+    options: str,
+    words: Sequence[str],
+    *,
+    once: bool = False,
 ) -> dict[str, Any]:
+    """Run the program of `train/startup/preflight.py`; `once`: not again while nothing has changed."""
     command = [sys.executable, "-m", "train.startup.preflight", *words, "--config", json.dumps(config)]
+    command += ["--strategy", cluster.strategy, "--data-dir", str(data_dir())]
+    if once and (known := trials.recall_trial(data_dir(), command, path)) is not None:
+        return known
+    printed: list[bytes] = []
     answer: dict[str, Any] = user_code.run(
-        [*command, "--strategy", cluster.strategy, "--data-dir", str(data_dir())],
+        command,
         options,
         "PRESET_TIMEOUT_S",
         cwd=ROOT,
         environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        printed=printed,
     )
+    if once:
+        trials.keep_trial(data_dir(), command, path, answer, b"".join(printed).decode(errors="replace"))
     return answer
 
 

@@ -119,7 +119,7 @@ class Plan(Workload):
         stages, micro_batches = self.cluster.stages, self.config["micro_batches"]
         bubble = (stages - 1) / (micro_batches + stages - 1)
         cut = self.try_configuration()
-        del cut["record"]
+        del cut["record"], cut["unverified"]
         return {
             **self.config["pipeline"],
             "pipelines": self.cluster.pipelines,
@@ -129,7 +129,7 @@ class Plan(Workload):
         }
 
     def try_configuration(self) -> dict[str, Any]:
-        """Check that model, data and loss fit together; return the stages, see `configuration.check_config`."""
+        """Check that model, data and loss fit together; return what `configuration.check_config` returns."""
         path = self.payload.local_path()
         return configuration.check_config(self.config, self.cluster, path, memory_bytes=self.stage_memory_bytes)
 

@@ -52,15 +52,27 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
     check_machine(plan)
     with claim.hold_claim(plan.run, "resumed" if plan.resumes else "started"):
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
-        plan.runtime.anticipate(plan, plan.compose, plan.config)
+        undecided = plan.config.get("onednn") == "auto" and plan.config["deterministic"]
+        plan.runtime.anticipate(plan, plan.compose, plan.config | ({"onednn": "avx2"} if undecided else {}))
         for command in [] if plan.data else _data_commands(plan):
             sh(command)
         stages = {} if plan.payload.script else plan.try_configuration()
+        if undecided:
+            _decide_kernels(plan, stages["unverified"])
         plan.runtime.prepare(plan, sh)
         if owner.read_owner(plan.run):  # it has ended, but some of it may still be about to
             teardown.remove_run(plan.run, sh)
         _write_folder(plan, began, stages.get("record"))
         _start_tasks(plan, sh)
+
+
+def _decide_kernels(plan: Plan, unverified: Sequence[str]) -> None:
+    """Record in the configuration whether the run computes with oneDNN's kernels."""
+    plan.config["onednn"] = "off" if unverified else "avx2"
+    if unverified:
+        plan.runtime.anticipate(plan, plan.compose, plan.config)
+        listed = ", ".join(unverified[:3]) + (", ..." if unverified[3:] else "")
+        print_lines(f"oneDNN's kernels are off, as the bits of {listed} may vary with them; --onednn on can be faster")
 
 
 def continue_run(plan: Plan, sh: Shell) -> None:

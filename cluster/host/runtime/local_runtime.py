@@ -155,6 +155,8 @@ class LocalProcesses(Runtime):
         return lines
 
     def anticipate(self, work: Workload, compose: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        if self._early:
+            self._early.end()
         if compose.get("preload"):
             self._early = supervisor.EarlySupervisor(work.run, compose, config, work.cluster.strategy)
 

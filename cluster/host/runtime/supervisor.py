@@ -117,9 +117,13 @@ class EarlySupervisor:
         """Whether it waits for this run; otherwise it is ended."""
         if self._run == run and self.process.poll() is None:
             return True
+        self.end()
+        return False
+
+    def end(self) -> None:
+        """End it, because it imported for another configuration or run."""
         self.process.kill()
         self.process.communicate()
-        return False
 
     def hand_over(self) -> None:
         """Let it begin with the run, whose folder is complete."""

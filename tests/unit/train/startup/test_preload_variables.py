@@ -8,11 +8,12 @@ from train.config import TrainConfig
 from train.startup import preload
 
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
+LIMIT = "ONEDNN_MAX_CPU_ISA"
 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for name in (*preload.DEFAULTS, "KERAS_BACKEND", ONEDNN):
+    for name in (*preload.DEFAULTS, "KERAS_BACKEND", ONEDNN, LIMIT):
         monkeypatch.setenv(name, "")  # so that the test removes the variable afterwards
         monkeypatch.delenv(name)
 
@@ -32,7 +33,16 @@ def test_keras_computes_with_tensorflow_whatever_it_does_elsewhere(monkeypatch):
     assert "tensorflow" == os.environ["KERAS_BACKEND"]
 
 
-@pytest.mark.parametrize(("setting", "value"), [("on", "1"), ("off", "0"), ("auto", None)])
-def test_onednn_is_as_it_is_configured(setting, value):
-    preload.set_variables(TrainConfig(onednn=setting), "one")
-    assert value == os.environ.get(ONEDNN)
+@pytest.mark.parametrize(
+    ("setting", "deterministic", "value"),
+    [
+        ("on", True, ("1", None)),
+        ("avx2", True, ("1", "AVX2")),
+        ("off", True, ("0", None)),
+        ("auto", False, (None, None)),
+        ("auto", True, ("0", None)),  # nobody has tried the model
+    ],
+)
+def test_onednn_is_as_it_is_configured(setting, deterministic, value):
+    preload.set_variables(TrainConfig(onednn=setting, deterministic=deterministic), "one")
+    assert value == (os.environ.get(ONEDNN), os.environ.get(LIMIT))

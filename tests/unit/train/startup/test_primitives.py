@@ -1,0 +1,136 @@
+"""oneDNN's primitives in users' models, and which models compute with them."""
+
+import tomllib
+
+import pytest
+import tensorflow as tf
+from tensorflow import keras
+
+from cluster.contract import spec
+from cluster.host.launch import configuration
+from tests.support import own_module
+from train.config import TrainConfig
+from train.data.prepare import preparation
+from train.startup import primitives
+
+layers = keras.layers
+
+
+def residual() -> keras.Model:
+    """Return a block of a ResNet, with its 1x1 convolution with stride 2."""
+    inputs = keras.Input((8, 8, 4))
+    shortcut = layers.Conv2D(8, 1, strides=2)(inputs)
+    return keras.Model(inputs, layers.add([shortcut, layers.Conv2D(8, 3, strides=2, padding="same")(inputs)]))
+
+
+def in_a_loop() -> keras.Model:
+    """Return a model whose convolution is in the function of a loop, where its shape is not known."""
+    inputs = keras.Input((8, 8, 4))
+    kernel = tf.zeros([3, 3, 4, 4])
+
+    def body(images: tf.Tensor) -> list[tf.Tensor]:
+        return [tf.nn.conv2d(images, kernel, 1, "SAME")]
+
+    def repeat(images: tf.Tensor) -> tf.Tensor:
+        return tf.while_loop(lambda _: True, body, [images], maximum_iterations=2)[0]
+
+    return keras.Model(inputs, layers.Lambda(repeat, output_shape=(8, 8, 4))(inputs))
+
+
+MODELS = {
+    "convolutional": lambda: keras.Sequential(
+        [keras.Input((8, 8, 3)), layers.Conv2D(8, 3), layers.BatchNormalization(), layers.ReLU(), layers.MaxPooling2D()]
+    ),
+    "transposed": lambda: keras.Sequential([keras.Input((8, 8, 3)), layers.Conv2DTranspose(4, 2, strides=2)]),
+    "dilated": lambda: keras.Sequential([keras.Input((8, 8, 3)), layers.Conv2D(4, 3, dilation_rate=2)]),
+    "separable": lambda: keras.Sequential([keras.Input((8, 8, 3)), layers.SeparableConv2D(4, 3)]),
+    "recurrent": lambda: keras.Sequential([keras.Input((8, 3)), layers.GRU(4), layers.Dense(2, "softmax")]),
+    "residual": residual,
+    "in a loop": in_a_loop,
+}
+
+
+def unverified(name: str) -> list[str]:
+    model = MODELS[name]()
+    shape = tf.TensorSpec([2, *model.input_shape[1:]], tf.float32)
+    graph = tf.function(lambda inputs: model(inputs, training=True)).get_concrete_function(shape).graph
+    return primitives.find_unverified([graph])
+
+
+@pytest.mark.parametrize("name", ["convolutional", "transposed", "dilated", "separable", "recurrent"])
+def test_models_of_measured_operations_may_use_onednn(name):
+    assert [] == unverified(name)
+
+
+def test_the_operation_that_corrupts_memory_keeps_onednn_off():
+    assert ["Conv2D 1x1 strided"] == unverified("residual")
+
+
+def test_an_operation_of_unknown_shape_keeps_onednn_off():
+    assert ["Conv2D of unknown shape"] == unverified("in a loop")
+
+
+def test_every_operation_that_tensorflow_replaces_is_known():
+    """A release of TensorFlow that replaces more must be measured again."""
+    from tensorflow.python.framework import kernels
+
+    names = {kernel.op for kernel in kernels.get_all_registered_kernels().kernel}
+    replaced = {name.removeprefix("_Mkl").removeprefix("Native") for name in names if name.startswith("_Mkl")}
+    ours = {
+        name
+        for name in replaced - primitives.OPERATIONS
+        if not name.startswith(("Quantized", "Fused", "PadWith")) and not name.endswith("WithBias")
+    }
+    # Patterns of elementwise operations, each measured as such.
+    assert {"LayerNorm", "Swish"} == ours
+
+
+def test_the_table_lists_no_operation_twice():
+    table = tomllib.loads(primitives.TABLE.read_text())
+    assert set(table["repeat"]).isdisjoint(table["vary"])
+
+
+PARTS = """
+import numpy as np
+from tensorflow import keras
+import {helper}
+
+def data():
+    split = np.ones((4, 8, 8, 3), "float32"), np.array([0, 1, 0, 1])
+    return {{"train": split, "test": split}}
+
+def model(shape, outputs):
+    print("built")
+    return keras.Sequential(
+        [keras.Input(shape), keras.layers.Conv2D(4, {helper}.KERNEL, strides=2), keras.layers.Flatten(),
+         keras.layers.Dense(outputs)]
+    )
+"""
+
+
+def test_a_model_is_tried_again_only_when_something_has_changed(tmp_path, monkeypatch, capfd):
+    """What it prints is printed each time; a change of a module that it imports counts, too."""
+    own_module.write(monkeypatch, tmp_path, "own_kernel", "KERNEL = 3\n")
+    own_module.write(monkeypatch, tmp_path, "own_once", PARTS.format(helper="own_kernel"))
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
+    preparation.prepare_dataset("own_once:data", tmp_path / "data")
+    config = TrainConfig(dataset="own_once:data", model="own_once:model", global_batch=4).to_json()
+    tried = []
+    run = configuration.user_code.run
+
+    def count(*words, **more):
+        tried.append(words)
+        return run(*words, **more)
+
+    def check() -> tuple[list[str], bool]:
+        capfd.readouterr()
+        found = configuration.check_config(config, spec.build(workers=0), [str(tmp_path)])
+        return found["unverified"], "built" in capfd.readouterr().err
+
+    monkeypatch.setattr(configuration.user_code, "run", count)
+    assert ([], True) == check()
+    assert ([], True) == check()
+    assert 1 == len(tried)
+    (tmp_path / "own_kernel.py").write_text("KERNEL = 1\n")
+    assert (["Conv2D 1x1 strided"], True) == check()
+    assert 2 == len(tried)

@@ -1,0 +1,54 @@
+"""oneDNN's primitives in a model: whether each gives the same bits on every call.
+
+On CPUs oneDNN's kernels can be twice as fast as TensorFlow's own, but a few of them add in an order that varies.
+`primitives.toml` lists the operations that were measured, forward and gradient; `benchmarks/primitives.py` renews it.
+"""
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import tensorflow as tf
+
+TABLE = Path(__file__).with_suffix(".toml")
+CONVOLUTIONS = frozenset(
+    {
+        *("Conv2D", "Conv2DBackpropInput", "DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropInput"),
+        *("Conv3D", "Conv3DBackpropInputV2"),
+    }
+)
+"""Operations with the filter as their second input."""
+OPERATIONS = CONVOLUTIONS | {
+    *("AvgPool", "AvgPool3D", "MaxPool", "MaxPool3D", "Conv2DBackpropFilter", "Conv3DBackpropFilterV2"),
+    *("DepthwiseConv2dNativeBackpropFilter", "AvgPoolGrad", "AvgPool3DGrad", "MaxPoolGrad", "MaxPool3DGrad"),
+    *("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul", "SparseMatrixMatMul", "_FusedMatMul"),
+    *("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "FusedBatchNormGrad", "FusedBatchNormGradV2"),
+    *("FusedBatchNormGradV3", "Concat", "ConcatV2", "ConjugateTranspose", "Transpose", "Softmax", "_FusedConv2D"),
+    *("QuantizeV2", "Dequantize", "QuantizedConv2D", "QuantizedMatMulWithBias"),
+}
+"""Operations that TensorFlow 2.21 replaces by oneDNN's (its kernels with the prefix `_MklNative` or `_Mkl`)."""
+
+
+def find_unverified(graphs: Iterable[tf.Graph]) -> list[str]:
+    """Return the primitives of a model's graphs whose bits may vary from call to call, or that were not measured."""
+    repeat = set(tomllib.loads(TABLE.read_text())["repeat"])
+    return sorted({name for graph in graphs for name in list_primitives(graph)} - repeat)
+
+
+def list_primitives(graph: tf.Graph) -> set[str]:
+    """Return the primitives of a graph and the functions that it calls, such as `Conv2D 1x1 strided`."""
+    found = {_name(operation) for operation in graph.get_operations() if operation.type in OPERATIONS}
+    for function in graph.as_graph_def().library.function:
+        types = {node.op for node in function.node_def} & OPERATIONS
+        found |= {f"{kind} of unknown shape" if kind in CONVOLUTIONS else kind for kind in types}
+    return found
+
+
+def _name(operation: tf.Operation) -> str:
+    if operation.type not in CONVOLUTIONS:
+        return operation.type
+    kernel = operation.inputs[1].shape[: 3 if "3D" in operation.type else 2]
+    size = "1x1" if set(kernel) == {1} else "larger" if kernel.is_fully_defined() else "of unknown shape"
+    strided = " strided" if max(operation.get_attr("strides")) > 1 else ""
+    dilated = " dilated" if max(operation.get_attr("dilations")) > 1 else ""
+    return f"{operation.type} {size}{strided}{dilated}"
