@@ -35,17 +35,8 @@ from cluster.contract.run.folder import TASK_LOST, RunFolder
 from cluster.contract.run.launch_records import TaskAddress
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role, Task
-from cluster.system import processes
-from cluster.system.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_PEER_LOST,
-    EXIT_USAGE,
-    ClusterError,
-    PrerequisiteError,
-    TimedOut,
-    UsageError,
-)
+from cluster.system import errors, processes
+from cluster.system.errors import EXIT_DONE, ClusterError, PrerequisiteError, TimedOut, UsageError
 from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND
 from cluster.system.ports import free_ports
@@ -80,7 +71,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     print(__doc__, file=sys.stderr)
-    return EXIT_USAGE
+    return errors.EXIT_USAGE
 
 
 def _task(run: RunFolder, command: list[str]) -> int:
@@ -91,7 +82,7 @@ def _task(run: RunFolder, command: list[str]) -> int:
     if not os.access(run.control, os.W_OK):
         state = "is read-only" if run.control.exists() else "is not there"
         raise PrerequisiteError(f"{node}: {run.path} {state}; set RUNS_DIR to a folder that every node can write")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(errors.EXIT_PEER_LOST))  # until the agent asks for a checkpoint
     if REPLACED_TASK in os.environ and run.outcome:
         return EXIT_DONE  # it came too late
     cluster, task = _join(run)
@@ -228,9 +219,9 @@ def result(run: RunFolder) -> int:
     if outcome is None and not (places(run) / "cluster.json").exists():
         absent = [task.name for task in run.load_cluster().tasks if not (places(run) / f"{task.name}.json").exists()]
         error = f"{', '.join(absent) or 'no task'} did not start; logs/slurm.log there says on which node, and why"
-        run.end("failed", task="chief", exit_code=EXIT_FAILED, error=error)
+        run.end("failed", task="chief", exit_code=errors.EXIT_FAILED, error=error)
     elif outcome is None or (run.has_stopped and run.after_stop == AfterStop.REQUEUE):
-        return EXIT_PEER_LOST
+        return errors.EXIT_PEER_LOST
     return result_code(run)
 
 
@@ -301,7 +292,9 @@ class Replacements:
         self._queued[name] = times + 1
         job = [f"--job-name={_job(name)}", "--ntasks=1", "--nodes=1", "--no-requeue"]
         variables = f"--export=ALL,{REPLACED_TASK}={name},{REPLACED_ATTEMPT}={self._folder.name}"
-        command = ["env", *_without_slurm(), "sbatch", *job, variables, str(self._run.control / "job.sh")]
+        # Another job would take the Slurm variables of this one for requests.
+        unset = [f"--unset={name}" for name in os.environ if name.startswith(("SLURM", "SRUN", "SBATCH"))]
+        command = ["env", *unset, "sbatch", *job, variables, str(self._run.control / "job.sh")]
         code, printed, complained = processes.run(command, SCONTROL_S)
         print(f"replacement of {name}: {(complained if code else printed).strip()}", file=sys.stderr, flush=True)
 
@@ -313,11 +306,6 @@ class Replacements:
 def _job(task: str) -> str:
     """Return the name of a replacement's job, by which it is found and cancelled."""
     return f"{os.environ['SLURM_JOB_NAME']}.{task}"
-
-
-def _without_slurm() -> list[str]:
-    """Return arguments of `env` that unset this job's Slurm variables, which another job would take for requests."""
-    return [f"--unset={name}" for name in os.environ if name.startswith(("SLURM", "SRUN", "SBATCH"))]
 
 
 if __name__ == "__main__":

@@ -175,7 +175,8 @@ def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
         names: the tasks to look at; none means all.
     """
     beats = run.heartbeats()
-    doubtful = {name for name, beat in beats.items() if (not names or name in names) and _seems_lost(beat)}
+    watched = {name for name, beat in beats.items() if beat.state not in FINAL_STATES and (not names or name in names)}
+    doubtful = {name for name in watched if _seems_old(beats[name])}
     first = {name: beats[name] for name in doubtful}
     deadline = time.monotonic() + SECOND_LOOK_S
     while doubtful and time.monotonic() < deadline:
@@ -213,10 +214,6 @@ def _shown(beats: dict[str, Heartbeat], lost: Collection[str]) -> dict[str, Hear
         name: replace(beat, state=TaskState.LOST) if name in lost and beat.state not in FINAL_STATES else beat
         for name, beat in beats.items()
     }
-
-
-def _seems_lost(beat: Heartbeat) -> bool:
-    return beat.state not in FINAL_STATES and _seems_old(beat)
 
 
 def _seems_old(beat: Heartbeat) -> bool:

@@ -20,15 +20,8 @@ from cluster.host.view import interrupts
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.host.view.status import read_status
-from cluster.system.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_HUNG_UP,
-    EXIT_INTERRUPTED,
-    EXIT_PREREQUISITE,
-    EXIT_TIMEOUT,
-    TimedOut,
-)
+from cluster.system import errors
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, TimedOut
 from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND, short_path
 from cluster.system.terminal import error_text, print_lines
@@ -127,7 +120,7 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
     except interrupts.HungUp:
         run.event("chief", "unattended", cause="SIGHUP")
         print_lines(f"the terminal is gone; {_in_background(run)}")
-        return EXIT_HUNG_UP
+        return errors.EXIT_HUNG_UP
     except BaseException:
         _announce_background(run)
         raise
@@ -222,8 +215,10 @@ def exit_code(ended: Summary) -> int:
     """Return the exit code for how a run ended."""
     if failure := ended.failure:
         code = failure.exit_code
-        return code if code in (EXIT_PREREQUISITE, EXIT_TIMEOUT) else EXIT_FAILED  # never 2: something was started
-    return EXIT_INTERRUPTED if ended.state == "stopped" else EXIT_DONE
+        return (
+            code if code in (errors.EXIT_PREREQUISITE, errors.EXIT_TIMEOUT) else EXIT_FAILED
+        )  # never 2: something was started
+    return errors.EXIT_INTERRUPTED if ended.state == "stopped" else EXIT_DONE
 
 
 def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.contract import compatibility, settings, spec, strategies
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.launch_records import Started
+from cluster.contract.run.launch_records import GPUS, Started
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.gpu import devices, placement
 from cluster.host.gpu.placement import Placement
@@ -164,9 +164,11 @@ def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster:
 
 
 def _list_busy_gpus(run: RunFolder) -> dict[str, str]:
-    others = (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path)
-    used = {other: placement.ids_in(other.composed) for other in others}
-    return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
+    busy: dict[str, str] = {}
+    for other in (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path):
+        ids = [gpu for of_task in other.composed.get(GPUS, {}).values() for gpu in of_task]
+        busy |= dict.fromkeys(ids, other.name) if ids and in_progress(other) else {}
+    return busy
 
 
 def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mapping[str, Any] | None = None) -> None:
