@@ -122,8 +122,7 @@ class Standby:
     def take(self, *, in_cluster: bool = False) -> TaskProcess | None:
         """Hand over the standby process for the next attempt; None if there is none that lives and can be used.
 
-        Args:
-            in_cluster: whether the next attempt is made with the cluster of the standby processes.
+        With `in_cluster` the next attempt is made with the cluster of the standby processes.
         """
         self._training_since = None
         self._again_at, self._kills = 0.0, 0

@@ -145,11 +145,7 @@ class Record:
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Return the record in a JSON value.
-
-        Raises:
-            ValueError: it is not valid; the message names the field.
-        """
+        """Return the record in a JSON value; raise ValueError, which names the field, if it is not valid."""
         known = _known(cls, value)
         return cls(**known, unknown={name: each for name, each in value.items() if name not in known})
 

@@ -29,17 +29,9 @@ ERRORS = {error.exit_code: error for error in (ClusterError, UsageError, Prerequ
 
 
 def run(command: Sequence[str], what: str, setting: str, *, cwd: Path, environment: Mapping[str, str]) -> Any:
-    """Run a program that calls `reply`; return its result.
+    """Run a program that calls `reply`; return its result, or raise the ClusterError that it replied with.
 
-    Args:
-        command: the program and its arguments.
-        what: a name for the code, for errors.
-        setting: the key of its timeout in `settings.SECONDS`.
-        cwd: its working directory.
-        environment: its environment.
-
-    Raises:
-        ClusterError: the error that it replied with, or there was no reply.
+    Errors call it `what`; `setting` is the key of its timeout in `settings.SECONDS`.
     """
     timeout_s = settings.seconds(setting)
     with scratch_folder() as scratch:  # also for temporary files of TensorFlow, which leaves them behind

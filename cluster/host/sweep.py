@@ -114,12 +114,7 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
 
 
 def load_sweep(name: str) -> Sweep:
-    """Return the sweep of this name.
-
-    Raises:
-        UsageError: there is none.
-        DamagedError: its record is damaged.
-    """
+    """Return the sweep of this name; raise UsageError if there is none, DamagedError if its record is damaged."""
     if not _record(check_run_name(name)).exists():
         known = sorted(path.parent.name for path in _record("*").parent.parent.glob("*/sweep.json"))
         raise UsageError(

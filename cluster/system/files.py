@@ -135,9 +135,6 @@ def read_start(path: Path, limit: int) -> bytes:
 
     On a shared file system the one that was opened may be gone before it is read (ESTALE). Then the one that took its
     place is read.
-
-    Raises:
-        OSError: it cannot be read.
     """
     for _ in range(STALE_READS):
         try:

@@ -141,11 +141,7 @@ def places(run: RunFolder) -> Path:
 
 
 def node_address(node: str) -> str:
-    """Return where other nodes reach a node, as Slurm itself knows it.
-
-    Raises:
-        PrerequisiteError: Slurm does not say.
-    """
+    """Return where other nodes reach a node, as Slurm itself knows it; raise PrerequisiteError if it does not say."""
     code, printed, complained = processes.run(["scontrol", "--oneliner", "show", "node", node], SCONTROL_S)
     if code or not (found := re.search(r"\bNodeAddr=(\S+)", printed)):
         raise PrerequisiteError(
@@ -162,10 +158,8 @@ def task_port(host: str, number: int) -> int:
 def assemble(run: RunFolder) -> ClusterSpec:
     """Return the cluster on the places of its tasks, once all have one; a run that was under way continues there.
 
-    A worker without a place that an elastic run can do without keeps its name as its host, which does not resolve.
-
-    Raises:
-        TimedOut: a task did not start.
+    A worker without a place that an elastic run can do without keeps its name as its host, which does not resolve. Any
+    other task that does not start in time raises TimedOut.
     """
     cluster, folder, tasks = run.load_cluster(), places(run), []
     is_elastic = run.started.min_workers is not None
@@ -184,11 +178,7 @@ def assemble(run: RunFolder) -> ClusterSpec:
 
 
 def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
-    """Return the cluster that the chief has made of the places of this attempt, once a task's own is in it.
-
-    Raises:
-        TimedOut: the chief has made none, or without this task.
-    """
+    """Return the cluster that the chief makes of the tasks' places, once a task's own is in it, or raise TimedOut."""
     folder = places(run)
     own = records.read_record(folder / f"{name}.json", TaskAddress.from_json)
 

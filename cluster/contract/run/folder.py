@@ -67,11 +67,7 @@ class RunFolder(Paths):
         return self.unfinished.exists() or not any(self.path.iterdir())
 
     def delete(self) -> None:
-        """Delete the run and its temporary files. If that is interrupted, the folder is incomplete.
-
-        Raises:
-            OSError: something cannot be deleted.
-        """
+        """Delete the run and its temporary files. If that is interrupted or fails, the folder is incomplete."""
         if self.path.exists():
             self.unfinished.touch()
             remove(self.cluster)
@@ -84,11 +80,7 @@ class RunFolder(Paths):
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def create(self) -> None:
-        """Create the folder and its subfolders.
-
-        Raises:
-            PrerequisiteError: the folder cannot be written.
-        """
+        """Create the folder and its subfolders; raise PrerequisiteError if it cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for part in ("status", "metrics", "logs", "tensorboard", "checkpoints", "control"):

@@ -166,13 +166,9 @@ class LivenessMonitor:
 
 
 def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
-    """Return the newest heartbeats, with the state `lost` for silent tasks.
+    """Return the newest heartbeats, with the state `lost` for silent tasks, of all tasks or of those named.
 
     A task whose heartbeat seems old, or from the future, is watched for `SECOND_LOOK_S` before it counts as lost.
-
-    Args:
-        run: the run.
-        names: the tasks to look at; none means all.
     """
     beats = run.heartbeats()
     watched = {name for name, beat in beats.items() if beat.state not in FINAL_STATES and (not names or name in names)}

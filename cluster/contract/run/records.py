@@ -26,16 +26,9 @@ def read_record(path: Path, check: Callable[[Any], T], default: D, *, limit: int
 
 
 def read_record(path: Path, check: Callable[[Any], Any], default: Any = REQUIRED, *, limit: int = RECORD_BYTES) -> Any:
-    """Read a record through its check.
+    """Read a record through its check, such as `Heartbeat.from_json`; one with more bytes than `limit` is not valid.
 
-    Args:
-        path: the record.
-        check: returns the checked record, such as `Heartbeat.from_json`.
-        default: returned without a valid record; if it is not given, there has to be one.
-        limit: the largest record that is read, in bytes.
-
-    Raises:
-        DamagedError: there is neither a valid record nor a default.
+    Without a valid record, return the default; raise DamagedError if none is given.
     """
     try:
         return read_json(path, default, check=check, limit=limit)

@@ -37,11 +37,7 @@ STOP_TIMEOUT_S = 75.0
 
 
 def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")) -> Summary:
-    """Watch a run until it has a summary, and return the summary.
-
-    Raises:
-        TimedOut: it has none after `timeout_s`.
-    """
+    """Watch a run until it has a summary, and return that; raise TimedOut if it has none after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     for value in _statuses(run):
         on_status(value)
@@ -83,11 +79,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
 
 
 def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> Summary:
-    """Ask a run to save and stop; return its summary.
-
-    Raises:
-        TimedOut: it did not stop.
-    """
+    """Ask a run to save and stop; return its summary, or raise TimedOut if it did not stop."""
     run.insist_on_stop(by)
     try:
         return follow(run, lambda value: None, timeout_s)

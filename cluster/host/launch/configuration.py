@@ -51,9 +51,6 @@ def check_config(
 
     Returns:
         What `train.pipeline.stage_models.describe_partition` says of the stages; empty where there are none.
-
-    Raises:
-        UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss", "metrics")]
     named.append(config.get("optimizer", {}).get("name", ""))

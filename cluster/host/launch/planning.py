@@ -265,11 +265,7 @@ def _lay_out_stages(request: Request, stages: int, strategy: strategies.Strategy
 
 
 def check_hardware(strategy: str) -> None:
-    """Check that the hardware of a strategy is here, or that a variable such as TPU_NAME says where it is.
-
-    Raises:
-        PrerequisiteError: neither.
-    """
+    """Check that the hardware of a strategy is here, or that a variable such as TPU_NAME says where it is."""
     requested = strategies.requested(strategy or strategies.AUTO)
     if requested is None or not requested.hardware:
         return
@@ -310,11 +306,7 @@ def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> di
 
 
 def check_elastic_batch(elastic: Mapping[str, Any], cluster: ClusterSpec, config: Mapping[str, Any]) -> None:
-    """Check that any number of replicas that a run may come to have can share its global batch.
-
-    Raises:
-        UsageError: one cannot; the message names it, and a batch that fits all.
-    """
+    """Check that any number of replicas that a run may come to have can share its global batch."""
     if not elastic or config.get("bitwise_elastic"):  # virtual shards need not be shared evenly
         return
     batch, parts = config["global_batch"], cluster.devices * config.get("micro_batches", 1)

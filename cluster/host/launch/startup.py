@@ -114,8 +114,7 @@ def list_commands(plan: Plan) -> list[str]:
 def check_machine(plan: Plan, ending: int = 0) -> None:
     """Check what this machine must have before a plan is started, and after `ending` tasks have ended.
 
-    Raises:
-        PrerequisiteError: memory, disk space, the key, or what hands GPUs to the tasks is missing.
+    That is memory, disk space, a folder for the notes on runs, and what hands GPUs to the tasks.
     """
     plan.runtime.preflight(plan, ending)
     provenance.create_folder()

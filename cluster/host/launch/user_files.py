@@ -51,11 +51,7 @@ def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ..
 
 
 def copy_weights(found: Sequence[Path], folder: Path) -> None:
-    """Copy the files to a run's folder.
-
-    Raises:
-        RunFailed: one has changed since it was found.
-    """
+    """Copy the files to a run's folder; raise RunFailed if one has changed since it was found."""
     if found:
         folder.mkdir()
     for path in found:
@@ -93,11 +89,7 @@ def check_path(option: str, name: str) -> None:
 
 
 def check_script(name: str, runs_dir: Path) -> Path:
-    """Return the script's path.
-
-    Raises:
-        UsageError: there is no such file, it cannot be read, or its folder cannot be shared with the tasks.
-    """
+    """Return the script's path; raise UsageError if it cannot be read, or tasks must not see all of its folder."""
     check_path("script", name)
     script = settings.expanded("script", name).resolve()
     if not script.is_file() or not os.access(script, os.R_OK):
