@@ -92,14 +92,9 @@ def _task(run: RunFolder, command: list[str]) -> int:
     os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
     copy = TaskCopy.register(run, task.name)
     os.environ["LOST_THEN"] = AfterStop.REQUEUE
-    watch = Replacements(run, places(run)) if task.role == Role.CHIEF and run.started.grow else None
-    if watch:
-        watch.start()
-    try:
+    grows = task.role == Role.CHIEF and run.started.grow
+    with Replacements(run, places(run)) if grows else contextlib.nullcontext():
         code = keep_agent(command, run, copy)
-    finally:
-        if watch:
-            watch.end()
     if (request := run.stop_request) and request.by == TASK_LOST:
         queue_again(run)
     return code
@@ -233,10 +228,10 @@ class Replacements:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         self._thread.start()
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Watch no longer, and take from the queue what is in it."""
         self._ended.set()
         self._thread.join()

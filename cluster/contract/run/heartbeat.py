@@ -77,15 +77,16 @@ class HeartbeatWriter:
     def write(self) -> None:
         """Write the heartbeat now. A full disk must not end the process."""
         with self._writing, contextlib.suppress(OSError):
-            if self._handed_over and self._has_new_owner():
+            written = self._run.heartbeat(self._task) if self._handed_over else None
+            if written and written.updated_at != self._written_at:  # by its new owner
                 self._stopped = True
                 self._due.set()
                 return
             position = self.position()
             with self._lock:
-                written = self.current = replace(self.current, position=position, updated_at=time.time())
-            self._written_at = written.updated_at
-            write_json(self._run.status(self._task), written.to_json(), durable=False)
+                beat = self.current = replace(self.current, position=position, updated_at=time.time())
+            self._written_at = beat.updated_at
+            write_json(self._run.status(self._task), beat.to_json(), durable=False)
 
     def start(self) -> HeartbeatWriter:
         self.write()
@@ -104,10 +105,6 @@ class HeartbeatWriter:
             self._thread.join()
             self._thread = None
             self.write()
-
-    def _has_new_owner(self) -> bool:
-        written = self._run.heartbeat(self._task)
-        return written is not None and written.updated_at != self._written_at
 
     def _write_on(self) -> None:
         while not self._stopped:

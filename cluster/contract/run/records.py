@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, overload
@@ -121,12 +121,8 @@ class Heartbeat(Record):
     @property
     def recent_pace(self) -> Pace:
         """The pace of the newest steps."""
-        return Pace(
-            steps=self.pace.steps if self.pace else 0,
-            step_ms=self.step_ms,
-            input_share=self.input_share,
-            busy_share=self.busy_share,
-        )
+        pace = self.pace or Pace()
+        return replace(pace, step_ms=self.step_ms, input_share=self.input_share, busy_share=self.busy_share)
 
 
 class OutcomeState(StrEnum):

@@ -168,7 +168,7 @@ def _start_tensorboard(
         on_status(read_status(run, monitor.look(), with_board=False))
 
     if port and (problem := tensorboard.port_problem(runs_dir, port)):
-        port, taken = None, f" ({problem[0]})"
+        port, taken = None, f" ({problem})"
     try:
         port = tensorboard.start(runs_dir, port, board, sh, preferred=run.board_port, while_waiting=while_waiting)
         write_json(run.board, {"port": port})

@@ -38,11 +38,7 @@ def render(
     manifest = replace(manifest, spec=kubernetes_objects.place_tasks(kind, manifest.spec, manifest.name))
     if data:
         return [kubernetes_objects.data_job(manifest)]
-    return [
-        kubernetes_objects.records(manifest),
-        kubernetes_objects.network_policy(manifest),
-        render_job(manifest),
-    ]
+    return [kubernetes_objects.records(manifest), kubernetes_objects.network_policy(manifest), render_job(manifest)]
 
 
 NOT_RENDERED = (

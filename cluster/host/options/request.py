@@ -230,11 +230,7 @@ class PlacementOptions:
         "none, they see none",
         takes_number=True,
     )
-    partition: str = text(
-        "Slurm partition, or several with commas",
-        "the site's",
-        needs=Needs.QUEUE,
-    )
+    partition: str = text("Slurm partition, or several with commas", "the site's", needs=Needs.QUEUE)
     constraint: str = text(
         "nodes of a Swarm that take tasks, such as node.labels.gpu==true; several with commas", "all", needs=Needs.QUEUE
     )
