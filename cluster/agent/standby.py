@@ -43,12 +43,10 @@ class Standby:
     """Keeps one task's standby process, once the task has trained for a while."""
 
     def __init__(self, start: Callable[[dict[str, str]], TaskProcess], index: int, num_tasks: int) -> None:
-        """Start nothing yet.
+        """Start nothing yet; `start` starts a program in an environment.
 
-        Args:
-            start: starts a program in the environment given.
-            index: this task's position among the run's tasks.
-            num_tasks: how many tasks may start a standby process on this machine.
+        The task has this `index` among the run's tasks, of which `num_tasks` may start a standby process on this
+        machine.
         """
         self._start = start
         delay_s = settings.seconds("STANDBY_DELAY_S")

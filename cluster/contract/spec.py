@@ -158,10 +158,7 @@ class ClusterSpec(Record):
     def with_devices(self, devices: int, strategy: str) -> ClusterSpec:
         """Return the cluster with as many replicas in each training task, for the requested strategy or `auto`.
 
-        The number decides between the strategies of one process.
-
-        Raises:
-            UsageError: there are too many, or the strategy does not fit.
+        The number decides between the strategies of one process. Raises UsageError if the strategy does not fit.
         """
         parse_count("devices", devices, 1, MAX_DEVICES)
         resolved = strategies.resolve(strategy, len(self.of(Role.WORKER)), len(self.of(Role.PS)), devices)
@@ -211,9 +208,6 @@ def build(
     """Return the cluster for the options of a command line, each task listening on `TASK_PORT` of its own host.
 
     `workers` are in addition to the chief, None for the default number; see `ClusterSpec` for the other options.
-
-    Raises:
-        UsageError: a count is out of range, or the strategy does not fit the topology.
     """
     if workers is None:
         requested = strategies.requested(strategy)

@@ -156,11 +156,7 @@ def requested(name: str) -> Strategy | None:
 
 
 def resolve(requested: str, workers: int, ps: int, devices: int) -> Strategy:
-    """Return the strategy that the topology chooses if `auto` is requested, otherwise the requested one.
-
-    Raises:
-        UsageError: the name is unknown, or the topology cannot run it.
-    """
+    """Return the requested strategy, or the topology's for `auto`; raise UsageError if the topology cannot run it."""
     if ps and not workers:
         raise UsageError(f"--ps {ps} with --workers 0: parameter servers need workers; add --workers 2 or drop --ps")
     topology = (workers, ps, devices)

@@ -225,10 +225,8 @@ LOCK_TIMEOUT_S = 2.0
 def append_json(path: Path, value: Any) -> None:
     """Append a line to a JSON Lines file, without flushing it to the disk.
 
-    If an interrupted writer left part of a line, this one begins on a new line.
-
-    Raises:
-        OSError: it cannot be written completely.
+    If an interrupted writer left part of a line, this one begins on a new line. Raises OSError if not all can be
+    written.
     """
     line = (json.dumps(value) + "\n").encode()
     with open_file(path, "a+b") as file:

@@ -139,13 +139,10 @@ def reap(child: Child) -> int | None:
 
 
 def wait(child: Child, timeout_s: float | None = None) -> int:
-    """Reap a child; return the code that it ended with, negative for a signal.
+    """Reap a child; return the code that it ended with, negative for a signal; raise TimeoutExpired while it runs.
 
     Waits on a process descriptor: `subprocess` polls every few milliseconds, and an agent waits for its program all day
     on the cores that the program trains on.
-
-    Raises:
-        subprocess.TimeoutExpired: it still runs.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while (code := reap(child)) is None:
@@ -301,13 +298,10 @@ def _environment(pid: int) -> frozenset[bytes]:
 
 
 def kill_all(find: Callable[[ProcessTable], list[int]], what: str, timeout_s: float = 10.0) -> int:
-    """Kill processes until `find` returns none; return how many it returned at first.
+    """Kill processes until `find` returns none; return how many it returned at first, or raise TimedOut.
 
     It returns their ids in the order in which to kill them. The last is killed once it is the only one, because the
     others may be recognized by it. `what` says in the error whose they are.
-
-    Raises:
-        TimedOut: some do not end.
     """
     deadline, first = time.monotonic() + timeout_s, None
     while left := find(table := ProcessTable()):

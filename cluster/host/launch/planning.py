@@ -280,10 +280,8 @@ def check_hardware(strategy: str) -> None:
 def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> dict[str, Any]:
     """Return the part of `started.json` about lost workers; empty for a run that needs every task.
 
-    `typed` is the request without what it inherits from the run that it resumes.
-
-    Raises:
-        UsageError: such a cluster cannot lose a worker.
+    `typed` is the request without what it inherits from the run that it resumes. Raises UsageError if such a cluster
+    cannot lose a worker.
     """
     least, workers = request.min_workers, len(cluster.of(Role.WORKER))
     if not cluster.kind.collective or cluster.kind.staged:

@@ -26,10 +26,7 @@ WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
 def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ...]:
     """Return the files with the weights of a run's newest intact checkpoint, or of a file; none without a name.
 
-    Those of a run that repeats a `previous` one are in the folder of that.
-
-    Raises:
-        UsageError: there is no such run or file, or it has no weights.
+    Those of a run that repeats a `previous` one are in the folder of that. Raises UsageError if there are no weights.
     """
     if not name:
         return ()
