@@ -157,10 +157,6 @@ class LivenessMonitor:
         lost = {name for name, silent_s in self._silent_s.items() if silent_s > LOST_AFTER_S}
         return _shown(beats, lost)
 
-    def quiet_s(self, task: str) -> float:
-        """Return the seconds without a heartbeat of this task."""
-        return self._silent_s.get(task, 0.0)
-
 
 def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
     """Return the newest heartbeats, with the state `lost` for silent tasks, of all tasks or of those named.

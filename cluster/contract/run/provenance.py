@@ -33,7 +33,7 @@ def write_note(run: RunFolder) -> None:
 
 
 def note_rewriting(run: RunFolder) -> None:
-    """Note that a command of this user, which may be killed, changes the records of a run until `write_note`."""
+    """Note that a command of this user, which may be killed, changes a run without tasks until `write_note`."""
     create_folder()
     write_json(_path(run.name), [_rewriting(run), *_notes(run.name)][:NOTES])
 
