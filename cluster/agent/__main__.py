@@ -45,11 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def secret_variables() -> dict[str, str]:
-    """Return the variables of `--secret`, whose values are in files; the final line break is not part of a value.
-
-    Raises:
-        PrerequisiteError: a file cannot be read.
-    """
+    """Return the variables of `--secret` from their files, without a final line break; or raise PrerequisiteError."""
     found = {}
     for name, path in json.loads(os.environ.get(settings.SECRET_FILES, "{}")).items():
         try:

@@ -12,6 +12,7 @@ the engine would start it again.
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -24,7 +25,7 @@ from cluster.agent.decide import Action, BareAction, EndRun, Facts, LeaveOut, Ph
 from cluster.agent.elastic import Members
 from cluster.agent.run_view import RunView
 from cluster.agent.standby import Standby, cluster_variables
-from cluster.agent.task_process import TaskProcess, Trainer, create_program, remove_temporary_folder
+from cluster.agent.task_process import TaskProcess, Trainer, create_program, temporary_folder
 from cluster.agent.watchdog import Stall
 from cluster.contract import settings
 from cluster.contract.recovery import attempt_limits, ends, snapshot_files, standby_cluster
@@ -97,7 +98,7 @@ class Agent:
         self.standby.end()
         self.run.require_newest()
         self.run.disconnect()
-        remove_temporary_folder(self.run.folder, self.task)
+        shutil.rmtree(temporary_folder(self.run.folder, self.task), ignore_errors=True)  # it follows no link
         self._finish()
         return 0
 

@@ -317,12 +317,10 @@ def _after_failure(facts: Facts) -> Action:
         return RestartGang(replace(facts.end, kind=kind))
     if facts.worker_restarted:
         return RestartGang(replace(facts.end, kind=LOST_CONTACT, cause=f"{facts.end.cause}, after a worker had died"))
-    return _fail(EXIT_FAILED, _with_exit_code(facts.end))
-
-
-def _with_exit_code(end: End) -> str:
-    """Describe a script's end, its exit code first, since only the script's author knows what that means."""
-    return end.reported if not end.error or end.error.startswith(end.cause) else f"{end.cause}: {end.error}"
+    end = facts.end
+    if not end.error or end.error.startswith(end.cause):
+        return _fail(EXIT_FAILED, end.reported)
+    return _fail(EXIT_FAILED, f"{end.cause}: {end.error}")  # its exit code first: only the script's author knows it
 
 
 def _when_done(facts: Facts) -> Action:

@@ -46,10 +46,7 @@ DECISION_S = 5.0
 def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) -> frozenset[str] | None:
     """Return the tasks that the next generation leaves out; None if the run cannot continue without them.
 
-    Args:
-        cluster: every requested task.
-        missing: the absent tasks.
-        min_workers: how many workers are enough, of a cluster that has at least as many.
+    `cluster` has every requested task, and `min_workers` of its workers are enough.
     """
     workers = {task.name for task in cluster.of(Role.WORKER)}
     left = workers - set(missing)
@@ -77,9 +74,8 @@ class Returns:
     def due(self, waiting: Mapping[str, Any], saved: int) -> frozenset[str]:
         """Return the tasks to be taken in now; none before the first checkpoint after one of them is ready.
 
-        Args:
-            waiting: the tasks that wait to be taken in, each with the time of its newest heartbeat.
-            saved: the step of the newest checkpoint, -1 for none.
+        `waiting` has the tasks that wait to be taken in, each with the time of its newest heartbeat; `saved` is the
+        step of the newest checkpoint, -1 for none.
         """
         now = self._clock()
         for name, beat in waiting.items():

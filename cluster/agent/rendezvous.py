@@ -212,12 +212,7 @@ def dialed_first(spec: ClusterSpec, task: Task) -> frozenset[str]:
 def await_turn(
     task: Task, *, token: str, abandon: Callable[[], bool], report: Callable[[str], None] = lambda obstacle: None
 ) -> None:
-    """Listen as a task that was left out, until `abandon` returns true; see `hold_rendezvous` for the arguments.
-
-    Raises:
-        PortTaken: another program uses this task's port.
-        Abandoned: before this task could listen.
-    """
+    """Listen, as a task that was left out, until `abandon` returns true; see `open_task_listener` for errors."""
     listener = open_task_listener(task, timeout_s=float("inf"), abandon=abandon, report=report)
     answering = _Answering(listener, task, token, set())
     try:

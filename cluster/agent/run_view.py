@@ -126,11 +126,7 @@ class RunView:
     # Writes go to the folder at once, and this agent then reads it. An older copy of a task writes nothing
 
     def require_newest(self) -> None:
-        """Return unless a newer copy of the task has begun.
-
-        Raises:
-            Superseded: one has.
-        """
+        """Raise `Superseded` if a newer copy of the task has begun."""
         if self._copy:
             self._copy.require_newest()
 

@@ -43,12 +43,10 @@ class Standby:
     """Keeps one task's standby process, once the task has trained for a while."""
 
     def __init__(self, start: Callable[[dict[str, str]], TaskProcess], index: int, num_tasks: int) -> None:
-        """Start nothing yet.
+        """Start nothing yet; `start` starts a program in an environment.
 
-        Args:
-            start: starts a program in the environment given.
-            index: this task's position among the run's tasks.
-            num_tasks: how many tasks may start a standby process on this machine.
+        The task has this `index` among the run's tasks, of which `num_tasks` may start a standby process on this
+        machine.
         """
         self._start = start
         delay_s = settings.seconds("STANDBY_DELAY_S")
@@ -122,8 +120,7 @@ class Standby:
     def take(self, *, in_cluster: bool = False) -> TaskProcess | None:
         """Hand over the standby process for the next attempt; None if there is none that lives and can be used.
 
-        Args:
-            in_cluster: whether the next attempt is made with the cluster of the standby processes.
+        With `in_cluster` the next attempt is made with the cluster of the standby processes.
         """
         self._training_since = None
         self._again_at, self._kills = 0.0, 0

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -212,11 +211,6 @@ def temporary_folder(run: RunFolder, task: Task) -> Path:
     """
     digest = hashlib.sha256(joining.run_token(run).encode()).hexdigest()
     return Path(tempfile.gettempdir(), f"{task.name}-{digest[:12]}")
-
-
-def remove_temporary_folder(run: RunFolder, task: Task) -> None:
-    """Remove the folder, once the run has ended."""
-    shutil.rmtree(temporary_folder(run, task), ignore_errors=True)  # it follows no link
 
 
 def script_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -85,8 +85,7 @@ class Watchdog:
     def examine(self, stopped_s: float = 0.0) -> Stall | None:
         """Return a finding, if there is one. Looks at most every `EXAMINE_S`.
 
-        Args:
-            stopped_s: for how long this task's program has been stopped by a signal.
+        `stopped_s` says for how long a signal has kept this task's program stopped.
         """
         now = time.monotonic()
         if finding := self.stopped(stopped_s):

@@ -13,11 +13,7 @@ SCALINGS = ("none", "linear", "sqrt")
 
 
 def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") -> None:
-    """Check that every replica, or shard, gets the same number of examples.
-
-    Raises:
-        UsageError: it does not divide; the message names the nearest batches that do.
-    """
+    """Check that every replica, or shard, gets as many examples; the error names the nearest batches that fit."""
     if global_batch % divisor == 0 and global_batch > 0:
         return
     below, above = global_batch // divisor * divisor, (global_batch // divisor + 1) * divisor
@@ -28,11 +24,7 @@ def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") 
 
 
 def check_micro_batches(global_batch: int, replicas: int, micro_batches: int, what: str = "replicas") -> None:
-    """Check that the global batch can be cut into equal micro-batches, as many for each replica or virtual shard.
-
-    Raises:
-        UsageError: it cannot; the message says what divides it.
-    """
+    """Check that the global batch can be cut into equal micro-batches, as many for each replica or virtual shard."""
     check_global_batch(global_batch, replicas, what)
     batch = global_batch // replicas
     if batch % micro_batches:
@@ -47,11 +39,7 @@ def check_micro_batches(global_batch: int, replicas: int, micro_batches: int, wh
 
 
 def check_shards(cluster: ClusterSpec, shards: int) -> None:
-    """Check that a cluster can train on `--bitwise-elastic` virtual shards.
-
-    Raises:
-        UsageError: it cannot; the message says why.
-    """
+    """Check that a cluster can train on `--bitwise-elastic` virtual shards."""
     if why := cluster.kind.no_virtual_shards:
         raise UsageError(f"--bitwise-elastic {shards}: {cluster.strategy_class} {why}; use another strategy")
     if cluster.replicas > shards:
@@ -64,13 +52,7 @@ def check_shards(cluster: ClusterSpec, shards: int) -> None:
 def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping[str, Any] | None = None) -> None:
     """Check that the stages of a configuration fit the cluster, and that the rest of it works with stages.
 
-    Args:
-        cluster: the cluster that trains.
-        config: the configuration of the run.
-        previous: the configuration that a resumed run had before; None for a new run.
-
-    Raises:
-        UsageError: they do not; the message says why.
+    `previous` is the configuration that a resumed run had before; None for a new run.
     """
     pipeline = config.get("pipeline", {})
     if not cluster.kind.staged:
@@ -110,11 +92,7 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
 
 
 def check_precision(cluster: ClusterSpec, precision: str) -> None:
-    """Check that a cluster can train in a precision.
-
-    Raises:
-        UsageError: it cannot; the message says why.
-    """
+    """Check that a cluster can train in a precision."""
     if precision == "fp16" and (why := cluster.kind.no_fp16):
         raise UsageError(f"--precision fp16: {cluster.strategy_class} {why}; use --precision bf16")
 
@@ -125,13 +103,6 @@ def precision_of(strategy: str, precision: str) -> str:
 
 
 def scale_rate(rate: float, rule: str, global_batch: int, base_batch: int) -> float:
-    """Return the learning rate at a global batch.
-
-    Args:
-        rate: the learning rate at `base_batch`.
-        rule: one of `SCALINGS`.
-        global_batch: examples in an optimizer step.
-        base_batch: examples in the optimizer step that `rate` was found for.
-    """
+    """Return the learning rate at a global batch, by one of `SCALINGS`, from the rate found for `base_batch`."""
     ratio = global_batch / base_batch
     return rate * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]

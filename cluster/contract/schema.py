@@ -145,11 +145,7 @@ class Record:
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Return the record in a JSON value.
-
-        Raises:
-            ValueError: it is not valid; the message names the field.
-        """
+        """Return the record in a JSON value; raise ValueError, which names the field, if it is not valid."""
         known = _known(cls, value)
         return cls(**known, unknown={name: each for name, each in value.items() if name not in known})
 
@@ -211,7 +207,8 @@ def _check_of(annotation: Any) -> Check:
     elif origin in (types.UnionType, typing.Union):
         check = optional(_check_of(next(each for each in arguments if each is not types.NoneType)))
     elif origin in (tuple, frozenset):
-        check = _collection_of(origin, listing(_check_of(arguments[0])))
+        items = listing(_check_of(arguments[0]))
+        return lambda value: origin(items(value))
     elif origin is dict:
         check = mapping(_check_of(arguments[1]))
     elif annotation in _SIMPLE:
@@ -219,19 +216,11 @@ def _check_of(annotation: Any) -> Check:
     elif issubclass(annotation, Record):
         check = annotation.from_json
     elif issubclass(annotation, StrEnum):
-        check = _member_of(annotation)
+        return lambda value: annotation(one_of(*annotation)(value))
     return check
 
 
 _SIMPLE: dict[Any, Check] = {str: text, bool: flag, Any: lambda value: value}
-
-
-def _collection_of(kind: Callable[[Any], Any], items: Check) -> Check:
-    return lambda value: kind(items(value))
-
-
-def _member_of(enum: type[StrEnum]) -> Check:
-    return lambda value: enum(one_of(*enum)(value))
 
 
 def _plain(value: Any) -> Any:

@@ -43,11 +43,7 @@ OF_TASKS = frozenset([*SWITCHES, *(name for name, setting in SECONDS.items() if 
 
 
 def check_settings() -> None:
-    """Check all settings.
-
-    Raises:
-        UsageError: a value is invalid.
-    """
+    """Check all settings."""
     for name in SECONDS:
         seconds(name)
     for name in SWITCHES:
@@ -60,11 +56,7 @@ def is_set(name: str) -> bool:
 
 
 def seconds(name: str) -> float:
-    """Return the value of one of `SECONDS`.
-
-    Raises:
-        UsageError: it is not a number, or out of range.
-    """
+    """Return the value of one of `SECONDS`; raise UsageError if it is not a number, or out of range."""
     setting = SECONDS[name]
     text = os.environ.get(name) or str(setting.default)
     try:
@@ -80,11 +72,7 @@ def seconds(name: str) -> float:
 
 
 def is_on(name: str) -> bool:
-    """Return the value of one of `SWITCHES`.
-
-    Raises:
-        UsageError: it is neither 0 nor 1.
-    """
+    """Return the value of one of `SWITCHES`; raise UsageError if it is neither 0 nor 1."""
     text = os.environ.get(name) or "1"
     if text not in ("0", "1"):
         raise UsageError(f"{name}={text!r}: expected 0 or 1; correct or unset it (default: 1)")
@@ -113,11 +101,7 @@ def home() -> Path | None:
 
 
 def expanded(option: str, name: str) -> Path:
-    """Return a path that an option names, with a home folder in place of its `~`.
-
-    Raises:
-        UsageError: no such home folder is known.
-    """
+    """Return a path that an option names, with a home folder for its `~`; raise UsageError if none is known."""
     try:
         return Path(name).expanduser()
     except RuntimeError:

@@ -96,11 +96,7 @@ class ClusterSpec(Record):
         return tuple(task for task in self.tasks if task.role == role)
 
     def task(self, name: str) -> Task:
-        """Return the task called `name`.
-
-        Raises:
-            UsageError: no task of this cluster has that name.
-        """
+        """Return the task called `name`; raise UsageError if this cluster has none of that name."""
         for task in self.tasks:
             if task.name == name:
                 return task
@@ -160,16 +156,9 @@ class ClusterSpec(Record):
         return task.role.is_sidecar or (task.role == Role.WORKER and self.kind.served)
 
     def with_devices(self, devices: int, strategy: str) -> ClusterSpec:
-        """Return the cluster with as many replicas in each training task.
+        """Return the cluster with as many replicas in each training task, for the requested strategy or `auto`.
 
-        The number decides between the strategies of one process.
-
-        Args:
-            devices: replicas in each training task.
-            strategy: the requested one, `auto` or a key of `strategies.STRATEGIES`.
-
-        Raises:
-            UsageError: there are too many, or the strategy does not fit.
+        The number decides between the strategies of one process. Raises UsageError if the strategy does not fit.
         """
         parse_count("devices", devices, 1, MAX_DEVICES)
         resolved = strategies.resolve(strategy, len(self.of(Role.WORKER)), len(self.of(Role.PS)), devices)
@@ -191,11 +180,7 @@ def task_name(role: Role, index: int) -> str:
 
 
 def parse_count(name: str, value: object, low: int, high: int) -> int:
-    """Return `value` as a whole number from `low` to `high`.
-
-    Raises:
-        UsageError: it is not one; the message names the option `name`.
-    """
+    """Return `value` as a whole number from `low` to `high`; raise UsageError, which names the option, otherwise."""
     text = str(value).strip()
     if not re.fullmatch(r"[+-]?\d{1,18}", text) or not low <= int(text) <= high:
         raise UsageError(f"--{name} {text!r}: expected a whole number from {low} to {high}")
@@ -203,11 +188,7 @@ def parse_count(name: str, value: object, low: int, high: int) -> int:
 
 
 def check_run_name(name: str) -> str:
-    """Return `name` if it can name a run.
-
-    Raises:
-        UsageError: it holds a slash or anything else that a folder or a Compose project cannot carry.
-    """
+    """Return `name` if it can name a run, see `RUN_NAME`; raise UsageError otherwise."""
     if not RUN_NAME.fullmatch(name):
         raise UsageError(
             f"run name {name!r}: expected letters, digits, '.', '_' or '-', at most 63, the first a letter or digit"
@@ -226,16 +207,7 @@ def build(
 ) -> ClusterSpec:
     """Return the cluster for the options of a command line, each task listening on `TASK_PORT` of its own host.
 
-    Args:
-        workers: `worker` tasks in addition to the chief; None: the default.
-        ps: parameter servers.
-        evaluator: whether a task evaluates every new checkpoint.
-        strategy: `auto` or a key of `strategies.STRATEGIES`.
-        devices: replicas in each training task.
-        separate_chief, pipelines: see `ClusterSpec`.
-
-    Raises:
-        UsageError: a count is out of range, or the strategy does not fit the topology.
+    `workers` are in addition to the chief, None for the default number; see `ClusterSpec` for the other options.
     """
     if workers is None:
         requested = strategies.requested(strategy)

@@ -144,37 +144,19 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def get(name: str) -> Strategy:
-    """Return the strategy of that name.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the strategy of that name; raise UsageError if there is none."""
     if name not in STRATEGIES:
         raise UsageError(f"--strategy {name!r} is not a strategy{nearest(name, [AUTO, *STRATEGIES])}")
     return STRATEGIES[name]
 
 
 def requested(name: str) -> Strategy | None:
-    """Return the strategy of that name, or None for `auto`.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the strategy of that name, or None for `auto`; raise UsageError if there is none."""
     return None if name == AUTO else get(name)
 
 
 def resolve(requested: str, workers: int, ps: int, devices: int) -> Strategy:
-    """Return the strategy that the topology chooses, or the requested one where it fits the topology.
-
-    Args:
-        requested: `auto`, or a key of `STRATEGIES`.
-        workers: tasks in addition to the chief.
-        ps: parameter servers.
-        devices: replicas in each training task.
-
-    Raises:
-        UsageError: the name is unknown, or the topology cannot run it.
-    """
+    """Return the requested strategy, or the topology's for `auto`; raise UsageError if the topology cannot run it."""
     if ps and not workers:
         raise UsageError(f"--ps {ps} with --workers 0: parameter servers need workers; add --workers 2 or drop --ps")
     topology = (workers, ps, devices)

@@ -41,8 +41,7 @@ def dumps(spec: ClusterSpec, task: Task) -> str | None:
 def parse(text: str) -> tuple[dict[str, list[str]], Role, int]:
     """Return the cluster's addresses by role, and the role and index of the task that TF_CONFIG was made for.
 
-    Raises:
-        UsageError: the text is not a TF_CONFIG.
+    Raises UsageError if the text is not a TF_CONFIG.
     """
     try:
         value = json.loads(text)

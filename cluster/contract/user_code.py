@@ -37,18 +37,10 @@ def run(
     environment: Mapping[str, str],
     printed: list[bytes] | None = None,
 ) -> Any:
-    """Run a program that calls `reply`; return its result.
+    """Run a program that calls `reply`; return its result, or raise the ClusterError that it replied with.
 
-    Args:
-        command: the program and its arguments.
-        what: a name for the code, for errors.
-        setting: the key of its timeout in `settings.SECONDS`.
-        cwd: its working directory.
-        environment: its environment.
-        printed: takes the lines that it prints, which go to stderr.
-
-    Raises:
-        ClusterError: the error that it replied with, or there was no reply.
+    Errors call it `what`; `setting` is the key of its timeout in `settings.SECONDS`; `printed` takes the lines that it
+    prints, which go to stderr.
     """
     timeout_s = settings.seconds(setting)
     with scratch_folder() as scratch:  # also for temporary files of TensorFlow, which leaves them behind

@@ -24,7 +24,7 @@ from cluster.contract.run.records import OutcomeState
 from cluster.contract.schema import Count, Number, Record
 from cluster.contract.spec import check_run_name, parse_count
 from cluster.host.launch import folders, planning, teardown
-from cluster.host.options.request import OPTIONS, Request
+from cluster.host.options.request import OPTIONS, Option, Request
 from cluster.host.reports import listing
 from cluster.host.view import interrupts
 from cluster.system import processes
@@ -81,8 +81,7 @@ class Sweep(Record):
 def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
     """Return the sweep of a request over the product of the values, after trying every value.
 
-    Raises:
-        UsageError: an axis or a value is invalid, or the sweep exists.
+    Raises UsageError if an axis or a value is invalid, or the sweep exists.
     """
     axes = [_axis(each) for each in over]
     if not axes:
@@ -114,12 +113,7 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
 
 
 def load_sweep(name: str) -> Sweep:
-    """Return the sweep of this name.
-
-    Raises:
-        UsageError: there is none.
-        DamagedError: its record is damaged.
-    """
+    """Return the sweep of this name; raise UsageError if there is none, DamagedError if its record is damaged."""
     if not _record(check_run_name(name)).exists():
         known = sorted(path.parent.name for path in _record("*").parent.parent.glob("*/sweep.json"))
         raise UsageError(
@@ -129,11 +123,7 @@ def load_sweep(name: str) -> Sweep:
 
 
 def run_sweep(sweep: Sweep, parallel: int) -> int:
-    """Run every trial that has not ended, `parallel` at a time; return the exit code.
-
-    Raises:
-        Taken: another command runs this sweep.
-    """
+    """Run every trial that has not ended, `parallel` at a time; return the exit code, or raise `Taken`."""
     with claim.hold_claim(RunFolder(_record(sweep.name).parent), "swept"):
         _record(sweep.name).parent.mkdir(parents=True, exist_ok=True)
         write_json(_record(sweep.name), sweep.to_json())
@@ -300,22 +290,21 @@ def _axis(text: str) -> tuple[str, list[str]]:
     key, found = name.replace("_", "-"), [value for value in values.split(",") if value]
     if not key or not found:
         raise UsageError(f"--over {text!r}: expected OPTION=VALUE,VALUE, such as optimizer.learning-rate=1e-3,1e-2")
-    option = OPTIONS.get(key.replace("-", "_"))
+    option = _option(key)
     if option and (option.name in NOT_SWEPT or option.types == (bool,)):
         raise UsageError(f"--over {text!r}: --{option.key} has no values to compare; give it for all trials")
     return key, found
 
 
-def _option(key: str) -> bool:
-    return key.replace("-", "_") in OPTIONS
+def _option(key: str) -> Option | None:
+    return OPTIONS.get(key.replace("-", "_"))
 
 
 def _requested(request: Request, trial: Trial) -> Request:
     fields: dict[str, Any] = {"name": trial.run, "resume": ""}
     words = []
     for key, value in trial.values.items():
-        if _option(key):
-            option = OPTIONS[key.replace("-", "_")]
+        if option := _option(key):
             fields[option.name] = parse_count(key, value, *option.bounds) if option.types == (int,) else value
         else:
             words.append(f"--{key}={value}")

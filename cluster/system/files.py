@@ -135,9 +135,6 @@ def read_start(path: Path, limit: int) -> bytes:
 
     On a shared file system the one that was opened may be gone before it is read (ESTALE). Then the one that took its
     place is read.
-
-    Raises:
-        OSError: it cannot be read.
     """
     for _ in range(STALE_READS):
         try:
@@ -264,9 +261,13 @@ def scratch_folder() -> Iterator[Path]:
 def remove_abandoned() -> None:
     """Remove the folders of processes that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), _locked(path) as descriptor:
-            if descriptor is not None and os.fstat(descriptor).st_uid == os.geteuid():
-                shutil.rmtree(path, ignore_errors=True)  # it follows no link
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if lock(descriptor, 0.0) and os.fstat(descriptor).st_uid == os.geteuid():
+                    shutil.rmtree(path, ignore_errors=True)  # it follows no link
+            finally:
+                os.close(descriptor)
 
 
 def _create() -> tuple[Path, int]:
@@ -283,13 +284,3 @@ def _try_lock(descriptor: int) -> bool:
     with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder if its owner is killed
         return lock(descriptor, 0.0)
     return True
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int | None]:
-    """Lock a folder; yield None where another process has."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        yield descriptor if lock(descriptor, 0.0) else None
-    finally:
-        os.close(descriptor)

@@ -53,11 +53,8 @@ UNREADABLE = (ValueError, LinkError, PermissionError, IsADirectoryError, NotADir
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Replace a JSON file atomically: a reader sees the previous value or this one, also after a crash.
 
-    Args:
-        path: the file.
-        value: its new value.
-        durable: flush it to the disk before returning. Without, a power failure may bring back the previous value or
-            leave the file empty; meant for what is written every second.
+    Unless it is `durable`, it is not flushed to the disk, so that a power failure may bring back the previous value or
+    leave the file empty; meant for what is written every second.
     """
     with open_folder(path.parent, make=True) as folder:
         with _scratch(folder, path.name, value, durable=durable) as scratch:
@@ -72,13 +69,7 @@ def create_json(
     """Create a JSON file atomically unless it exists; return whether this call created it.
 
     A file that holds no valid value, such as one that a power failure left empty, does not count: exactly one caller
-    replaces it.
-
-    Args:
-        path: the file.
-        value: its value.
-        check: raises ValueError if a value is not valid.
-        mode: of the file, before the umask.
+    replaces it. `check` raises ValueError if a value is not valid; `mode` is that before the umask.
     """
     with open_folder(path.parent, make=True) as folder, _scratch(folder, path.name, value, mode=mode) as scratch:
         try:
@@ -187,11 +178,7 @@ def read_json(
 
 
 def parse_json(text: bytes, limit: int = RECORD_BYTES) -> Any:
-    """Return the value of a JSON text that is not trusted.
-
-    Raises:
-        ValueError: it is not JSON, too long, or nested more deeply than any record.
-    """
+    """Return the value of a JSON text that is not trusted; raise ValueError if it is invalid, or nested too deeply."""
     if not text.strip():
         raise ValueError("it is empty")
     if len(text) > limit:
@@ -238,10 +225,8 @@ LOCK_TIMEOUT_S = 2.0
 def append_json(path: Path, value: Any) -> None:
     """Append a line to a JSON Lines file, without flushing it to the disk.
 
-    If an interrupted writer left part of a line, this one begins on a new line.
-
-    Raises:
-        OSError: it cannot be written completely.
+    If an interrupted writer left part of a line, this one begins on a new line. Raises OSError if not all can be
+    written.
     """
     line = (json.dumps(value) + "\n").encode()
     with open_file(path, "a+b") as file:
@@ -274,12 +259,7 @@ class Journal(Generic[T]):
     """A growing JSON Lines file. Each read continues where the previous one stopped. Threads may share it."""
 
     def __init__(self, path: Path, check: Callable[[Any], T]) -> None:
-        """Begin before the first line.
-
-        Args:
-            path: the file, which need not exist yet.
-            check: returns the checked value of a line, or raises ValueError to skip it.
-        """
+        """Begin before the first line of a file, which need not exist yet; `check` raises ValueError to skip a line."""
         self._path, self._check = path, check
         self._lock = threading.Lock()
         self._reset()

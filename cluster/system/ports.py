@@ -16,16 +16,9 @@ BACKLOG = 1024
 
 
 def free_ports(count: int, host: str = "127.0.0.1", first: int | None = None) -> tuple[int, ...]:
-    """Return `count` ports of an address of this machine on which nothing listens.
+    """Return ports of an address of this machine on which nothing listens; raise PrerequisiteError for too few.
 
-    Args:
-        count: the number of ports.
-        host: the address.
-        first: where to begin to look. Programs that look at once begin in different places: by default, at their
-            process's own.
-
-    Raises:
-        PrerequisiteError: there are not that many.
+    Programs that look at once begin in different places: at `first`, or by default at their process's own.
     """
     ports = tuple(itertools.islice(_unused(host, os.getpid() * 37 if first is None else first), count))
     if len(ports) < count:
@@ -45,11 +38,7 @@ def _unused(host: str, first: int) -> Iterator[int]:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address.
-
-    Raises:
-        OSError: the port is in use, or the address is not this machine's.
-    """
+    """Return a socket that listens on an address; raise OSError if it is in use, or not this machine's."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

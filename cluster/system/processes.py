@@ -36,11 +36,7 @@ _MEANINGS = {
 def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path | None = None) -> tuple[int, str, str]:
     """Run a program that may be missing, forbidden or hang; it and what it started are killed after `timeout_s`.
 
-    Args:
-        command: the program and its arguments.
-        timeout_s: the longest that it may take.
-        name: its name in the message about a timeout; empty for the program.
-        cwd: its working folder; None for the caller's.
+    `name` stands for it in the message about a timeout; its working folder is by default the caller's.
 
     Returns:
         Its exit code, stdout and stderr. If it could not be run or did not end, the code is that of a shell (127, 126
@@ -143,13 +139,10 @@ def reap(child: Child) -> int | None:
 
 
 def wait(child: Child, timeout_s: float | None = None) -> int:
-    """Reap a child; return the code that it ended with, negative for a signal.
+    """Reap a child; return the code that it ended with, negative for a signal; raise TimeoutExpired while it runs.
 
     Waits on a process descriptor: `subprocess` polls every few milliseconds, and an agent waits for its program all day
     on the cores that the program trains on.
-
-    Raises:
-        subprocess.TimeoutExpired: it still runs.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while (code := reap(child)) is None:
@@ -305,16 +298,10 @@ def _environment(pid: int) -> frozenset[bytes]:
 
 
 def kill_all(find: Callable[[ProcessTable], list[int]], what: str, timeout_s: float = 10.0) -> int:
-    """Kill processes until `find` returns none; return how many it returned at first.
+    """Kill processes until `find` returns none; return how many it returned at first, or raise TimedOut.
 
-    Args:
-        find: returns the ids in the order in which to kill them. The last is killed once it is the only one, because
-            the others may be recognized by it.
-        what: whose processes they are, for the error.
-        timeout_s: how long to try.
-
-    Raises:
-        TimedOut: some do not end.
+    It returns their ids in the order in which to kill them. The last is killed once it is the only one, because the
+    others may be recognized by it. `what` says in the error whose they are.
     """
     deadline, first = time.monotonic() + timeout_s, None
     while left := find(table := ProcessTable()):
@@ -327,10 +314,6 @@ def kill_all(find: Callable[[ProcessTable], list[int]], what: str, timeout_s: fl
     return first or 0
 
 
-def kill_with_environment(name: str, value: str, timeout_s: float = 10.0) -> int:
-    """Kill every process that was started with this environment variable; return how many there were at first.
-
-    Raises:
-        TimedOut: some do not end.
-    """
-    return kill_all(lambda table: sorted(table.with_environment(name, value)), f"{name}={value}", timeout_s)
+def kill_with_environment(name: str, value: str) -> int:
+    """Kill every process that was started with this environment variable, as `kill_all` does; return how many."""
+    return kill_all(lambda table: sorted(table.with_environment(name, value)), f"{name}={value}")

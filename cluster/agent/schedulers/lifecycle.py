@@ -45,11 +45,7 @@ def continue_run(run: RunFolder) -> None:
 
 
 def await_layout(run: RunFolder, timeout_s: float) -> None:
-    """Return once the chief has laid out the run's folder, or opened it again.
-
-    Raises:
-        TimedOut: it has not.
-    """
+    """Wait until the chief has laid out the run's folder, or opened it again; raise TimedOut after `timeout_s`."""
     if not wait_until(lambda: run.cluster.exists() and not run.has_stopped, timeout_s, POLL_S):
         raise TimedOut(f"{run.path} was not laid out in {timeout_s:g} s; see the log of the chief's container")
 

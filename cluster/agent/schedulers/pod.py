@@ -58,10 +58,8 @@ def main() -> int:
 def prepare_folder(run: RunFolder, given: Path) -> None:
     """Lay out the folder of a new run, or open one that stopped; any other is left as it is.
 
-    Args:
-        run: the run.
-        given: folder with its `cluster.json`, `config.json` and `started.json`. A run that continues takes the cluster
-            from there, and keeps its configuration.
+    The folder `given` has its `cluster.json`, `config.json` and `started.json`. A run that continues takes the cluster
+    from there, and keeps its configuration.
     """
     cluster = records.read_record(given / "cluster.json", launch_records.cluster)
     if run.cluster.exists():

@@ -45,11 +45,7 @@ def main(words: list[str]) -> int:
 
 
 def await_reopening(run: RunFolder, task: str) -> None:
-    """Wait until a run that stopped to free a host continues; return at once for any other.
-
-    Raises:
-        TimedOut: the chief did not open it again.
-    """
+    """Wait until a run that stopped to free a host continues, see `lifecycle.await_layout`; not for any other."""
     if not (run.has_stopped and run.after_stop == AfterStop.REQUEUE):
         return
     if task == Role.CHIEF:

@@ -35,17 +35,8 @@ from cluster.contract.run.folder import TASK_LOST, RunFolder
 from cluster.contract.run.launch_records import TaskAddress
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role, Task
-from cluster.system import processes
-from cluster.system.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_PEER_LOST,
-    EXIT_USAGE,
-    ClusterError,
-    PrerequisiteError,
-    TimedOut,
-    UsageError,
-)
+from cluster.system import errors, processes
+from cluster.system.errors import EXIT_DONE, ClusterError, PrerequisiteError, TimedOut, UsageError
 from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND
 from cluster.system.ports import free_ports
@@ -80,7 +71,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     print(__doc__, file=sys.stderr)
-    return EXIT_USAGE
+    return errors.EXIT_USAGE
 
 
 def _task(run: RunFolder, command: list[str]) -> int:
@@ -91,7 +82,7 @@ def _task(run: RunFolder, command: list[str]) -> int:
     if not os.access(run.control, os.W_OK):
         state = "is read-only" if run.control.exists() else "is not there"
         raise PrerequisiteError(f"{node}: {run.path} {state}; set RUNS_DIR to a folder that every node can write")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(errors.EXIT_PEER_LOST))  # until the agent asks for a checkpoint
     if REPLACED_TASK in os.environ and run.outcome:
         return EXIT_DONE  # it came too late
     cluster, task = _join(run)
@@ -101,14 +92,9 @@ def _task(run: RunFolder, command: list[str]) -> int:
     os.environ |= gpus(task.role, os.environ.get("GPUS_PER_TASK", ""))
     copy = TaskCopy.register(run, task.name)
     os.environ["LOST_THEN"] = AfterStop.REQUEUE
-    watch = Replacements(run, places(run)) if task.role == Role.CHIEF and run.started.grow else None
-    if watch:
-        watch.start()
-    try:
+    grows = task.role == Role.CHIEF and run.started.grow
+    with Replacements(run, places(run)) if grows else contextlib.nullcontext():
         code = keep_agent(command, run, copy)
-    finally:
-        if watch:
-            watch.end()
     if (request := run.stop_request) and request.by == TASK_LOST:
         queue_again(run)
     return code
@@ -150,11 +136,7 @@ def places(run: RunFolder) -> Path:
 
 
 def node_address(node: str) -> str:
-    """Return where other nodes reach a node, as Slurm itself knows it.
-
-    Raises:
-        PrerequisiteError: Slurm does not say.
-    """
+    """Return where other nodes reach a node, as Slurm itself knows it; raise PrerequisiteError if it does not say."""
     code, printed, complained = processes.run(["scontrol", "--oneliner", "show", "node", node], SCONTROL_S)
     if code or not (found := re.search(r"\bNodeAddr=(\S+)", printed)):
         raise PrerequisiteError(
@@ -171,10 +153,8 @@ def task_port(host: str, number: int) -> int:
 def assemble(run: RunFolder) -> ClusterSpec:
     """Return the cluster on the places of its tasks, once all have one; a run that was under way continues there.
 
-    A worker without a place that an elastic run can do without keeps its name as its host, which does not resolve.
-
-    Raises:
-        TimedOut: a task did not start.
+    A worker without a place that an elastic run can do without keeps its name as its host, which does not resolve. Any
+    other task that does not start in time raises TimedOut.
     """
     cluster, folder, tasks = run.load_cluster(), places(run), []
     is_elastic = run.started.min_workers is not None
@@ -193,11 +173,7 @@ def assemble(run: RunFolder) -> ClusterSpec:
 
 
 def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
-    """Return the cluster that the chief has made of the places of this attempt, once a task's own is in it.
-
-    Raises:
-        TimedOut: the chief has made none, or without this task.
-    """
+    """Return the cluster that the chief makes of the tasks' places, once a task's own is in it, or raise TimedOut."""
     folder = places(run)
     own = records.read_record(folder / f"{name}.json", TaskAddress.from_json)
 
@@ -228,9 +204,9 @@ def result(run: RunFolder) -> int:
     if outcome is None and not (places(run) / "cluster.json").exists():
         absent = [task.name for task in run.load_cluster().tasks if not (places(run) / f"{task.name}.json").exists()]
         error = f"{', '.join(absent) or 'no task'} did not start; logs/slurm.log there says on which node, and why"
-        run.end("failed", task="chief", exit_code=EXIT_FAILED, error=error)
+        run.end("failed", task="chief", exit_code=errors.EXIT_FAILED, error=error)
     elif outcome is None or (run.has_stopped and run.after_stop == AfterStop.REQUEUE):
-        return EXIT_PEER_LOST
+        return errors.EXIT_PEER_LOST
     return result_code(run)
 
 
@@ -252,10 +228,10 @@ class Replacements:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         self._thread.start()
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Watch no longer, and take from the queue what is in it."""
         self._ended.set()
         self._thread.join()
@@ -301,7 +277,9 @@ class Replacements:
         self._queued[name] = times + 1
         job = [f"--job-name={_job(name)}", "--ntasks=1", "--nodes=1", "--no-requeue"]
         variables = f"--export=ALL,{REPLACED_TASK}={name},{REPLACED_ATTEMPT}={self._folder.name}"
-        command = ["env", *_without_slurm(), "sbatch", *job, variables, str(self._run.control / "job.sh")]
+        # Another job would take the Slurm variables of this one for requests.
+        unset = [f"--unset={name}" for name in os.environ if name.startswith(("SLURM", "SRUN", "SBATCH"))]
+        command = ["env", *unset, "sbatch", *job, variables, str(self._run.control / "job.sh")]
         code, printed, complained = processes.run(command, SCONTROL_S)
         print(f"replacement of {name}: {(complained if code else printed).strip()}", file=sys.stderr, flush=True)
 
@@ -313,11 +291,6 @@ class Replacements:
 def _job(task: str) -> str:
     """Return the name of a replacement's job, by which it is found and cancelled."""
     return f"{os.environ['SLURM_JOB_NAME']}.{task}"
-
-
-def _without_slurm() -> list[str]:
-    """Return arguments of `env` that unset this job's Slurm variables, which another job would take for requests."""
-    return [f"--unset={name}" for name in os.environ if name.startswith(("SLURM", "SRUN", "SBATCH"))]
 
 
 if __name__ == "__main__":

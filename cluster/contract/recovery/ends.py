@@ -116,9 +116,7 @@ def recorded_ends(run: RunFolder, generation: int) -> list[End]:
 def find_error(lines: Sequence[str], code: int) -> str | None:
     """Return the error that a program reported in the last lines of its output; None if they contain none.
 
-    Args:
-        lines: as printed, indentation included.
-        code: its exit code, negative for a signal.
+    The lines are as printed, indentation included; the exit code is negative for a signal.
     """
     if code < 0:
         return _crash(lines)

@@ -23,12 +23,8 @@ def training_began(spec: ClusterSpec, events: list[Event]) -> float | None:
 def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)) -> list[Restart]:
     """Return the cost of each restart since `started`: seconds from the failure, and repeated steps.
 
-    A script reports no steps, so its only cost is the time until its process started again, `script_started_s`.
-
-    Args:
-        run: the run.
-        started: seconds since the epoch.
-        roles: tasks of these roles are included when they restart alone; restarts of the gang always are.
+    A script reports no steps, so its only cost is the time until its process started again, `script_started_s`. Tasks
+    that restart alone are included if they have one of these roles; restarts of the gang always are.
     """
     events = [event for event in run.events() if event.time >= started]
     restarts = [(g.time, _gang_cost(run, g, events)) for g in run.generations() if g.task and g.cause]

@@ -82,16 +82,11 @@ def single_steps(
 ) -> range:
     """Return the steps after which the tasks of a generation return to Python one by one.
 
-    Steps are recorded when their call of the inner loop returns. After a failure, the next attempts run single steps
-    from the last recorded step to the end of that call. So they record the exact step, and fail at the same step again
-    if it is to blame. All tasks of the generation use the same range, also if the record does not show on every host
-    yet: calls of different length would wait for each other indefinitely.
-
-    Args:
-        run: the run.
-        generation: the current one.
-        steps_per_loop: most steps in one call.
-        everyones: collective operation that returns the numbers of all tasks for the number of this one.
+    Steps are recorded when their call of the inner loop returns, after at most `steps_per_loop`. After a failure, the
+    next attempts run single steps from the last recorded step to the end of that call. So they record the exact step,
+    and fail at the same step again if it is to blame. All tasks of the generation use the same range, also if the
+    record does not show on every host yet: calls of different length would wait for each other indefinitely.
+    `everyones` is the collective operation for that: it returns the numbers of all tasks for the number of this one.
     """
     record = run.begun(generation)
     first = -1 if record is None or record.single_steps_from is None else record.single_steps_from

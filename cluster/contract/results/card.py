@@ -8,16 +8,10 @@ import time
 from cluster.contract.results import goodput
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.summary_records import Summary
-from cluster.system.files import write_text
 from cluster.system.messages import COMMAND, counted, plain
 
 SHOWN_OPTIONS = ("preset", "model", "dataset", "loop", "global_batch", "epochs", "max_steps", "seed", "precision")
 MAX_RESTARTS = 20
-
-
-def write_card(run: RunFolder, summary: Summary) -> None:
-    """Write the card of a run that has ended."""
-    write_text(run.card, "\n".join(lines(run, summary)) + "\n")
 
 
 def lines(run: RunFolder, summary: Summary) -> list[str]:

@@ -23,11 +23,7 @@ STARVED = 0.1
 
 
 def stragglers(paces: Mapping[str, Pace]) -> list[Straggler]:
-    """Return the stragglers, the slowest first.
-
-    Args:
-        paces: the pace of each task; one that is not known completely is left out.
-    """
+    """Return the stragglers, the slowest first; a task whose pace is not known completely is left out."""
     known = {name: _busy_and_input(pace) for name, pace in paces.items() if _measured(pace)}
     slow = []
     for name, (busy, waiting) in known.items():

@@ -10,6 +10,7 @@ from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Outcome, OutcomeState
 from cluster.contract.run.summary_records import Cause, Summary
+from cluster.system.files import write_text
 from cluster.system.json_files import write_json
 from cluster.system.waiting import wait_until
 
@@ -54,7 +55,7 @@ def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome |
     )
     write_json(run.summary, value.to_json())
     with contextlib.suppress(OSError):  # only the summary is needed
-        card.write_card(run, value)
+        write_text(run.card, "\n".join(card.lines(run, value)) + "\n")
     return value
 
 

@@ -35,12 +35,9 @@ def lock_path(run: RunFolder) -> Path:
 
 @contextlib.contextmanager
 def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[None]:
-    """Hold the claim on a run.
+    """Hold the claim on a run, which need not exist yet; another command gets `wait_s` to release it.
 
-    Args:
-        run: the run, which need not exist yet.
-        doing: the operation, as a participle such as `resumed`, for the error of other commands.
-        wait_s: how long to wait for another command.
+    `doing` is the operation, as a participle such as `resumed`, for the error of other commands.
 
     Raises:
         Taken: another command holds the claim.

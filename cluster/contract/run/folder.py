@@ -19,31 +19,14 @@ from typing import Any
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.launch_records import Started, TensorBoardRecord
 from cluster.contract.run.layout import Paths
-from cluster.contract.run.records import (
-    AfterStop,
-    Event,
-    Generation,
-    Heartbeat,
-    Outcome,
-    OutcomeState,
-    StopRequest,
-    TimeLedger,
-)
+from cluster.contract.run.records import AfterStop, Event, Generation, Heartbeat, Outcome, StopRequest, TimeLedger
 from cluster.contract.run.summary_records import RunResult, Summary
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import MAX_TASKS, ClusterSpec
+from cluster.system import json_files
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import guard, make_folder, open_file, remove, rename
-from cluster.system.json_files import (
-    REQUIRED,
-    RESERVE,
-    RESERVE_BYTES,
-    Journal,
-    append_json,
-    create_json,
-    read_json_lines,
-    write_json,
-)
+from cluster.system.json_files import REQUIRED, Journal, create_json, write_json
 
 LOST_AFTER_S = 15.0
 """Seconds without a new heartbeat, by the watcher's clock, after which a task counts as lost."""
@@ -84,11 +67,7 @@ class RunFolder(Paths):
         return self.unfinished.exists() or not any(self.path.iterdir())
 
     def delete(self) -> None:
-        """Delete the run and its temporary files. If that is interrupted, the folder is incomplete.
-
-        Raises:
-            OSError: something cannot be deleted.
-        """
+        """Delete the run and its temporary files. If that is interrupted or fails, the folder is incomplete."""
         if self.path.exists():
             self.unfinished.touch()
             remove(self.cluster)
@@ -101,17 +80,13 @@ class RunFolder(Paths):
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def create(self) -> None:
-        """Create the folder and its subfolders.
-
-        Raises:
-            PrerequisiteError: the folder cannot be written.
-        """
+        """Create the folder and its subfolders; raise PrerequisiteError if it cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for part in ("status", "metrics", "logs", "tensorboard", "checkpoints", "control"):
                 make_folder(self.path / part)
-            with open_file(self.path / RESERVE, "wb") as file:
-                file.write(bytes(RESERVE_BYTES))
+            with open_file(self.path / json_files.RESERVE, "wb") as file:
+                file.write(bytes(json_files.RESERVE_BYTES))
         except OSError as error:
             if error.errno == errno.ELOOP:  # a link, which free space does not fix
                 raise
@@ -197,7 +172,7 @@ class RunFolder(Paths):
 
     def rows(self, task: str) -> Iterator[dict[str, Any]]:
         """Yield the task's logged steps in the order in which they were written."""
-        for row in read_json_lines(self.metrics(task)):
+        for row in json_files.read_json_lines(self.metrics(task)):
             with contextlib.suppress(ValueError):
                 yield records.row(row)
 
@@ -210,7 +185,7 @@ class RunFolder(Paths):
         number = self.generation if generation is None else generation
         line = Event(time=time.time(), task=task, event=event, generation=number, step=step, detail=detail)
         with contextlib.suppress(OSError):  # a full disk must not end the agent
-            append_json(self.events_log, line.to_json())
+            json_files.append_json(self.events_log, line.to_json())
 
     def events(self) -> list[Event]:
         """Return the run's life cycle so far. Each call reads only new lines."""
@@ -281,7 +256,7 @@ class RunFolder(Paths):
 
     def end(self, state: str, **why: Any) -> bool:
         """Record the outcome unless another task has; return whether this call did."""
-        outcome = Outcome(state=OutcomeState(state), time=time.time(), **why)
+        outcome = Outcome(state=records.OutcomeState(state), time=time.time(), **why)
         return create_json(self.control / "outcome.json", outcome.to_json(), Outcome.from_json)
 
     @property
@@ -331,7 +306,7 @@ class RunFolder(Paths):
     def has_stopped(self) -> bool:
         """Whether the run has ended because a stop was requested."""
         outcome = self.outcome
-        return outcome is not None and outcome.state == OutcomeState.STOPPED
+        return outcome is not None and outcome.state == records.OutcomeState.STOPPED
 
     def reopen(self) -> StopRequest | None:
         """Remove the outcome, so that the run can continue in a new generation; return its stop request.

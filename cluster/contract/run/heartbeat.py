@@ -77,15 +77,16 @@ class HeartbeatWriter:
     def write(self) -> None:
         """Write the heartbeat now. A full disk must not end the process."""
         with self._writing, contextlib.suppress(OSError):
-            if self._handed_over and self._has_new_owner():
+            written = self._run.heartbeat(self._task) if self._handed_over else None
+            if written and written.updated_at != self._written_at:  # by its new owner
                 self._stopped = True
                 self._due.set()
                 return
             position = self.position()
             with self._lock:
-                written = self.current = replace(self.current, position=position, updated_at=time.time())
-            self._written_at = written.updated_at
-            write_json(self._run.status(self._task), written.to_json(), durable=False)
+                beat = self.current = replace(self.current, position=position, updated_at=time.time())
+            self._written_at = beat.updated_at
+            write_json(self._run.status(self._task), beat.to_json(), durable=False)
 
     def start(self) -> HeartbeatWriter:
         self.write()
@@ -104,10 +105,6 @@ class HeartbeatWriter:
             self._thread.join()
             self._thread = None
             self.write()
-
-    def _has_new_owner(self) -> bool:
-        written = self._run.heartbeat(self._task)
-        return written is not None and written.updated_at != self._written_at
 
     def _write_on(self) -> None:
         while not self._stopped:
@@ -160,22 +157,15 @@ class LivenessMonitor:
         lost = {name for name, silent_s in self._silent_s.items() if silent_s > LOST_AFTER_S}
         return _shown(beats, lost)
 
-    def quiet_s(self, task: str) -> float:
-        """Return the seconds without a heartbeat of this task."""
-        return self._silent_s.get(task, 0.0)
-
 
 def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
-    """Return the newest heartbeats, with the state `lost` for silent tasks.
+    """Return the newest heartbeats, with the state `lost` for silent tasks, of all tasks or of those named.
 
     A task whose heartbeat seems old, or from the future, is watched for `SECOND_LOOK_S` before it counts as lost.
-
-    Args:
-        run: the run.
-        names: the tasks to look at; none means all.
     """
     beats = run.heartbeats()
-    doubtful = {name for name, beat in beats.items() if (not names or name in names) and _seems_lost(beat)}
+    watched = {name for name, beat in beats.items() if beat.state not in FINAL_STATES and (not names or name in names)}
+    doubtful = {name for name in watched if _seems_old(beats[name])}
     first = {name: beats[name] for name in doubtful}
     deadline = time.monotonic() + SECOND_LOOK_S
     while doubtful and time.monotonic() < deadline:
@@ -213,10 +203,6 @@ def _shown(beats: dict[str, Heartbeat], lost: Collection[str]) -> dict[str, Hear
         name: replace(beat, state=TaskState.LOST) if name in lost and beat.state not in FINAL_STATES else beat
         for name, beat in beats.items()
     }
-
-
-def _seems_lost(beat: Heartbeat) -> bool:
-    return beat.state not in FINAL_STATES and _seems_old(beat)
 
 
 def _seems_old(beat: Heartbeat) -> bool:

@@ -49,23 +49,15 @@ def run_token(run: RunFolder) -> str:
 
 
 def generation_token(run: RunFolder, generation: int) -> str:
-    """Return the secret of the agents that take part in a generation.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Return the secret of the agents that take part in a generation, see `run_token`."""
     return f"{run_token(run)}/{generation}"
 
 
 def open_hub_listener(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
-    """Listen for the other agents, and record where; return the listener and the token.
+    """Listen at `host` for the other agents, and record where; return the listener and the token.
 
-    The port of an earlier hub of this run is used again if possible: others may see an old record.
-
-    Args:
-        run: the run.
-        task: the chief, at whose address others reach the hub.
-        host: the address to bind.
+    The port of an earlier hub of this run is used again if possible: others may see an old record. They reach it at the
+    address of the task, the chief.
 
     Raises:
         OSError: no port is free, or the record cannot be written.

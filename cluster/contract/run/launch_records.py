@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from cluster.contract.schema import SPARSE, Count, Record, Seconds, dictionary, listing, mapping, text, whole
-from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec, Task
+from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +129,7 @@ def cluster(value: Any) -> ClusterSpec:
         raise ValueError("expected one chief, and every task once")
     if not 1 <= spec.devices <= MAX_DEVICES:
         raise ValueError(f"devices: expected a whole number from 1 to {MAX_DEVICES}")
-    if bad := [task for task in spec.tasks if not _listens(task)]:
-        raise ValueError(f"tasks: expected an address of {bad[0].name[:40]}")
+    for task in spec.tasks:
+        if not HOST.fullmatch(task.host) or not 0 < task.port < 2**16 or task.index >= MAX_TASKS:
+            raise ValueError(f"tasks: expected an address of {task.name[:40]}")
     return spec
-
-
-def _listens(task: Task) -> bool:
-    return bool(HOST.fullmatch(task.host)) and 0 < task.port < 2**16 and task.index < MAX_TASKS

@@ -46,11 +46,7 @@ _marked_at: dict[Path, float] = {}
 def copy_output(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...] = ()) -> None:
     """Copy a program's output to its log and to this process's own output, until it ends.
 
-    Args:
-        stream: the program's output.
-        log: the newest part of its log.
-        last_lines: receives the last lines as text.
-        noise: parts of lines to leave out.
+    `last_lines` receives the last lines as text; lines with a part in `noise` are left out.
     """
     rest, last = b"", b"\n"
     while data := stream.read1(CHUNK_BYTES):  # type: ignore[attr-defined]  # of a buffered reader
@@ -138,14 +134,7 @@ class LogReader:
         """How far each part, identified by device and inode, has been read."""
 
     def lines(self, *, ended: bool) -> Iterator[bytes]:
-        """Yield new lines, without their line ends.
-
-        Args:
-            ended: whether the program has ended, so that the last line may lack its end.
-
-        Raises:
-            OSError: the log is not a regular file.
-        """
+        """Yield new lines, without their line ends; once the program has `ended`, the last line may lack its end."""
         with contextlib.ExitStack() as stack:
             opened: dict[tuple[int, int], IO[bytes]] = {}
             # Newest first: a part that is renamed during the loop is then opened twice rather than missed.
@@ -207,11 +196,9 @@ def last_line(log: Path) -> str:
 
 
 def render_line(line: str, *, styled: bool = False) -> str:
-    """Return a line as a terminal shows it after its carriage returns and backspaces.
+    """Return a printed line as a terminal shows it after its carriage returns and backspaces.
 
-    Args:
-        line: as a program printed it.
-        styled: whether to keep colours and the like; every other control sequence is dropped.
+    With `styled`, colours and the like are kept; every other control sequence is dropped.
     """
     if not any(control in line for control in "\r\b\x1b"):
         return line.rstrip()

@@ -23,19 +23,14 @@ def left_out(run: RunFolder, generation: int | None = None) -> frozenset[str]:
 
 
 def cluster(run: RunFolder, generation: int | None = None) -> ClusterSpec:
-    """Return the tasks that a generation has, by default the current one.
-
-    Raises:
-        DamagedError: `cluster.json` has no valid cluster.
-    """
+    """Return the tasks of a generation, by default the current one; raise DamagedError without `cluster.json`."""
     return run.load_cluster().without(left_out(run, generation))
 
 
 def cluster_with_addresses(run: RunFolder) -> ClusterSpec:
     """Return every requested task with its address, which some schedulers know only after the start.
 
-    Raises:
-        DamagedError: `cluster.json` has no valid cluster.
+    Raises DamagedError without a valid cluster.
     """
     if path := os.environ.get("CLUSTER_JSON"):
         return records.read_record(Path(path), launch_records.cluster)

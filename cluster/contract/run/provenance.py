@@ -25,11 +25,7 @@ NOTES = 16
 
 
 def write_note(run: RunFolder) -> None:
-    """Note the digests of a run's records.
-
-    Raises:
-        PrerequisiteError: the user's state folder cannot be written.
-    """
+    """Note the digests of a run's records, in the folder of `create_folder`."""
     create_folder()
     digests = dict(_digests(run))
     others = [note for note in _notes(run.name) if note != digests and "rewriting" not in note]
@@ -37,11 +33,7 @@ def write_note(run: RunFolder) -> None:
 
 
 def note_rewriting(run: RunFolder) -> None:
-    """Note that this user's command changes the records of a run without tasks, until `write_note`; it may be killed.
-
-    Raises:
-        PrerequisiteError: the user's state folder cannot be written.
-    """
+    """Note that a command of this user, which may be killed, changes a run without tasks until `write_note`."""
     create_folder()
     write_json(_path(run.name), [_rewriting(run), *_notes(run.name)][:NOTES])
 
@@ -53,11 +45,7 @@ def _rewriting(run: RunFolder) -> dict[str, str]:
 
 
 def check_trusted(run: RunFolder) -> None:
-    """Check that a run's records match a note.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Check that a run's records match a note."""
     records, notes = dict(_digests(run)), _notes(run.name)
     if records in notes or _rewriting(run) in notes:
         return
@@ -74,11 +62,7 @@ def check_trusted(run: RunFolder) -> None:
 
 
 def check_hidden(folders: Iterable[Path]) -> None:
-    """Check that the notes are in none of the folders that containers see.
-
-    Raises:
-        UsageError: they are.
-    """
+    """Check that the notes are in none of the folders that containers see."""
     for folder in folders:
         if _folder().resolve().is_relative_to(folder.resolve()):
             raise UsageError(
@@ -88,11 +72,7 @@ def check_hidden(folders: Iterable[Path]) -> None:
 
 
 def create_folder() -> None:
-    """Create the folder of the notes.
-
-    Raises:
-        PrerequisiteError: it cannot be created, or belongs to another user.
-    """
+    """Create the folder of the notes; raise PrerequisiteError if it cannot be created, or belongs to another user."""
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, overload
@@ -26,16 +26,9 @@ def read_record(path: Path, check: Callable[[Any], T], default: D, *, limit: int
 
 
 def read_record(path: Path, check: Callable[[Any], Any], default: Any = REQUIRED, *, limit: int = RECORD_BYTES) -> Any:
-    """Read a record through its check.
+    """Read a record through its check, such as `Heartbeat.from_json`; one with more bytes than `limit` is not valid.
 
-    Args:
-        path: the record.
-        check: returns the checked record, such as `Heartbeat.from_json`.
-        default: returned without a valid record; if it is not given, there has to be one.
-        limit: the largest record that is read, in bytes.
-
-    Raises:
-        DamagedError: there is neither a valid record nor a default.
+    Without a valid record, return the default; raise DamagedError if none is given.
     """
     try:
         return read_json(path, default, check=check, limit=limit)
@@ -128,12 +121,8 @@ class Heartbeat(Record):
     @property
     def recent_pace(self) -> Pace:
         """The pace of the newest steps."""
-        return Pace(
-            steps=self.pace.steps if self.pace else 0,
-            step_ms=self.step_ms,
-            input_share=self.input_share,
-            busy_share=self.busy_share,
-        )
+        pace = self.pace or Pace()
+        return replace(pace, step_ms=self.step_ms, input_share=self.input_share, busy_share=self.busy_share)
 
 
 class OutcomeState(StrEnum):

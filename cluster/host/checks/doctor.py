@@ -88,5 +88,5 @@ def _data() -> Finding:
 
 def _port(port: int) -> Finding:
     if problem := tensorboard.port_problem(folders.runs_dir(), port):
-        return Finding("tensorboard port", "warning", problem[0], "nothing to do: TensorBoard takes a free port")
+        return Finding("tensorboard port", "warning", problem, "nothing to do: TensorBoard takes a free port")
     return Finding("tensorboard port", "ok", f"127.0.0.1:{port} is free or ours")

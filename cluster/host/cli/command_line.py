@@ -26,17 +26,8 @@ from cluster.host.image import engine
 from cluster.host.launch import configuration, folders
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Request
-from cluster.system.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_PREREQUISITE,
-    EXIT_TIMEOUT,
-    EXIT_UNREAD,
-    EXIT_USAGE,
-    ClusterError,
-    TimedOut,
-    UsageError,
-)
+from cluster.system import errors
+from cluster.system.errors import ClusterError, TimedOut, UsageError
 from cluster.system.json_files import DISK_FULL
 from cluster.system.messages import COMMAND, plain, short_path, system_error
 from cluster.system.paths import ROOT
@@ -51,7 +42,7 @@ SHARED_HELP = {name: option.full_help for name, option in OPTIONS.items()} | {
 KEPT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 """Python's own variables that our programs inherit; others change where they find modules, what they skip of them, or
 whether they end (PYTHONSAFEPATH, PYTHONOPTIMIZE, PYTHONHOME, PYTHONINSPECT)."""
-KNOWN_CODES = (EXIT_USAGE, EXIT_PREREQUISITE, EXIT_TIMEOUT, EXIT_INTERRUPTED)
+KNOWN_CODES = (errors.EXIT_USAGE, errors.EXIT_PREREQUISITE, errors.EXIT_TIMEOUT, errors.EXIT_INTERRUPTED)
 UNTYPED: dict[tuple[type, ...], bool | None] = {(list,): None, (bool,): False}
 """The values by which invoke knows the type of an option that takes no word, or several."""
 COMMANDS: set[str] = set()
@@ -148,10 +139,10 @@ def report_errors(body: Callable[..., Any], *, has_dry_run: bool = False) -> Cal
     def wrapped(c: Context, *arguments: Any, **options: Any) -> None:
         if c.config.run.dry and not has_dry_run:  # it only keeps commands from being run
             message = f"error: {COMMAND} --dry {body.__name__}: it has no dry run; leave out --dry"
-            raise Exit(error_text(message), code=EXIT_USAGE)
+            raise Exit(error_text(message), code=errors.EXIT_USAGE)
         ended = _ended(body, (c, *arguments), options)
         if parsing.has_closed_output() and not (ended and ended.message):
-            ended = Exit(code=EXIT_UNREAD)
+            ended = Exit(code=errors.EXIT_UNREAD)
         if ended:
             ended.message = error_text(ended.message) if ended.message else ended.message
             raise ended
@@ -185,19 +176,19 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
     except ClusterError as error:
         message, code = f"error: {plain(str(error))}", error.exit_code
     except UnexpectedExit as error:
-        code = error.result.exited if error.result.exited in KNOWN_CODES else EXIT_FAILED
+        code = error.result.exited if error.result.exited in KNOWN_CODES else errors.EXIT_FAILED
         if "\nerror: " not in f"\n{error.result.stderr}":  # our own commands have reported theirs
             message = f"error: {error.result.command!r} ended with exit code {error.result.exited}"
     except BrokenPipeError:
-        code = EXIT_UNREAD
+        code = errors.EXIT_UNREAD
     except ThreadException as error:  # from what shows a command's output
         if any(failure.type is not BrokenPipeError for failure in error.exceptions):
             raise
-        code = EXIT_UNREAD
+        code = errors.EXIT_UNREAD
     except OSError as error:
-        message, code = f"error: {_explained(error)}", EXIT_FAILED
+        message, code = f"error: {_explained(error)}", errors.EXIT_FAILED
     except KeyboardInterrupt:
-        message, code = "interrupted", EXIT_INTERRUPTED
+        message, code = "interrupted", errors.EXIT_INTERRUPTED
     return Exit(message, code=code)
 
 

@@ -46,10 +46,7 @@ VALUES: dict[str, Callable[[], Iterable[str]]] = {
 def find_candidates(collection: Collection, contexts: dict[str, ParserContext], typed: str) -> list[str]:
     """Return the values that may stand where a command line ends; empty where invoke completes names, or on any error.
 
-    Args:
-        collection: all tasks.
-        contexts: the arguments of each, by name.
-        typed: the command line, with the program's name.
+    `contexts` holds the arguments of each task, by name; `typed` begins with the program's name.
     """
     try:
         words = shlex.split(typed)[1:]

@@ -246,9 +246,6 @@ def run_storm(
     """Inject faults, wait for the end of the run, report the result; return the exit code.
 
     `timeout_s` bounds the wait for the step of each fault, and for the recovery from it; `limit_s` all of them.
-
-    Raises:
-        UsageError: a storm is not possible in this run.
     """
     for kind in kinds or ("kill",):
         if kind in KINDS and None not in KINDS[kind].ends:

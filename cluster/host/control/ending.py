@@ -26,9 +26,6 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
 
     A run may save and stop in `timeout_s` before it is ended. One that cannot be ended does not prevent ending the
     others.
-
-    Raises:
-        UsageError: unknown run.
     """
     codes = []
 

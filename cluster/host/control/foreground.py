@@ -20,15 +20,8 @@ from cluster.host.view import interrupts
 from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
 from cluster.host.view.status import read_status
-from cluster.system.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_HUNG_UP,
-    EXIT_INTERRUPTED,
-    EXIT_PREREQUISITE,
-    EXIT_TIMEOUT,
-    TimedOut,
-)
+from cluster.system import errors
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, TimedOut
 from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND, short_path
 from cluster.system.terminal import error_text, print_lines
@@ -44,11 +37,7 @@ STOP_TIMEOUT_S = 75.0
 
 
 def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")) -> Summary:
-    """Watch a run until it has a summary, and return the summary.
-
-    Raises:
-        TimedOut: it has none after `timeout_s`.
-    """
+    """Watch a run until it has a summary, and return that; raise TimedOut if it has none after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     for value in _statuses(run):
         on_status(value)
@@ -90,11 +79,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
 
 
 def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> Summary:
-    """Ask a run to save and stop; return its summary.
-
-    Raises:
-        TimedOut: it did not stop.
-    """
+    """Ask a run to save and stop; return its summary, or raise TimedOut if it did not stop."""
     run.insist_on_stop(by)
     try:
         return follow(run, lambda value: None, timeout_s)
@@ -127,7 +112,7 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
     except interrupts.HungUp:
         run.event("chief", "unattended", cause="SIGHUP")
         print_lines(f"the terminal is gone; {_in_background(run)}")
-        return EXIT_HUNG_UP
+        return errors.EXIT_HUNG_UP
     except BaseException:
         _announce_background(run)
         raise
@@ -183,7 +168,7 @@ def _start_tensorboard(
         on_status(read_status(run, monitor.look(), with_board=False))
 
     if port and (problem := tensorboard.port_problem(runs_dir, port)):
-        port, taken = None, f" ({problem[0]})"
+        port, taken = None, f" ({problem})"
     try:
         port = tensorboard.start(runs_dir, port, board, sh, preferred=run.board_port, while_waiting=while_waiting)
         write_json(run.board, {"port": port})
@@ -222,8 +207,10 @@ def exit_code(ended: Summary) -> int:
     """Return the exit code for how a run ended."""
     if failure := ended.failure:
         code = failure.exit_code
-        return code if code in (EXIT_PREREQUISITE, EXIT_TIMEOUT) else EXIT_FAILED  # never 2: something was started
-    return EXIT_INTERRUPTED if ended.state == "stopped" else EXIT_DONE
+        return (
+            code if code in (errors.EXIT_PREREQUISITE, errors.EXIT_TIMEOUT) else EXIT_FAILED
+        )  # never 2: something was started
+    return errors.EXIT_INTERRUPTED if ended.state == "stopped" else EXIT_DONE
 
 
 def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:

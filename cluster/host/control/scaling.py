@@ -73,12 +73,7 @@ def scale_run(
 
 
 def plan_scaling(run: RunFolder, workers: int | None, ps: int | None = None, *, trust: bool = False) -> Plan:
-    """Check that a run can be scaled to a size, and return the plan. Changes nothing.
-
-    Raises:
-        UsageError: it cannot.
-        PrerequisiteError: something that this machine must have is missing.
-    """
+    """Check that a run can be scaled to a size, and return the plan. Changes nothing."""
     given = {"workers": workers, "ps": ps}
     options = "".join(f" --{name} {count}" for name, count in given.items() if count is not None)
     if not options:

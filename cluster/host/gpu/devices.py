@@ -63,7 +63,8 @@ def read_machine(what: str, *, with_instances: bool = False) -> Machine:
     gpus = parse_inventory(text)
     nvlinks = parse_nvlinks(ask_nvidia_smi("topo", "-m")[1])  # empty if it failed
     code, text = ask_nvidia_smi("-L") if with_instances else (1, "")
-    return Machine(gpus, parse_instances(text) if code == 0 else (), nvlinks)
+    matches = [_INSTANCE.match(line) for line in text.splitlines() if code == 0]
+    return Machine(gpus, tuple(Gpu(match[2], f"MIG {match[1]}", 0) for match in matches if match), nvlinks)
 
 
 def parse_inventory(text: str) -> tuple[Gpu, ...]:
@@ -79,12 +80,6 @@ def parse_inventory(text: str) -> tuple[Gpu, ...]:
         index, model, memory, mig = cells
         gpus.append(Gpu(index, model, int(memory) if memory.isdigit() else 0, mig == "Enabled"))
     return tuple(sorted(gpus, key=lambda gpu: int(gpu.id)))
-
-
-def parse_instances(text: str) -> tuple[Gpu, ...]:
-    """Return the MIG instances that `nvidia-smi -L` printed."""
-    matches = (_INSTANCE.match(line) for line in text.splitlines())
-    return tuple(Gpu(match[2], f"MIG {match[1]}", 0) for match in matches if match)
 
 
 def parse_nvlinks(text: str) -> frozenset[tuple[str, str]]:
@@ -112,10 +107,8 @@ def check_engine() -> None:
 
 def check_environment() -> None:
     """Check that processes of this environment can use GPUs."""
-    try:
-        metadata.version("tensorflow")
-    except metadata.PackageNotFoundError as error:
+    if not any(metadata.distributions(name="tensorflow")):
         raise PrerequisiteError(
             "--gpus with local processes: this environment has tensorflow-cpu, which uses no GPU; use --runtime "
             "docker, or an environment with CUDA: set ACCELERATOR=gpu as docs/guides/gpus.md says"
-        ) from error
+        )

@@ -67,17 +67,12 @@ class Placement:
         return [f"GPUs: {each}"] if each else []
 
     def record(self) -> dict[str, Any]:
-        """Return the entry for `compose.json`, by which other runs avoid these GPUs, see `ids_in`."""
+        """Return the entry for `compose.json`, by which other runs avoid these GPUs."""
         return {GPUS: {task: list(ids) for task, ids in self.ids.items()}} if self.ids else {}
 
     def to_json(self) -> dict[str, str]:
         """Return the record that a resumed run inherits; empty if it has no GPUs."""
         return {"gpus": self.requested} if self.ids else {}
-
-
-def ids_in(compose: Mapping[str, Any]) -> list[str]:
-    """Return the ids of all GPUs that a run's `compose.json` hands out."""
-    return [gpu for ids in compose.get(GPUS, {}).values() for gpu in ids]
 
 
 def parse_gpus(gpus: str) -> GpuRequest | None:

@@ -26,17 +26,10 @@ MAX_GPUS = 64
 def render(
     request: Request, kind: str = "jobset", image: str = "", claim: str = CLAIM, cpus: str = CPUS, *, data: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the objects of a run, or the job that prepares its data. Changes nothing.
+    """Return the objects of a run, or with `data` the job that prepares its data. Changes nothing.
 
-    Args:
-        kind: `jobset` or `tfjob`.
-        image: of the tasks; empty for that of this project.
-        claim: the persistent volume claim with runs and data.
-        cpus: processors that each task requests.
-        data: whether to render the job that prepares the data.
-
-    Raises:
-        UsageError: something requested cannot be done.
+    The kind is `jobset` or `tfjob`; without an image the tasks get that of this project. `claim` is the persistent
+    volume claim with runs and data, and `cpus` the number of processors that each task requests.
     """
     if kind not in kubernetes_objects.KINDS:
         raise UsageError(f"--kind {kind!r} is not a kind of job{nearest(kind, kubernetes_objects.KINDS)}")
@@ -45,11 +38,7 @@ def render(
     manifest = replace(manifest, spec=kubernetes_objects.place_tasks(kind, manifest.spec, manifest.name))
     if data:
         return [kubernetes_objects.data_job(manifest)]
-    return [
-        kubernetes_objects.records(manifest),
-        kubernetes_objects.network_policy(manifest),
-        render_job(manifest),
-    ]
+    return [kubernetes_objects.records(manifest), kubernetes_objects.network_policy(manifest), render_job(manifest)]
 
 
 NOT_RENDERED = (

@@ -53,9 +53,6 @@ def check_config(
     Returns:
         What `train.pipeline.stage_models.describe_partition` says of the stages, if there are any, and as `unverified`
         the operations that keep oneDNN off, see `train/startup/primitives.py`; empty for built-in models.
-
-    Raises:
-        UsageError: they do not fit, or the model cannot be cut into the cluster's stages.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss", "metrics")]
     named.append(config.get("optimizer", {}).get("name", ""))

@@ -36,11 +36,7 @@ _NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "ReadT
 
 
 def locate_packages(requirements: Path, python: str) -> Path:
-    """Return where the packages of a requirements file are kept, for one version of Python.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """Return the folder of a requirements file's packages for one version of Python; the file must be readable."""
     try:
         text = requirements.read_bytes()
     except OSError as error:

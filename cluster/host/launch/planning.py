@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.contract import compatibility, settings, spec, strategies
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.launch_records import Started
+from cluster.contract.run.launch_records import GPUS, Started
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.gpu import devices, placement
 from cluster.host.gpu.placement import Placement
@@ -164,9 +164,11 @@ def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster:
 
 
 def _list_busy_gpus(run: RunFolder) -> dict[str, str]:
-    others = (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path)
-    used = {other: placement.ids_in(other.composed) for other in others}
-    return {gpu: other.name for other, ids in used.items() if ids and in_progress(other) for gpu in ids}
+    busy: dict[str, str] = {}
+    for other in (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path):
+        ids = [gpu for of_task in other.composed.get(GPUS, {}).values() for gpu in of_task]
+        busy |= dict.fromkeys(ids, other.name) if ids and in_progress(other) else {}
+    return busy
 
 
 def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mapping[str, Any] | None = None) -> None:
@@ -263,11 +265,7 @@ def _lay_out_stages(request: Request, stages: int, strategy: strategies.Strategy
 
 
 def check_hardware(strategy: str) -> None:
-    """Check that the hardware of a strategy is here, or that a variable such as TPU_NAME says where it is.
-
-    Raises:
-        PrerequisiteError: neither.
-    """
+    """Check that the hardware of a strategy is here, or that a variable such as TPU_NAME says where it is."""
     requested = strategies.requested(strategy or strategies.AUTO)
     if requested is None or not requested.hardware:
         return
@@ -282,10 +280,8 @@ def check_hardware(strategy: str) -> None:
 def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> dict[str, Any]:
     """Return the part of `started.json` about lost workers; empty for a run that needs every task.
 
-    `typed` is the request without what it inherits from the run that it resumes.
-
-    Raises:
-        UsageError: such a cluster cannot lose a worker.
+    `typed` is the request without what it inherits from the run that it resumes. Raises UsageError if such a cluster
+    cannot lose a worker.
     """
     least, workers = request.min_workers, len(cluster.of(Role.WORKER))
     if not cluster.kind.collective or cluster.kind.staged:
@@ -308,11 +304,7 @@ def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> di
 
 
 def check_elastic_batch(elastic: Mapping[str, Any], cluster: ClusterSpec, config: Mapping[str, Any]) -> None:
-    """Check that any number of replicas that a run may come to have can share its global batch.
-
-    Raises:
-        UsageError: one cannot; the message names it, and a batch that fits all.
-    """
+    """Check that any number of replicas that a run may come to have can share its global batch."""
     if not elastic or config.get("bitwise_elastic"):  # virtual shards need not be shared evenly
         return
     batch, parts = config["global_batch"], cluster.devices * config.get("micro_batches", 1)

@@ -12,6 +12,7 @@ from typing import Any
 from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.launch_records import Started
 from cluster.contract.run.records import AfterStop, StopRequest
+from cluster.host.image import images
 from cluster.host.launch import manifest, packages, planning, teardown, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan
@@ -126,8 +127,7 @@ def list_commands(plan: Plan) -> list[str]:
 def check_machine(plan: Plan, ending: int = 0) -> None:
     """Check what this machine must have before a plan is started, and after `ending` tasks have ended.
 
-    Raises:
-        PrerequisiteError: memory, disk space, the key, or what hands GPUs to the tasks is missing.
+    That is memory, disk space, a folder for the notes on runs, and what hands GPUs to the tasks.
     """
     plan.runtime.preflight(plan, ending)
     provenance.create_folder()
@@ -173,7 +173,8 @@ def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
         TimedOut: it does not answer.
     """
     runtime, _ = registry.choose_runtime(requested)
-    tensorboard.build_image(runs_dir(), runtime.board, sh)
+    if runtime.board == tensorboard.CONTAINER and tensorboard.running_port(runs_dir()) is None:
+        images.build_images(sh)
     runs_dir().mkdir(parents=True, exist_ok=True)
     return tensorboard.start(runs_dir(), port, runtime.board, sh)
 

@@ -92,11 +92,7 @@ class Leftovers:
     """The runs whose runtime does not answer, by name, and in words what they are in and why."""
 
     def check(self, name: str | None) -> None:
-        """Check that the run of a name, or without one every run, is within reach.
-
-        Raises:
-            PrerequisiteError: what runs its tasks does not answer.
-        """
+        """Check that the run of a name, or without one every run, is within reach."""
         if names := [run_name for run_name in self.unreachable if name in (None, "", run_name)]:
             raise PrerequisiteError(f"{', '.join(names)}: in {self.unreachable[names[0]]}, then `{COMMAND} down` again")
 

@@ -26,10 +26,7 @@ WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
 def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ...]:
     """Return the files with the weights of a run's newest intact checkpoint, or of a file; none without a name.
 
-    Those of a run that repeats a `previous` one are in the folder of that.
-
-    Raises:
-        UsageError: there is no such run or file, or it has no weights.
+    Those of a run that repeats a `previous` one are in the folder of that. Raises UsageError if there are no weights.
     """
     if not name:
         return ()
@@ -51,11 +48,7 @@ def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ..
 
 
 def copy_weights(found: Sequence[Path], folder: Path) -> None:
-    """Copy the files to a run's folder.
-
-    Raises:
-        RunFailed: one has changed since it was found.
-    """
+    """Copy the files to a run's folder; raise RunFailed if one has changed since it was found."""
     if found:
         folder.mkdir()
     for path in found:
@@ -93,11 +86,7 @@ def check_path(option: str, name: str) -> None:
 
 
 def check_script(name: str, runs_dir: Path) -> Path:
-    """Return the script's path.
-
-    Raises:
-        UsageError: there is no such file, it cannot be read, or its folder cannot be shared with the tasks.
-    """
+    """Return the script's path; raise UsageError if it cannot be read, or tasks must not see all of its folder."""
     check_path("script", name)
     script = settings.expanded("script", name).resolve()
     if not script.is_file() or not os.access(script, os.R_OK):

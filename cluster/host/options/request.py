@@ -230,11 +230,7 @@ class PlacementOptions:
         "none, they see none",
         takes_number=True,
     )
-    partition: str = text(
-        "Slurm partition, or several with commas",
-        "the site's",
-        needs=Needs.QUEUE,
-    )
+    partition: str = text("Slurm partition, or several with commas", "the site's", needs=Needs.QUEUE)
     constraint: str = text(
         "nodes of a Swarm that take tasks, such as node.labels.gpu==true; several with commas", "all", needs=Needs.QUEUE
     )
@@ -353,11 +349,7 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
         return [*words, *self.train, *self.overrides]
 
     def count(self, name: str) -> int:
-        """Return an option as a number, or its default.
-
-        Raises:
-            UsageError: it is not a number, or out of its bounds.
-        """
+        """Return an option as a number, or its default; raise UsageError if it is out of its bounds."""
         option = OPTIONS[name]
         value = getattr(self, name) if self.is_given(name) else option.default
         return parse_count(option.key, value, *option.bounds)
@@ -414,11 +406,7 @@ def check_together(request: Request, *, scripted: bool | None) -> None:
 
 
 def check_needs(request: Request, met: Mapping[Needs, bool]) -> None:
-    """Check that no option was given whose needs are known not to be met.
-
-    Raises:
-        UsageError: one was; the message names all with the same needs.
-    """
+    """Check that no option was given whose needs are known not to be met; the error names all with the same needs."""
     given = {f"--{option.key}": option.needs for option in OPTIONS.values() if request.is_given(option.name)}
     given |= {"[train]": Needs.TRAINER} if request.train else {}
     given |= {"args": Needs.SCRIPT} if request.args else {}

@@ -56,11 +56,7 @@ class RunFile:
 
 
 def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile:
-    """Return the contents of a run file, without the options that a task does not take.
-
-    Raises:
-        UsageError: it cannot be read, is no TOML, or has a key or a value that is not known.
-    """
+    """Return the contents of a run file, but for options that a task does not take; raise UsageError if it is wrong."""
     path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  # leaves a home folder that is not known
     try:
         text = path.read_text(encoding="utf-8")

@@ -34,11 +34,7 @@ def without_secrets(records: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Return the differences between runs, as `invoke compare --json` shows them.
-
-    Raises:
-        DamagedError: a run's description is damaged.
-    """
+    """Return the differences between runs, as `invoke compare --json` shows them."""
     parts = [collect_inputs(run) for run in runs]
     names = dict.fromkeys(name for part in parts for name in part)
     differing = {name: [part.get(name) for part in parts] for name in names}

@@ -70,11 +70,7 @@ KEYS = (
 
 
 def choose_runs(found: list[dict[str, Any]], sort: str, reverse: bool, filters: Sequence[str], limit: int) -> list[Any]:
-    """Return the rows that pass all filters, sorted by a key, those without a value last; a limit of 0 is none.
-
-    Raises:
-        UsageError: a key does not exist, or a filter is not `KEY=VALUE`.
-    """
+    """Return the rows that pass all filters, sorted by a key, those without a value last; a limit of 0 is none."""
     if sort and sort not in KEYS:
         raise UsageError(f"--sort {sort!r}: expected {', '.join(KEYS)}{nearest(sort, KEYS)}")
     for each in filters:

@@ -27,11 +27,7 @@ TEMPLATE = string.Template(Path(__file__).with_name("report.html").read_text())
 
 
 def render_page(run: RunFolder) -> str:
-    """Return the page about a run, which need not have ended.
-
-    Raises:
-        DamagedError: the run's description is damaged.
-    """
+    """Return the page about a run, which need not have ended; raise DamagedError without its description."""
     row = listing.describe_run(run)
     sections = [
         ("", _head(run, row)),

@@ -186,14 +186,8 @@ def processes_of(
 ) -> dict[str, Any]:
     """Return the local form of `compose.json`: each task's command and additional environment.
 
-    Args:
-        spec: the cluster.
-        run_dir: the run's folder.
-        data_dir: the folder of prepared data.
-        command: what the agents start; empty for the built-in trainer.
-        more: variables that every task gets; None is the value that the caller has.
-        gpus: each task's; without, none sees any.
-        network: `private` or `host`.
+    The command is what the agents start, empty for the built-in trainer. Every task also gets the variables `more`, of
+    which None is the value that the caller has. Without `gpus` no task sees any.
     """
     more, gpus = more or {}, gpus or Placement()
     values = {name: value for name, value in more.items() if value is not None}

@@ -10,7 +10,6 @@ So local tasks get a private network where the machine allows one, and a warning
 import re
 from dataclasses import dataclass
 
-from cluster.contract.spec import parse_count
 from cluster.system import memory
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
 from cluster.system.messages import counted
@@ -141,6 +140,3 @@ class Job:
         for option in ("partition", "account", "time"):
             if (value := getattr(self, option)) and not _WORD.fullmatch(value):
                 raise UsageError(f"--{option} {value!r}: expected a word as Slurm has it; see `sinfo` and `sacctmgr`")
-        for option in ("nodes", "cpus_per_task", "gpus_per_task"):
-            if value := getattr(self, option):
-                parse_count(option.replace("_", "-"), value, 1, 4096)

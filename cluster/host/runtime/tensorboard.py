@@ -14,7 +14,6 @@ from typing import Any
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import last_line
-from cluster.host.image import images
 from cluster.host.runtime import compose_services
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
@@ -52,23 +51,16 @@ def running_port(runs_dir: Path) -> int | None:
     return int(record["port"]) if runs else None
 
 
-def port_problem(runs_dir: Path, port: int) -> tuple[str, str] | None:
-    """Return why the port cannot be used, and what to do about it; None if it is free, or our own TensorBoard's."""
+def port_problem(runs_dir: Path, port: int) -> str:
+    """Return why the port cannot be used; empty if it is free, or our own TensorBoard's."""
     if running_port(runs_dir) != port:
         try:
             open_listener("127.0.0.1", port).close()
         except OSError as error:
             forbidden = isinstance(error, PermissionError)
             problem = "may not be used by this user" if forbidden else "is in use by another program"
-            fix = "choose another one: --port 6007, or leave it out"
-            return f"port 127.0.0.1:{port} {problem} ({error.strerror})", fix
-    return None
-
-
-def build_image(runs_dir: Path, board: str, sh: Callable[[str], object]) -> None:
-    """Build the image of TensorBoard where it is to run in a container and does not run yet."""
-    if board == CONTAINER and running_port(runs_dir) is None:
-        images.build_images(sh)
+            return f"port 127.0.0.1:{port} {problem} ({error.strerror})"
+    return ""
 
 
 def start_commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
@@ -96,7 +88,7 @@ def start(
         candidates = (first, *range(PORT, PORT + FREE_PORTS))  # where all are taken, the error says why the first is
         port = port or next((number for number in candidates if not port_problem(runs_dir, number)), first)
         if problem := port_problem(runs_dir, port):
-            raise PrerequisiteError("; ".join(problem))
+            raise PrerequisiteError(f"{problem}; choose another one: --port 6007, or leave it out")
         if other is not None:
             _stop(runs_dir, sh)
         record: dict[str, Any] = {"runtime": board, "port": port}

@@ -50,11 +50,9 @@ class Queue:
         """When the controller failed to answer, and what its client returned."""
 
     def jobs(self, name: str = "", *, parts: bool = False) -> dict[str, str]:
-        """Return the names of this user's jobs that are in progress, by their numbers.
+        """Return the names of this user's jobs that are in progress, by their numbers, all or those of a name.
 
-        Args:
-            name: only those of this name.
-            parts: also those of its parts, whose names begin with it and a dot.
+        With `parts` its parts are included, whose names begin with it and a dot.
         """
         words = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j"]
         code, printed, complained = self._ask([*words, *([f"--name={name}"] if name and not parts else [])])

@@ -25,13 +25,10 @@ METRIC = re.compile(r"(\w+): (-?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?!\S)")
 def read_status(
     run: RunFolder, beats: dict[str, Heartbeat] | None = None, *, with_board: bool = True
 ) -> dict[str, Any]:
-    """Return the run's status, as `invoke status --json` shows it.
+    """Return the run's status, as `invoke status --json` shows it; raise DamagedError without its description.
 
-    `beats` are its heartbeats as a watcher sees them, with the state of silent tasks replaced; else they are read.
-    To look for TensorBoard may need a call of the engine.
-
-    Raises:
-        DamagedError: the run's description is damaged.
+    `beats` are its heartbeats as a watcher sees them, with the state of silent tasks replaced; else they are read. To
+    look for TensorBoard may need a call of the engine.
     """
     spec, config = run.load_cluster(), run.load_config()
     beats = read_live_heartbeats(run) if beats is None else beats

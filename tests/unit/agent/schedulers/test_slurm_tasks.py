@@ -262,8 +262,8 @@ def test_a_task_is_where_its_replacement_is_only_while_the_run_does_without_it(q
 
 def test_what_is_queued_ends_with_the_run(queue):
     queue.look("worker-0", "worker-1")
-    queue.replacements.start()
-    queue.replacements.end()
+    with queue.replacements:
+        assert {"a-job.worker-0", "a-job.worker-1"} == queue.queued
     assert set() == queue.queued
     queue.run.end("stopped", task="chief")
     queue.now = 1000.0

@@ -203,13 +203,7 @@ def test_processes_need_a_tensorflow_with_cuda(resolved, nvidia_smi, monkeypatch
     nvidia_smi("2-h100-nvl")
     monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
     known: list[str] = []
-
-    def version(name: str) -> str:
-        if name in known:
-            return "2.21.0"
-        raise devices.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(devices.metadata, "version", version)
+    monkeypatch.setattr(devices.metadata, "distributions", lambda name: [each for each in known if each == name])
     planned = planning.plan(Request(name="one", workers=1, gpus="all", runtime="local", tensorboard_port="0"))
     with pytest.raises(PrerequisiteError, match="--gpus with local processes: this environment has tensorflow-cpu"):
         startup.start(planned, Commands(), began=time.time())
