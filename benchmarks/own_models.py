@@ -118,7 +118,7 @@ def separable(shape: tuple[int, ...], outputs: int) -> Any:
     from tensorflow.keras import Input, Sequential, layers
 
     def block(filters: int) -> list[Any]:
-        return [layers.SeparableConv2D(filters, 3, padding="same", activation="relu"), layers.AveragePooling2D()]
+        return [layers.SeparableConv2D(filters, 3, padding="same", activation="relu"), layers.AveragePooling2D(2)]
 
     first = layers.Conv2D(16, 3, padding="same", activation="relu")
     return Sequential([Input(shape), first, *block(32), *block(64), layers.Flatten(), layers.Dense(outputs)])
