@@ -88,8 +88,6 @@ class StageGraph:
     def begin(self, step: tf.Tensor) -> None:
         """Reset the state for a step."""
         self._step = step
-        self._values: dict[int, tf.Tensor] = {}
-        self._gradients: dict[int, tf.Tensor] = {}
         self._kept: dict[int, tuple[Any, ...]] = {}
         self._sums: list[tf.Tensor] | None = None
         self._states: list[tf.Tensor] = []
@@ -112,30 +110,17 @@ class StageGraph:
 
     def execute(self, instruction: Instruction) -> None:
         """Add the operations of an instruction to the graph."""
-        at = instruction.micro_batch
+        do = {Opcode.FORWARD: self._do_forward, Opcode.BACKWARD: self._do_backward, Opcode.UPDATE: self._do_update}
         with tf.device(self._device):
-            match instruction.opcode:
-                case Opcode.RECEIVE_VALUES:
-                    with tf.control_dependencies([self._chain[-2]]):
-                        self._values[at] = self._edges.receive(self._inputs, VALUES, self._number, at)
-                case Opcode.RECEIVE_GRADIENTS:
-                    with tf.control_dependencies([self._chain[-2]]):
-                        self._gradients[at] = self._edges.receive(self._outputs, GRADIENTS, self._number, at)
-                case Opcode.FORWARD:
-                    self._do_forward(at)
-                case Opcode.BACKWARD:
-                    self._do_backward(at)
-                case Opcode.SEND_VALUES:
-                    self._send(self._values.pop(at), VALUES, at)
-                case Opcode.SEND_GRADIENTS:
-                    self._send(self._gradients.pop(at), GRADIENTS, at)
-                case Opcode.UPDATE:
-                    self._do_update(at)
+            do[instruction.opcode](instruction.micro_batch)
 
     def _do_forward(self, at: int) -> None:
         micro_batch = tf.constant(at, tf.int64)
         with tf.control_dependencies([self._chain[-2]]):
-            values = self._features(self._step, micro_batch) if self._first else self._values.pop(at)
+            if self._first:
+                values = self._features(self._step, micro_batch)
+            else:
+                values = self._edges.receive(self._inputs, VALUES, self._number, at)
         with tf.control_dependencies([self._chain[-1]]):
             if self._remat:
                 outputs, layer_losses, state = self._forward(values, self._step, micro_batch)
@@ -145,12 +130,12 @@ class StageGraph:
                 self._kept[at] = (tape, outputs, layer_losses, values)
         self._states = add(self._states, state) if self._states else state
         self._chain.append(outputs)
-        if not self._last:
-            self._values[at] = outputs
-        else:
+        if self._last:
             self._results.append(outputs)
         if layer_losses is not None:
             self._results.append(tf.stack([layer_losses, 0.0]))
+        if not self._last:
+            self._sent += self._edges.send(outputs, VALUES, self._number, at)
 
     def _taped(self, values: tf.Tensor, micro_batch: tf.Tensor) -> tuple[Any, ...]:
         with tf.GradientTape() as tape:
@@ -160,6 +145,8 @@ class StageGraph:
         return tape, outputs, layer_losses, state
 
     def _do_backward(self, at: int) -> None:
+        with tf.control_dependencies([self._chain[-2]]):
+            received = None if self._last else self._edges.receive(self._outputs, GRADIENTS, self._number, at)
         with tf.control_dependencies([self._chain[-1]]):
             if self._remat:
                 values, micro_batch = self._kept.pop(at)
@@ -168,22 +155,23 @@ class StageGraph:
                 tape, outputs, layer_losses, values = self._kept.pop(at)
             scale = self._scale()
             # Only the loss of [loss, score] is minimized.
-            seed = tf.stack([scale, 0.0]) if self._last else self._gradients.pop(at)
+            seed = tf.stack([scale, 0.0]) if received is None else received
             targets, seeds = ([outputs], [seed]) if layer_losses is None else ([outputs, layer_losses], [seed, scale])
             sources = self._variables if self._first else [values, *self._variables]
             gradients = tape.gradient(
                 targets, sources, output_gradients=seeds, unconnected_gradients=tf.UnconnectedGradients.ZERO
             )
-            if not self._first:
-                self._gradients[at] = gradients.pop(0)
+            sent = seed if self._first else gradients.pop(0)
             dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
             if self._accumulates:
                 zeros = [tf.zeros_like(gradient) for gradient in dense]
                 dense = add(zeros if self._sums is None else self._sums, dense)
             self._sums = dense
             # A stage with frozen weights has only the gradient that it sends, or the one that it received.
-            done = tf.identity(next(iter(dense), self._gradients.get(at, seed)))
+            done = tf.identity(next(iter(dense), sent))
         self._chain.append(done)
+        if not self._first:
+            self._sent += self._edges.send(sent, GRADIENTS, self._number, at)
 
     def _do_update(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
@@ -191,9 +179,6 @@ class StageGraph:
             self._flags.append(self._update(self.sums, at))
         self._sums = None
         self._chain.append(self._flags[-1])
-
-    def _send(self, tensor: tf.Tensor, direction: int, at: int) -> None:
-        self._sent += self._edges.send(tensor, direction, self._number, at)
 
 
 @never_inlined
