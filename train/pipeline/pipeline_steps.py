@@ -10,7 +10,6 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -191,12 +190,7 @@ class PipelineSteps:
         self._add_up_shared()
         if policy.loss_scale is not None:
             finite = tf.stack([policy.finite(sums) for sums in self._summed.values()])
-            local = tf.cast(finite, tf.float32)
-            spec = tf.TensorSpec([], tf.float32)
-            self._finite = tf.reduce_all(finite)
-            if not task_stages.whole:
-                flags = [self._shared(local[0], spec, stage, edges.FLAG) for stage in range(task_stages.stages)]
-                self._finite = tf.reduce_min(tf.stack(flags)) > 0
+            self._finite = self._over_stages(tf.math.count_nonzero(~finite, dtype=tf.float32), edges.FLAG) == 0
             self._summed = {number: policy.unscaled(sums) for number, sums in self._summed.items()}
         if policy.clip_norm:
             self._norm = self._global_norm()
@@ -215,7 +209,7 @@ class PipelineSteps:
             if task_stages.whole:
                 total = functools.reduce(operator.add, gradients)
             else:
-                total = edges.sum_over_stages(gradients[0], index, len(users), task_stages.pipeline)
+                total = edges.sum_over_users(gradients[0], index, len(users), task_stages.pipeline)
             for number, at in places:
                 self._summed[number][at] = total
 
@@ -246,23 +240,18 @@ class PipelineSteps:
 
     def _global_norm(self) -> tf.Tensor:
         """Return the norm of all stages' gradients, with the bits of `tf.linalg.global_norm` on one device."""
-        models = self._task_stages.models
         halves = {
             id(variable): tf.nn.l2_loss(gradient)
             for number, gradients in self._summed.items()
-            for variable, gradient in zip(models[number].trained, gradients, strict=True)
+            for variable, gradient in zip(self._task_stages.models[number].trained, gradients, strict=True)
         }
-        if not self._task_stages.whole:
-            trained = [(owner, self._task_stages.list_led(owner)) for owner in range(self._task_stages.stages)]
-            for owner, variables in ((owner, variables) for owner, variables in trained if variables):
-                local = tf.zeros([])
-                if owner in self._stages:
-                    local = tf.stack([halves[id(variable)] for variable in variables])
-                shared = self._shared(local, tf.TensorSpec([len(variables)], tf.float32), owner, edges.NORM)
-                halves |= {id(variable): half for variable, half in zip(variables, tf.unstack(shared), strict=True)}
-        ordered = [halves[id(variable)] for variable in self._context.model.trainable_variables]
-        return tf.sqrt(tf.reduce_sum(tf.stack(ordered)) * 2.0)
+        # The first user of a variable adds its half, the others add zeros, so that the sum over stages is exact.
+        led = {id(variable) for number in self._stages for variable in self._task_stages.list_led(number)}
+        weights = self._context.model.trainable_variables
+        local = tf.stack([halves[id(weight)] if id(weight) in led else tf.zeros([]) for weight in weights])
+        return tf.sqrt(tf.reduce_sum(self._over_stages(local, edges.NORM)) * 2.0)
 
-    def _shared(self, tensor: tf.Tensor, spec: tf.TensorSpec, owner: int, kind: int) -> Any:
-        sent = tensor if owner in self._stages else None
-        return edges.broadcast(sent, spec, owner, self._task_stages.stages, self._task_stages.pipeline, kind)
+    def _over_stages(self, tensor: tf.Tensor, kind: int) -> tf.Tensor:
+        """Add up a tensor of this task's stages over all stages of the pipeline."""
+        stages = self._task_stages
+        return tensor if stages.whole else edges.sum_over_stages(tensor, kind, stages.stages, stages.pipeline)
