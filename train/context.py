@@ -14,6 +14,7 @@ from cluster.contract.spec import ClusterSpec, Role, Task
 from train.config import TrainConfig
 from train.data.sources import Source
 from train.loops import evaluation
+from train.loops.train_step import TrainStep
 from train.model import optimizers
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective
@@ -30,7 +31,7 @@ class TaskContext:
         new_model: builds the same architecture with plain variables, outside the strategy.
         stop: set when the task must stop.
         task_stages: the stages of the model, if there are any.
-        cluster: with stages, the strategy by which tasks agree and evaluate.
+        gang: the strategy by which all tasks agree and share an evaluation; with stages another one.
     """
 
     run: RunFolder
@@ -40,18 +41,13 @@ class TaskContext:
     source: Source
     objective: Objective
     strategy: tf.distribute.Strategy
+    gang: tf.distribute.Strategy
     model: keras.Model
     new_model: Callable[[], keras.Model]
     heartbeat: HeartbeatWriter
     stop: threading.Event
-    cluster: tf.distribute.Strategy | None = None
     task_stages: TaskStages | None = None
     positions: Positions = field(default_factory=Positions)
-
-    @property
-    def gang(self) -> tf.distribute.Strategy:
-        """The strategy by which all tasks agree and share an evaluation."""
-        return self.cluster or self.strategy
 
     @property
     def chief(self) -> bool:
@@ -100,6 +96,20 @@ class TaskContext:
             build = self.task_stages.build_optimizer if self.task_stages else None
             optimizer = optimizers.build_for_model(self.config, self.model, self.total_steps, build)
             return optimizers.build_policy(self.config, optimizer)
+
+    def new_train_step(self, policy: GradientPolicy, *, unrolled: bool = False) -> TrainStep:
+        """Build a step of the gradient policy's optimizer; `unrolled`: its graph has each micro-batch once."""
+        config, replicas = self.config, 1 if self.asynchronous else self.strategy.num_replicas_in_sync
+        return TrainStep(
+            self.model,
+            policy,
+            self.objective,
+            config.global_batch,
+            replicas,
+            config.micro_batches,
+            unrolled=unrolled,
+            as_function=replicas == 1 and config.micro_batches > 1 and not self.asynchronous,
+        )
 
     def worker_records(self) -> list[StepRecord]:
         """Return the records of the steps of parameter servers' workers; otherwise none."""

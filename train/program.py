@@ -127,11 +127,11 @@ class Program:
             source=source,
             objective=objective,
             strategy=scope_strategy,
+            gang=gang,
             model=model,
             new_model=new_model,
             heartbeat=self.heartbeat,
             stop=self.stop,
-            cluster=gang,
             task_stages=task_stages,
         )
 

@@ -101,7 +101,7 @@ def eval_dataset(
     example_bytes: int,
     replica_batch: int,
     replicas: Replicas,
-    to_batch: Callable[[Any, tf.Tensor], Batch],
+    parse: Callable[[Any], Batch],
 ) -> tf.data.Dataset:
     """Return the test batches of replicas from a dataset of all examples, with the same number for every replica.
 
@@ -109,7 +109,7 @@ def eval_dataset(
     in memory if it fits `EVAL_CACHE_BYTES`; use the whole dataset each time.
 
     Args:
-        to_batch: converts a replica's part of the examples and their weights, `[B, ...]`.
+        parse: converts a replica's part of the examples, `[B, ...]`.
     """
     global_batch = replica_batch * replicas.total
     num_batches = eval_batches(num_examples, replica_batch=replica_batch, num_replicas=replicas.total) * replicas.count
@@ -124,6 +124,9 @@ def eval_dataset(
 
         padded = tf.nest.map_structure(lambda part: tf.gather(part, tf.minimum(positions_G, count - 1)), examples_g)
         return tf.nest.map_structure(cut, padded), cut(tf.cast(positions_G < count, tf.float32))
+
+    def to_batch(part: Any, weights_B: tf.Tensor) -> Batch:
+        return parse(part)._replace(weights=weights_B)
 
     parts = examples.batch(global_batch).map(task_part).unbatch()
     dataset = parts.map(to_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
@@ -155,23 +158,10 @@ def cut_tensor(tensor: tf.Tensor, parts: int) -> tf.Tensor:
     return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])
 
 
-def cut_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
-    """Cut each batch into equal parts."""
-    if parts == 1:
-        return batches
-    return batches.map(lambda batch: tf.nest.map_structure(lambda part: cut_tensor(part, parts), batch)).unbatch()
-
-
-def join_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
-    """Join each group of `parts` batches to one batch."""
-    if parts == 1:
-        return batches
-
-    def join(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(tensor, [tensor.shape[0] * tensor.shape[1], *tensor.shape[2:]])
-
-    whole = batches.batch(parts, drop_remainder=True)
-    return without_sharding(whole.map(lambda batch: tf.nest.map_structure(join, batch)))
+def rebatch(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:
+    """Cut or join infinite batches to batches of `size` examples, in the same order."""
+    infinite = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+    return without_sharding(batches.rebatch(size, drop_remainder=True).apply(infinite))
 
 
 def without_sharding(dataset: tf.data.Dataset) -> tf.data.Dataset:

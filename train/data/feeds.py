@@ -23,7 +23,7 @@ from cluster.system.errors import UsageError
 from train import named
 from train.data import blocks
 from train.data.arrays import ArrayFile, Split
-from train.data.batches import Batch, BatchSlice, Replicas, cut_batches, without_sharding
+from train.data.batches import Batch, BatchSlice, Replicas, rebatch, without_sharding
 from train.elastic.virtual_shards import VirtualShards
 from train.named import Named
 
@@ -197,8 +197,11 @@ def train_feed(
         replicas = Replicas.from_context(context).numbers
         first, last = (shards.first(replica) for replica in (replicas.start, replicas.stop))
         parts = Replicas(shards.total, first, last - first)
-        batches = source.train_dataset(BatchSlice(global_batch, seed, first_step, replicas=parts))
-        return batches if whole else _stack(cut_batches(batches, micro_batches), shards, micro_batches, replicas)
+        batch_slice = BatchSlice(global_batch, seed, first_step, replicas=parts)
+        batches = source.train_dataset(batch_slice)
+        if whole:
+            return batches
+        return _stack(rebatch(batches, batch_slice.replica_batch // micro_batches), shards, micro_batches, replicas)
 
     def batch(batches: Batch, _step: tf.Tensor, part: tf.Tensor) -> Batch:
         if whole:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from cluster.system.messages import COMMAND
 from train import named
 from train.config import TrainConfig
 from train.data import arrays, blocks, feeds, shards, stream
-from train.data.batches import Batch, BatchSlice, Replicas, by_step, eval_batches, random_number
+from train.data.batches import BatchSlice, Replicas, by_step, eval_batches, random_number
 from train.data.feeds import Examples
 from train.data.function import calling, epochs, random_access
 from train.data.function.calling import FunctionRecord
@@ -75,11 +76,12 @@ class Source(abc.ABC):
         """Return the batches of the test split, with the same number for every replica."""
 
     def shuffled_batches(self, global_batch: int, seed: int) -> tf.data.Dataset:
-        """Return infinite global batches for one of several equal workers, from a random place of the order.
+        """Return infinite global batches for one of several equal workers, from a random epoch.
 
-        All workers run the same graph and do not know their index. Each draws its place in each generation.
+        All workers run the same graph and do not know their index. Each draws its epoch in each generation.
         """
-        return self.train_dataset(BatchSlice(global_batch, seed, random_number(2**31)))
+        first_step = self.train_examples * random_number(2**20) // global_batch
+        return self.train_dataset(BatchSlice(global_batch, seed, first_step))
 
 
 class IndexedSource(Source):
@@ -90,19 +92,12 @@ class IndexedSource(Source):
         """Return the examples of a split, eagerly or inside a graph."""
 
     def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
-        examples = self.examples("train")
-
-        def batch(step: tf.Tensor, replica: tf.Tensor) -> Batch:
-            return feeds.train_batch(examples, step, replica, batch_slice)
-
+        batch = partial(feeds.train_batch, self.examples("train"), batch_slice=batch_slice)
         return by_step(batch, batch_slice.num_batches, batch_slice.replicas, batch_slice.first_step)
 
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-        examples, sizes = self.examples("test"), {"replica_batch": replica_batch, "num_replicas": replicas.total}
-
-        def batch(number: tf.Tensor, replica: tf.Tensor) -> Batch:
-            return feeds.eval_batch(examples, number, replica, **sizes)
-
+        sizes = {"replica_batch": replica_batch, "num_replicas": replicas.total}
+        batch = partial(feeds.eval_batch, self.examples("test"), **sizes)
         return by_step(batch, eval_batches(self.test_examples, **sizes) * replicas.count, replicas)
 
 
@@ -191,9 +186,6 @@ class FunctionSource(Source):
 
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
         return epochs.eval_dataset(self.record, self.data_dir, replica_batch, replicas)
-
-    def shuffled_batches(self, global_batch: int, seed: int) -> tf.data.Dataset:
-        return epochs.shuffled_batches(self.record, self.data_dir, global_batch, seed)
 
 
 def _open_function(record: FunctionRecord, data_dir: Path, seed: int) -> Source:

@@ -51,12 +51,8 @@ def train_dataset(split: ShardSplit, batch_slice: BatchSlice) -> tf.data.Dataset
 def eval_dataset(split: ShardSplit, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
     """Return the test batches of replicas; see `batches.eval_dataset`."""
     parse = _parser(split, replica_batch)
-
-    def to_batch(raw_B: tf.Tensor, weights_B: tf.Tensor) -> Batch:
-        return parse(raw_B)._replace(weights=weights_B)
-
     raw = _interleave(split, tf.range(len(split.files), dtype=tf.int64))
-    return batches.eval_dataset(raw, split.num_examples, split.example_bytes, replica_batch, replicas, to_batch)
+    return batches.eval_dataset(raw, split.num_examples, split.example_bytes, replica_batch, replicas, parse)
 
 
 def _num_windows(split: ShardSplit) -> int:

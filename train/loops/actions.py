@@ -12,7 +12,6 @@ import tensorflow as tf
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import TraceRequest
-from cluster.system.errors import RunFailed
 from cluster.system.json_files import write_json
 from train.callbacks.callback_actions import Callbacks
 from train.context import TaskContext
@@ -37,12 +36,7 @@ class CheckFinite(Action):
         step = progress.first + int(bad[0]) + 1 if bad.size else progress.step
         self._policy.check_scale(step)
         if bad.size:
-            raise not_finite(losses[bad[0]], step)
-
-
-def not_finite(loss: float, step: int) -> RunFailed:
-    """Return the error of a NaN or infinite loss."""
-    return divergence_error(f"loss is {loss} at step {step}")
+            raise divergence_error(f"loss is {losses[bad[0]]} at step {step}")
 
 
 class EndTraining(Action):

@@ -10,7 +10,6 @@ from train.elastic.virtual_shards import VirtualShards
 from train.loops.loop import Loop, Steps, Stop
 from train.loops.parameter_server import AsynchronousSteps
 from train.loops.steps import SynchronousSteps
-from train.loops.train_step import TrainStep
 from train.loops.training import Setup, Training
 from train.model import masks
 from train.patches import batch_normalization
@@ -68,12 +67,10 @@ def _synchronous(setup: Setup, first: int) -> SynchronousSteps:
     """Return the steps from step `first`, in each of which all replicas take part."""
     context, config = setup.context, setup.context.config
     replicas = context.strategy.num_replicas_in_sync
-    parts = context.model, setup.policy, context.objective, config.global_batch
-    alone = replicas == 1 and config.micro_batches > 1
-    cut, train_step = None, TrainStep(*parts, replicas, config.micro_batches, as_function=alone)
+    cut, train_step = None, context.new_train_step(setup.policy)
     if shards := config.bitwise_elastic:
-        cut = VirtualShards(shards, replicas)
-        train_step = ElasticTrainStep(*parts, shards, config.micro_batches, shards=cut)
+        cut, parts = VirtualShards(shards, replicas), (context.model, setup.policy, context.objective)
+        train_step = ElasticTrainStep(*parts, config.global_batch, shards, config.micro_batches, shards=cut)
     feed = train_feed(
         context.strategy, context.source, first, config.global_batch, config.seed, cut, config.micro_batches
     )
@@ -83,15 +80,8 @@ def _synchronous(setup: Setup, first: int) -> SynchronousSteps:
 def _asynchronous(setup: Setup) -> AsynchronousSteps:
     """Return the steps under parameter servers, where each worker does separate ones."""
     context, config = setup.context, setup.context.config
-    train_step = TrainStep(
-        context.model,
-        setup.policy,
-        context.objective,
-        config.global_batch,
-        num_replicas=1,
-        micro_batches=config.micro_batches,
-        unrolled=masks.may_begin_in(context.model),  # a remote worker hangs in a loop that counts before another one
-    )
+    # A remote worker hangs in a loop that counts before another one.
+    train_step = context.new_train_step(setup.policy, unrolled=masks.may_begin_in(context.model))
     return AsynchronousSteps(
         context.strategy,
         train_step,

@@ -15,7 +15,7 @@ from tensorflow import keras
 from cluster.contract.run.records import Place
 from cluster.system.errors import UsageError
 from train.context import TaskContext
-from train.data.batches import Batch, BatchSlice, Replicas, join_batches
+from train.data.batches import Batch, BatchSlice, Replicas, rebatch
 from train.loops.fit_model import MicroBatches, compile_arguments, separate_steps
 from train.loops.loop import Loop, Stop
 from train.loops.steps import LoopResult
@@ -189,8 +189,8 @@ def _data(context: TaskContext, first: int) -> Any:
             return source.shuffled_batches(config.global_batch, config.seed).map(pair_or_triple)
         replicas = Replicas.from_context(pipeline)
         batches = source.train_dataset(BatchSlice(config.global_batch, config.seed, first, replicas=replicas))
-        if not context.spec.kind.collective:
-            batches = join_batches(batches, replicas.count)
+        if replicas.count > 1 and not context.spec.kind.collective:
+            batches = rebatch(batches, config.global_batch)
         return batches.map(pair_or_triple)
 
     if is_legacy():

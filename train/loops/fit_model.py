@@ -3,7 +3,6 @@
 Shapes: B replica batch, K outputs.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +10,14 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
+from train import named
 from train.context import TaskContext
 from train.data.batches import Batch
-from train.loops.train_step import Computed, TrainStep, cast_outputs, cut_part
+from train.loops.train_step import Computed, cast_outputs, cut_part
 from train.model import masks, models
 from train.model.gradients import GradientPolicy
 from train.model.objectives import PerExample
+from train.named import Named
 from train.patches import placed_seeds
 
 
@@ -27,18 +28,18 @@ def compile_arguments(context: TaskContext) -> dict[str, Any]:
     computed, as in the custom loop.
     """
     objective, classifies, shapes = context.objective, context.source.classifies, context.source.label_shape
-    if not isinstance(classifies, Mapping):
+    heads: Named = objective.heads or objective
+    losses = named.each(lambda head, *labels: _Loss(_Compared(head.loss, *labels)), heads, classifies, shapes)
+    if not objective.heads:
         score = _Score(_Compared(objective.score, classifies, shapes), objective.score_name)
-        return {"loss": _Loss(_Compared(objective.loss, classifies, shapes)), "metrics": [score]}
-    first, first_head = next(iter(objective.heads.items()))
+        return {"loss": losses, "metrics": [score]}
+    name, first = next(iter(objective.heads.items()))
     # With several heads, Keras puts the head's name before that of a metric.
-    score_name = first_head.score_name if len(classifies) > 1 else objective.score_name
+    score_name = first.score_name if len(classifies) > 1 else objective.score_name
     return {
-        "loss": {
-            name: _Loss(_Compared(head.loss, classifies[name], shapes[name])) for name, head in objective.heads.items()
-        },
-        "loss_weights": {name: head.weight for name, head in objective.heads.items()},
-        "metrics": {first: [_Score(_Compared(first_head.score, classifies[first], shapes[first]), score_name)]},
+        "loss": losses,
+        "loss_weights": named.each(lambda head: head.weight, heads),
+        "metrics": {name: [_Score(_Compared(first.score, classifies[name], shapes[name]), score_name)]},
     }
 
 
@@ -106,17 +107,12 @@ class MicroBatches:
 
     def __init__(self, context: TaskContext, policy: GradientPolicy) -> None:
         """Call inside the strategy's scope, with a model that passes `check_micro_batches`."""
-        config, model = context.config, context.model
-        replicas = context.strategy.num_replicas_in_sync
-        replicas = 1 if context.asynchronous else replicas
-        alone = replicas == 1 and not context.asynchronous
-        parts = model, policy, context.objective, config.global_batch
         # Loops of several replicas that read the same variables of one device wait for each other indefinitely.
         central = isinstance(context.strategy, tf.distribute.experimental.CentralStorageStrategy)
-        self._step = TrainStep(*parts, replicas, config.micro_batches, unrolled=central, as_function=alone)
+        self._step = context.new_train_step(policy, unrolled=central)
         self._means = [keras.metrics.Mean(name) for name in ("loss", context.objective.score_name)]
         self._separate = not context.asynchronous  # see `separate_steps`
-        model.train_step = self._train
+        context.model.train_step = self._train
 
     def reset(self) -> None:
         """Reset the metrics."""

@@ -181,30 +181,18 @@ class SynchronousSteps:
 def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
     """Return a function from this task's number to the numbers of all replicas' tasks; all tasks call it."""
     replicas = strategy.num_replicas_in_sync
-
-    @tf.function(autograph=False)
-    def gather(number: tf.Tensor) -> tf.Tensor:
-        def placed() -> tf.Tensor:
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            return number * tf.one_hot(replica, replicas, dtype=tf.int64)
-
-        return strategy.reduce("SUM", strategy.run(placed), axis=None)
-
+    gather = summing(strategy, lambda replica, number: number * tf.one_hot(replica, replicas, dtype=tf.int64))
     return lambda number: gather(tf.constant(number, tf.int64)).numpy().tolist()
 
 
 def broadcasting(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray, int], np.ndarray]:
     """Return a function from `[N] int64` and a replica to what that replica's task has; all tasks call it."""
 
-    @tf.function(autograph=False)
-    def broadcast(words_N: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
-        def placed() -> tf.Tensor:
-            own = tf.distribute.get_replica_context().replica_id_in_sync_group
-            return tf.where(own == replica, words_N, tf.zeros_like(words_N))
+    def placed(replica: tf.Tensor, words_N: tf.Tensor, sender: tf.Tensor) -> tf.Tensor:
+        return tf.where(replica == sender, words_N, tf.zeros_like(words_N))
 
-        return strategy.reduce("SUM", strategy.run(placed), axis=None)
-
-    return lambda words_N, replica: broadcast(words_N, tf.constant(replica, tf.int32)).numpy()
+    broadcast = summing(strategy, placed)
+    return lambda words_N, sender: broadcast(words_N, tf.constant(sender, tf.int32)).numpy()
 
 
 def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
@@ -213,11 +201,16 @@ def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
     return lambda signals: Signals.from_sum(sum_up(tf.constant(signals.to_array())).numpy())
 
 
-def summing(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Return a function that adds up a value over all replicas."""
+def summing(
+    strategy: tf.distribute.Strategy, part: Callable[..., tf.Tensor] = lambda _replica, value: tf.identity(value)
+) -> Callable[..., tf.Tensor]:
+    """Return a function that adds up over all replicas what `part` returns for each replica's number and arguments."""
 
     @tf.function(autograph=False)
-    def sum_up(value: tf.Tensor) -> tf.Tensor:
-        return strategy.reduce("SUM", strategy.run(lambda: tf.identity(value)), axis=None)
+    def sum_up(*args: tf.Tensor) -> tf.Tensor:
+        def of_replica() -> tf.Tensor:
+            return part(tf.distribute.get_replica_context().replica_id_in_sync_group, *args)
+
+        return strategy.reduce("SUM", strategy.run(of_replica), axis=None)
 
     return sum_up

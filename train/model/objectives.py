@@ -7,9 +7,11 @@ whole global batch, for any replicas and micro-batches (`train/model/masks.py`).
 Shapes: B batch, K outputs.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,20 +38,8 @@ Shapes = tuple[Named, Named]
 
 
 @dataclass(frozen=True)
-class Head:
-    """Loss and score of one of several outputs, as functions of its labels and outputs."""
-
-    loss: PerExample
-    weight: float
-    """Factor of the loss."""
-    score: PerExample
-    score_name: str
-    """Name of the score, without the name of the head."""
-
-
-@dataclass(frozen=True)
 class Objective:
-    """A loss and a score per example, so that any batch can be averaged exactly."""
+    """A loss and a score per example, so that any batch can be averaged exactly; of a model or of one of its heads."""
 
     loss: PerExample
     score: PerExample
@@ -58,18 +48,15 @@ class Objective:
     is the score of the first one, with the head's name as a prefix."""
     metrics: Mapping[str, PerExample] = field(default_factory=dict)
     """Further functions that evaluations report; with several outputs, also each head's loss and score."""
-    heads: Mapping[str, Head] = field(default_factory=dict)
-    """The heads of several outputs; empty if one loss takes all outputs."""
+    heads: Mapping[str, Objective] = field(default_factory=dict)
+    """Those of several outputs, whose names of scores are without the head's; empty if one loss takes all outputs."""
+    weight: float = 1.0
+    """Factor of the loss of a head."""
 
     @property
     def reported(self) -> dict[str, PerExample]:
         """Functions whose means evaluations report."""
         return {"loss": self.loss, self.score_name: self.score, **self.metrics}
-
-    @property
-    def evaluated(self) -> list[str]:
-        """Names of the results of evaluations."""
-        return [f"eval_{name}" for name in self.reported]
 
 
 def sparse_categorical_crossentropy(labels: tf.Tensor, logits_BK: tf.Tensor) -> tf.Tensor:
@@ -111,11 +98,11 @@ def build_configured(
         raise UsageError(f"{option}: the labels are one array, not a dictionary; give one loss, and no weights")
     else:
         objective = build_by_name(config.loss, classifies=classifies, shapes=known)
-    user_metrics = _user_metrics(config.metrics, taken=objective.evaluated)
+    user_metrics = _user_metrics(config.metrics, taken=objective.reported)
     return dataclasses.replace(objective, metrics={**objective.metrics, **user_metrics})
 
 
-def _user_metrics(reference: str, taken: Sequence[str]) -> dict[str, PerExample]:
+def _user_metrics(reference: str, taken: Collection[str]) -> dict[str, PerExample]:
     if not reference:
         return {}
     returned = references.call_user_function("--metrics", reference, references.load_object("--metrics", reference))
@@ -126,7 +113,7 @@ def _user_metrics(reference: str, taken: Sequence[str]) -> dict[str, PerExample]
             f"--metrics {reference!r} returned {returned!r:.120}; "
             "expected a dictionary of functions by lower-case names"
         )
-    if duplicates := [name for name in functions if f"eval_{name}" in taken]:
+    if duplicates := [name for name in functions if name in taken]:
         raise UsageError(f"--metrics {reference!r}: {duplicates[0]!r} is reported anyway; give it another name")
     return {name: Averaged(tf.function(function)) for name, function in functions.items()}
 
@@ -176,7 +163,8 @@ def build_for_heads(loss: str, weights: str, classifies: Mapping[str, bool], sha
     losses = {head: _loss(loss_names[head]) for head in classifies}
     all_scores = {name: scores[name] or (head_loss, DATA_LOSS) for name, head_loss in losses.items()}
     all_heads = {
-        name: Head(head_loss, loss_weights.get(name, 1.0), *all_scores[name]) for name, head_loss in losses.items()
+        name: Objective(head_loss, *all_scores[name], weight=loss_weights.get(name, 1.0))
+        for name, head_loss in losses.items()
     }
 
     def total(labels: Named, outputs: Named) -> tf.Tensor:

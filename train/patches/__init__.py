@@ -8,7 +8,10 @@ The patches in `SCRIPTS` import nothing of this project: the process of a user's
 """
 
 import importlib
-from collections.abc import Iterable
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
 
 FIT = ("symbolic_build", "scalar_metrics", "steps_per_execution")
 """Patches of `Model.fit`; docs/internals/upstream/ has the same changes as a patch for Keras itself."""
@@ -21,3 +24,17 @@ TRAINING = (*FIT, "layer_losses", "variable_updates", "placed_seeds", "repeated_
 def apply(names: Iterable[str] = TRAINING) -> list[str]:
     """Apply patches and return the names of the functions they replaced. Idempotent; call before a model is built."""
     return [replaced for name in names for replaced in importlib.import_module(f"{__name__}.{name}").apply()]
+
+
+def replace(owner: Any, name: str, new: Callable[..., Any], *, defect: str = "", fixed: str = "(?!)") -> list[str]:
+    """Replace a function of Keras whose source has the pattern `defect` and not `fixed`, unless it is replaced already.
+
+    Returns:
+        The function's name if it was replaced.
+    """
+    function = getattr(owner, name)
+    source = inspect.getsource(function)
+    if function is new or not re.search(defect, source) or re.search(fixed, source):
+        return []
+    setattr(owner, name, new)
+    return [name]

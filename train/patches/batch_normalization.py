@@ -10,13 +10,8 @@ import keras
 import tensorflow as tf
 
 
-def synchronize_batch_normalization(model: keras.Model, replicas: int) -> int:
-    """Synchronize every BatchNormalization layer of a model; return the number of changed layers."""
-    if replicas == 1:
-        return 0
-    changed = 0
+def synchronize_batch_normalization(model: keras.Model, replicas: int) -> None:
+    """Synchronize every BatchNormalization layer of a model."""
     for layer in model._flatten_layers():  # includes layers inside layers, which no public property lists
-        if isinstance(layer, tf.keras.layers.BatchNormalization):  # of the Keras in use
-            changed += not layer.synchronized
+        if replicas > 1 and isinstance(layer, tf.keras.layers.BatchNormalization):  # of the Keras in use
             layer.synchronized = True
-    return changed

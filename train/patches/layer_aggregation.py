@@ -7,21 +7,19 @@ Test: tests/unit/train/patches/test_script_patches.py::test_moving_averages_must
 Not applied: to variables that have an aggregation. The built-in trainer uses `train/model/layer_state.py` instead.
 """
 
-import inspect
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from . import replace
 
 _keras_add_weight = keras.layers.Layer.add_weight
 
 
 def apply() -> list[str]:
     """Patch `Layer.add_weight`."""
-    if "aggregate(" in inspect.getsource(keras.layers.Layer.add_weight):
-        return []
-    keras.layers.Layer.add_weight = _add_weight
-    return ["Layer.add_weight"]
+    return replace(keras.layers.Layer, "add_weight", _add_weight, fixed=r"aggregate\(")
 
 
 def aggregate(variable: Any) -> None:

@@ -6,22 +6,20 @@ Test: tests/process/train/test_trainer_patches.py::test_keras_itself_leaves_them
 Not applied: if `BatchNormalization._moments` adds up over replicas also with a mask.
 """
 
-import inspect
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from . import replace
 
 keras_moments = keras.layers.BatchNormalization._moments
 
 
 def apply() -> list[str]:
     """Replace the method if Keras has the defect."""
-    source = inspect.getsource(keras.layers.BatchNormalization._moments)
-    if "all_reduce" in source or source.count("self.synchronized") > 1:
-        return []
-    keras.layers.BatchNormalization._moments = moments
-    return ["BatchNormalization._moments"]
+    fixed = r"all_reduce|(?s:self\.synchronized.*self\.synchronized)"
+    return replace(keras.layers.BatchNormalization, "_moments", moments, fixed=fixed)
 
 
 def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:

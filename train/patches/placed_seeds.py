@@ -18,6 +18,8 @@ import tensorflow as tf
 
 from cluster.system.errors import UsageError
 
+from . import replace
+
 
 @dataclass
 class RandomPlace:
@@ -43,10 +45,7 @@ _keras_next_seed = keras.random.SeedGenerator.next
 
 def apply() -> list[str]:
     """Patch `SeedGenerator.next`."""
-    if keras.random.SeedGenerator.next is _next_seed:
-        return []
-    keras.random.SeedGenerator.next = _next_seed
-    return ["SeedGenerator.next"]
+    return replace(keras.random.SeedGenerator, "next", _next_seed)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ Test: tests/unit/train/patches/test_gradients.py::test_keras_itself_does_a_large
 Not applied: if `TFOptimizer._distributed_tf_update_step` converts gradients to tensors.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +15,14 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer  # has no public name
 
+from . import replace
+
 keras_update = TFOptimizer._distributed_tf_update_step
 
 
 def apply() -> list[str]:
     """Replace the method if Keras has the defect."""
-    if "convert_to_tensor" in inspect.getsource(TFOptimizer._distributed_tf_update_step):
-        return []
-    TFOptimizer._distributed_tf_update_step = update
-    return ["_distributed_tf_update_step"]
+    return replace(TFOptimizer, "_distributed_tf_update_step", update, fixed="convert_to_tensor")
 
 
 def update(

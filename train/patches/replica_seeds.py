@@ -6,11 +6,12 @@ Test: tests/unit/train/patches/test_script_patches.py::test_replicas_must_draw_d
 Not applied: if the source of `SeedGenerator.next` mentions replicas. The built-in trainer uses `placed_seeds.py`.
 """
 
-import inspect
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from . import replace
 
 _REPLICA_STRIDE = 0x9E3779B1
 """An odd number of 32 bits: its multiples are all different."""
@@ -20,10 +21,7 @@ _keras_next_seed = keras.random.SeedGenerator.next
 
 def apply() -> list[str]:
     """Patch `SeedGenerator.next` if replicas draw alike."""
-    if "replica" in inspect.getsource(keras.random.SeedGenerator.next):
-        return []
-    keras.random.SeedGenerator.next = _next_seed
-    return ["SeedGenerator.next"]
+    return replace(keras.random.SeedGenerator, "next", _next_seed, fixed="replica")
 
 
 def _next_seed(generator: Any, ordered: bool = True) -> Any:

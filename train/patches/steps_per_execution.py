@@ -4,11 +4,9 @@ Defect: `TensorFlowTrainer._make_function` puts the steps after the first into `
 cannot be captured. Keras issue 20585.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_must_still_be_needed
-Not applied: if the source of `_make_function` has no `tf.cond`, or depends on the number of replicas. A trial would
-take two devices.
+Not applied: if the source of `_make_function` has no `tf.cond`, or depends on the number of replicas.
 """
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -16,16 +14,15 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer  # has no public name
 
+from . import replace
+
 _keras_make_function = trainer.TensorFlowTrainer._make_function
 
 
 def apply() -> list[str]:
     """Replace the method if Keras has the defect."""
-    source = inspect.getsource(trainer.TensorFlowTrainer._make_function)
-    if "tf.cond(" not in source or "num_replicas_in_sync" in source:
-        return []
-    trainer.TensorFlowTrainer._make_function = _make_function
-    return ["_make_function"]
+    patterns = {"defect": r"tf\.cond\(", "fixed": "num_replicas_in_sync"}
+    return replace(trainer.TensorFlowTrainer, "_make_function", _make_function, **patterns)
 
 
 def _make_function(model: Any, step_function: Any) -> Any:

@@ -5,32 +5,21 @@ and a model with a `train_step` but no `call` cannot be built at all. Keras issu
 docs/internals/upstream/keras-20585.md.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_must_still_be_needed
-Not applied: if `_maybe_symbolic_build`, tried on a batch of one value, reduces nothing.
+Not applied: if the source of `_maybe_symbolic_build` reduces nothing.
 """
 
-import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import keras
 from keras import tree
 from keras.src.backend.tensorflow import trainer  # has no public name
 
-from .trial_strategy import TrialStrategy, TrialValue
+from . import replace
 
 
 def apply() -> list[str]:
     """Replace the method if Keras has the defect."""
-    strategy = TrialStrategy()
-    model = SimpleNamespace(
-        _distribute_strategy=strategy, distribute_strategy=strategy, _symbolic_build=lambda data_batch: None
-    )
-    with contextlib.suppress(Exception):  # another Keras may expect other attributes
-        trainer.TensorFlowTrainer._maybe_symbolic_build(model, iterator=[(0, 0, iter([(TrialValue(),)]))])
-    if not strategy.reduced_axes:
-        return []
-    trainer.TensorFlowTrainer._maybe_symbolic_build = _maybe_symbolic_build
-    return ["_maybe_symbolic_build"]
+    return replace(trainer.TensorFlowTrainer, "_maybe_symbolic_build", _maybe_symbolic_build, defect=r"\.reduce\(")
 
 
 def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:

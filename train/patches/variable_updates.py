@@ -4,15 +4,15 @@ Defect: Keras reads, adds and writes. That loses updates where several tasks cou
 variable (CentralStorageStrategy) each of them overwrites the others' updates with a sum from the old value.
 Versions: Keras 3.15.1.
 Test: tests/process/train/test_parameter_server.py::test_keras_itself_loses_updates
-Not applied: if the source of `Variable.assign_add` does not assign a sum.
+Not applied: if the source of a method does not assign a sum or a difference.
 """
-
-import inspect
 
 import keras
 import tensorflow as tf
 
 from train.model.layer_state import is_separate
+
+from . import replace
 
 _keras_assign_add = keras.Variable.assign_add
 _keras_assign_sub = keras.Variable.assign_sub
@@ -20,11 +20,8 @@ _keras_assign_sub = keras.Variable.assign_sub
 
 def apply() -> list[str]:
     """Replace both methods if Keras has the defect."""
-    if "self.assign(self" not in inspect.getsource(keras.Variable.assign_add):
-        return []
-    keras.Variable.assign_add = assign_add
-    keras.Variable.assign_sub = assign_sub
-    return ["Variable.assign_add", "Variable.assign_sub"]
+    added = replace(keras.Variable, "assign_add", assign_add, defect=r"self\.assign\(self")
+    return added + replace(keras.Variable, "assign_sub", assign_sub, defect=r"self\.assign\(self")
 
 
 def assign_add(variable: keras.Variable, value: object) -> object:

@@ -15,10 +15,11 @@ VALUES, GRADIENTS, EVALUATED = range(3)
 """Tensors that cross an edge: values and gradients in training; values in evaluation."""
 DIRECTIONS = 3
 NORM, FLAG = 0, 1
-"""Tensors that all stages share: the norms of gradients, and whether they are finite."""
+"""Tensors that all stages add up: the norms of gradients, and how many stages have one that is not finite. The sums may
+run at the same time."""
 MOST_STAGES = 1_000
 MOST_SHARED = 10_000
-EDGE_KEYS, NORM_KEYS, SUM_KEYS, SHARED_KEYS = 1_000_000, 20_000_000, 30_000_000, 40_000_000
+EDGE_KEYS, STAGE_KEYS, SUM_KEYS, SHARED_KEYS = 1_000_000, 20_000_000, 30_000_000, 40_000_000
 """First group keys of this module; tf.distribute counts from 0. Each group has separate instance keys."""
 TIMEOUT_S = 0.0
 """0 for no timeout: a neighbour may compile for long, and a closed connection shows that it is lost."""
@@ -72,25 +73,6 @@ Edges = TaskEdges | LocalEdges
 """Transport of tensors between neighbouring stages."""
 
 
-def broadcast(
-    tensor: tf.Tensor | None, spec: tf.TensorSpec, owner: int, stages: int, pipeline: int, kind: int
-) -> tf.Tensor:
-    """Broadcast a tensor from one stage of a pipeline to all; all of them call it with the same spec.
-
-    Args:
-        tensor: the owner's tensor; None on the others.
-        kind: `NORM` or `FLAG`, which may be transferred at the same time.
-    """
-    keys = _keys(stages, NORM_KEYS + MOST_STAGES * pipeline + owner, kind)
-    with tf.device("CPU:0"):
-        if tensor is not None:
-            result = tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys)
-        else:
-            shape = tf.constant(spec.shape.as_list(), tf.int32)
-            result = tf.raw_ops.CollectiveBcastRecvV2(shape=shape, T=spec.dtype, **keys)
-    return tf.ensure_shape(result, spec.shape)
-
-
 def sum_over_pipelines(tensors: Sequence[tf.Tensor], stage: int, pipelines: int) -> list[tf.Tensor]:
     """Add up tensors over the equal stages of all pipelines; each of them calls it with the same shapes.
 
@@ -99,9 +81,14 @@ def sum_over_pipelines(tensors: Sequence[tf.Tensor], stage: int, pipelines: int)
     return [_sum(tensor, _keys(pipelines, SUM_KEYS + stage, number)) for number, tensor in enumerate(tensors)]
 
 
-def sum_over_stages(tensor: tf.Tensor, variable: int, users: int, pipeline: int) -> tf.Tensor:
+def sum_over_users(tensor: tf.Tensor, variable: int, users: int, pipeline: int) -> tf.Tensor:
     """Add up a tensor over the stages of a pipeline that share a variable; each of them calls it."""
     return _sum(tensor, _keys(users, SHARED_KEYS + MOST_SHARED * pipeline + variable, 0))
+
+
+def sum_over_stages(tensor: tf.Tensor, kind: int, stages: int, pipeline: int) -> tf.Tensor:
+    """Add up a tensor over all stages of a pipeline, which all call it; `kind` is `NORM` or `FLAG`."""
+    return _sum(tensor, _keys(stages, STAGE_KEYS + pipeline, kind))
 
 
 def _sum(tensor: tf.Tensor, keys: dict[str, float]) -> tf.Tensor:

@@ -10,7 +10,6 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -18,12 +17,11 @@ import tensorflow as tf
 from cluster.contract.run.records import Place
 from train.context import TaskContext
 from train.data import feeds
-from train.data.batches import Batch, eval_batches
+from train.data.batches import eval_batches
 from train.elastic.virtual_shards import VirtualShards
 from train.loops import evaluation, steps, train_step
 from train.loops.steps import LoopResult, Request, Signals, no_request
 from train.model.gradients import GradientPolicy
-from train.model.objectives import global_mean
 from train.patches import exact_order, nan_gradients, optimizer_rate, summed_gradients
 from train.pipeline import edges, schedule
 from train.pipeline.stage import StageGraph
@@ -46,8 +44,13 @@ class PipelineSteps:
         self._feed = feeds.train_feed(*data)
         self._programs = schedule.build_programs(config.pipeline.schedule, task_stages.stages, config.micro_batches)
         self._edges: edges.Edges = edges.LocalEdges() if task_stages.whole else edges.TaskEdges(task_stages.pipeline)
-        self._stages = {number: self._new_stage(number) for number in task_stages.held}
-        self._loop = self._trace_loop()
+        self._stages = {
+            number: StageGraph(
+                context, policy, number, self._edges, self._feed, functools.partial(self._update, number)
+            )
+            for number in task_stages.held
+        }
+        self._loop = tf.function(self._trace_loop, autograph=False)
         self._total = steps.summing(context.gang)
 
     def run(self, first: int, count: int, request: Request = no_request) -> LoopResult:
@@ -76,7 +79,8 @@ class PipelineSteps:
             with tf.control_dependencies([totals_N2M]):
                 at = tf.identity(at)
             examples_B = feeds.eval_batch(examples, at, tf.constant(self._task_stages.pipeline, tf.int64), **share)
-            outputs = self._forward(lambda: self._as_input(examples_B.features), batch, edges.EVALUATED)
+            features_B = train_step.cast_features(context.model, examples_B.features)
+            outputs = self._forward(features_B, batch, edges.EVALUATED)
             if self._task_stages.stages - 1 not in self._stages:
                 with tf.control_dependencies([outputs]):
                     return tf.identity(totals_N2M)
@@ -99,58 +103,26 @@ class PipelineSteps:
         stages = sum(self._task_stages.models[number].penalty() for number in self._stages)
         return float(self._total(tf.constant(stages, tf.float32))) / self._task_stages.pipelines
 
-    def _forward(self, features: Callable[[], tf.Tensor], batch: int, direction: int) -> tf.Tensor:
+    def _forward(self, features: tf.Tensor, batch: int, direction: int) -> tf.Tensor:
         """Return the outputs of this task's stage for a batch, after sending them to the next stage."""
         ((number, stage),) = self._stages.items()
         model = self._task_stages.models[number].model
         spec = tf.TensorSpec([batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
-        values = features() if number == 0 else self._edges.receive(spec, direction, number, 0)
+        values = features if number == 0 else self._edges.receive(spec, direction, number, 0)
         outputs = stage.predict(values)
         if number == self._task_stages.stages - 1:
             return outputs
         with tf.control_dependencies(self._edges.send(outputs, direction, number, 0)):
             return tf.zeros([])
 
-    def _new_stage(self, number: int) -> StageGraph:
-        return StageGraph(
-            self._context,
-            number,
-            self._edges,
-            features=lambda step, at: self._as_input(self._batch(step, at).features),
-            loss=self._loss,
-            update=functools.partial(self._update, number),
-            scale=lambda: tf.ones([]) if (scale := self._policy.loss_gradient) is None else scale,
-        )
+    def _trace_loop(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies([results_S2]):  # a step begins once the previous one has ended
+                at = tf.identity(first + done)
+            self._context.positions.set(Place.EXCHANGE, at + 1)
+            return tf.tensor_scatter_nd_update(results_S2, [[done]], [self._step(at)])
 
-    def _batch(self, step: tf.Tensor, at: tf.Tensor) -> Batch:
-        return self._feed.batch((), step, at + self._task_stages.pipeline * self._context.config.micro_batches)
-
-    def _as_input(self, features: tf.Tensor) -> tf.Tensor:
-        return train_step.cast_features(self._context.model, features)
-
-    def _loss(self, outputs: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
-        objective, batch = self._context.objective, self._batch(step, at)
-        outputs = train_step.cast_outputs(outputs)
-        # A micro-batch is a part of a step; in PipeDream it has a separate update.
-        examples = batch.weights.shape[0] if self._asynchronous else self._context.config.global_batch
-        loss = global_mean(objective.loss(batch.labels, outputs), batch.weights, examples)
-        score = global_mean(objective.score(batch.labels, outputs), tf.ones_like(batch.weights), examples)
-        return tf.stack([loss, tf.stop_gradient(score)])
-
-    def _trace_loop(self) -> Callable[..., tf.Tensor]:
-        steps_per_loop = self._context.config.steps_per_loop
-
-        @tf.function(autograph=False)
-        def loop(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-            def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
-                with tf.control_dependencies([results_S2]):  # a step begins once the previous one has ended
-                    at = tf.identity(first + done)
-                self._context.positions.set(Place.EXCHANGE, at + 1)
-                return tf.tensor_scatter_nd_update(results_S2, [[done]], [self._step(at)])
-
-            return train_step.repeat(count, step, tf.zeros([steps_per_loop, 2]))
-
-        return loop
+        return train_step.repeat(count, step, tf.zeros([self._context.config.steps_per_loop, 2]))
 
     def _step(self, step: tf.Tensor) -> tf.Tensor:
         """Do a step; return this task's share of the loss and of the score, `[2] float32`."""
@@ -182,42 +154,38 @@ class PipelineSteps:
         """Add up gradients over pipelines and sharing stages; compute their norm and whether all are finite."""
         task_stages, policy = self._task_stages, self._policy
         dtypes = {variable.dtype for variable in self._context.model.trainable_variables}
-        self._summed = {number: list(policy.converted(stage.sums, dtypes)) for number, stage in self._stages.items()}
-        if task_stages.pipelines > 1:
-            self._summed = {
-                number: edges.sum_over_pipelines(sums, number, task_stages.pipelines)
-                for number, sums in self._summed.items()
-            }
+        self._summed: dict[int, dict[int, tf.Tensor]] = {}
+        for number, stage in self._stages.items():
+            gradients = policy.converted(stage.sums, dtypes)
+            if task_stages.pipelines > 1:
+                gradients = edges.sum_over_pipelines(gradients, number, task_stages.pipelines)
+            self._summed[number] = self._by_variable(number, gradients)
         self._add_up_shared()
         if policy.loss_scale is not None:
-            finite = tf.stack([policy.finite(sums) for sums in self._summed.values()])
-            local = tf.cast(finite, tf.float32)
-            spec = tf.TensorSpec([], tf.float32)
-            self._finite = tf.reduce_all(finite)
-            if not task_stages.whole:
-                flags = [self._shared(local[0], spec, stage, edges.FLAG) for stage in range(task_stages.stages)]
-                self._finite = tf.reduce_min(tf.stack(flags)) > 0
-            self._summed = {number: policy.unscaled(sums) for number, sums in self._summed.items()}
+            finite = tf.stack([policy.finite([*sums.values()]) for sums in self._summed.values()])
+            self._finite = self._over_stages(tf.math.count_nonzero(~finite, dtype=tf.float32), edges.FLAG) == 0
+            for sums in self._summed.values():
+                sums |= dict(zip(sums, policy.unscaled([*sums.values()]), strict=True))
         if policy.clip_norm:
             self._norm = self._global_norm()
 
     def _add_up_shared(self) -> None:
         task_stages = self._task_stages
         for index, (variable, users) in enumerate(task_stages.shared):
-            places = [
-                (number, next(at for at, other in enumerate(task_stages.models[number].trained) if other is variable))
-                for number in users
-                if number in self._stages
-            ]
-            if not places:
+            held = [self._summed[number] for number in users if number in self._stages]
+            if not held:
                 continue
-            gradients = [self._summed[number][at] for number, at in places]
             if task_stages.whole:
-                total = functools.reduce(operator.add, gradients)
+                total = functools.reduce(operator.add, [sums[id(variable)] for sums in held])
             else:
-                total = edges.sum_over_stages(gradients[0], index, len(users), task_stages.pipeline)
-            for number, at in places:
-                self._summed[number][at] = total
+                total = edges.sum_over_users(held[0][id(variable)], index, len(users), task_stages.pipeline)
+            for sums in held:
+                sums[id(variable)] = total
+
+    def _by_variable(self, number: int, gradients: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
+        """Return the gradients of a stage by the `id` of the variable."""
+        trained = self._task_stages.models[number].trained
+        return dict(zip(map(id, trained), gradients, strict=True))
 
     def _update(self, number: int, sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
         """Apply a stage's gradients; return 0, or NaN if training must end.
@@ -226,10 +194,8 @@ class PipelineSteps:
         updates, which Adam's bias correction needs.
         """
         policy, variables = self._policy, self._task_stages.list_updated(number)
-        summed = sums if self._asynchronous else self._summed[number]
-        trained = self._task_stages.models[number].trained
-        by_variable = {id(variable): gradient for variable, gradient in zip(trained, summed, strict=True)}
-        gradients = [by_variable[id(variable)] for variable in variables]
+        summed = self._by_variable(number, sums) if self._asynchronous else self._summed[number]
+        gradients = [summed[id(variable)] for variable in variables]
         # Stages of one process share the optimizer, which counts the updates of all of them.
         iterations, before = policy.optimizer.iterations, self._steps_before
         micro_batches = self._context.config.micro_batches
@@ -246,23 +212,14 @@ class PipelineSteps:
 
     def _global_norm(self) -> tf.Tensor:
         """Return the norm of all stages' gradients, with the bits of `tf.linalg.global_norm` on one device."""
-        models = self._task_stages.models
-        halves = {
-            id(variable): tf.nn.l2_loss(gradient)
-            for number, gradients in self._summed.items()
-            for variable, gradient in zip(models[number].trained, gradients, strict=True)
-        }
-        if not self._task_stages.whole:
-            trained = [(owner, self._task_stages.list_led(owner)) for owner in range(self._task_stages.stages)]
-            for owner, variables in ((owner, variables) for owner, variables in trained if variables):
-                local = tf.zeros([])
-                if owner in self._stages:
-                    local = tf.stack([halves[id(variable)] for variable in variables])
-                shared = self._shared(local, tf.TensorSpec([len(variables)], tf.float32), owner, edges.NORM)
-                halves |= {id(variable): half for variable, half in zip(variables, tf.unstack(shared), strict=True)}
-        ordered = [halves[id(variable)] for variable in self._context.model.trainable_variables]
-        return tf.sqrt(tf.reduce_sum(tf.stack(ordered)) * 2.0)
+        halves = {key: tf.nn.l2_loss(sums[key]) for sums in self._summed.values() for key in sums}
+        # The first user of a variable adds its half, the others add zeros, so that the sum over stages is exact.
+        led = {id(variable) for number in self._stages for variable in self._task_stages.list_led(number)}
+        weights = self._context.model.trainable_variables
+        local = tf.stack([halves[id(weight)] if id(weight) in led else tf.zeros([]) for weight in weights])
+        return tf.sqrt(tf.reduce_sum(self._over_stages(local, edges.NORM)) * 2.0)
 
-    def _shared(self, tensor: tf.Tensor, spec: tf.TensorSpec, owner: int, kind: int) -> Any:
-        sent = tensor if owner in self._stages else None
-        return edges.broadcast(sent, spec, owner, self._task_stages.stages, self._task_stages.pipeline, kind)
+    def _over_stages(self, tensor: tf.Tensor, kind: int) -> tf.Tensor:
+        """Add up a tensor of this task's stages over all stages of the pipeline."""
+        stages = self._task_stages
+        return tensor if stages.whole else edges.sum_over_stages(tensor, kind, stages.stages, stages.pipeline)

@@ -22,14 +22,10 @@ SCHEDULES = ("gpipe", "1f1b", "pipedream")
 
 
 class Opcode(Enum):
-    """The action of an instruction. Values move forwards, gradients backwards."""
+    """The action of an instruction. A forward receives and sends values, a backward gradients."""
 
-    RECEIVE_VALUES = "receive values"
     FORWARD = "forward"
-    SEND_VALUES = "send values"
-    RECEIVE_GRADIENTS = "receive gradients"
     BACKWARD = "backward"
-    SEND_GRADIENTS = "send gradients"
     UPDATE = "update"
 
 
@@ -60,52 +56,34 @@ def weight_versions(schedule: str, stage: int, stages: int, micro_batches: int) 
 
 
 def _stage(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Instruction]:
-    program: list[Instruction] = []
-    for opcode, micro_batch in _computations(schedule, stage, stages, micro_batches):
-        if opcode is Opcode.FORWARD:
-            if stage > 0:
-                program.append(Instruction(Opcode.RECEIVE_VALUES, micro_batch))
-            program.append(Instruction(opcode, micro_batch))
-            if stage < stages - 1:
-                program.append(Instruction(Opcode.SEND_VALUES, micro_batch))
-            continue
-        if stage < stages - 1:
-            program.append(Instruction(Opcode.RECEIVE_GRADIENTS, micro_batch))
-        program.append(Instruction(opcode, micro_batch))
-        if stage > 0:
-            program.append(Instruction(Opcode.SEND_GRADIENTS, micro_batch))
+    ahead = in_flight(schedule, stage, stages, micro_batches)
+    program = [Instruction(Opcode.FORWARD, micro_batch) for micro_batch in range(ahead)]
+    for micro_batch in range(micro_batches):
+        program.append(Instruction(Opcode.BACKWARD, micro_batch))
         if schedule == "pipedream":
             program.append(Instruction(Opcode.UPDATE, micro_batch))
+        if micro_batch + ahead < micro_batches:
+            program.append(Instruction(Opcode.FORWARD, micro_batch + ahead))
     if schedule != "pipedream":
         program.append(Instruction(Opcode.UPDATE, micro_batches - 1))
     return program
 
 
-def _computations(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[Opcode, int]]:
-    ahead = in_flight(schedule, stage, stages, micro_batches)
-    order = [(Opcode.FORWARD, micro_batch) for micro_batch in range(ahead)]
-    for micro_batch in range(micro_batches):
-        order.append((Opcode.BACKWARD, micro_batch))
-        if micro_batch + ahead < micro_batches:
-            order.append((Opcode.FORWARD, micro_batch + ahead))
-    return order
-
-
 def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Instruction]]:
     """Merge the instructions of all stages into one order in which no instruction must wait."""
     place = [0] * len(programs)
-    sent: set[tuple[Opcode, int, int]] = set()
+    done: set[tuple[Opcode, int, int]] = set()
     order: list[tuple[int, Instruction]] = []
     while any(at < len(program) for at, program in zip(place, programs, strict=True)):
         before = len(order)
         for stage, program in enumerate(programs):
             while place[stage] < len(program):
                 instruction = program[place[stage]]
-                if instruction.opcode in _SENT_AS:
-                    opcode, offset = _SENT_AS[instruction.opcode]
-                    if (opcode, stage + offset, instruction.micro_batch) not in sent:
-                        break
-                sent.add((instruction.opcode, stage, instruction.micro_batch))
+                opcode, micro_batch = instruction.opcode, instruction.micro_batch
+                sender = find_sender(stage, opcode, len(programs))
+                if sender is not None and (opcode, sender, micro_batch) not in done:
+                    break
+                done.add((opcode, stage, micro_batch))
                 order.append((stage, instruction))
                 place[stage] += 1
         if len(order) == before:
@@ -113,8 +91,7 @@ def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Ins
     return order
 
 
-_SENT_AS = {
-    Opcode.RECEIVE_VALUES: (Opcode.SEND_VALUES, -1),
-    Opcode.RECEIVE_GRADIENTS: (Opcode.SEND_GRADIENTS, +1),
-}
-"""The send for which each receive waits: the neighbour's action, and the offset of its stage."""
+def find_sender(stage: int, opcode: Opcode, stages: int) -> int | None:
+    """Return the stage from whose same instruction an instruction receives; None if it receives nothing."""
+    sender = {Opcode.FORWARD: stage - 1, Opcode.BACKWARD: stage + 1}.get(opcode, -1)
+    return sender if 0 <= sender < stages else None

@@ -18,16 +18,16 @@ from typing import Any
 import tensorflow as tf
 
 from train.context import TaskContext
-from train.loops.train_step import never_inlined, sum_layer_losses
+from train.data.batches import Batch
+from train.data.feeds import Feed
+from train.loops.train_step import cast_features, cast_outputs, never_inlined, sum_layer_losses
+from train.model.gradients import GradientPolicy
 from train.model.layer_state import LayerState
+from train.model.objectives import global_mean
 from train.patches import placed_seeds
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
 from train.pipeline.schedule import Instruction, Opcode
 
-Features = Callable[[tf.Tensor], tf.Tensor]
-"""micro-batch, int64 scalar -> inputs of the model, `[B, ...]`."""
-Loss = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
-"""outputs `[B, ...]`, step, micro-batch -> `[2] float32`: the micro-batch's share of the loss, and of the score."""
 Update = Callable[[Sequence[tf.Tensor], int], tf.Tensor]
 """Applies the gradients of the stage's variables after a micro-batch; returns 0, or NaN if training must end."""
 
@@ -36,22 +36,13 @@ class StageGraph:
     """One stage's part of one step, while its graph is traced."""
 
     def __init__(
-        self,
-        context: TaskContext,
-        number: int,
-        edges: Edges,
-        *,
-        features: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
-        loss: Loss,
-        update: Update,
-        scale: Callable[[], tf.Tensor],
+        self, context: TaskContext, policy: GradientPolicy, number: int, edges: Edges, feed: Feed, update: Update
     ) -> None:
         """Prepare the stage.
 
         Args:
             number: number of this stage, from 0.
-            features: for the first stage: step, micro-batch -> inputs of the model.
-            scale: factor of the loss for the backward.
+            feed: the micro-batches; the first stage takes their features, the last one their labels.
         """
         config, task_stages = context.config, context.task_stages
         assert task_stages is not None
@@ -60,9 +51,11 @@ class StageGraph:
         # as on one device, and each micro-batch adds its share of the losses of layers, such as regularization.
         alone, parts = config.pipeline.schedule == "pipedream", task_stages.pipelines * config.micro_batches
         shares, micro_batch = 1 if alone else parts, config.global_batch // parts
+        self._loss_batch = micro_batch if alone else config.global_batch
+        """Number of examples over which the loss is a mean; in PipeDream a micro-batch has a separate update."""
         model = stage_model.model
-        self._number, self._edges = number, edges
-        self._features, self._update, self._scale = features, update, scale
+        self._context, self._policy, self._number, self._edges = context, policy, number, edges
+        self._feed, self._first_part, self._update = feed, task_stages.pipeline * config.micro_batches, update
         self._remat, self._device = config.pipeline.remat, task_stages.device(number)
         self._accumulates = config.micro_batches > 1 and not alone
         self._first, self._last = number == 0, number == task_stages.stages - 1
@@ -76,7 +69,7 @@ class StageGraph:
             place = placed_seeds.random_place(step, tf.constant(replica, tf.int64), at, stage_model.drawn)
             with place, self._state.part() as state:
                 outputs = model(values, training=True)
-                outputs = loss(outputs, step, at) if self._last else outputs
+                outputs = self._loss(outputs, step, at) if self._last else outputs
                 terms = stage_model.losses()
             layer_losses = sum_layer_losses(terms) / shares if terms else None
             return outputs, layer_losses, state()
@@ -85,11 +78,21 @@ class StageGraph:
         self.predict = never_inlined(lambda values: model(values, training=False))
         """Inputs of the stage -> its outputs, for batches of any size."""
 
+    def _batch(self, step: tf.Tensor, at: tf.Tensor) -> Batch:
+        return self._feed.batch((), step, at + self._first_part)
+
+    def _loss(self, outputs: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+        """Return a micro-batch's share of the loss, and of the score, `[2] float32`."""
+        objective, batch = self._context.objective, self._batch(step, at)
+        outputs = cast_outputs(outputs)
+        loss = global_mean(objective.loss(batch.labels, outputs), batch.weights, self._loss_batch)
+        scores_B = objective.score(batch.labels, outputs)
+        score = global_mean(scores_B, tf.ones_like(batch.weights), self._loss_batch)
+        return tf.stack([loss, tf.stop_gradient(score)])
+
     def begin(self, step: tf.Tensor) -> None:
         """Reset the state for a step."""
         self._step = step
-        self._values: dict[int, tf.Tensor] = {}
-        self._gradients: dict[int, tf.Tensor] = {}
         self._kept: dict[int, tuple[Any, ...]] = {}
         self._sums: list[tf.Tensor] | None = None
         self._states: list[tf.Tensor] = []
@@ -112,30 +115,17 @@ class StageGraph:
 
     def execute(self, instruction: Instruction) -> None:
         """Add the operations of an instruction to the graph."""
-        at = instruction.micro_batch
+        do = {Opcode.FORWARD: self._do_forward, Opcode.BACKWARD: self._do_backward, Opcode.UPDATE: self._do_update}
         with tf.device(self._device):
-            match instruction.opcode:
-                case Opcode.RECEIVE_VALUES:
-                    with tf.control_dependencies([self._chain[-2]]):
-                        self._values[at] = self._edges.receive(self._inputs, VALUES, self._number, at)
-                case Opcode.RECEIVE_GRADIENTS:
-                    with tf.control_dependencies([self._chain[-2]]):
-                        self._gradients[at] = self._edges.receive(self._outputs, GRADIENTS, self._number, at)
-                case Opcode.FORWARD:
-                    self._do_forward(at)
-                case Opcode.BACKWARD:
-                    self._do_backward(at)
-                case Opcode.SEND_VALUES:
-                    self._send(self._values.pop(at), VALUES, at)
-                case Opcode.SEND_GRADIENTS:
-                    self._send(self._gradients.pop(at), GRADIENTS, at)
-                case Opcode.UPDATE:
-                    self._do_update(at)
+            do[instruction.opcode](instruction.micro_batch)
 
     def _do_forward(self, at: int) -> None:
         micro_batch = tf.constant(at, tf.int64)
         with tf.control_dependencies([self._chain[-2]]):
-            values = self._features(self._step, micro_batch) if self._first else self._values.pop(at)
+            if self._first:
+                values = cast_features(self._context.model, self._batch(self._step, micro_batch).features)
+            else:
+                values = self._edges.receive(self._inputs, VALUES, self._number, at)
         with tf.control_dependencies([self._chain[-1]]):
             if self._remat:
                 outputs, layer_losses, state = self._forward(values, self._step, micro_batch)
@@ -145,12 +135,12 @@ class StageGraph:
                 self._kept[at] = (tape, outputs, layer_losses, values)
         self._states = add(self._states, state) if self._states else state
         self._chain.append(outputs)
-        if not self._last:
-            self._values[at] = outputs
-        else:
+        if self._last:
             self._results.append(outputs)
         if layer_losses is not None:
             self._results.append(tf.stack([layer_losses, 0.0]))
+        if not self._last:
+            self._sent += self._edges.send(outputs, VALUES, self._number, at)
 
     def _taped(self, values: tf.Tensor, micro_batch: tf.Tensor) -> tuple[Any, ...]:
         with tf.GradientTape() as tape:
@@ -160,30 +150,33 @@ class StageGraph:
         return tape, outputs, layer_losses, state
 
     def _do_backward(self, at: int) -> None:
+        with tf.control_dependencies([self._chain[-2]]):
+            received = None if self._last else self._edges.receive(self._outputs, GRADIENTS, self._number, at)
         with tf.control_dependencies([self._chain[-1]]):
             if self._remat:
                 values, micro_batch = self._kept.pop(at)
                 tape, outputs, layer_losses, _ = self._taped(values, micro_batch)
             else:
                 tape, outputs, layer_losses, values = self._kept.pop(at)
-            scale = self._scale()
+            scale = tf.ones([]) if (loss_scale := self._policy.loss_gradient) is None else loss_scale
             # Only the loss of [loss, score] is minimized.
-            seed = tf.stack([scale, 0.0]) if self._last else self._gradients.pop(at)
+            seed = tf.stack([scale, 0.0]) if received is None else received
             targets, seeds = ([outputs], [seed]) if layer_losses is None else ([outputs, layer_losses], [seed, scale])
             sources = self._variables if self._first else [values, *self._variables]
             gradients = tape.gradient(
                 targets, sources, output_gradients=seeds, unconnected_gradients=tf.UnconnectedGradients.ZERO
             )
-            if not self._first:
-                self._gradients[at] = gradients.pop(0)
+            sent = seed if self._first else gradients.pop(0)
             dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
             if self._accumulates:
                 zeros = [tf.zeros_like(gradient) for gradient in dense]
                 dense = add(zeros if self._sums is None else self._sums, dense)
             self._sums = dense
             # A stage with frozen weights has only the gradient that it sends, or the one that it received.
-            done = tf.identity(next(iter(dense), self._gradients.get(at, seed)))
+            done = tf.identity(next(iter(dense), sent))
         self._chain.append(done)
+        if not self._first:
+            self._sent += self._edges.send(sent, GRADIENTS, self._number, at)
 
     def _do_update(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
@@ -191,9 +184,6 @@ class StageGraph:
             self._flags.append(self._update(self.sums, at))
         self._sums = None
         self._chain.append(self._flags[-1])
-
-    def _send(self, tensor: tf.Tensor, direction: int, at: int) -> None:
-        self._sent += self._edges.send(tensor, direction, self._number, at)
 
 
 @never_inlined

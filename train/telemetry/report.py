@@ -196,21 +196,20 @@ class LedgerWriter:
         self._path = run.ledger(generation)
         self._seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
         self._record: dict[str, Any] = {"generation": generation, "began": time.time(), "first_step_at": None}
-        self._record |= {"first": first, "restored_from": source, "saves": {}}
-        self._step, self._timed_steps = first, 0
+        self._record |= {"first": first, "restored_from": source, "saves": {}, "seconds": self._seconds}
+        self._record |= {"step": first, "timed_steps": 0}
         self._written = 0.0
         self._write()
 
     def first_step(self, step: int) -> None:
         """Record the end of the first step, which includes tracing and compiling."""
-        self._record["first_step_at"] = time.time()
-        self._step = step
+        self._record |= {"first_step_at": time.time(), "step": step}
         self._write()
 
     def steps(self, count: int, seconds: float, input_s: float) -> None:
         """Record further steps, their seconds, and the seconds of waiting for input."""
-        self._step += count
-        self._timed_steps += count
+        self._record["step"] += count
+        self._record["timed_steps"] += count
         self._seconds["input"] += input_s
         self._seconds["compute"] += seconds - input_s
         if time.monotonic() - self._written > LEDGER_EVERY_S:
@@ -229,7 +228,6 @@ class LedgerWriter:
         self._write()
 
     def _write(self) -> None:
-        current = {"updated_at": time.time(), "step": self._step, "timed_steps": self._timed_steps}
         with contextlib.suppress(OSError):  # a full disk is reported elsewhere
-            write_json(self._path, self._record | current | {"seconds": self._seconds})
+            write_json(self._path, self._record | {"updated_at": time.time()})
         self._written = time.monotonic()

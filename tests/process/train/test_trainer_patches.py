@@ -90,8 +90,11 @@ def test_layers_on_the_surface_in_a_model_and_in_a_layer_are_synchronized():
     """That the numbers are those of the whole batch: `tests/differential`."""
     inner = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
     model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), inner, Block()])
-    assert 3 == batch_normalization.synchronize_batch_normalization(model, 2)
-    assert 0 == batch_normalization.synchronize_batch_normalization(model, 2)
+    layers = [part for part in model._flatten_layers() if isinstance(part, keras.layers.BatchNormalization)]
+    batch_normalization.synchronize_batch_normalization(model, 1)
+    assert [False] * 3 == [layer.synchronized for layer in layers]
+    batch_normalization.synchronize_batch_normalization(model, 2)
+    assert [True] * 3 == [layer.synchronized for layer in layers]
 
 
 @pytest.mark.usefixtures("traps")

@@ -189,6 +189,12 @@ def describe_example(subject: str, example: tuple[Any, ...]) -> dict[str, Named]
     return described_parts
 
 
+def describe_dataset(name: str, split: str, dataset: tf.data.Dataset) -> dict[str, Named]:
+    """Describe the examples of a dataset that a function returns for a split."""
+    subject = f"--dataset {name!r}: {split} example"
+    return describe_example(subject, split_example(subject, dataset.element_spec))
+
+
 def show_example(example: Mapping[str, Named]) -> str:
     """Return the description of an example for messages."""
     return ", ".join(

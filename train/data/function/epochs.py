@@ -20,7 +20,7 @@ from cluster.system.errors import ClusterError, RunFailed, UsageError
 from cluster.system.messages import COMMAND
 from train import named
 from train.data import batches
-from train.data.batches import Batch, BatchSlice, Replicas, random_number, without_sharding
+from train.data.batches import Batch, BatchSlice, Replicas, without_sharding
 from train.data.function import calling
 from train.data.function.calling import PARTS, FunctionRecord, Shard
 
@@ -30,15 +30,13 @@ _WRONG_COUNT = re.compile(r"expected to contain (\d+) elements? but contained (o
 def read_examples(record: FunctionRecord, split: str, shard: Shard) -> tf.data.Dataset:
     """Return the examples of a shard, as `Batch`es of one example without the first axis."""
     dataset = calling.call_function(record.name, split, shard)
-    subject = f"--dataset {record.name!r}: {split} example"
     if not isinstance(dataset, tf.data.Dataset):
         raise UsageError(f"--dataset {record.name!r} returned a tf.data.Dataset before; here {type(dataset).__name__}")
-    description = calling.describe_example(subject, calling.split_example(subject, dataset.element_spec))
+    description = calling.describe_dataset(record.name, split, dataset)
     if description != record.example:
         raise UsageError(
-            f"{subject} is {calling.show_example(description)} in this task, {calling.show_example(record.example)} "
-            "where it was examined; "
-            "let all tasks see the same data"
+            f"--dataset {record.name!r}: {split} example is {calling.show_example(description)} in this task, "
+            f"{calling.show_example(record.example)} where it was examined; let all tasks see the same data"
         )
 
     @tf.autograph.experimental.do_not_convert
@@ -91,15 +89,6 @@ def epoch_seed(seed: int, epoch: tf.Tensor) -> tf.Tensor:
     return tf.random.stateless_uniform([], key, minval=1, maxval=2**31 - 1, dtype=tf.int64, alg="philox")
 
 
-def shuffled_batches(record: FunctionRecord, data_dir: Path, global_batch: int, seed: int) -> tf.data.Dataset:
-    """Return infinite global batches for one of several equal workers, from a random epoch.
-
-    All workers run the same graph and do not know their index.
-    """
-    steps = record.counts["train"] * random_number(2**20) // global_batch
-    return shard_batches(record, data_dir, BatchSlice(global_batch, seed, steps), 0).prefetch(tf.data.AUTOTUNE)
-
-
 def eval_dataset(record: FunctionRecord, data_dir: Path, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
     """Return the test batches of replicas; see `batches.eval_dataset`.
 
@@ -108,12 +97,8 @@ def eval_dataset(record: FunctionRecord, data_dir: Path, replica_batch: int, rep
     count = record.counts["test"]
     whole = read_examples(record, "test", Shard(0, 1, epoch_seed(0, tf.constant(0)), data_dir))
     whole = whole.apply(tf.data.experimental.assert_cardinality(count))
-
-    def to_batch(part: Batch, weights_B: tf.Tensor) -> Batch:
-        return part._replace(weights=weights_B)
-
     example_bytes = sum(math.prod(leaf.shape) * tf.as_dtype(leaf.dtype).size for leaf in record.leaves)
-    return batches.eval_dataset(whole, count, example_bytes, replica_batch, replicas, to_batch)
+    return batches.eval_dataset(whole, count, example_bytes, replica_batch, replicas, lambda part: part)
 
 
 def explain(error: Exception) -> ClusterError | None:

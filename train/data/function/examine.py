@@ -40,7 +40,7 @@ def examine_function(
             f"--dataset {name!r} returns {forms['train']} for 'train', {forms['test']} for 'test'; use one"
         )
     form = forms["train"]
-    describe = _first_example if form == RANDOM_ACCESS else _element
+    describe = _first_example if form == RANDOM_ACCESS else calling.describe_dataset
     examples = {split: describe(name, split, data) for split, data in returned.items()}
     example = examples["train"]
     if examples["test"] != example:
@@ -64,11 +64,6 @@ def _first_example(name: str, split: str, source: Any) -> dict[str, Named]:
     except (Exception, SystemExit) as error:
         raise UsageError(f"{subject}: {described(error)}") from None
     return calling.describe_example(subject, calling.convert_to_arrays(subject, first))
-
-
-def _element(name: str, split: str, dataset: tf.data.Dataset) -> dict[str, Named]:
-    subject = f"--dataset {name!r}: {split} example"
-    return calling.describe_example(subject, calling.split_example(subject, dataset.element_spec))
 
 
 def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:

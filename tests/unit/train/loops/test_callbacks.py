@@ -140,6 +140,7 @@ def train(own_parts, make_run, tmp_path) -> Train:
                 metrics={"retrieval_at_1": lambda labels, outputs: outputs[:, 0]},
             ),
             strategy=strategy,
+            gang=strategy,
             model=trained,
             new_model=new_model,
             heartbeat=HeartbeatWriter(run, spec.task("chief"), 0),
