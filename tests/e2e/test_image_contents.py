@@ -106,7 +106,8 @@ def test_certificates_must_be_the_bases(image):
 @functools.cache
 def layers_of(image: str) -> list[dict[str, bool]]:
     """Return the paths of each layer of an image, in their order, and whether each is a folder."""
-    with tempfile.TemporaryDirectory(dir=ROOT / ".build") as scratch:  # images are large: there is room for them
+    (ROOT / ".build").mkdir(exist_ok=True)  # images are large: there is room for them
+    with tempfile.TemporaryDirectory(dir=ROOT / ".build") as scratch:
         path = Path(scratch) / "image.tar"
         docker(f"image save --output={path} {image}")
         with tarfile.open(path) as archive:

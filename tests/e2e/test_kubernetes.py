@@ -147,6 +147,7 @@ def test_pods_survive_the_loss_of_one_and_the_eviction_of_another(pods, local_ha
     assert ("succeeded", local_hash) == (summary(pods.run)["state"], summary(pods.run)["weights_sha256"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["worker", "chief"])
 def test_a_pod_that_another_has_replaced_ends_and_changes_nothing(pods, local_hash, role):
     pods.start()
