@@ -124,7 +124,8 @@ def run(command: str) -> None:
     subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=True)
 
 
-@pytest.mark.parametrize("image", [pytest.param(TRAIN, marks=pytest.mark.long), BOARD])
+@pytest.mark.long
+@pytest.mark.parametrize("image", [TRAIN, BOARD])
 def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(image):
     """An engine packs a layer either folder by folder or sorted by path, see docs/internals/decisions/0011."""
     base = json.loads(

@@ -92,6 +92,7 @@ def test_tasks_and_images_are_made_of_the_installed_files_alone(call, tmp_path):
     assert set() == {name for name in context if not (code / name).is_file()}
 
 
+@pytest.mark.long  # how `make` reports that pip failed: `test_folder_names.py`
 def test_an_environment_that_cannot_be_installed_is_a_missing_prerequisite_and_tried_again(call, tmp_path):
     cache = tmp_path / "cache" / "tf-cluster"
     (venv,) = cache.glob("venv-*")

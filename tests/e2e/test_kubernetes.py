@@ -23,7 +23,7 @@ from tests.e2e.scenario import DATA, TRAIN_IMAGE, TRAINING, step_of, summary
 from tests.support.waiting import wait_for
 from tests.unit.host.runtime.kubernetes.test_manifests import expanded
 
-pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
+pytestmark = [pytest.mark.long, pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 LONGER = (*TRAINING, "--max-steps", "80")
 KILLED = 137
 
@@ -147,7 +147,6 @@ def test_pods_survive_the_loss_of_one_and_the_eviction_of_another(pods, local_ha
     assert ("succeeded", local_hash) == (summary(pods.run)["state"], summary(pods.run)["weights_sha256"])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("role", ["worker", "chief"])
 def test_a_pod_that_another_has_replaced_ends_and_changes_nothing(pods, local_hash, role):
     pods.start()
