@@ -11,6 +11,8 @@ from cluster.host.image import engine
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import DATA, ROOT, Clusters
 
+pytestmark = pytest.mark.long  # `test_folder_names.py` calls commands and `make` in such a folder each time
+
 NAME = 'a;touch PWNED; $(touch PWNED) `touch PWNED` bob\'s "R&D" (1) ${x} ü'
 OPTIONS = ("--name=one", "--workers=0", "--tensorboard-port=0")
 TRAINING = ("--max-steps", "4", "--log-every", "1", "--evaluate-every", "1000")

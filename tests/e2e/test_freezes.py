@@ -126,6 +126,7 @@ def test_a_run_with_a_frozen_task_must_stop_and_end(clusters):
         assert not [pid for pid in ProcessTable().with_environment("RUN_DIR", str(run.path)) if pid != os.getpid()]
 
 
+@pytest.mark.long  # with a fake trainer: `tests/unit/agent/test_watchdog.py`
 @pytest.mark.parametrize("processes_of", [("program",), ("program", "agent")], ids="-".join)
 def test_a_paused_task_must_be_named_with_what_it_has_not_reached(clusters, processes_of):
     name = f"late-{len(processes_of)}"

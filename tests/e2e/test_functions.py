@@ -1,11 +1,11 @@
 """Datasets as functions of (split, shard) in whole runs: the files of a user's own, read by each task."""
 
-import json
-
 import pytest
 
 from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import Clusters, summary
+
+pytestmark = pytest.mark.long  # what each task reads: `test_sources.py`
 
 MADE = '''
 """Noise around a corner for each class."""
@@ -78,17 +78,6 @@ def test_two_tasks_read_shards_of_their_own(own):
     train(own, "streamed", "--workers=1 --micro-batches=2", "--dataset", "made:streamed")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dataset", ["made:streamed", "made:indexed"])
 def test_functions_feed_workers_of_parameter_servers(own, dataset):
     train(own, f"served-{dataset.partition(':')[2]}", "--workers=1 --ps=1", "--dataset", dataset)
-
-
-@pytest.mark.long
-def test_a_run_on_a_random_access_source_is_evaluated_and_predicts(own):
-    run = train(own, "indexed", "--workers=1")
-    results = json.loads(own.invoke("evaluate", "indexed", "--json"))
-    assert summary(run)["metrics"]["eval_accuracy"] == pytest.approx(results["eval_accuracy"], abs=1e-6)
-    example = run.path / "example.json"
-    example.write_text(json.dumps([3.0] + [0.0] * 7))
-    assert "class 0" in own.invoke("predict", "indexed", f"--features={example}").splitlines()[0]

@@ -106,7 +106,8 @@ def test_certificates_must_be_the_bases(image):
 @functools.cache
 def layers_of(image: str) -> list[dict[str, bool]]:
     """Return the paths of each layer of an image, in their order, and whether each is a folder."""
-    with tempfile.TemporaryDirectory(dir=ROOT / ".build") as scratch:  # images are large: there is room for them
+    (ROOT / ".build").mkdir(exist_ok=True)  # images are large: there is room for them
+    with tempfile.TemporaryDirectory(dir=ROOT / ".build") as scratch:
         path = Path(scratch) / "image.tar"
         docker(f"image save --output={path} {image}")
         with tarfile.open(path) as archive:
@@ -123,7 +124,8 @@ def run(command: str) -> None:
     subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=True)
 
 
-@pytest.mark.parametrize("image", [pytest.param(TRAIN, marks=pytest.mark.long), BOARD])
+@pytest.mark.long
+@pytest.mark.parametrize("image", [TRAIN, BOARD])
 def test_only_the_layer_on_the_base_may_depend_on_the_order_of_its_files(image):
     """An engine packs a layer either folder by folder or sorted by path, see docs/internals/decisions/0011."""
     base = json.loads(

@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from cluster.system.json_files import read_json
 from tests.e2e.scenario import summary
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.usefixtures("data")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("data")]  # each time: the promises, and `test_recovery.py`
 
 STEPS, EVERY = 60, 20
 TOPOLOGIES = {"multiworker": ("--workers=1",), "ps": ("--workers=2", "--ps=1", "--evaluator")}
@@ -28,8 +27,6 @@ PHASES: dict[str, Callable[[Heartbeat], bool]] = {
     "evaluation": lambda beat: beat.state == "evaluating",
     "export": lambda beat: beat.state == "saving" and beat.step == STEPS,
 }
-SAMPLE = {("ps", "ps-0", "evaluation")}
-"""Cases of every run of the tests, in addition to `test_storms.py`."""
 
 
 def words(name: str, strategy: str) -> tuple[str, ...]:
@@ -44,12 +41,10 @@ def undisturbed(clusters) -> str:
     return summary(clusters.run("undisturbed"))["weights_sha256"]
 
 
-def cases() -> list[Any]:
-    every = [(strategy, task, phase) for strategy, tasks in TASKS.items() for task in tasks for phase in PHASES]
-    return [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.long, id="-".join(case)) for case in every]
-
-
-@pytest.mark.parametrize(("strategy", "task", "phase"), cases())
+@pytest.mark.parametrize(
+    ("strategy", "task", "phase"),
+    [(strategy, task, phase) for strategy, tasks in TASKS.items() for task in tasks for phase in PHASES],
+)
 def test_a_task_killed_in_any_phase_must_not_stop_the_run(clusters, request, strategy, task, phase):
     name = f"{strategy}-{task}-{phase}"
     process = clusters.popen(*words(name, strategy))

@@ -23,7 +23,7 @@ from tests.e2e.scenario import DATA, TRAIN_IMAGE, TRAINING, step_of, summary
 from tests.support.waiting import wait_for
 from tests.unit.host.runtime.kubernetes.test_manifests import expanded
 
-pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
+pytestmark = [pytest.mark.long, pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
 LONGER = (*TRAINING, "--max-steps", "80")
 KILLED = 137
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime import namespaces, supervisor
+from cluster.host.runtime import namespaces
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import ENDLESS, TRAINING, step_of, summary
+from tests.e2e.scenario import ENDLESS, step_of, summary
 from tests.support import doors
 from tests.support.waiting import wait_for
 
@@ -54,17 +54,6 @@ def test_servers_must_be_reached_from_their_own_network_alone(training):
     assert set() == doors_of(training)[1]
 
 
-@pytest.mark.long
-def test_servers_in_the_machine_s_network_must_be_reached_and_warned_of(clusters):
-    options = ("--name=host", "--runtime=local", "--tensorboard-port=0", "--network=host", "--workers=1")
-    output = clusters.invoke("up", *options, "--detach", "--", *TRAINING, *ENDLESS)
-    assert "warning: TensorFlow's servers ask for no password" in output
-    everywhere, found = doors_of(clusters.run("host"))
-    clusters.invoke("down", "host")
-    assert everywhere == found
-    assert [] == supervisor.processes_left(clusters.run("host"))
-
-
 @pytest.fixture(scope="module")
 def seen(clusters, training) -> RunFolder:
     """The run, of which worker-0 was profiled while it trained."""
@@ -82,6 +71,7 @@ def unseen(clusters, seen) -> RunFolder:
     return clusters.up("unseen", f"--workers=1 -- --max-steps {summary(seen)['steps']}")
 
 
+@pytest.mark.long
 def test_profiling_worker_0_must_leave_a_trace_and_not_change_the_bits(clusters, seen, unseen):
     (trace,) = (seen.tensorboard("worker-0") / "plugins" / "profile").glob("*/*.xplane.pb")
     assert trace.stat().st_size > 10_000
@@ -91,6 +81,7 @@ def test_profiling_worker_0_must_leave_a_trace_and_not_change_the_bits(clusters,
     assert "run 'seen' has ended, so nothing trains in it" in refused
 
 
+@pytest.mark.long
 def test_every_task_must_report_its_pace_and_the_chief_where_the_time_went(unseen):
     ended = summary(unseen)
     assert {"chief", "worker-0"} == set(ended["pace"]["tasks"])

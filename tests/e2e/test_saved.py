@@ -1,4 +1,4 @@
-"""What a run gave and saved: golden losses; restored under another strategy, exported, served, trained further."""
+"""What a run gave and saved: golden losses; exported, served, trained further."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from PIL import Image
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import DATA, summary
+from tests.e2e.scenario import DATA
 from tests.golden import losses as golden
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -49,17 +49,6 @@ def test_the_first_losses_must_be_the_golden_ones(alone):
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=RELATIVE)
 
 
-@pytest.mark.long  # `test_pipelines_equal_one_device.py` resumes stages on one device each time
-def test_a_checkpoint_must_go_on_under_another_strategy(clusters, alone):
-    run = clusters.up("crossing", "--workers=1 -- --global-batch 192 --max-steps 10")
-    assert "MultiWorkerMirroredStrategy" == summary(run)["strategy"]
-    options = ("--runtime=local", "--tensorboard-port=0")
-    clusters.invoke("up", "--resume=crossing", "--workers=0", *options, "--", "--max-steps", "20")
-    assert ("OneDeviceStrategy", 20) == (summary(run)["strategy"], summary(run)["steps"])
-    assert list(range(1, 21)) == list(run.losses())
-    assert max(abs(run.losses()[step] / loss - 1) for step, loss in alone.losses().items()) < 1e-5
-
-
 def test_an_export_must_serve_with_and_without_a_strategy(clusters, alone):
     before = (alone.export / "saved_model.pb").stat().st_mtime_ns
     assert "step 20" in clusters.invoke("export", alone.name)
@@ -88,6 +77,7 @@ def test_predict_must_name_the_likeliest_classes(clusters, alone):
     assert "expected a PNG or JPEG file" in output
 
 
+@pytest.mark.long  # files of all kinds: `test_initial_weights.py`; a run's: `test_user_files.py`
 def test_a_run_must_begin_with_the_weights_of_another(clusters, alone):
     tuned = clusters.up("tuned", f"--workers=0 --init-from={alone.name} -- --max-steps 5 --freeze conv2d*")
     assert "began with 8 of the 8 weights from ckpt-20.index" in tuned.log("chief").read_text()

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.contract.recovery import standby_cluster
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
@@ -49,23 +48,6 @@ def calm(clusters: Clusters, *words: str, length: tuple[str, ...]) -> RunFolder:
     run = start(clusters, "calm", *words, "--fresh", length=length)
     clusters.invoke("wait", "calm", timeout_s=SLOW_MACHINE_S)
     return run
-
-
-@pytest.mark.long
-def test_standby_processes_that_formed_a_cluster_must_go_on_with_the_same_bits(clusters):
-    words = ("--workers=2", "--checkpoint-every=20")
-    with pytest.MonkeyPatch.context() as patch:  # so that the test does not wait for them
-        patch.setitem(clusters.environment, "STANDBY_DELAY_S", "0")
-        run = start(clusters, "formed", *words)
-    for generation, victim in enumerate(("worker-0", "chief")):
-        wait_for(
-            lambda at=generation: standby_cluster.is_complete(run, run.load_cluster(), at),
-            "the cluster of the standby processes",
-            SLOW_MACHINE_S,
-        )
-        print(chaos.inject(run, Fault("kill", victim)).description)
-    assert [None, 1, 0] == [record.standby_ports for record in run.generations()]
-    clusters.check_bits(run, *words, training=TRAINING)
 
 
 @pytest.mark.alone

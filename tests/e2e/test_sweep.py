@@ -1,10 +1,13 @@
 """A sweep that is killed continues where it was, and successive halving stops the trial that learns nothing."""
 
+import pytest
+
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import SLOW_MACHINE_S, TRAINING, step_of, summary
 from tests.support.waiting import wait_for
 
 
+@pytest.mark.long  # without a cluster: `tests/unit/host/test_sweep.py`
 def test_a_killed_sweep_continues_and_stops_the_worst_trial(clusters):
     options = ("--name=rates", "--runtime=local", "--workers=0", "--halving=20")
     over = "--over=optimizer.learning-rate=3e-3,1e-9"

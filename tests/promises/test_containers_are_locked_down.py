@@ -262,10 +262,3 @@ def test_stop_must_save_and_down_must_leave_nothing(clusters, training):
     )
     assert "" == boards
     assert training.path.exists()
-
-
-@pytest.mark.long  # as local processes, `test_kill_matrix.py` does so each time
-def test_parameter_servers_must_train_in_containers(clusters):
-    run = clusters.up("ps-docker", "--workers=2 --ps=1 --evaluator -- --max-steps 40", runtime="docker")
-    assert "succeeded" == summary(run)["state"]
-    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "evaluator": 0} == summary(run)["tasks"]

@@ -11,6 +11,7 @@ import pytest
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
 from cluster.system.json_files import read_json
+from tests import fast
 from tests.e2e.scenario import Clusters, summary
 from tests.support.waiting import wait_for
 
@@ -108,6 +109,7 @@ def theirs(tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def clusters(tmp_path_factory) -> Iterator[Clusters]:
     """Commands on a fresh folder of runs, without prepared data: a script has its own."""
+    fast.leave_out("starts a cluster")
     folder = tmp_path_factory.mktemp("scripts")
     cluster = Clusters(folder / "runs", {"DATA_DIR": str(folder / "data")})
     yield cluster

@@ -17,7 +17,7 @@ from cluster.host.control import foreground
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
 from cluster.system.ports import open_listener
-from tests.support.gang import SIGKILLED, assert_ended
+from tests.support.gang import assert_ended
 from tests.support.waiting import wait_for
 
 SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"
@@ -61,22 +61,6 @@ def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang)
 
 
 # Restarts
-
-
-def test_killing_a_worker_restarts_the_gang(start_gang):
-    gang = start_gang("train(5)\nif not GENERATION: work()\ntrain(6), meet(), finish()", workers=2)
-    for task in ("chief", "worker-0", "worker-1"):
-        gang.await_step(task, 5)
-    first_pids = {task: gang.pid(task) for task in ("chief", "worker-0", "worker-1")}
-    os.kill(first_pids["worker-1"], signal.SIGKILL)
-    summary = gang.summary()
-    assert ("succeeded", 6) == (summary["state"], summary["steps"])
-    (restart,) = summary["restarts"]
-    assert 0 <= restart.pop("detected_s") < restart.pop("resumed_s")
-    assert {"generation": 1, "task": "worker-1", "cause": SIGKILLED, "steps_lost": 3} == restart
-    assert [1, 1, 1] == [gang.pid(task, "generation") for task in first_pids]
-    assert [1, 1, 1] == [gang.beat(task).restarts for task in first_pids]
-    assert not set(first_pids.values()) & {gang.pid(task) for task in first_pids}
 
 
 def test_a_gang_restart_waits_for_a_worker_that_once_restarted_alone(start_gang, monkeypatch):

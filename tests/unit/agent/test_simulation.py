@@ -20,7 +20,7 @@ from tests.simulation.mutations import HELD_UP, mute, schedules, slow_reports
 from tests.simulation.schedule import Schedule, explain
 from tests.simulation.world import Broken
 
-ORDINARY = 1200
+ORDINARY = 600
 
 
 @pytest.fixture
@@ -32,6 +32,12 @@ def simulated(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
     machine.install(monkeypatch)
     yield monkeypatch
     os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture(params=[1, pytest.param(4, marks=pytest.mark.long)])
+def times(request) -> int:
+    """How many times as many schedules of one kind are run as in `make test`."""
+    return request.param
 
 
 def run_all(seeds: Iterable[int]) -> Counter[str]:
@@ -81,13 +87,13 @@ def test_many_schedules_break_no_invariant(simulated, capsys):
         print(f"\n{counts.pop('schedules')} schedules from seed {first}: {dict(sorted(counts.items()))}")
 
 
-def test_a_script_outlives_a_peer_that_reports_its_death_slowly(simulated):
-    outcomes = [schedule.run()["state"] for schedule in islice(slow_reports(simulated), 200)]
-    assert ["succeeded"] * 200 == outcomes
+def test_a_script_outlives_a_peer_that_reports_its_death_slowly(simulated, times):
+    outcomes = [schedule.run()["state"] for schedule in islice(slow_reports(simulated), 50 * times)]
+    assert ["succeeded"] * 50 * times == outcomes
 
 
-def test_a_script_outlives_a_peer_that_was_killed_while_its_agent_stood_still(simulated):
-    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(mute(simulated), 200)}
+def test_a_script_outlives_a_peer_that_was_killed_while_its_agent_stood_still(simulated, times):
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(mute(simulated), 50 * times)}
 
 
 SCRIPT = partial(Drawn, scripted=True, linked=True)
@@ -102,7 +108,7 @@ SCRIPT = partial(Drawn, scripted=True, linked=True)
                 {"workers": 1}, steps=8, save_every=3,
                 fails_at={2: ("chief", -11, 1)}, faults=[(4.0, "second copy", "chief", 40.0)],
             ),
-            200,
+            50,
         ),
         # A killed task still sees the previous generation.
         (
@@ -110,7 +116,7 @@ SCRIPT = partial(Drawn, scripted=True, linked=True)
                 {"workers": 1}, steps=9, save_every=4, skewed=True, stale_s=38.0,
                 faults=[(6.5, "kill task", "chief", 23.0), (14.3, "kill task", "worker-0", 17.0)],
             ),
-            200,
+            50,
         ),
         # A host is replaced while the chief does not see the next generation.
         (
@@ -122,20 +128,20 @@ SCRIPT = partial(Drawn, scripted=True, linked=True)
                     (20.3, "cut", "worker-1", 8.1),
                 ],
             ),
-            400,
+            100,
         ),
         # An older copy's rendezvous times out.
         (HELD_UP, 50),
     ],
 )  # fmt: skip
-def test_a_script_outlives(simulated, drawn, number):
-    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), number)}
+def test_a_script_outlives(simulated, drawn, number, times):
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), number * times)}
 
 
-def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated):
+def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated, times):
     drawn = Drawn({"workers": 1}, scripted=True, steps=15, save_every=5)
     drawn.faults = [(8.0, "kill task", "worker-0", 20.0), (10.5, "stop", "", 0.0)]
-    assert {"stopped"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 200)}
+    assert {"stopped"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 50 * times)}
 
 
 def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated):
@@ -162,22 +168,22 @@ def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated):
 
 
 @pytest.mark.slow
-def test_tasks_that_meet_at_the_last_moment_continue(simulated):
+def test_tasks_that_meet_at_the_last_moment_continue(simulated, times):
     """The worker comes back when the others have waited for it almost as long as they may."""
     outcomes = Counter()
     for seconds in (57.0, 59.0, 61.0, 63.0):
         away = [(8.0, "lose task", "worker-0", seconds), (9.0, "kill program", "worker-1", 0.0)]
         drawn = Drawn({"workers": 2}, scripted=False, steps=12, save_every=4, linked=True, min_workers=1, faults=away)
-        outcomes.update(schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 100))
+        outcomes.update(schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 25 * times))
     assert outcomes.keys() == {"succeeded"}
 
 
 @pytest.mark.slow
-def test_the_chief_decides_about_a_worker_that_left_during_the_rendezvous(simulated):
+def test_the_chief_decides_about_a_worker_that_left_during_the_rendezvous(simulated, times):
     """The others have met the worker, and wait for the chief alone, which waits for that worker."""
     away = [(1.9, "lose task", "worker-0", 200.0)]
     drawn = Drawn({"workers": 2}, scripted=False, steps=12, save_every=4, linked=True, min_workers=1, faults=away)
-    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 300)}
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 75 * times)}
 
 
 def test_an_evaluator_that_is_left_alone_ends_the_run_and_names_a_task(simulated):

@@ -74,18 +74,6 @@ def test_every_program_is_forked_from_the_supervisor_and_again_if_it_is_killed(s
     assert not gang.run.log("supervisor").read_text()
 
 
-@pytest.mark.parametrize(
-    ("lines", "code", "error"),
-    [
-        ("print('error: the value', file=sys.stderr), sys.exit(3)", 3, "the value"),
-        ("[][1]", 1, "IndexError: list index out of range"),
-    ],
-)
-def test_the_end_of_a_forked_process_is_reported(start, lines, code, error):
-    cause = start(f"train(2), {lines}", workers=0).summary()["cause"]
-    assert (code, error) == (cause["exit_code"], cause["error"])
-
-
 def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(start, before_start):
     before_start(lambda run: (run.path / "import-lasts").touch())
     gang = start("train(2), finish()", workers=1)

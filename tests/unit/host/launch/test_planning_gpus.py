@@ -106,19 +106,6 @@ def test_unless_it_is_asked_for_no_process_sees_a_gpu(resolved, monkeypatch, req
     assert "GPU" not in "\n".join(plan_lines(planned.to_json()))
 
 
-def test_containers_get_the_gpu_image_and_their_gpus(resolved, nvidia_smi, docker):
-    docker(WORKING_ENGINE)
-    nvidia_smi("8-h100-nvswitch")
-    services = planning.plan(Request(workers=1, ps=1, gpus="4")).compose["services"]
-    assert {"tf-cluster/train:gpu"} == {service["image"] for service in services.values()}
-    device = {"driver": "nvidia", "device_ids": ["2", "3"], "capabilities": ["gpu"]}
-    assert {"resources": {"reservations": {"devices": [device]}}} == services["worker-0"]["deploy"]
-    assert "CUDA_VISIBLE_DEVICES" not in services["worker-0"]["environment"]  # a container numbers its own from 0
-    assert not {"deploy", "runtime", "shm_size", "ulimits"} & set(services["ps-0"])
-    services = planning.plan(Request(workers=1)).compose["services"]
-    assert {"tf-cluster/train:cpu"} == {service["image"] for service in services.values()}
-
-
 def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_smi, docker, monkeypatch):
     docker(WORKING_ENGINE)
     nvidia_smi("8-h100-nvswitch")
