@@ -27,10 +27,11 @@ def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)
     that restart alone are included if they have one of these roles; restarts of the gang always are.
     """
     events = [event for event in run.events() if event.time >= started]
-    restarts = [(g.time, _gang_cost(run, g, events)) for g in run.generations() if g.task and g.cause]
-    names = {task.name for task in run.load_cluster().tasks if task.role in roles}
+    spec, scripted = run.load_cluster(), run.script is not None
+    restarts = [(g.time, _gang_cost(spec, scripted, g, events)) for g in run.generations() if g.task and g.cause]
+    names = {task.name for task in spec.tasks if task.role in roles}
     restarts += [
-        (event.time, _lone_cost(run, event, events, events[at + 1 :]))
+        (event.time, _lone_cost(scripted, event, events, events[at + 1 :]))
         for at, event in enumerate(events)
         if event.event == "restarted" and event.task in names
     ]
@@ -44,11 +45,11 @@ def failures(run: RunFolder, started: float) -> dict[int, float]:
     return {cost.generation: times[cost.generation] - (cost.detected_s or 0.0) for cost in gang}
 
 
-def _gang_cost(run: RunFolder, generation: Generation, events: list[Event]) -> Restart:
+def _gang_cost(spec: ClusterSpec, scripted: bool, generation: Generation, events: list[Event]) -> Restart:
     number = generation.generation
     later = [e for e in events if e.generation == number and e.time >= generation.time]
     failed_at = _injected(events, number - 1, generation.time) or generation.failure_time
-    resumed_at = training_began(run.load_cluster(), later)
+    resumed_at = training_began(spec, later)
     began = next((e for e in later if e.event in ("restored", "initialized")), None)
     restored = began.step if began else None
     return Restart(
@@ -58,13 +59,13 @@ def _gang_cost(run: RunFolder, generation: Generation, events: list[Event]) -> R
         detected_s=round(generation.time - failed_at, 3),
         steps_lost=None if restored is None else max(0, generation.step - restored),
         restored_from=str(began.detail.get("source", "")) if began else "",
-        **_resumption(run, failed_at, resumed_at),
+        **_resumption(scripted, failed_at, resumed_at),
     )
 
 
-def _resumption(run: RunFolder, failed_at: float, resumed_at: float | None) -> dict[str, Any]:
+def _resumption(scripted: bool, failed_at: float, resumed_at: float | None) -> dict[str, Any]:
     after_s = None if resumed_at is None else round(resumed_at - failed_at, 3)
-    return {"script_started_s" if run.script else "resumed_s": after_s}
+    return {"script_started_s" if scripted else "resumed_s": after_s}
 
 
 def _injected(events: list[Event], generation: int, until: float, task: str = "") -> float | None:
@@ -80,7 +81,7 @@ def _injected(events: list[Event], generation: int, until: float, task: str = ""
     return time
 
 
-def _lone_cost(run: RunFolder, event: Event, events: list[Event], later: list[Event]) -> Restart:
+def _lone_cost(scripted: bool, event: Event, events: list[Event], later: list[Event]) -> Restart:
     """Return the cost of the restart of one task alone: no steps, since the other tasks continued."""
     injected = _injected(events, event.generation, event.time, event.task)
     failed_at = injected or event.detail.get("failed_at", event.time)
@@ -91,6 +92,6 @@ def _lone_cost(run: RunFolder, event: Event, events: list[Event], later: list[Ev
         task=event.task,
         cause=event.detail.get("cause") or "",
         detected_s=round(event.time - failed_at, 3),
-        steps_lost=None if run.script else 0,
-        **_resumption(run, failed_at, resumed_at),
+        steps_lost=None if scripted else 0,
+        **_resumption(scripted, failed_at, resumed_at),
     )
