@@ -43,7 +43,7 @@ MAX = 1e30
 """A loss that is not finite, in a record."""
 NOT_SHARED = ("name", "resume", "fresh", "detach", "trust")
 """The options of `up` that the sweep itself sets."""
-NOT_SWEPT = (*NOT_SHARED, "env", "secret", "tag", "note", "tensorboard_port")
+NOT_SWEPT = (*NOT_SHARED, "env", "secret", "tag", "note", "tensorboard_port", "metrics_port")
 """These, and those that have no value to compare."""
 
 

@@ -1,5 +1,6 @@
-"""What is seen of a run from outside while it trains: its ports by nobody, and a profile, which changes no bit."""
+"""What is seen of a run from outside while it trains: no port, its metrics, and a profile, which changes no bit."""
 
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import pytest
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import namespaces
 from cluster.system.json_files import read_json
+from cluster.system.ports import free_ports
 from tests.e2e.scenario import ENDLESS, step_of, summary
 from tests.support import doors
+from tests.support.exposition import scrape
 from tests.support.waiting import wait_for
 
 FEWEST_STEPS = 40
@@ -52,6 +55,19 @@ def test_servers_must_be_reached_from_their_own_network_alone(training):
         pytest.skip(refused.why)
     assert "private" == read_json(training.manifest)["network"]
     assert set() == doors_of(training)[1]
+
+
+def test_metrics_must_be_served_while_a_run_trains_through_a_fault_and_until_it_stops(clusters):
+    (port,) = free_ports(1)
+    clusters.up("scraped", f"--metrics-port={port} --detach", "--", *ENDLESS)
+    first = wait_for(lambda: (page := scrape(port)).get(("tf_cluster_loss",)) and page, "a logged step")
+    assert first["tf_cluster_step",] > 0 == first["tf_cluster_restarts_total",]
+    clusters.invoke("chaos", "kill", "chief", "--run=scraped")
+    after = wait_for(lambda: (page := scrape(port))["tf_cluster_step",] > first["tf_cluster_step",] and page, "a step")
+    assert (1, 1) == (after["tf_cluster_generation",], after["tf_cluster_restarts_total",])
+    clusters.invoke("stop", "scraped")
+    with pytest.raises(urllib.error.URLError):
+        scrape(port)
 
 
 @pytest.fixture(scope="module")

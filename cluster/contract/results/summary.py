@@ -27,7 +27,7 @@ def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome |
     names, present = [task.name for task in spec.tasks], membership.cluster(run)
     beats = run.heartbeats()
     result, ledgers = run.result, run.ledgers()
-    started = _started(run)
+    started = start_time(run)
     wall_s = max(0.0, outcome.time - started)  # records of tasks may be from the future
     began = restart_costs.training_began(spec, [event for event in run.events() if event.time > started])
     members = [task.name for task in present.tasks]
@@ -59,7 +59,7 @@ def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome |
     return value
 
 
-def _started(run: RunFolder) -> float:
+def start_time(run: RunFolder) -> float:
     """Return the time of the run's start, or if that is unknown, of its newest generation."""
     begun = [generation.time for generation in run.generations()]
     started = run.started.time

@@ -155,7 +155,7 @@ class LivenessMonitor:
         self._silent_s = {name: 0.0 if name in changed else self._silent_s[name] + passed_s for name in beats}
         self._seen = beats
         lost = {name for name, silent_s in self._silent_s.items() if silent_s > LOST_AFTER_S}
-        return _shown(beats, lost)
+        return with_lost(beats, lost)
 
 
 def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
@@ -165,14 +165,14 @@ def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
     """
     beats = run.heartbeats()
     watched = {name for name, beat in beats.items() if beat.state not in FINAL_STATES and (not names or name in names)}
-    doubtful = {name for name in watched if _seems_old(beats[name])}
+    doubtful = {name for name in watched if seems_old(beats[name])}
     first = {name: beats[name] for name in doubtful}
     deadline = time.monotonic() + SECOND_LOOK_S
     while doubtful and time.monotonic() < deadline:
         time.sleep(POLL_S)
         beats = run.heartbeats()
         doubtful = {name for name in doubtful if beats.get(name) == first[name]}
-    return _shown(beats, doubtful)
+    return with_lost(beats, doubtful)
 
 
 def is_silent(run: RunFolder) -> bool:
@@ -183,7 +183,7 @@ def is_silent(run: RunFolder) -> bool:
     if claim.is_scaling(run):
         return False
     beats = run.heartbeats()
-    if any(beat.state not in FINAL_STATES and not _seems_old(beat) for beat in beats.values()):
+    if any(beat.state not in FINAL_STATES and not seems_old(beat) for beat in beats.values()):
         return False
     return not beats or not wait_until(lambda: run.heartbeats() != beats, SECOND_LOOK_S, POLL_S)
 
@@ -198,13 +198,14 @@ def final_state(run: RunFolder) -> str | None:
     return outcome.state
 
 
-def _shown(beats: dict[str, Heartbeat], lost: Collection[str]) -> dict[str, Heartbeat]:
+def with_lost(beats: dict[str, Heartbeat], lost: Collection[str]) -> dict[str, Heartbeat]:
+    """Return the heartbeats, with the state `lost` for these tasks unless they have ended."""
     return {
         name: replace(beat, state=TaskState.LOST) if name in lost and beat.state not in FINAL_STATES else beat
         for name, beat in beats.items()
     }
 
 
-def _seems_old(beat: Heartbeat) -> bool:
+def seems_old(beat: Heartbeat) -> bool:
     """Return whether a heartbeat is not recent, by the clocks."""
     return abs(time.time() - beat.updated_at) > LOST_AFTER_S

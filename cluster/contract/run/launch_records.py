@@ -55,6 +55,7 @@ class Started(Record):
     hang_timeout_s: Seconds | None = field(default=None, metadata=SPARSE)
     max_restarts: Count | None = field(default=None, metadata=SPARSE)
     max_external_restarts: Count | None = field(default=None, metadata=SPARSE)
+    metrics_port: Count | None = field(default=None, metadata=SPARSE)
     min_workers: Count | None = field(default=None, metadata=SPARSE)
     grow: bool = field(default=False, metadata=SPARSE)
     requirements: str = field(default="", metadata=SPARSE)

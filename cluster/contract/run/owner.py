@@ -19,7 +19,7 @@ from cluster.system.files import remove
 from cluster.system.json_files import read_json, write_json
 
 TOKEN = "TF_CLUSTER_TOKEN"  # noqa: S105  # the variable's name
-"""The environment variable of every process of a local run."""
+"""The environment variable of every process of a local run, and of what serves the metrics of any run."""
 
 
 def _supervisor(value: Any) -> dict[str, int] | None:

@@ -45,6 +45,7 @@ VALUES = {
     "env": "NAME=VALUE",
     "filter": "KEY=VALUE",
     "init_from": "RUN",
+    "metrics_port": "PORT",
     "over": "OPTION=VALUES",
     "port": "PORT",
     "secret": "NAME=FILE",

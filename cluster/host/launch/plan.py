@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.contract import compatibility, tf_config
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch import configuration
+from cluster.host.launch import configuration, metrics_server
 from cluster.host.options.request import Request
 from cluster.host.runtime import tensorboard
 from cluster.host.runtime.base import Runtime, Workload
@@ -28,6 +28,7 @@ class Plan(Workload):
     data: str
     """In words what is prepared of its data; empty where something must be."""
     tensorboard_port: int | None
+    metrics_port: int
     hang_timeout_s: int
     max_restarts: int
     max_external_restarts: int
@@ -48,7 +49,8 @@ class Plan(Workload):
     @property
     def _warnings(self) -> list[str]:
         network = [self.network.warning] if self.network.warning else []
-        return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *network]
+        metrics = [f"metrics {metrics_server.address(self.metrics_port)}"] if self.metrics_port else []
+        return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *network, *metrics]
 
     @property
     def _elastic_notes(self) -> list[str]:

@@ -90,6 +90,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         config=config,
         data=data,
         tensorboard_port=port,
+        metrics_port=request.count("metrics_port"),
         hang_timeout_s=hang_timeout_s,
         max_restarts=request.count("max_restarts"),
         max_external_restarts=request.count("max_external_restarts"),

@@ -13,7 +13,7 @@ from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.launch_records import Started
 from cluster.contract.run.records import AfterStop, StopRequest
 from cluster.host.image import images
-from cluster.host.launch import manifest, packages, planning, teardown, user_files
+from cluster.host.launch import manifest, metrics_server, packages, planning, teardown, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.user_files import lay_out
@@ -53,6 +53,9 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
     check_machine(plan)
     with claim.hold_claim(plan.run, "resumed" if plan.resumes else "started"):
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
+        if owner.read_owner(plan.run):  # it has ended, but some of it may still be about to, or have its port
+            teardown.remove_run(plan.run, sh)
+        metrics_server.check_port(plan.metrics_port)
         undecided = plan.config.get("onednn") == "auto" and plan.config["deterministic"]
         plan.runtime.anticipate(plan, plan.compose, plan.config | ({"onednn": "avx2"} if undecided else {}))
         for command in [] if plan.data else _data_commands(plan):
@@ -61,8 +64,6 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         if undecided:
             _decide_kernels(plan, stages["unverified"])
         plan.runtime.prepare(plan, sh)
-        if owner.read_owner(plan.run):  # it has ended, but some of it may still be about to
-            teardown.remove_run(plan.run, sh)
         _write_folder(plan, began, stages.get("record"))
         _start_tasks(plan, sh)
 
@@ -97,6 +98,7 @@ def _start_tasks(plan: Plan, sh: Shell, *, continues: bool = False) -> None:
     """
     try:
         plan.runtime.start(plan, sh)
+        metrics_server.start(plan.run, plan.metrics_port)
     except BaseException as error:
         with interrupts.ignored("ending what was started"):
             if not continues:
@@ -218,6 +220,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         hang_timeout_s=plan.hang_timeout_s,
         max_restarts=plan.max_restarts,
         max_external_restarts=plan.max_external_restarts,
+        metrics_port=plan.metrics_port or None,
         gpus=plan.gpus.to_json(),
         memory=plan.memory.requested,
         network=plan.network.requested,

@@ -11,6 +11,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import final_state, is_silent
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime, Shell
+from cluster.system import processes
 from cluster.system.errors import EXIT_FAILED, ClusterError, PrerequisiteError
 from cluster.system.messages import COMMAND
 
@@ -37,6 +38,8 @@ def remove_run(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[R
     _record_outcome(run, "stopped")  # first: should this be interrupted, the run does not seem to continue
     for runtime in dict.fromkeys([*also, registry.find_runtime(run)]):
         runtime.remove(run, sh, grace_s)
+    if owned := owner.read_owner(run):  # what serves its metrics is here, whatever runs its tasks
+        processes.kill_all(owned.processes, f"run {run.name}")
     owner.remove_owner(run)
 
 

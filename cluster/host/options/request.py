@@ -316,6 +316,7 @@ class MonitoringOptions:
         takes_number=True,
         bounds=(0, 65535),
     )
+    metrics_port: int | None = number("port of metrics for Prometheus on 127.0.0.1; 0: none", 0, bounds=(0, 65535))
     detach: bool = switch("return once every task is training", "stay until the end")
     tag: Sequence[str] = texts("a word for `runs --filter tag=WORD`; may be repeated", "none")
     note: str = text("a sentence about the run, which `runs` shows", "none")
