@@ -74,6 +74,7 @@ check: lint ## the same, and the Dockerfile, the Compose files and the GitHub wo
 	  echo "GitHub workflows and forms: ok"
 	@if docker compose version >/dev/null 2>&1; then \
 	  docker compose --project-name tf-cluster -f compose/compose.yaml --profile tensorboard config --quiet && \
+	  docker compose -f compose/metrics.yaml --profile metrics config --quiet && \
 	  docker compose --project-name tf-cluster -f compose/example.json -f compose/compose.yaml config --quiet && \
 	  docker compose --project-name tf-cluster -f compose/example-gpu.json -f compose/compose.yaml config --quiet && \
 	  echo "docker compose config: ok"; \
