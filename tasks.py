@@ -113,11 +113,20 @@ def golden(c):
     sh(shlex.join([sys.executable, "-m", "tests.golden.losses"]))
 
 
+@task(has_dry_run=True, dry="only check, and list what would be published (default: no)")
+def release(c, dry=False):
+    """Check a release of the version in pyproject.toml, and make its files; only the hosted workflow publishes."""
+    words = ["--dry"] if dry or c.config.run.dry else []
+    with in_checkout(c):
+        # With `invoke --dry`, too, the checks run.
+        return c.run(shlex.join([sys.executable, ".ci/release.py", *words]), warn=True, dry=False).exited
+
+
 MODULES = (projects, runs, saved_models, checks, reports, tour)
 """The modules whose every task is called by its own name; those of a collection follow its name and a dot."""
 
 ns = Collection(
-    *((bench, golden) if (ROOT / "tests").exists() else ()),  # not in what `pip install` installs
+    *((bench, golden, release) if (ROOT / "tests").exists() else ()),  # not in what `pip install` installs
     test,
     up,
     plan,
