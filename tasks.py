@@ -75,6 +75,14 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
     return code
 
 
+@task()
+def recording(c):
+    """Renew the recording in README.md: two real runs, one of which loses a task."""
+    from benchmarks import command, recording  # here, because `up` does without them
+
+    recording.record(command.stderr)
+
+
 TWO_FILES_AT_A_TIME = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
 TESTS = (("tests", "-m", "not long", *TWO_FILES_AT_A_TIME),)
 ALL_TESTS = (("tests", "-m", "not alone", *TWO_FILES_AT_A_TIME), ("tests", "-m", "alone"))
@@ -126,7 +134,7 @@ MODULES = (projects, runs, saved_models, checks, reports, tour)
 """The modules whose every task is called by its own name; those of a collection follow its name and a dot."""
 
 ns = Collection(
-    *((bench, golden, release) if (ROOT / "tests").exists() else ()),  # not in what `pip install` installs
+    *((bench, golden, recording, release) if (ROOT / "tests").exists() else ()),  # not in what `pip install` installs
     test,
     up,
     plan,
