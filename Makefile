@@ -64,7 +64,8 @@ lint: $(VENV)/.dev ## ruff, types and import directions
 	@$(VENV)/bin/python -m mypy
 	@$(VENV)/bin/python -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo | tail -n 3
 
-check: lint ## the same, and the Dockerfile, the Compose files and the GitHub workflow
+check: lint ## the same, and the locked versions, the Dockerfile, the Compose files and the GitHub workflows
+	@$(VENV)/bin/python .ci/audit.py
 	@$(VENV)/bin/hadolint docker/Dockerfile && echo "hadolint: ok"
 	@$(GITHUB_SCHEMA) vendor.github-workflows .github/workflows/*.yml && \
 	  $(GITHUB_SCHEMA) custom.github-workflows-require-timeout .github/workflows/*.yml && \

@@ -75,6 +75,14 @@ def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, writ
     return code
 
 
+@task()
+def recording(c):
+    """Renew the recording in README.md: two real runs, one of which loses a task."""
+    from benchmarks import command, recording  # here, because `up` does without them
+
+    recording.record(command.stderr)
+
+
 TWO_FILES_AT_A_TIME = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
 TESTS = (("tests", "-m", "not long", *TWO_FILES_AT_A_TIME),)
 ALL_TESTS = (("tests", "-m", "not alone", *TWO_FILES_AT_A_TIME), ("tests", "-m", "alone"))
@@ -113,11 +121,20 @@ def golden(c):
     sh(shlex.join([sys.executable, "-m", "tests.golden.losses"]))
 
 
+@task(has_dry_run=True, dry="only check, and list what would be published (default: no)")
+def release(c, dry=False):
+    """Check a release of the version in pyproject.toml, and make its files; only the hosted workflow publishes."""
+    words = ["--dry"] if dry or c.config.run.dry else []
+    with in_checkout(c):
+        # With `invoke --dry`, too, the checks run.
+        return c.run(shlex.join([sys.executable, ".ci/release.py", *words]), warn=True, dry=False).exited
+
+
 MODULES = (projects, runs, saved_models, checks, reports, tour)
 """The modules whose every task is called by its own name; those of a collection follow its name and a dot."""
 
 ns = Collection(
-    *((bench, golden) if (ROOT / "tests").exists() else ()),  # not in what `pip install` installs
+    *((bench, golden, recording, release) if (ROOT / "tests").exists() else ()),  # not in what `pip install` installs
     test,
     up,
     plan,

@@ -15,7 +15,7 @@ from tests.support.command_line import context, invoke, options, refusal
 
 NAMES = {
     *("up", "plan", "status", "logs", "wait", "stop", "down", "scale", "evaluate", "export", "tensorboard", "doctor"),
-    *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden"),
+    *("verify", "rerun", "chaos", "profile", "bench", "test", "predict", "golden", "recording", "release"),
     *("new", "explain", "runs", "compare", "report", "clean", "tour", "sweep"),
     *("image.build", "image.base", "image.reproduce", "k8s.render"),
     *("data.prepare", "data.shard", "data.examine", "data.verify"),
