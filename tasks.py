@@ -23,7 +23,7 @@ from cluster.host.cli.command_line import (
 )
 from cluster.host.cli.tasks import checks, k8s, preparing, projects, reports, runs, saved_models, tour
 from cluster.host.control import foreground
-from cluster.host.launch import footprint, planning, startup
+from cluster.host.launch import footprint, mirroring, planning, startup
 from cluster.host.options import run_file
 from cluster.host.view import interrupts
 from cluster.host.view.plan_view import plan_lines
@@ -38,6 +38,8 @@ def up(c, request, dry=False):
     began = time.time()
     dry = dry or c.config.run.dry
     with interrupts.handled():
+        if not dry:
+            mirroring.fetch_run(request)
         planned = planning.plan(request)
         startup.print_plan(planned)
         if dry:

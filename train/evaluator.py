@@ -5,10 +5,10 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from cluster.contract.recovery.checkpoint_files import Saved, list_finished
 from cluster.system.json_files import read_json_lines
 from train.context import TaskContext
 from train.saving import saved_weights
-from train.saving.checkpoint_files import Saved, list_finished
 from train.telemetry.metrics import Metrics
 
 POLL_S = 0.5

@@ -142,7 +142,8 @@ def _restore(
 def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, built: keras.Model | None) -> int:
     import tensorflow as tf
 
-    from train.saving import checkpoint_files, saved_weights
+    from cluster.contract.recovery import checkpoint_files
+    from train.saving import saved_weights
 
     def warn(message: str) -> None:
         print(message, file=sys.stderr)  # standard output may be JSON

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.system.errors import TimedOut
+from cluster.system.waiting import wait_until
 
 POLL_S = 0.02
 """Interval for polling a child if the kernel offers no descriptor to wait on."""
@@ -253,6 +254,15 @@ def kill(recorded: dict[str, int] | None, number: int) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+def end(recorded: dict[str, int], timeout_s: float = 5.0) -> bool:
+    """End the recorded process, with SIGKILL where SIGTERM does not; return whether it still ran."""
+    ended = kill(recorded, signal.SIGTERM)
+    if ended and not wait_until(lambda: not alive(recorded), timeout_s):
+        kill(recorded, signal.SIGKILL)
+        wait_until(lambda: not alive(recorded), timeout_s)
+    return ended
 
 
 class ProcessTable:

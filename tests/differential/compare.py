@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from cluster.contract.recovery import checkpoint_files
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json_lines
 from tests.differential.draw import CANCELLED
-from train.saving import checkpoint_files
 
 
 def main(file: str, run_dir: str, result: str, twin: str = "") -> None:

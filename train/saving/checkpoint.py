@@ -1,7 +1,7 @@
 """Checkpoints of the model, the optimizer and the step, in the run folder that all tasks share.
 
-`train/saving/checkpoint_files.py` describes the files. A run resumes from the newest checkpoint that all tasks can
-read.
+`cluster/contract/recovery/checkpoint_files.py` describes the files. A run resumes from the newest checkpoint that all
+tasks can read.
 """
 
 import threading
@@ -12,9 +12,7 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.system.errors import RunFailed
-from train.model import initial_weights
-from train.saving.checkpoint_files import (
+from cluster.contract.recovery.checkpoint_files import (
     NO_CHECKPOINT,
     Saved,
     agree_on_newest,
@@ -24,6 +22,8 @@ from train.saving.checkpoint_files import (
     set_aside,
     write_checkpoint,
 )
+from cluster.system.errors import RunFailed
+from train.model import initial_weights
 from train.saving.snapshots import MemorySnapshots
 from train.saving.trees import Joint, Mirror, Snapshot, unwrap
 

@@ -10,6 +10,7 @@ import numpy as np
 from tensorflow import keras
 
 from cluster.contract.compatibility import precision_of
+from cluster.contract.recovery.checkpoint_files import Saved
 from cluster.contract.recovery.step_record import StepRecord
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HEARTBEAT_S
@@ -22,7 +23,6 @@ from train.model.gradients import GradientPolicy
 from train.pipeline.stage_variables import as_trained, to_restore
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
-from train.saving.checkpoint_files import Saved
 from train.saving.timer import SaveTimer
 from train.telemetry.metrics import Metrics
 from train.telemetry.timing import StepTiming, Times

@@ -68,6 +68,8 @@ class Started(Record):
     code_dirs: tuple[str, ...] = field(default=(), metadata=SPARSE)
     tags: tuple[str, ...] = field(default=(), metadata=SPARSE)
     note: str = field(default="", metadata=SPARSE)
+    mirror: str = field(default="", metadata=SPARSE)
+    mirror_id: str = field(default="", metadata=SPARSE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from cluster.contract.spec import parse_count
 from cluster.host.cli import parsing
 from cluster.host.cli.runner import Runner
 from cluster.host.image import engine
-from cluster.host.launch import configuration, folders
+from cluster.host.launch import configuration, folders, mirroring
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Request
 from cluster.system import errors
@@ -95,6 +95,7 @@ def takes_request(
             words = _split_overrides(c)
             settings = run_file.read_run_file(file, taken) if file else None
             request = settings.request(parsed, words) if settings else Request(**parsed, overrides=words)
+            request = mirroring.locate_mirror(request)
             if request.name in COMMANDS:
                 raise UsageError(f"--name {request.name} is also a command; choose another name")
             if not request.script and ("--help" in words or "-h" in words):

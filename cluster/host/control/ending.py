@@ -12,7 +12,7 @@ from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import foreground
 from cluster.host.launch import folders, teardown
-from cluster.host.runtime import tensorboard
+from cluster.host.runtime import mirror, tensorboard
 from cluster.host.runtime.base import Runtime, Shell
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, TimedOut, UsageError, nearest
 from cluster.system.messages import COMMAND, plain, short_path
@@ -51,6 +51,7 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
         left.check(name)
     if not name:
         with reported():
+            mirror.end_uploads(runs_dir, timeout_s)
             if tensorboard.stop(runs_dir, sh):
                 print("TensorBoard is down", flush=True)
     return codes[0] if codes else EXIT_DONE
@@ -75,6 +76,7 @@ def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runti
     with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
         teardown.remove_run(run, sh, also=also)
         teardown.record_end(run)
+        mirror.end_upload(run, timeout_s)
 
 
 def _find_run(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:

@@ -14,7 +14,7 @@ from cluster.contract.run.records import AfterStop
 from cluster.contract.run.summary_records import Summary
 from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
-from cluster.host.runtime import registry, tensorboard
+from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.view import interrupts
 from cluster.host.view.ended import ended_lines
@@ -126,6 +126,7 @@ def report_end(run: RunFolder, ended: Summary, sh: Shell, headline: str = "") ->
     left = teardown.remove_ended(run, sh)
     if headline:
         print(headline)
+    mirror.await_upload(run)
     print_end(run)
     if left:
         print(left, file=sys.stderr)

@@ -43,7 +43,7 @@ def render(
 
 NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
-    *("resume", "trust", "fresh", "detach", "init_from", "tensorboard_port", "metrics_port"),
+    *("resume", "mirror", "trust", "fresh", "detach", "init_from", "tensorboard_port", "metrics_port"),
     *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
     "secret",
 )

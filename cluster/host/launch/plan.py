@@ -33,6 +33,10 @@ class Plan(Workload):
     max_restarts: int
     max_external_restarts: int
     replaces: bool
+    mirror: str = ""
+    """The URL of the object store that mirrors it, without credentials."""
+    mirror_id: str = ""
+    """What marks the run's files there."""
     previous: RunFolder | None = None
     """The run that is resumed or repeated."""
     init: tuple[Path, ...] = ()

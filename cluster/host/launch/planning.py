@@ -2,6 +2,7 @@
 
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from cluster.host.launch.plan import Plan
 from cluster.host.launch.teardown import in_progress
 from cluster.host.launch.user_files import check_path, check_script
 from cluster.host.options.request import OPTIONS, Needs, Request, check_needs, check_together
-from cluster.host.runtime import registry
+from cluster.host.runtime import mirror, registry
 from cluster.host.runtime.base import Runtime
 from cluster.host.runtime.payload import Payload, parse_secrets
 from cluster.host.runtime.resources import Job, Network, parse_memory
@@ -95,6 +96,8 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         max_restarts=request.count("max_restarts"),
         max_external_restarts=request.count("max_external_restarts"),
         replaces=typed.fresh and run.path.exists(),
+        mirror="" if request.mirror == mirror.NONE else request.mirror,
+        mirror_id=(started.mirror_id if typed.resume else "") or secrets.token_hex(8),
         previous=previous,
         init=init,
         about_resuming=tuple(notes),

@@ -52,7 +52,8 @@ def resume(request: Request) -> tuple[RunFolder, Started, Request]:
     recorded |= {job_field.name: started.job.get(job_field.name) for job_field in fields(Job)}
     recorded |= {"secret": started.secrets, "hang_timeout": started.hang_timeout_s or None}
     if request.resume:
-        recorded |= {"min_workers": started.min_workers, "grow": started.grow, "metrics_port": started.metrics_port}
+        recorded |= {"min_workers": started.min_workers, "grow": started.grow}
+        recorded |= {"metrics_port": started.metrics_port, "mirror": started.mirror}
     if started.runtime in registry.RUNTIMES and registry.RUNTIMES[started.runtime].is_remote:
         recorded |= {"runtime": started.runtime}  # it is queued there again
     if run.board_port == 0:

@@ -13,11 +13,11 @@ from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.launch_records import Started
 from cluster.contract.run.records import AfterStop, StopRequest
 from cluster.host.image import images
-from cluster.host.launch import manifest, metrics_server, packages, planning, teardown, user_files
+from cluster.host.launch import manifest, metrics_server, mirroring, packages, planning, teardown, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.user_files import lay_out
-from cluster.host.runtime import registry, tensorboard
+from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.runtime.payload import data_words
 from cluster.host.view import interrupts
@@ -51,6 +51,8 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         UsageError: another command has taken the run. Nothing was started.
     """
     check_machine(plan)
+    if plan.mirror:
+        mirroring.check_mirror(plan.mirror, plan.run.name, plan.mirror_id)
     with claim.hold_claim(plan.run, "resumed" if plan.resumes else "started"):
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
         if owner.read_owner(plan.run):  # it has ended, but some of it may still be about to, or have its port
@@ -66,6 +68,8 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         plan.runtime.prepare(plan, sh)
         _write_folder(plan, began, stages.get("record"))
         _start_tasks(plan, sh)
+        if plan.mirror:
+            mirror.start_upload(plan.run)
 
 
 def _decide_kernels(plan: Plan, unverified: Sequence[str]) -> None:
@@ -230,6 +234,8 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         job=asdict(plan.job),
         tags=tuple(plan.request.tag) or earlier.tags,
         note=plan.request.note or earlier.note,
+        mirror=plan.mirror,
+        mirror_id=plan.mirror_id,
         **plan.elastic,
     )
     json_files.write_json(plan.run.control / "started.json", started.to_json())

@@ -302,6 +302,12 @@ class RecoveryOptions:
     trust: bool = switch(
         "take a run that this user did not start here, or that was changed since", needs=Needs.EARLIER_RUN
     )
+    mirror: str = text(
+        "s3://BUCKET/PATH, gs://BUCKET/PATH or file:///PATH: copy checkpoints and the export there, for a machine that "
+        "has nothing of the run to --resume; none: no longer",
+        "none; of a run that is resumed, its own",
+        needs=Needs.TRAINER,
+    )
     fresh: bool = switch("start a run of this --name again, its old folder is deleted", needs=Needs.NEW_RUN)
 
 

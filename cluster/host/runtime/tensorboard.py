@@ -1,7 +1,6 @@
 """TensorBoard, one for all runs of a folder: in its container, or as a local process."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,6 @@ from cluster.system.json_files import read_json, write_json
 from cluster.system.messages import COMMAND
 from cluster.system.paths import ROOT
 from cluster.system.ports import open_listener
-from cluster.system.waiting import wait_until
 
 AUTO = "auto"
 PORT = 6006
@@ -120,7 +118,7 @@ def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
         command = compose_services.tensorboard_command(runs_dir, record["port"], *words)
         compose_services.run_ending(command, sh, "TensorBoard is in a container, which may continue")
     else:
-        ended = _end_process(record["process"])
+        ended = processes.end(record["process"])
     _record_path(runs_dir).unlink(missing_ok=True)
     return ended
 
@@ -158,14 +156,6 @@ def _start_process(runs_dir: Path, port: int) -> int:
             start_new_session=True,
         )
     return process.pid
-
-
-def _end_process(recorded: dict[str, int]) -> bool:
-    ended = processes.kill(recorded, signal.SIGTERM)
-    if ended and not wait_until(lambda: not processes.alive(recorded), 5):
-        processes.kill(recorded, signal.SIGKILL)
-        wait_until(lambda: not processes.alive(recorded), 5)
-    return ended
 
 
 def _await_answer(

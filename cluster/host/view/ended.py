@@ -6,7 +6,7 @@ from cluster.contract.results import goodput, reference, stragglers
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.summary_records import Cause, Summary
-from cluster.host.runtime import tensorboard
+from cluster.host.runtime import mirror, tensorboard
 from cluster.host.view.columns import plain_lines
 from cluster.system.messages import COMMAND, counted, short_path
 from cluster.system.processes import describe_exit
@@ -37,6 +37,8 @@ def ended_lines(run: RunFolder) -> list[str]:
         lines += [f"checkpoints  every {every_s:.1f} s"]
     lines += [f"pace         {found}" for found in stragglers.lines(summary.pace)]
     lines += [*reference.fault_lines(run), f"run folder   {shown_path}"]
+    if mirrored := mirror.describe_mirror(run):
+        lines += [f"mirror       {mirrored}"]
     if run.script:
         lines += [f"its files    {shown_path}/work/TASK"]
     if port:

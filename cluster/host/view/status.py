@@ -13,7 +13,7 @@ from cluster.contract.run.heartbeat import HEARTBEAT_S, final_state, read_live_h
 from cluster.contract.run.logs import last_line
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState, TimeLedger
 from cluster.contract.run.summary_records import Paces
-from cluster.host.runtime import registry, tensorboard
+from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.view.columns import MIN_ROOM, bar, chosen_columns, columns, plain_lines, sparkline
 from cluster.system.messages import plain, shortened
 from cluster.system.terminal import WIDE, fit, terminal_width
@@ -59,6 +59,7 @@ def read_status(
         "examples_per_s": rate,
         "checkpoint": _checkpoint(run),
         "tensorboard": tensorboard.address(port) if port else None,
+        "mirror": mirror.describe_mirror(run) or None,
         "pace": stragglers.findings(paces).to_json(),
         "late": text if late else None,
         "left_out": sorted(membership.left_out(run)),
@@ -125,10 +126,11 @@ def _head(value: dict[str, Any]) -> str:
 
 
 def _saved(value: dict[str, Any]) -> list[str]:
+    mirrored = [f"mirror {value['mirror']}"] if value.get("mirror") else []
     if not (saved := value["checkpoint"]):
-        return []
+        return mirrored
     every = f", every {saved['every_s']:.1f} s" if saved["every_s"] else ""
-    return [f"saved  step {saved['step']}, {_passed(saved['age_s'])} ago{every}"]
+    return [f"saved  step {saved['step']}, {_passed(saved['age_s'])} ago{every}", *mirrored]
 
 
 def _passed(seconds: float) -> str:

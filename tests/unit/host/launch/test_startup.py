@@ -9,10 +9,10 @@ import pytest
 from cluster.host.image import images
 from cluster.host.launch import configuration, folders, planning, startup, teardown
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services, supervisor
-from cluster.system.errors import ClusterError
+from cluster.host.runtime import compose_services, mirror, supervisor
+from cluster.system.errors import ClusterError, PrerequisiteError
 from cluster.system.json_files import read_json, write_json
-from tests.support.launching import CONFIG, WORKING_ENGINE, Commands
+from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, no_shell
 
 
 @pytest.fixture
@@ -37,6 +37,20 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monke
     shutil.rmtree(planned.run.path)
     with pytest.raises(ClusterError):
         folders.find_run()
+
+
+def test_a_mirror_is_tried_before_anything_starts_and_kept_by_a_resume(resolved, stopped_run, monkeypatch, tmp_path):
+    uploaded, requested = [], {"runtime": "local", "tensorboard_port": "0"}
+    monkeypatch.setattr(mirror, "start_upload", uploaded.append)
+    refused = planning.plan(Request(name="none", mirror="file:///proc/store", **requested))
+    with pytest.raises(PrerequisiteError):
+        startup.start(refused, no_shell, began=123.0)
+    assert not refused.run.path.exists()
+    run = stopped_run(name="one", mirror=f"file://{tmp_path}/store")
+    assert [run] == uploaded
+    again = planning.plan(Request(resume="one", **requested))
+    assert (run.started.mirror, run.started.mirror_id) == (again.mirror, again.mirror_id)
+    assert (16, "") == (len(again.mirror_id), planning.plan(Request(resume="one", mirror="none", **requested)).mirror)
 
 
 def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(monkeypatch, capsys):

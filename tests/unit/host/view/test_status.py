@@ -39,6 +39,7 @@ def test_status_holds_what_the_contract_lists(run, monkeypatch):
         "eta_s": 20.0,  # 100 steps of 96 examples at 480 examples/s
         "examples_per_s": 480.0,
         "tensorboard": "http://127.0.0.1:6007",
+        "mirror": None,
         "pace": {"stragglers": [], "starved": []},
         "late": None,
         "left_out": [],

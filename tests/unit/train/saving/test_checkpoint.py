@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.contract.recovery.checkpoint_files import list_finished
 from cluster.system.errors import RunFailed
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import checkpoint
 from train.saving.checkpoint import CheckpointManager
-from train.saving.checkpoint_files import list_finished
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 

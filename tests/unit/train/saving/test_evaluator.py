@@ -12,13 +12,13 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.contract.recovery.checkpoint_files import Saved, write_checkpoint
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.json_files import read_json_lines
 from train import evaluator
 from train.config import TrainConfig
 from train.saving import saved_weights
-from train.saving.checkpoint_files import Saved, write_checkpoint
 
 
 def model_of(value: float) -> keras.Model:

@@ -10,12 +10,8 @@ from typing import Any
 
 import pytest
 
-from cluster.system.errors import EXIT_FAILED, RunFailed
-from cluster.system.json_files import DISK_FULL
-from cluster.system.paths import ROOT
-from tests.support.waiting import wait_for
-from train.saving import checkpoint_files
-from train.saving.checkpoint_files import (
+from cluster.contract.recovery import checkpoint_files
+from cluster.contract.recovery.checkpoint_files import (
     Saved,
     agree_on_newest,
     delete_leftovers,
@@ -25,6 +21,10 @@ from train.saving.checkpoint_files import (
     set_aside,
     write_checkpoint,
 )
+from cluster.system.errors import EXIT_FAILED, RunFailed
+from cluster.system.json_files import DISK_FULL
+from cluster.system.paths import ROOT
+from tests.support.waiting import wait_for
 
 SIZE = 100_000
 
@@ -131,7 +131,8 @@ KILLED = f"""
 import sys
 from pathlib import Path
 from tests.unit.train.saving.test_files_of_checkpoints import State
-from train.saving.checkpoint_files import Saved, delete_leftovers, delete_older, list_finished, write_checkpoint
+from cluster.contract.recovery.checkpoint_files import Saved, delete_leftovers, delete_older, list_finished
+from cluster.contract.recovery.checkpoint_files import write_checkpoint
 folder, generation = Path(sys.argv[1]), int(sys.argv[2])
 delete_leftovers(folder, generation)
 step = max((saved.step for saved in list_finished(folder)), default=0)

@@ -1,0 +1,139 @@
+"""The mirror of a run in an object store: its URL, and the local process that uploads to it.
+
+Like TensorBoard, `up` starts the process, which lives with the run, also with `--detach`. Its record is next to the run
+folders, where no container can write. `cluster/host/control/uploads.py` is the process.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, unquote
+
+from cluster.contract.run import records
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.launch_records import Process
+from cluster.contract.schema import Record, dictionary
+from cluster.system import processes
+from cluster.system.errors import UsageError
+from cluster.system.json_files import write_json
+from cluster.system.paths import ROOT
+from cluster.system.terminal import print_lines
+from cluster.system.waiting import wait_until
+
+NONE = "none"
+PROGRAM = "cluster.host.control.uploads"
+URL = re.compile(r"(?:(s3|gs)://(?:([^\s/@?#]+)@)?(?=[^/])|(file)://(?=/[^/]))([^\s@?#]+)(?:\?([^\s@?#]*))?")
+PARAMETERS = {
+    "s3": ("region", "scheme", "endpoint_override", "tls_ca_file_path"),
+    "gs": ("scheme", "endpoint_override", "project_id", "retry_limit_seconds"),
+    "file": (),
+}
+"""The parameters that a URL of each scheme may have: none is secret."""
+WAIT_S, POLL_S = 1800.0, 0.1
+"""How long `up` waits for the last files; the upload continues without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upload(Record):
+    """The state of the process that uploads: `.running/NAME.mirror`."""
+
+    id: str
+    process: Annotated[dict[str, Any], dictionary(Process)]
+    text: str
+    """What the mirror has, and why it has no more."""
+    complete: bool = False
+    """Whether the run has ended and the mirror has all of it."""
+
+    @property
+    def alive(self) -> bool:
+        return processes.alive(self.process)
+
+
+def take_credentials(url: str) -> str:
+    """Return a mirror's URL without its user and password, which become variables of this process.
+
+    S3's client finds them there, here and in the process that uploads; no record, log or task gets them.
+
+    Raises:
+        UsageError: it is not the URL of a folder in a store. The message shows nothing that may be secret.
+    """
+    match = URL.fullmatch(url)
+    scheme, user, place, query = (match[1] or match[3], match[2] or "", match[4], match[5] or "") if match else [""] * 4
+    key, _, secret = user.partition(":")
+    has_keys = scheme == "s3" and "" not in (key, secret)
+    others = {name for name, _ in parse_qsl(query, keep_blank_values=True)}.difference(PARAMETERS.get(scheme, ()))
+    if not match or others or not (has_keys or (scheme, user) in (("gs", "anonymous"), (scheme, ""))):
+        shown = re.sub("//.*@", "//", url).partition("?")[0]
+        allowed = "; ".join(f"{', '.join(names)} ({name})" for name, names in PARAMETERS.items() if names)
+        raise UsageError(
+            f"--mirror {shown!r}: expected s3://BUCKET/PATH, gs://BUCKET/PATH or file:///PATH, with KEY:SECRET@ before "
+            f"a bucket of s3 or anonymous@ before one of gs, and behind a ? at most {allowed}; write @ as %40"
+        )
+    if has_keys:
+        os.environ |= {"AWS_ACCESS_KEY_ID": unquote(key), "AWS_SECRET_ACCESS_KEY": unquote(secret)}
+        os.environ.pop("AWS_SESSION_TOKEN", None)  # of other keys
+    at = f"{user}@" if user and not has_keys else ""
+    return f"{scheme}://{at}{place.rstrip('/')}" + (f"?{query}" if query else "")
+
+
+def start_upload(run: RunFolder) -> None:
+    """Start the process that mirrors a run whose tasks have been started, in place of an earlier one."""
+    end_upload(run)
+    url, run_id = run.started.mirror, run.started.mirror_id
+    with record_path(run).with_suffix(".mirror.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, url, str(run.path), run_id],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    upload = Upload(id=run_id, process=processes.identity(process.pid), text=url)
+    write_json(record_path(run), upload.to_json())
+
+
+def read_upload(run: RunFolder) -> Upload | None:
+    """Return the state of the newest upload of a run; None without a mirror."""
+    upload, started = records.read_record(record_path(run), Upload.from_json, None), run.started
+    return upload if upload and started.mirror and upload.id == started.mirror_id else None
+
+
+def describe_mirror(run: RunFolder) -> str:
+    """Return the state of a run's mirror in a line; empty without one."""
+    if (upload := read_upload(run)) is None:
+        return ""
+    if upload.complete or (upload.alive and not run.summary.exists()):
+        return upload.text
+    return f"{upload.text}; " + ("the upload continues" if upload.alive else "not complete, the upload has ended")
+
+
+def await_upload(run: RunFolder) -> None:
+    """Wait until the mirror has all of a run that has ended. Ctrl-C ends the wait, not the upload."""
+    if (upload := read_upload(run)) and upload.alive:
+        print_lines("uploading the last files to the mirror; Ctrl-C leaves that in the background")
+        with contextlib.suppress(KeyboardInterrupt):
+            wait_until(lambda: not upload.alive, WAIT_S, POLL_S)
+
+
+def end_upload(run: RunFolder, wait_s: float = 0.0) -> None:
+    """End the process that uploads, after it had some time to end by itself."""
+    if upload := records.read_record(record_path(run), Upload.from_json, None):
+        wait_until(lambda: not upload.alive, wait_s, POLL_S)
+        processes.end(upload.process)
+
+
+def end_uploads(runs_dir: Path, wait_s: float) -> None:
+    """End the uploads of all runs, also of those that have ended."""
+    for path in sorted((runs_dir / ".running").glob("*.mirror")):
+        end_upload(RunFolder(runs_dir / path.stem), wait_s)
+
+
+def record_path(run: RunFolder) -> Path:
+    """Return the path of the record of a run's upload."""
+    return run.path.parent / ".running" / f"{run.name}.mirror"
