@@ -1,6 +1,6 @@
 """BatchNormalization leaves masked positions out over the global batch.
 
-Defect: a synchronized layer takes the moments of all replicas without a mask, but those of its own replica with one.
+Defect: a synchronized layer takes the moments of all replicas without a mask, but the local ones with it.
 Versions: Keras 3.15.1.
 Test: tests/process/train/test_trainer_patches.py::test_keras_itself_leaves_them_out_by_replica
 Not applied: if `BatchNormalization._moments` adds up over replicas also with a mask.
