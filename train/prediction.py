@@ -22,13 +22,8 @@ SHOWN_CLASSES = 3
 def predict(run: RunFolder, image: Path | None, features: Path | None = None) -> list[str]:
     """Return the predictions of the exported model as lines: the likeliest classes first, or the values.
 
-    Args:
-        image: image file, or None.
-        features: JSON file of one example: nested lists, or a dictionary of them for several inputs.
-
-    Raises:
-        PrerequisiteError: the run has no export yet.
-        UsageError: the file is not an image or an example that the model takes.
+    The JSON file `features` has one example: nested lists, or a dictionary of them for several inputs. Raises
+    PrerequisiteError if the run has no export yet, UsageError if a file is not an image or example it takes.
     """
     if not (run.export / "saved_model.pb").exists():
         raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `{COMMAND} export {run.name}`")

@@ -21,10 +21,7 @@ def configure_devices(devices: int) -> list[str]:
     """Configure a device for each replica of this process; return their names.
 
     A machine with fewer GPUs gets logical CPU devices, so that tests take the same code path. Call before any other use
-    of TensorFlow.
-
-    Raises:
-        PrerequisiteError: the plan assigned GPUs to this task, and TensorFlow cannot use them.
+    of TensorFlow. Raises PrerequisiteError if TensorFlow cannot use the GPUs that the plan assigned to this task.
     """
     gpus = check_gpus()
     if len(gpus) >= devices:
@@ -38,11 +35,7 @@ def configure_devices(devices: int) -> list[str]:
 
 
 def check_gpus() -> list[tf.config.PhysicalDevice]:
-    """Return the GPUs of this process; a task with GPUs must not train on CPUs unnoticed.
-
-    Raises:
-        PrerequisiteError: TensorFlow sees fewer than the plan assigned to this task.
-    """
+    """Return the GPUs of this process, no fewer than planned: a task with GPUs must not train on CPUs unnoticed."""
     gpus: list[tf.config.PhysicalDevice] = tf.config.list_physical_devices("GPU")
     assigned = int(os.environ.get(GPUS_GIVEN, "0"))
     if len(gpus) < assigned:

@@ -52,8 +52,7 @@ class Callbacks(Action):
     def begin(self, first: int, evaluate: Callable[[], None]) -> None:
         """Begin training after `first` steps, or resume it with the state that callbacks had then.
 
-        Args:
-            evaluate: evaluates on the test split if that is due; every task calls it.
+        Every task calls `evaluate`, which evaluates on the test split if that is due.
         """
         restored, epoch = self._progress, self._context.epoch_of(first)
         classes = [type(callback).__name__ for callback in self._callbacks]
@@ -142,8 +141,7 @@ class Callbacks(Action):
     def end(self, step: int, *, stopped: bool) -> bool:
         """End training after `step`: the epoch too, unless it has ended already or the run will be resumed.
 
-        Returns:
-            Whether callbacks changed the weights after the newest evaluation, such as to the best ones.
+        Returns whether callbacks changed the weights after the newest evaluation, such as to the best ones.
         """
         if stopped:  # the next generation continues from the checkpoint, which has these weights
             with self._same_variables():

@@ -55,13 +55,9 @@ _FOREIGN = {"tensorflow", "keras", "tf_keras", *sys.stdlib_module_names}
 
 
 def encode_value(value: Any, *, in_place: bool = False) -> bytes:
-    """Encode a value as bytes, which are the same for equal values.
+    """Encode a value as bytes, the same for equal values; raise TypeError if something in it cannot be encoded.
 
-    Args:
-        in_place: whether `decode` will receive an equal object to update.
-
-    Raises:
-        TypeError: something in it cannot be encoded.
+    With `in_place`, `decode_value` will receive an equal object to update.
     """
     arrays: list[np.ndarray] = []
     tree = json.dumps(_Encoder(arrays).plain(value, in_place)).encode()
@@ -72,11 +68,7 @@ def encode_value(value: Any, *, in_place: bool = False) -> bytes:
 
 
 def decode_value(encoded: bytes, current: Any = None) -> Any:
-    """Decode a value, or update `current` to it.
-
-    Raises:
-        ValueError: `current` is an object of another kind.
-    """
+    """Decode a value, or update `current` to it; raise ValueError if that is an object of another kind."""
     file, arrays = io.BytesIO(encoded), []
     while file.tell() < len(encoded):
         arrays.append(np.load(file, allow_pickle=False))

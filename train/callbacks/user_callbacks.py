@@ -11,11 +11,7 @@ from train.settings import references
 
 
 def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that the configuration names.
-
-    Raises:
-        UsageError: there is no such function, or it does not return a list of callbacks of the Keras in use.
-    """
+    """Return the configured callbacks; raise UsageError unless they are a list of callbacks of the Keras in use."""
     reference = context.config.callbacks
     if not reference:
         return []
@@ -41,13 +37,10 @@ def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
 
 
 def tutorial(run: Path, task: str) -> list[keras.callbacks.Callback]:
-    """Return the callbacks of TensorFlow's distributed-training tutorials.
+    """Return the callbacks of TensorFlow's distributed-training tutorials, separate ones for each task.
 
-    Source: https://www.tensorflow.org/tutorials/distribute/keras#define_the_callbacks
-
-    Args:
-        run: the run folder. The weights of every epoch go to `callbacks/<task>/`.
-        task: the task's name: each task has separate callbacks and folders.
+    The weights of every epoch go to `callbacks/<task>/` in the run folder. Source:
+    https://www.tensorflow.org/tutorials/distribute/keras#define_the_callbacks
     """
     weights = run / "callbacks" / task / "epoch-{epoch:03d}.weights.h5"
     weights.parent.mkdir(parents=True, exist_ok=True)

@@ -226,9 +226,7 @@ def write_arrays(
 ) -> ArraySet:
     """Write the arrays of a dataset, replacing earlier ones, and return them; an interrupted call leaves nothing.
 
-    Args:
-        splits: features, labels and optional weights for "train" and "test"; see `Split`.
-        classes, source, source_files: as in `ArraySet`.
+    `splits` has features, labels and optional weights of "train" and "test", see `Split`; for others see `ArraySet`.
     """
     labels = [arrays[1] for arrays in splits.values()]
     index: dict[str, Any] = {"name": name, "version": version, "classes": classes}

@@ -31,13 +31,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas that one input pipeline feeds.
-
-    Attributes:
-        total: replicas of the whole cluster.
-        first: number of its first replica, from 0.
-        count: number of its replicas.
-    """
+    """The replicas that one input pipeline feeds: `count` of the cluster's `total`, from number `first` (0-based)."""
 
     total: int = 1
     first: int = 0
@@ -106,10 +100,8 @@ def eval_dataset(
     """Return the test batches of replicas from a dataset of all examples, with the same number for every replica.
 
     Over all replicas every example has weight 1 once; padding has weight 0. This task's part is converted once and kept
-    in memory if it fits `EVAL_CACHE_BYTES`; use the whole dataset each time.
-
-    Args:
-        parse: converts a replica's part of the examples, `[B, ...]`.
+    in memory if it fits `EVAL_CACHE_BYTES`; use the whole dataset each time. `parse` converts a replica's part of the
+    examples, `[B, ...]`.
     """
     global_batch = replica_batch * replicas.total
     num_batches = eval_batches(num_examples, replica_batch=replica_batch, num_replicas=replicas.total) * replicas.count

@@ -180,9 +180,8 @@ def train_feed(
 ) -> Feed:
     """Return the training batches of a synchronous strategy's replicas from step `first_step`.
 
-    Args:
-        cut: virtual shards of every global batch; None for one per replica.
-        micro_batches: number of micro-batches of each shard. `Feed.batch` takes the number of one of all, in order.
+    `cut` has the virtual shards of every global batch; None for one per replica. Each shard has `micro_batches`, and
+    `Feed.batch` takes the number of one of all, in order.
     """
     replicas = strategy.num_replicas_in_sync
     shards = cut or VirtualShards(replicas, replicas)

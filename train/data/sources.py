@@ -213,9 +213,7 @@ def _open_function(record: FunctionRecord, data_dir: Path, seed: int) -> Source:
 def open_source(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> Source:
     """Return the source that a configuration names.
 
-    Args:
-        run: the run folder. It records the data of the first generation, which all later ones use even if newer data
-            has been prepared with the same name.
+    `run` records the data of the first generation, which later ones use even if newer data of that name is prepared.
     """
 
     def open_version(version: str = "") -> Source:

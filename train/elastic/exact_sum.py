@@ -26,11 +26,7 @@ _SUM_BITS = 63  # of an int64 without its sign
 def exact_sum(parts: Sequence[tf.Tensor], shards: int) -> list[tf.Tensor]:
     """Add up tensors over the shards of all replicas; every replica calls it and gets the same bits.
 
-    Args:
-        parts: each tensor of this replica's shards, `[n, ...] float32`.
-
-    Returns:
-        The sums, `[...] float64`; NaN in rows with a number that is not finite.
+    Parts are `[n, ...] float32` for a replica's n shards, sums `[...] float64`: NaN in rows with an infinity or NaN.
     """
     exponents = _largest_over_replicas([_largest_exponents(part) for part in parts])
     # |x| < 2**(exponent + 1), so that the sum of all shards is below 2**63.

@@ -35,8 +35,7 @@ def rehearse_steps(setup: Setup) -> Steps:
 def train(setup: Setup, rehearsed: Steps | None = None) -> None:
     """Train from the newest checkpoint to the end or to a stop, then save, evaluate and report.
 
-    Args:
-        rehearsed: the steps, if they are traced already.
+    `rehearsed` are the steps, if they are traced already.
     """
     context, config = setup.context, setup.context.config
     first = setup.restore()

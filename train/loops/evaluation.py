@@ -32,8 +32,7 @@ def new_evaluation(
 ) -> Callable[[], dict[str, float]]:
     """Return a function that evaluates the model on every test example exactly once, at any replica count.
 
-    Args:
-        strategy: its replicas share the work, and all tasks call the function; None: this task does all the work.
+    All tasks call it and share the work on the replicas of `strategy`; without one, this task does all the work.
     """
     replicas, batch = strategy.num_replicas_in_sync if strategy else 1, replica_batch(source)
     batches = eval_batches(source.test_examples, replica_batch=batch, num_replicas=replicas)
@@ -77,9 +76,7 @@ def summarize(totals_N2M: np.ndarray, objective: Objective, penalty: float) -> d
     """Return the results of an evaluation from the totals of each batch, in the order of `reported`.
 
     Each replica has filled in different batches. They are the same at any number of replicas, and so are the results.
-
-    Args:
-        penalty: regularization, which the loss contains as that of a step and Keras's `val_loss` do.
+    `penalty` is the regularization, which the loss contains as that of a step and Keras's `val_loss` do.
     """
     sums, counts = totals_N2M.astype(np.float64).cumsum(0)[-1].tolist()
     parts = zip(objective.reported, sums, counts, strict=True)

@@ -145,11 +145,7 @@ def _replica() -> tf.Tensor:
 
 
 def check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) -> None:
-    """Check that a model can be trained in micro-batches by this loop.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Check that a model can be trained in micro-batches by this loop."""
     option = f"--micro-batches {micro_batches} with --loop fit"
     if method := models.find_override(model):
         raise UsageError(
@@ -160,11 +156,7 @@ def check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) -
 
 
 def check_optimizers(model: keras.Model, replicas: int) -> None:
-    """Check that the optimizers of a model itself can be used by a `train_step` of several replicas.
-
-    Raises:
-        UsageError: one creates its variables in the step, which replicas cannot.
-    """
+    """Check that no optimizer of a model itself creates its variables in a `train_step` of several replicas."""
     parts = {name: part for name, part in vars(model).items() if isinstance(part, keras.optimizers.Optimizer)}
     if replicas > 1 and (unbuilt := [name for name, optimizer in parts.items() if not optimizer.built]):
         raise UsageError(

@@ -88,12 +88,7 @@ class Loop:
     """
 
     def __init__(self, first: int, actions: Sequence[Action], *, steps_per_loop: int, single: range = range(0)) -> None:
-        """Begin after step `first`.
-
-        Args:
-            steps_per_loop: most steps of a call.
-            single: steps after each of which a call is a single step.
-        """
+        """Begin after step `first`; calls have at most `steps_per_loop` steps, and one after each step in `single`."""
         self.step = self._first = first
         """Steps done."""
         self._actions, self._steps_per_loop, self._single = actions, steps_per_loop, single

@@ -44,12 +44,10 @@ class ReplicaCheck(Periodic):
         variables: Callable[[], Sequence[Any]],
         gather: Callable[[int], Sequence[int]],
     ) -> None:
-        """Prepare the comparison.
+        """Prepare the comparison by `gather`, a collective operation that collects the numbers of all replicas' tasks.
 
-        Args:
-            interval: steps between two comparisons besides those before a checkpoint; `auto`: none; 0: no comparison.
-            variables: returns the variables, of either Keras.
-            gather: collects the numbers of all replicas' tasks: a collective operation.
+        `interval` is the number of steps between two comparisons besides those before a checkpoint; `auto`: none; 0: no
+        comparison. `variables` returns the variables, of either Keras.
         """
         self._active = spec.copies_weights and interval != 0
         super().__init__(every(interval if self._active and isinstance(interval, int) else 0))
@@ -63,11 +61,7 @@ class ReplicaCheck(Periodic):
             self.compare(progress.step)
 
     def compare(self, step: int) -> None:
-        """Compare all copies after `step` steps; all tasks call it at the same step.
-
-        Raises:
-            ReplicasDiffer: their bits differ.
-        """
+        """Compare all copies after `step` steps, where all tasks call it; raise ReplicasDiffer if their bits differ."""
         if not self._active or step == self._compared_at:
             return
         own = digests(self._variables(), self._devices)

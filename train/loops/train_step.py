@@ -129,8 +129,7 @@ class TrainStep:
     def update(self, computed: Computed) -> tf.Tensor:
         """Change the weights by the gradient of the global batch, the sum over all replicas.
 
-        Returns:
-            `[parts, 2] float32`: this replica's share of the loss, NaN where training must end, and of the score.
+        Returns `[parts, 2] float32`: this replica's share of the loss, NaN where training must end, and of the score.
         """
         gradients = computed.gradients
         if self.accumulates:  # a loop outside the replicas returns tensors without their device
@@ -201,12 +200,8 @@ class TrainStep:
     ) -> Any:
         """Return the sum over the micro-batches on every replica. Call in cross-replica context.
 
-        Replicas could not exchange anything, such as averages of BatchNormalization, inside separate loops.
-
-        Args:
-            compute: called on a replica with `args` and the number of a micro-batch.
-            run: calls a function with arguments on every replica, such as `strategy.run`.
-            args: the arguments of each replica.
+        Replicas could not exchange anything, such as averages of BatchNormalization, inside separate loops. So `run`,
+        such as `strategy.run`, calls `compute` on every replica with its `args` and the number of a micro-batch.
         """
         if not self.masked:
             return self._over_micro_batches(run, self._add(compute), run(self.zeros, ()), args)
@@ -273,14 +268,10 @@ def cut_part(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
 
 
 def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any, *, parallel: int = 10) -> Any:
-    """Call `state = body(index, state)` for `count` indices and return the last state.
+    """Call `state = body(index, state)` for `count` indices from 0, an int64 scalar, and return the last state.
 
-    Autograph would compile a `for` loop to the same graph, but takes longer to convert all called functions.
-
-    Args:
-        count: int64 scalar.
-        body: called with the number of calls before it.
-        parallel: most independent calls that run at a time.
+    At most `parallel` independent calls run at a time. Autograph would compile a `for` loop to the same graph, but
+    takes longer to convert all called functions.
     """
 
     def step(done: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:

@@ -61,8 +61,7 @@ class Training:
     def __init__(self, setup: Setup, first: int, new_evaluation: Callable[[], Callable[[], dict[str, float]]]) -> None:
         """Prepare the actions. With callbacks, the model must be compiled.
 
-        Args:
-            new_evaluation: returns a function that evaluates on the test split; all tasks call it.
+        `new_evaluation` returns a function that evaluates on the test split; all tasks call it.
         """
         self._setup, self._context, self.first = setup, setup.context, first
         context, checkpoint = setup.context, setup.checkpoint
@@ -95,8 +94,7 @@ class Training:
     def actions(self, *, batches: bool) -> list[Action]:
         """Return the actions in their order.
 
-        Args:
-            batches: whether traces and the user's callbacks take a call as a batch; otherwise the caller calls them.
+        With `batches`, traces and the user's callbacks take a call as a batch; otherwise the caller calls them.
         """
         context = self._context
         flip = FlipBit(context.run.flip_request(context.task.name), self._copied_variables, context.spec.devices)

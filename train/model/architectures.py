@@ -27,10 +27,7 @@ EXPANSION = 4
 
 
 def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:
-    """Return the two-conv CNN of TensorFlow's distributed-training tutorials.
-
-    Source: https://www.tensorflow.org/tutorials/distribute/custom_training
-    """
+    """Return the two-conv CNN of TensorFlow's https://www.tensorflow.org/tutorials/distribute/custom_training."""
     return keras.Sequential(
         [
             keras.Input(image_shape, dtype="float32", name="image"),
@@ -79,11 +76,7 @@ def _normalized(features: Any, filters: int, size: int, stride: int = 1) -> Any:
 def transformer_lm(
     feature_shape: tuple[int, ...], vocabulary: int, *, layers: int = 4, width: int = 128, heads: int = 4
 ) -> keras.Model:
-    """Return a Transformer whose output at each position depends only on the tokens up to that position.
-
-    Returns:
-        A model from tokens `[B, T] int32` of 0 to V-1 to logits `[B, T, V] float32`.
-    """
+    """Return a causal Transformer from tokens `[B, T] int32` of 0 to V-1 to logits `[B, T, V] float32`."""
     if len(feature_shape) != 1:
         raise UsageError(f"--model 'transformer_lm' takes examples of shape (T,), tokens; these have {feature_shape}")
     tokens = keras.Input(feature_shape, dtype="int32", name="tokens")

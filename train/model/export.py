@@ -21,12 +21,9 @@ CLASSES = Path("assets.extra", "classes.json")
 def export(model: keras.Model, directory: Path, feature_shape: Named, classes: Named) -> None:
     """Write a SavedModel whose `serve` signature takes features `[B, ...]` in the model's types and returns outputs.
 
-    Several inputs or outputs have the names of the data in the signature.
-
-    Args:
-        model: built outside the strategy, so that the export does not depend on the cluster.
-        feature_shape: one example's shape, or a dictionary of them.
-        classes: the names of the classes; None for outputs that are values.
+    Several inputs or outputs have the names of the data in the signature. The model is built outside the strategy, so
+    that the export does not depend on the cluster. `feature_shape` is one example's shape, or a dictionary of them, and
+    `classes` has the names of the classes; None for outputs that are values.
     """
     scratch = directory.with_name(f".{directory.name}")
     shutil.rmtree(scratch, ignore_errors=True)

@@ -112,11 +112,9 @@ class GradientPolicy:
     def update(
         self, gradients: list[Any], variables: Sequence[Any], finite: tf.Tensor | None = None, norm: Any = None
     ) -> None:
-        """Clip gradients and apply them.
+        """Clip gradients and apply them, unless `finite` is false.
 
-        Args:
-            finite: whether to apply them; None for yes.
-            norm: the norm of the whole model's gradients, if these belong to a part of it.
+        `norm` is the norm of the whole model's gradients, if these belong to a part of it.
         """
         clipped = tf.clip_by_global_norm(gradients, self.clip_norm, norm)[0] if self.clip_norm else gradients
         if finite is None:

@@ -129,9 +129,7 @@ class LayerState:
     ) -> Iterator[Callable[[], list[tf.Tensor]]]:
         """Separate the assignments of layers inside; yield a function that returns the contributions of this part.
 
-        Args:
-            weights: variables that have other values inside.
-            values: their values inside.
+        Inside, the variables `weights` have the values `values` instead of theirs.
         """
         if not self.variables and not weights:
             yield list
@@ -155,11 +153,9 @@ class LayerState:
         return after if spec.dtype.is_floating else tf.stack([after, after * after])
 
     def assign(self, contributions: Sequence[tf.Tensor], add_up: Callable[[Sequence[tf.Tensor]], list[Any]]) -> None:
-        """Assign the state after the step.
+        """Assign the state after the step, from the sums of the contributions of this replica's parts.
 
-        Args:
-            contributions: the sums of the contributions of this replica's parts.
-            add_up: adds up tensors of one type over all replicas.
+        `add_up` adds up tensors of one type over all replicas.
         """
         for dtype in sorted({_spec(self.variables[at]).dtype.name for at in self._changed}):
             changed = [at for at in sorted(self._changed) if _spec(self.variables[at]).dtype.name == dtype]

@@ -119,15 +119,10 @@ def _user_metrics(reference: str, taken: Collection[str]) -> dict[str, PerExampl
 
 
 def build_by_name(loss: str, *, classifies: bool, shapes: Shapes | None = None) -> Objective:
-    """Build the objective of a model with one output.
+    """Build the objective of a model with one output; raise UsageError for a loss of classes and labels of values.
 
-    Args:
-        loss: a key of `LOSSES`, or a reference `package.module:function` to a function of the form `PerPosition`.
-        classifies: whether the labels are classes, in which case the score is the accuracy.
-        shapes: None for the shapes that a built-in loss requires.
-
-    Raises:
-        UsageError: the loss is for classes, and the labels are not.
+    `loss` is a key of `LOSSES`, or a reference `package.module:function` to a function of the form `PerPosition`. With
+    `classifies` the labels are classes, and the score is the accuracy. A built-in loss needs no `shapes`.
     """
     function = _loss(loss)
     if loss == "sparse_categorical_crossentropy" and not classifies:

@@ -29,8 +29,7 @@ def apply(names: Iterable[str] = TRAINING) -> list[str]:
 def replace(owner: Any, name: str, new: Callable[..., Any], *, defect: str = "", fixed: str = "(?!)") -> list[str]:
     """Replace a function of Keras whose source has the pattern `defect` and not `fixed`, unless it is replaced already.
 
-    Returns:
-        The function's name if it was replaced.
+    Returns the function's name if it was replaced.
     """
     function = getattr(owner, name)
     source = inspect.getsource(function)

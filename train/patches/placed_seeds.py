@@ -54,11 +54,8 @@ def random_place(
 ) -> Iterator[RandomPlace]:
     """Set the place from which layers called inside draw their random numbers.
 
-    Args:
-        step: int64 scalar, optimizer steps done before this one.
-        replica: int64 scalar.
-        micro_batch: int64 scalar, the number of one of several; None: as number 0.
-        drawn: how many seeds the stages before have drawn from each generator, by its `id`; None: none.
+    `step`, the optimizer steps done before this one, `replica` and `micro_batch`, None for number 0, are int64 scalars.
+    `drawn` says how many seeds the stages before have drawn from each generator, by its `id`.
     """
     inside = RandomPlace(step, replica, micro_batch, dict(drawn or {}))
     token = _place.set(inside)

@@ -141,13 +141,9 @@ class UnpackMask(keras.layers.Layer):
 
 
 def find_crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | None:
-    """Return a layer before which several tensors cross, and the layers that output them.
+    """Return a layer before which several tensors cross, and the layers that output them; None if only one crosses.
 
-    Args:
-        layer: the layer to check; empty: the nearest one to the middle of the model.
-
-    Returns:
-        None if only one tensor crosses.
+    It is `layer`, or without a name the nearest one to the middle of the model.
     """
     if isinstance(model, keras.Sequential):
         model = model._functional
@@ -164,9 +160,7 @@ def find_crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] 
 def estimate_cost(block: ModelBlock, micro_batch: int, slots: int) -> BlockCost:
     """Estimate the cost of a block from its FLOPs and the sizes of its tensors.
 
-    Args:
-        micro_batch: examples per micro-batch.
-        slots: tensors per weight besides its gradient, such as the optimizer's variables.
+    `micro_batch` is in examples; `slots` counts tensors per weight besides its gradient, such as the optimizer's.
     """
     parameters = sum(math.prod(weight.shape) for weight in block.weights)
     trainable = sum(math.prod(weight.shape) for weight in block.weights if weight.trainable)

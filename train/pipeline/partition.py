@@ -80,12 +80,10 @@ class StageCost:
 
 
 def partition(blocks: Sequence[BlockCost], constraints: Constraints, cut: Sequence[str] = ()) -> list[StageCost]:
-    """Return the stages of the best partition, or of that of given cuts.
+    """Return the stages of the best partition of a model's blocks, in order, or of that of given cuts.
 
-    Args:
-        blocks: the model's blocks, in order.
-        cut: the first layer of each stage but the first; empty: the partition whose slowest stage is fastest, and among
-            equal ones that with the smallest earlier stages.
+    `cut` has the first layer of each stage but the first; empty: the partition whose slowest stage is fastest, and
+    among equal ones that with the smallest earlier stages.
     """
     count, memory_bytes = constraints.stages, constraints.memory_bytes
     if count > len(blocks):

@@ -38,12 +38,7 @@ class StageGraph:
     def __init__(
         self, context: TaskContext, policy: GradientPolicy, number: int, edges: Edges, feed: Feed, update: Update
     ) -> None:
-        """Prepare the stage.
-
-        Args:
-            number: number of this stage, from 0.
-            feed: the micro-batches; the first stage takes their features, the last one their labels.
-        """
+        """Prepare stage `number` (from 0): the first takes features of the micro-batches in `feed`, the last labels."""
         config, task_stages = context.config, context.task_stages
         assert task_stages is not None
         stage_model, replica = task_stages.models[number], task_stages.pipeline

@@ -75,10 +75,8 @@ def partition_model(
 ) -> tuple[list[StageCost], list[StageModel]]:
     """Return the stages of the best partition of a model, or of the one that its configuration names.
 
-    Args:
-        memory_bytes: memory of each stage; None for no limit.
-        layers: the first layer of each stage but the first; None for those of the configuration.
-        pipelines: number of pipelines that share each global batch.
+    `layers` are the first of each stage but the first; None for those of the configuration. `memory_bytes` is the
+    memory of each stage, None for no limit, and `pipelines` is the number of pipelines that share each global batch.
     """
     blocks, pipeline = model_blocks.split_model(model), config.pipeline
     if blocks[-1].outputs_masked:

@@ -126,8 +126,7 @@ def without_values(
 ) -> tuple[keras.Model, list[keras.Variable], dict[int, tf.Tensor]]:
     """Build a model whose variables have no value or memory yet.
 
-    Returns:
-        The model, its variables, and by their ids the values that `new_model` assigned, such as pretrained weights.
+    Returns the model, its variables, and by their ids the values that `new_model` assigned, such as pretrained weights.
     """
     with keras.StatelessScope(initialize_variables=False) as scope:
         model = new_model()

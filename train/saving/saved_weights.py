@@ -14,13 +14,9 @@ from train.saving.trees import Mirror, unwrap
 def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str, as_trained: keras.Model | None = None) -> None:
     """Load the weights of a checkpoint into a model, or their averages if the run evaluates by these.
 
-    Args:
-        model: the model of the run, with plain variables.
-        as_trained: the model in the precision of the training, if that is another: a checkpoint has its layers by
-            number, and Keras counts casts as well.
-
-    Raises:
-        tf.errors.OpError, OSError: the files cannot be read.
+    The model has plain variables. `as_trained` is the model in the precision of the training, if that is another: a
+    checkpoint has its layers by number, and Keras counts casts as well. Raises tf.errors.OpError or OSError if
+    the files cannot be read.
     """
     load_trained(model, prefix, as_trained)
     load_averages(config, model, prefix)

@@ -41,12 +41,9 @@ class MemorySnapshots:
     def __init__(
         self, files: Sequence[int], checkpoint: tf.train.Checkpoint, gather: Gather, broadcast: Broadcast | None
     ) -> None:
-        """Prepare the snapshots.
+        """Prepare snapshots of a tree of variables in two files, given by descriptor.
 
-        Args:
-            files: descriptors of the two files.
-            checkpoint: the tree of variables that a snapshot has.
-            broadcast: None where the tasks have different states, so that each needs its own.
+        `broadcast` is None where the tasks have different states, so that each needs its own.
         """
         self._files, self._gather, self._broadcast = files, gather, broadcast
         # Now: a compiled model also reaches its optimizer, so that the variables have other places.
@@ -84,11 +81,7 @@ class MemorySnapshots:
     def restore(self, newest_saved: int) -> int | None:
         """Restore the newest snapshot, the same in all tasks, which all call this; return its number of steps.
 
-        Args:
-            newest_saved: steps of the newest checkpoint that this task has found.
-
-        Returns:
-            None if there is no snapshot, or the checkpoint is newer.
+        Returns None if there is none, or a newer checkpoint; the newest that this task found is of step `newest_saved`.
         """
         held = {_steps_of(file): file for file in self._files if self._is_complete(file)}
         newest, older = [*sorted(held, reverse=True), NONE, NONE][:2]
@@ -133,11 +126,7 @@ class MemorySnapshots:
 
 
 def choose(held: Sequence[Iterable[int]], *, by_all: bool) -> int | None:
-    """Return the newest step of which some task has a snapshot, or every task; None if there is none.
-
-    Args:
-        held: the steps of the snapshots that each task has; `NONE` for none.
-    """
+    """Return the newest step, `NONE` aside, of which some task has a snapshot, or every task; None if there is none."""
     sets = [set(each) - {NONE} for each in held]
     return max(set.intersection(*sets) if by_all else set.union(*sets), default=None)
 

@@ -35,8 +35,7 @@ RECENT = 5
 def parse_interval(every: int | str) -> tuple[int, float]:
     """Return the steps and the seconds between two checkpoints; one of them is 0, both for `auto`.
 
-    Raises:
-        ValueError: the value is not `auto`, steps from 1 such as 200, or seconds from 0.1 such as 30s.
+    Raises ValueError if the value is not `auto`, steps from 1 such as 200, or seconds from 0.1 such as 30s.
     """
     if every == AUTO:
         return 0, 0.0
@@ -51,9 +50,7 @@ def parse_interval(every: int | str) -> tuple[int, float]:
 def best_interval_s(cost_s: float, writing_s: float, mtbf_s: float) -> float:
     """Return the seconds of training between two saves that minimize the lost time.
 
-    Args:
-        cost_s: training time that a save costs.
-        writing_s: time to write a save concurrently with the training, which is the least interval.
+    A save costs `cost_s` of training, and is written in `writing_s` concurrently, which is the least interval.
     """
     best = mtbf_s
     if 0 < cost_s < 2 * mtbf_s:
@@ -118,13 +115,10 @@ class SaveTimer:
         writing: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Set the interval.
+        """Set the interval: steps, seconds such as `30s`, or `auto`.
 
-        Args:
-            every: steps, seconds such as `30s`, or `auto`.
-            past: previous generations; None for a task that does not decide.
-            writing: returns whether the last checkpoint is still being written.
-            clock: returns the time in seconds.
+        `past` has previous generations, None for a task that does not decide; `writing` returns whether the last
+        checkpoint is still being written, and `clock` the time in seconds.
         """
         steps, self._seconds = parse_interval(every)
         self._past = past or Past()
@@ -180,11 +174,9 @@ class SaveTimer:
             self._step_s = seconds / steps
 
     def saved(self, cost_s: float = 0.0, writing_s: float | None = None) -> None:
-        """Restart the interval after a checkpoint.
+        """Restart the interval after a checkpoint, for which training waited `cost_s`.
 
-        Args:
-            cost_s: seconds that training waited for it.
-            writing_s: seconds to write the last finished one concurrently with the training.
+        The last finished one was written in `writing_s`, concurrently with the training.
         """
         if self._costs_s is None:
             self._costs_s = deque(maxlen=RECENT)  # the first save of a generation also creates the copy

@@ -88,8 +88,7 @@ class Snapshot(Mirror):
     def __init__(self, checkpoint: tf.train.Checkpoint, names: Mapping[int, str] | None = None) -> None:
         """Copy the variables; those without a value, which another task has, stay without one.
 
-        Args:
-            names: names of variables, by `id`, which are saved with their values.
+        The `names` of variables, by `id`, are saved with their values.
         """
         known = names or {}
 
@@ -148,10 +147,8 @@ class Joint:
     def save(self, copy: Snapshot, folder: Path, generation: int, problem: str) -> Callable[[str], object] | None:
         """Write this task's files; on the first task return the function that writes the joined files.
 
-        All tasks call it for the same checkpoints in the same order.
-
-        Args:
-            problem: the reason why this task's variables must not be saved, or empty.
+        All tasks call it for the same checkpoints in the same order. `problem` is the reason why this task's variables
+        must not be saved, or empty.
         """
         self._saves += 1
         parts = folder / f".ckpt-{generation}-joint-{self._saves}"
@@ -196,8 +193,7 @@ class Joint:
 def keys(checkpoint: tf.train.Checkpoint, scratch: str) -> dict[int, str]:
     """Return the keys under which TensorFlow saves the variables of a checkpoint of plain modules, by `id`.
 
-    Args:
-        scratch: prefix of temporary files, to which the tree is written without values to find the keys.
+    To find them, the tree is written without values to temporary files with the prefix `scratch`.
     """
     variables: dict[str, tf.Variable] = {}
 

@@ -22,17 +22,12 @@ class Help(Exception):
 def resolve_config(
     preset: str, overrides: Sequence[str], base: TrainConfig | None = None, cores: int = 0
 ) -> TrainConfig:
-    """Apply overrides to a preset's configuration, or to `base`.
+    """Apply overrides to a preset's configuration, or to `base`, that of a resumed run.
 
-    Args:
-        preset: one of `presets.names()`, or `package.module:function` that returns a `TrainConfig`.
-        overrides: options such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`.
-        base: the configuration of a resumed run, instead of the preset.
-        cores: cores of each task on another machine; 0 for those of this machine.
-
-    Raises:
-        UsageError: the preset or an option is unknown (the message offers the nearest name), or a value is out of
-        range.
+    The preset is one of `presets.names()`, or `package.module:function` that returns a `TrainConfig`. Overrides are
+    options such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`. `cores` are those of each task on another
+    machine; 0 for those of this machine. Raises UsageError if the preset or an option is unknown (the message offers
+    the nearest name), or a value is out of range.
     """
     if base is None:
         built_in = presets.list_presets()

@@ -43,11 +43,9 @@ class Metrics:
     """Writes one task's metrics."""
 
     def __init__(self, run: RunFolder, task: str, *, prints: bool, resumed_at: int = 0) -> None:
-        """Open the task's files.
+        """Open the task's files. With `prints`, as on one task of a cluster, rows are printed, too.
 
-        Args:
-            prints: whether to print the rows, as one task of a cluster does.
-            resumed_at: the first step of this generation; later rows belong to lost steps and are deleted.
+        This generation begins at step `resumed_at`; later rows belong to lost steps and are deleted.
         """
         self._run_name = run.name
         self._rows = run.metrics(task)

@@ -63,11 +63,7 @@ class Saved:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def damage(self, *, contents: bool = True) -> str | None:
-        """Describe the damage to its files; None if they are intact.
-
-        Args:
-            contents: whether to read the files; otherwise only their sizes are compared.
-        """
+        """Describe the damage to its files, None if intact; without `contents` only their sizes are compared."""
         try:
             files = self.files
         except (OSError, ValueError) as error:
@@ -103,12 +99,7 @@ def list_finished(folder: Path) -> list[Saved]:
 
 
 def find_newest_good(folder: Path, warn: Callable[[str], None] = print, up_to: int | None = None) -> Saved | None:
-    """Return the newest intact checkpoint; None if there is none.
-
-    Args:
-        warn: called with one line for each newer one that is skipped.
-        up_to: the newest step to consider; None for any.
-    """
+    """Return the newest intact checkpoint up to step `up_to`, or None; `warn` of each newer one that is damaged."""
     for saved in list_finished(folder):
         if up_to is not None and saved.step > up_to:
             continue
@@ -124,12 +115,8 @@ def agree_on_newest(
 ) -> Saved | None:
     """Return the newest checkpoint that is intact for every task; None if no task has one. All tasks call it.
 
-    Args:
-        gather: collects the numbers of all tasks: a collective operation.
-        warn: called with one line for each newer one that is damaged.
-
-    Raises:
-        RunFailed: some tasks can read a checkpoint and others cannot. Starting over would discard it.
+    `gather` collects the numbers of all tasks, a collective operation; `warn` gets a line for each newer damaged one.
+    Raises RunFailed if some tasks can read a checkpoint and others cannot: starting over would discard it.
     """
     up_to = None
     while True:
@@ -147,11 +134,8 @@ def agree_on_newest(
 def write_checkpoint(write: Callable[[str], object], saved: Saved, generation: int = 0) -> None:
     """Write a checkpoint's files and then its record; until then an earlier one of the same step remains valid.
 
-    All files are on the disk, not only in its cache, when this returns.
-
-    Args:
-        write: writes TensorFlow's files with a prefix, as `tf.train.Checkpoint.write` does.
-        generation: the generation of the run, by which `delete_leftovers` recognizes leftovers.
+    All files are on the disk, not only in its cache, when this returns. `write` writes TensorFlow's files with a
+    prefix, as `tf.train.Checkpoint.write` does. `delete_leftovers` recognizes leftovers by the run's `generation`.
     """
     prefix = _free_prefix(saved)
     with tempfile.TemporaryDirectory(prefix=f".ckpt-{generation}-", dir=saved.folder) as scratch:
@@ -197,8 +181,7 @@ def delete_older(newest: Saved, keep: int) -> None:
 def delete_leftovers(folder: Path, generation: int) -> None:
     """Delete leftovers of killed saves: temporary folders, and files without a record. Only for the writer.
 
-    Args:
-        generation: the generation of the run; files of later ones remain.
+    Temporary folders of this or a later generation remain.
     """
     for path in folder.glob(".ckpt-*"):
         match = _SCRATCH.fullmatch(path.name)

@@ -22,13 +22,9 @@ def examine_function(
 ) -> FunctionRecord:
     """Call a dataset function for both splits, and write a record of it to `data_dir`.
 
-    Args:
-        name: `package.module:function`.
-        num_outputs: classes of whole-number labels, such as `10`, or `digit=10,parity=2`.
-        fresh: whether to count the examples of datasets without a known length again.
-
-    Raises:
-        UsageError: it is not suitable for training; the message gives the reason.
+    The name is `package.module:function`. `num_outputs` has the classes of whole-number labels, such as `10`, or
+    `digit=10,parity=2`; with `fresh` the examples of datasets without a known length are counted again. Raises
+    UsageError, with the reason, if the function is not suitable for training.
     """
     say(f"calling {name}")
     with store.disk_errors(data_dir):
