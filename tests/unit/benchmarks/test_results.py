@@ -5,12 +5,8 @@ import pytest
 from benchmarks import documents as places
 from benchmarks import exchange, figures, results
 from benchmarks.figures import Goal
-from cluster.system.errors import (
-    ClusterError,
-)
+from cluster.system.errors import ClusterError
 from tests.unit.benchmarks.sampled import COST, RECOVERY, START, TOGETHER, rows
-
-# Arithmetic
 
 
 def test_a_value_must_be_the_median_of_the_pairs_ratios_not_the_ratio_of_medians():
@@ -64,9 +60,6 @@ def test_the_parts_of_a_step_must_add_up_to_it():
     assert exchange.Parts(own=1500.0, slower=500.0, exchange=1000.0, between=250.0) == found
     alone = exchange.parts([chief[1:]])
     assert (0.0, 2000.0) == (alone.slower, alone.exchange)
-
-
-# Results
 
 
 def test_what_was_measured_again_must_replace_itself_and_nothing_else(tmp_path):
