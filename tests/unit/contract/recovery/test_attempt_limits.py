@@ -1,6 +1,9 @@
-"""How often what failed is started again: what counts, what progress is, and that storms never end a run."""
+"""How often what failed is started again: what counts, what progress is, its record, and that no storm ends a run."""
 
 import random
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,8 +12,10 @@ from cluster.agent.attempt import Restarter
 from cluster.agent.run_view import RunView
 from cluster.contract.recovery import attempt_limits, ends, step_record
 from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, EndedAttempt
+from cluster.contract.recovery.step_record import RecordedStep, StepRecord
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
+from cluster.system.paths import ROOT
 from train.loops import loop
 from train.loops.actions import EndTraining
 from train.loops.steps import LoopResult, Request, Signals, no_request
@@ -87,9 +92,6 @@ def test_failures_before_a_resume_do_not_count(run):
     run.begin_generation(3, resumed=True)
     assert [] == attempt_limits.attempts_of_gang(run, 3) == attempt_limits.attempts_of_task(run, "worker-0")
     assert 0 == attempt_limits.count_restarts(run, "worker-0")
-
-
-# Attempts of a run, without processes
 
 
 def restarter_of(run: RunFolder, task: str = "chief") -> Restarter:
@@ -192,9 +194,6 @@ def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run, seed):
     assert (None, [], 50) == (story.run.outcome, story.kills, story.run.generation)
 
 
-# Who it was
-
-
 def test_two_tasks_that_fail_together_count_once(run):
     chief, worker = restarter_of(run), restarter_of(run, "worker-0")
     for generation in range(3):
@@ -255,3 +254,48 @@ def test_an_evaluator_never_fails_the_run(make_run):
     for _ in range(6):
         recovery.restart_alone(recovery.end(0, PROGRAM_FAILURE, "it died"))
     assert run.outcome is None
+
+
+def test_the_newest_step_outlives_a_sigkill(run):
+    lines = f"""
+import os
+from cluster.contract.recovery.step_record import StepRecord
+from cluster.contract.run.folder import RunFolder
+from pathlib import Path
+record = StepRecord(RunFolder(Path({str(run.path)!r})), "chief", 3)
+for step in range(12346):
+    record.done(step)
+os.kill(os.getpid(), {int(signal.SIGKILL)})
+"""
+    done = subprocess.run([sys.executable, "-c", lines], check=False, cwd=ROOT)
+    assert -signal.SIGKILL == done.returncode
+    assert RecordedStep(3, 12345) == step_record.read_step(run, "chief")
+    assert 12345 == step_record.last_step(run, "chief", 3) == step_record.newest_step(run, 3)
+    assert -1 == step_record.last_step(run, "chief", 4)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"\0" * 40, b"         1", b"         1                   12 00000000\n", b"x y z"]
+)
+def test_a_torn_record_is_none(run, damage):
+    StepRecord(run, "chief", 1).done(12)
+    path = run.control / "steps" / "chief"
+    path.write_bytes(damage)
+    assert step_record.read_step(run, "chief") is None
+    StepRecord(run, "chief", 1).done(13)
+    if len(damage) <= 40:
+        assert RecordedStep(1, 13) == step_record.read_step(run, "chief")
+
+
+def test_a_record_that_cannot_be_written_ends_nothing(run):
+    (run.control / "steps").write_text("in the way")
+    StepRecord(run, "chief", 1).done(12)
+    assert step_record.read_step(run, "chief") is None
+
+
+def test_single_steps_are_those_after_the_last_recorded_one(run):
+    assert (None, -1) == (step_record.read_step(run, "chief"), step_record.newest_step(run, 0))
+    assert range(0) == step_record.single_steps(run, 0, 25)
+    assert range(26, 51) == step_record.single_steps(run, 1, 25, lambda mine: [mine, 26])  # others see it already
+    run.begin_generation(1, task="chief", single_steps_from=26)
+    assert range(26, 51) == step_record.single_steps(run, 1, 25)

@@ -116,9 +116,6 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path):
     assert 3_000_000 < (tmp_path / "log").stat().st_size
 
 
-# The kernel's word
-
-
 @pytest.mark.parametrize(
     ("record", "said"),
     [

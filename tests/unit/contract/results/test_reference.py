@@ -12,11 +12,9 @@ from cluster.system.json_files import write_json
 
 CONFIG = {"model": "cnn", "seed": 1, "global_batch": 192, "log_every": 10, "checkpoint_every": 100}
 
-EndedRun = Callable[..., RunFolder]
-
 
 @pytest.fixture
-def ended(make_run) -> EndedRun:
+def ended(make_run) -> Callable[..., RunFolder]:
     """Makes a run that has ended, each later than the one before; takes what differs and `spec.build`'s options."""
     made: list[RunFolder] = []
 
@@ -50,9 +48,6 @@ def test_another_number_of_workers_gives_the_same_bits_with_virtual_shards_alone
         run = ended(f"smaller-{same}", config=config, restarts=1)
         run.begin_generation(2, task="worker-0", left_out=["worker-0"])
         assert same is reference.same_bits(run)
-
-
-# Which one it is
 
 
 def test_the_reference_is_the_newest_run_of_the_same_training(ended):
@@ -92,9 +87,6 @@ def test_a_run_that_may_have_other_bits_is_no_reference(ended, make_run, other, 
     run = ended("stormy", **mine)
     assert found is (reference.find_reference(run) is not None)
     assert found is (reference.same_bits(run) is not None)  # it is not its own reference
-
-
-# Whether the bits are the same
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,7 @@ from train.telemetry.timing import KEPT, RECENT, StepTiming, Times, times_from_m
 def pace(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> Pace:
     """Return the pace of a task that is busy that long in each of its steps."""
     return Pace(
-        steps=stragglers.FEWEST,
-        step_ms={"mean": step_ms},
-        busy_share=busy_ms / step_ms,
-        input_share=input_ms / step_ms,
+        steps=stragglers.FEWEST, step_ms={"mean": step_ms}, busy_share=busy_ms / step_ms, input_share=input_ms / step_ms
     )
 
 
@@ -56,9 +53,6 @@ SILENT = Pace(steps=stragglers.FEWEST, step_ms={"mean": 900.0})
 )
 def test_who_is_slower_and_who_waits_for_input(paces, expected):
     assert expected == lines(**paces)
-
-
-# What the task itself keeps
 
 
 def test_marks_distinguish_the_steps():

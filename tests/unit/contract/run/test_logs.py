@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.agent.task_process import Script
+from cluster.agent.task_process import Script, Trainer
 from cluster.contract.run import logs
 from cluster.contract.run.logs import GAP, LINE_BYTES, LogReader
 from tests.support.waiting import wait_for
@@ -178,3 +178,26 @@ def test_the_state_of_a_progress_bar_is_logged_before_its_line_ends(log, monkeyp
         program.close()
         copying.join()
     assert [b"Epoch 1/2\r", b"\b\b\r1/9 ---\b\b\r2/9 ---\b\b\r3/9"] == read(LogReader(log))
+
+
+PRINTS = """
+print("WARNING: All log messages before absl::InitializeLog() is called are written to STDERR")
+print("I0000 00:00:1.5 7 port.cc:153] oneDNN custom operations are on. You may see slightly different results")
+print("step 1")
+"""
+
+
+def test_what_tensorflow_says_at_any_log_level_is_not_logged(tmp_path):
+    trainer = Trainer([sys.executable, "-c", PRINTS], dict(os.environ), tmp_path / "log")
+    assert 0 == trainer.wait(30)
+    trainer.end(0)
+    assert "step 1\n" == (tmp_path / "log").read_text()
+    assert "exit code 0, last line: step 1" == trainer.error(0)
+
+
+def test_a_script_s_output_is_logged_as_it_is(tmp_path):
+    script = Script([sys.executable, "-c", PRINTS], dict(os.environ), tmp_path / "log", tmp_path / "work")
+    script.open_gate({})
+    assert 0 == script.wait(30)
+    script.end(0)
+    assert 3 == len((tmp_path / "log").read_text().splitlines())

@@ -94,11 +94,7 @@ def test_a_run_is_found_through_a_link_and_a_shell_that_knows_its_folder_left_al
 @pytest.mark.parametrize(
     "record",
     [
-        "",
-        "[]",
-        "x",
-        '{"runtime": "local"}',
-        '{"runtime": 5, "token": "t"}',
+        *("", "[]", "x", '{"runtime": "local"}', '{"runtime": 5, "token": "t"}'),
         json.dumps({"runtime": "local", "token": "", "supervisor": {"pid": 1, "start_ticks": 1}}),
         json.dumps({"runtime": "local", "token": 7, "supervisor": None}),
         *(

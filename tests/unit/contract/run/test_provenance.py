@@ -22,15 +22,10 @@ from cluster.system.json_files import read_json, write_json
 from tests.support import command_line
 from tests.support.launching import WORKING_ENGINE, Commands, refusal
 
-RECORDS = ("config.json", "cluster.json", "compose.json", "control/started.json", "manifest.json")
-
 
 def another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Have another user's, or another machine's, notes from now on."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path.with_name(f"{tmp_path.name}-another")))
-
-
-# What `up` seals, and what is believed afterwards
 
 
 @pytest.fixture
@@ -52,7 +47,9 @@ def test_a_run_that_was_started_here_is_gone_on_with_again_and_again(started):
     provenance.check_trusted(run)
 
 
-@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize(
+    "record", ["config.json", "cluster.json", "compose.json", "control/started.json", "manifest.json"]
+)
 def test_a_record_that_was_rewritten_is_named_and_not_believed(started, record):
     run = started()
     write_json(run.path / record, read_json(run.path / record) | {"preset": "theirs:preset"})
@@ -91,8 +88,6 @@ def test_two_runs_of_one_name_are_distinguished(started, tmp_path):
     for run in (started(), RunFolder(tmp_path / "elsewhere" / "mine")):
         provenance.check_trusted(run)
 
-
-# Every command that would start or load something of a run
 
 COMMANDS = {
     "up": {"resume": "mine"},
@@ -169,9 +164,6 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(make_run):
     (words,) = [shlex.split(command) for command in commands]
     assert ["docker", "compose", "--progress=quiet", "--project-name", compose_services.project(run.path)] == words[:5]
     assert not [word for word in words[5:] if "/" in word or word.startswith("-f")]
-
-
-# The notes
 
 
 def test_notes_are_with_the_user_s_state(monkeypatch, tmp_path):
