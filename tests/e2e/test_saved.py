@@ -77,7 +77,7 @@ def test_predict_must_name_the_likeliest_classes(clusters, alone):
     assert "expected a PNG or JPEG file" in output
 
 
-@pytest.mark.long  # files of all kinds: `test_initial_weights.py`; a run's: `test_user_files.py`
+@pytest.mark.long  # files of all kinds: `test_initial_weights.py`; a run's: `test_payload.py`
 def test_a_run_must_begin_with_the_weights_of_another(clusters, alone):
     tuned = clusters.up("tuned", f"--workers=0 --init-from={alone.name} -- --max-steps 5 --freeze conv2d*")
     assert "began with 8 of the 8 weights from ckpt-20.index" in tuned.log("chief").read_text()

@@ -20,41 +20,25 @@ def found(value: str, strategy: str = "") -> set[tuple[str, str]]:
     return {(each.state, each.check) for each in explain.explain_text(value, "", strategy).findings}
 
 
-@pytest.mark.parametrize(
-    ("value", "check"),
-    [
-        ("", "json"),
-        ("{", "json"),
-        (json.dumps(text()), "json"),
-        ("[" * 100_000, "json"),
-        ("7", "json"),
-        ("{}", "cluster"),
-        ('{"cluster": []}', "cluster"),
-        (text({"worker": "a:2222"}), "cluster"),
-        (text({"worker": [7]}), "address"),
-        ('{"cluster": {"worker": ["a:1234"]}}', "task"),
-        (text(index=None), "task"),
-        (text(index=2), "task"),
-        (text(role="chief"), "task"),
-        (text(TWO | {"evaluator": ["e:2222"]}), "evaluator"),
-        (text(TWO | {"chief": ["c:2222", "d:2222"]}), "chief"),
-        (text(TWO | {"wroker": ["c:2222"]}), "roles"),
-        (text({"worker": ["a:2222", "A:2222"]}), "duplicate"),
-        (text({"worker": ["localhost:2222", "127.0.0.1:2222"]}), "duplicate"),
-        (text({"worker": ["localhost:2222", "b:2222"]}), "localhost"),
-        (text({"worker": ["0.0.0.0:2222", "b:2222"]}), "localhost"),
-        (text({"worker": ["a", "b:2222"]}), "address"),
-        (text({"worker": ["grpc://a:2222", "b:2222"]}), "address"),
-        (text({"worker": ["a:0", "b:2222"]}), "port"),
-        (text({"worker": ["a:65536", "b:2222"]}), "port"),
-        (text({"worker": ["-a:2222", "b:2222"]}), "name"),
-        (text({"worker": ["a..b:2222", "b:2222"]}), "name"),
-        (text({"worker": [f"{'a' * 64}:2222", "b:2222"]}), "name"),
-        (text({"worker": ["10.0.0.300:2222", "b:2222"]}), "name"),
-        (text({"ps": ["p:2222"], "chief": ["c:2222"]}, "chief"), "strategy"),
-        (text({"ps": ["p:2222"], **TWO}), "strategy"),
-    ],
-)
+WORKERS = {
+    "address": ([7], ["a", "b:2222"], ["grpc://a:2222", "b:2222"]),
+    "duplicate": (["a:2222", "A:2222"], ["localhost:2222", "127.0.0.1:2222"]),
+    "localhost": (["localhost:2222", "b:2222"], ["0.0.0.0:2222", "b:2222"]),
+    "port": (["a:0", "b:2222"], ["a:65536", "b:2222"]),
+    "name": tuple([f"{name}:2222", "b:2222"] for name in ("-a", "a..b", "a" * 64, "10.0.0.300")),
+}
+MISTAKES = {
+    "json": ["", "{", json.dumps(text()), "[" * 100_000, "7"],
+    "cluster": ["{}", '{"cluster": []}', text({"worker": "a:2222"})],
+    "task": ['{"cluster": {"worker": ["a:1234"]}}', text(index=None), text(index=2), text(role="chief")],
+    "evaluator": [text(TWO | {"evaluator": ["e:2222"]})],
+    "chief": [text(TWO | {"chief": ["c:2222", "d:2222"]})],
+    "roles": [text(TWO | {"wroker": ["c:2222"]})],
+    "strategy": [text({"ps": ["p:2222"], "chief": ["c:2222"]}, "chief"), text({"ps": ["p:2222"], **TWO})],
+} | {check: [text({"worker": addresses}) for addresses in wrong] for check, wrong in WORKERS.items()}
+
+
+@pytest.mark.parametrize(("value", "check"), [(value, check) for check in MISTAKES for value in MISTAKES[check]])
 def test_a_mistake_is_found(value, check):
     assert ("failed", check) in found(value)
 

@@ -84,11 +84,7 @@ def test_only_a_run_that_succeeded_can_be_made_again(made, make_run):
     failed, scripted = made("failed"), made("scripted")
     write_json(failed.summary, {"state": "failed"})
     write_json(scripted.config, {"script": "train.py"})
-    for run, why in (
-        (make_run("new", workers=0), "in progress"),
-        (failed, "failed"),
-        (scripted, "losses"),
-    ):
+    for run, why in ((make_run("new", workers=0), "in progress"), (failed, "failed"), (scripted, "losses")):
         with pytest.raises(UsageError, match=why):
             rerun.repeat_run(run, "", lambda command: pytest.fail("something was started"))
 

@@ -1,4 +1,4 @@
-"""The troubleshooting table has the words of the program's messages, and what only `make` refuses is provoked."""
+"""The documentation: its links lead somewhere, and what it says of errors and of tests is true."""
 
 import ast
 import os
@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +75,54 @@ def test_make_refuses_as_the_table_says(tmp_path, python, target, row, expected)
     (sees,) = (each for each in ROWS if row in each)
     assert re.fullmatch(".*".join(map(re.escape, sees.split("..."))), line)
     assert [str(expected)] == re.findall(r"Error (\d+)", printed)
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.needs("git")
+def test_every_link_of_the_documentation_leads_to_a_file_and_a_heading():
+    broken = []
+    for page in tracked_files():
+        if page.suffix != ".md" or page.is_relative_to(ROOT / ".github"):
+            continue
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+            if ":" in target:
+                continue
+            path = (page.parent / target) if target else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert [] == broken
+
+
+@pytest.mark.needs("git")
+def test_files_that_the_code_and_the_documentation_name_exist():
+    missing = []
+    for path in tracked_files():
+        names = []
+        if path.suffix in {".py", ".yml", ".yaml", ".md", ".toml"} or path.name == "Dockerfile":
+            names += re.findall(r"(?<![\w/.:])docs/[\w/-]+\.(?:md|jsonl|png)", path.read_text())
+        if path == ROOT / "README.md" or (path.suffix == ".md" and path.is_relative_to(ROOT / "docs")):
+            names += re.findall(r"`((?:cluster|train|tests|compose|docker|benchmarks)/[\w./-]+)`", path.read_text())
+        missing += [f"{path.relative_to(ROOT)}: {name}" for name in names if not (ROOT / name).exists()]
+    assert [] == missing
+
+
+def test_every_protection_names_tests_that_exist():
+    text = (ROOT / "docs" / "reference" / "security.md").read_text()
+    table = text.partition("## Protections and their tests")[2].partition("\n## ")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("|")][2:]
+    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(rows) > 15
+    for protection, named in rows:
+        names = re.findall(r"`([^`]+)`", named)
+        assert names, protection
+        assert set(names) <= files

@@ -88,7 +88,7 @@ def test_a_model_is_counted_on_its_data_or_that_of_your_own(monkeypatch):
     monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
     monkeypatch.setattr(footprint.memory, "available_bytes", lambda: 2**40)
     unprepared, own = plan(model="mine:model"), plan(dataset="mine:data")
-    unprepared.data = own.data = ""  # as always of one's own: its function may have changed
+    unprepared.data = own.data = ""  # as always of a user's dataset: its function may have changed
     assert {"unknown"} == set(footprint.estimate_memory(unprepared))
     assert footprint.estimate_memory(own) == SIZES | footprint.assess(own, SIZES)
 

@@ -1,4 +1,4 @@
-"""What tasks bring along: where it lies, what is refused, and the folders that scripts run in."""
+"""What tasks bring along: where it lies, what is refused, the folders that scripts run in, and initial weights."""
 
 import os
 from pathlib import Path
@@ -6,15 +6,18 @@ from pathlib import Path
 import pytest
 
 from cluster.contract import spec
+from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import user_files
 from cluster.host.runtime import compose_services
 from cluster.host.runtime.payload import Payload, container_variables
+from cluster.system import files
 from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.json_files import write_json
 
 ALL = Payload(Path("/theirs/s.py"), ("1",), (Path("/code/a"), Path("/b")), Path("/r.txt"), Path("/packages/of/it"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def environment(monkeypatch):
     """Nothing in the caller's environment that changes what tasks get."""
     for name in os.environ:
@@ -29,14 +32,14 @@ def test_a_container_finds_everything_under_fixed_names():
     assert ["/code/0", "/code/1", "/packages"] == ALL.mounted().path
 
 
-def test_a_local_process_finds_everything_where_it_lies(monkeypatch):
+def test_a_local_process_finds_everything_where_it_lies(environment, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/callers")
     assert ["--script", "/theirs/s.py", "1"] == ALL.command()
     path = ALL.environment(spec.build(2), ALL.local_path())["PYTHONPATH"]
     assert "/code/a:/b:/packages/of/it:/callers" == path
 
 
-def test_tf_keras_is_for_parameter_servers_unless_the_caller_chooses(monkeypatch):
+def test_tf_keras_is_for_parameter_servers_unless_the_caller_chooses(environment, monkeypatch):
     for ps, expected in ((0, None), (1, "1")):
         assert expected == ALL.environment(spec.build(2, ps), ALL.local_path()).get("TF_USE_LEGACY_KERAS")
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
@@ -116,3 +119,49 @@ def test_no_link_leads_back_to_the_run(make_run, tmp_path):
     user_files.lay_out(Payload(tmp_path / "s.py"), run, run.load_cluster())
     assert {"s.py", "loop"} == {path.name for path in run.work("chief").iterdir()}
     assert all(len(Path(folder).parts) < 20 for folder, _, _ in os.walk(run.path, followlinks=True))
+
+
+@pytest.fixture
+def trained(make_run) -> RunFolder:
+    run = make_run("trained")
+    for step in (5, 10):
+        names = [f"ckpt-{step}.index", f"ckpt-{step}.data-00000-of-00001"]
+        for name in names:
+            (run.checkpoints / name).write_text(name)
+        recorded = {name: {"size_bytes": 1, "sha256": files.sha256(run.checkpoints / name)} for name in names}
+        write_json(run.checkpoints / f"ckpt-{step}.json", {"step": step, "files": recorded})
+    return run
+
+
+def names_of(found: tuple[Path, ...]) -> list[str]:
+    return [path.name for path in found]
+
+
+def test_of_a_run_the_newest_checkpoint_is_meant_unless_it_is_damaged(trained):
+    assert ["ckpt-10.data-00000-of-00001", "ckpt-10.index"] == names_of(user_files.find_weights("trained"))
+    (trained.checkpoints / "ckpt-10.index").write_text("other")
+    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names_of(user_files.find_weights("trained"))
+    (trained.checkpoints / "ckpt-5.index").unlink()
+    with pytest.raises(UsageError, match="--init-from trained"):
+        user_files.find_weights("trained")
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize("name", ["trainde", "absent.npz", "folder/file", "weights.txt"])
+def test_what_holds_no_weights_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights.txt").touch()
+    with pytest.raises(UsageError, match=name):
+        user_files.find_weights(name)
+
+
+def test_files_are_copied_so_that_a_repeated_run_finds_them(trained, make_run):
+    prefix = trained.checkpoints / "ckpt-5.index"
+    found = user_files.find_weights(str(prefix))
+    run = make_run("tuned")
+    user_files.copy_weights(found, run.init)
+    assert {"ckpt-5.index", "ckpt-5.data-00000-of-00001"} == set(user_files.hash_weights(run.init))
+    for path in found:
+        path.unlink()
+    assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names_of(user_files.find_weights(str(prefix), run))
+    assert () == user_files.find_weights("")

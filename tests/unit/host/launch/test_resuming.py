@@ -136,14 +136,8 @@ def test_what_its_steps_or_its_checkpoint_depend_on_stays(trained, made, changes
     [
         {},
         {"optimizer": OPTIMIZER | {"learning_rate": 1e-4, "schedule": "cosine"}},
-        {"loop": "fit"},
-        {"epochs": 2.0},
-        {"max_steps": 601},
-        {"checkpoint_every": 50},
-        {"precision": "bf16"},
-        {"bitwise_elastic": 6},
-        {"topology": {"workers": 5}},
-        {"topology": {"workers": 2, "ps": 1}},
+        *({"loop": "fit"}, {"epochs": 2.0}, {"max_steps": 601}, {"checkpoint_every": 50}, {"precision": "bf16"}),
+        *({"bitwise_elastic": 6}, {"topology": {"workers": 5}}, {"topology": SERVERS}),
     ],
 )
 def test_everything_else_may_change_and_anything_before_a_checkpoint(trained, changes):

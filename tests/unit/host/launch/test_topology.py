@@ -80,8 +80,7 @@ def test_what_each_stage_does_by_itself_is_accepted():
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{"pipeline": {"remat": True}}, {"pipeline": {"schedule": "1f1b"}}, {"pipeline": {"cut": "logits"}}],
+    "config", [{"pipeline": {"remat": True}}, {"pipeline": {"schedule": "1f1b"}}, {"pipeline": {"cut": "logits"}}]
 )
 def test_what_only_a_pipeline_has_is_refused_without(config):
     alone = spec.build(workers=0)
