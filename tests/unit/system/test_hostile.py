@@ -66,9 +66,6 @@ def refused(task: str, **options: Any) -> str:
     return message
 
 
-# Names and paths
-
-
 @pytest.mark.parametrize("task", ["status", "logs", "wait", "stop", "down", "rerun", "export"])
 def test_no_task_takes_a_run_name_that_is_none(task):
     for name in ("..", "../x", "/etc", "a\0b", "a\nb", "-rf", "~"):
@@ -119,9 +116,6 @@ def test_whatever_an_error_quotes_it_is_one_harmless_line(text):
     with pytest.raises(Exit) as ended:
         report_errors(body)(Context())
     assert str(ended.value.message).isprintable()
-
-
-# Shell commands
 
 
 def words_of(command: str) -> tuple[dict[str, str], list[str]]:
@@ -227,9 +221,6 @@ def test_a_process_id_that_a_task_made_up_is_no_command(make_run, monkeypatch, p
     assert [] == requested
 
 
-# Overlays
-
-
 def strings(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         yield from (text for part in value.values() for text in strings(part))
@@ -270,8 +261,6 @@ def test_an_overlay_holds_what_was_meant_and_no_variable(folder, data, value, ar
     assert set(chief) <= keys  # no word becomes another key
 
 
-# TF_CONFIG
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
     lambda inside: st.lists(inside, max_size=3) | st.dictionaries(TEXT, inside, max_size=3),
@@ -305,8 +294,6 @@ def test_tf_config_is_one_or_refused_in_one_line(text):
         assert all(re.fullmatch(r"[A-Za-z0-9_.:\[\]-]+:[0-9]+", address) for address in addresses)
         assert all(re.fullmatch(r"\w+", role) for role in cluster)
 
-
-# Secrets
 
 SECRET = "hunter2-do-not-tell"
 

@@ -149,17 +149,9 @@ def test_a_run_may_itself_lie_behind_a_link_but_dots_lead_nowhere(make_run, tmp_
     assert ["noted"] == [event.event for event in run.events()]
 
 
-# Commands
-
-
 @pytest.mark.parametrize(
     ("task", "part"),
-    [
-        ("export", "export"),
-        ("export", "checkpoints/ckpt-1.index"),
-        ("export", "metrics"),
-        ("logs", "logs/chief.log"),
-    ],
+    [("export", "export"), ("export", "checkpoints/ckpt-1.index"), ("export", "metrics"), ("logs", "logs/chief.log")],
 )
 def test_commands_use_nothing_with_links(make_run, outside, monkeypatch, capsys, task, part):
     run = make_run()

@@ -1,4 +1,4 @@
-"""Errors in one line, each with what it is about, whatever the system or the user's own code says."""
+"""Errors in one line, whatever the system or the user's own code says, and imports without TensorFlow's noise."""
 
 import errno
 import os
@@ -11,8 +11,9 @@ from invoke import Context, Exit
 
 from cluster.host.cli import command_line
 from cluster.host.options.request import Request
+from cluster.system import quiet
 from cluster.system.errors import UsageError
-from cluster.system.messages import described, system_error
+from cluster.system.messages import NOISE, described, system_error
 from cluster.system.paths import ROOT
 from tests.support.launching import refusal
 
@@ -106,3 +107,25 @@ def test_commands_work_in_an_unusual_environment(variables, tmp_path):
     errors = done.stderr.decode().splitlines()
     assert [code == 2] * len(errors) == [line.startswith("error: ") for line in errors]
     assert len(errors) == (code == 2)
+
+
+def test_the_noise_is_left_out_and_nothing_else(capfd):
+    with quiet.imports():
+        for part in NOISE:
+            os.write(2, b"I0000 00:00:1 7 port.cc:153] " + part + b" More.\n")
+        print("their warning", file=sys.stderr)
+        os.write(2, b"no line break")
+    os.write(2, b", and on\n")
+    assert "their warning\nno line break, and on\n" == capfd.readouterr().err
+
+
+@quiet.imports()
+def cannot_import() -> None:
+    os.write(2, b"cannot open a library\n")
+    raise ImportError
+
+
+def test_what_was_printed_before_an_error_is_shown(capfd):
+    with pytest.raises(ImportError):
+        cannot_import()
+    assert "cannot open a library\n" == capfd.readouterr().err

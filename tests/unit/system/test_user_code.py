@@ -18,11 +18,9 @@ from tests.support.waiting import wait_for
 ROOT = Path(__file__).resolve().parents[3]
 FORGED = '{"config": {}, "code_dirs": [], "data": "forged"}'
 
-Resolve = Callable[[str], dict[str, object]]
-
 
 @pytest.fixture
-def resolve(tmp_path, monkeypatch) -> Resolve:
+def resolve(tmp_path, monkeypatch) -> Callable[[str], dict[str, object]]:
     """Resolves the configuration of a preset that is the function `mine` of these lines."""
 
     def of(lines: str) -> dict[str, object]:
