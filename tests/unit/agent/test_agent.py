@@ -17,25 +17,9 @@ from cluster.host.control import foreground
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
 from cluster.system.ports import open_listener
-from tests.support.gang import assert_ended
 from tests.support.waiting import wait_for
 
 SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"
-
-
-# The end of a run
-
-
-def test_a_run_that_succeeds_writes_its_summary(start_gang):
-    summary = start_gang("train(5), meet(), finish()", workers=2).summary()
-    assert_ended(
-        summary,
-        state="succeeded",
-        replicas=3,
-        steps=5,
-        metrics={"eval_accuracy": 0.9},
-        tasks={"chief": 0, "worker-0": 0, "worker-1": 0},
-    )
 
 
 @pytest.mark.parametrize("code", [1, 2])
@@ -60,9 +44,6 @@ def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang)
     assert cause == (outcome.state, outcome.task, outcome.exit_code, outcome.error)
 
 
-# Restarts
-
-
 def test_a_gang_restart_waits_for_a_worker_that_once_restarted_alone(start_gang, monkeypatch):
     monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "5")
     lines = """
@@ -73,9 +54,6 @@ if NAME == 'ps-0' and not GENERATION: until(lambda: run.heartbeats()['worker-0']
     summary = gang.summary()
     assert ("succeeded", ["worker-0", "ps-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
     assert {"chief": 1, "worker-0": 2, "ps-0": 1} == {n: beat.restarts for n, beat in gang.run.heartbeats().items()}
-
-
-# Stops
 
 
 def test_an_evaluator_stops_after_the_last_checkpoint(start_gang):
@@ -123,9 +101,6 @@ def test_a_task_that_comes_after_the_end_does_not_hold_it_up(run, monkeypatch):
     assert {"chief": None, "worker-0": None} == read_json(run.summary)["tasks"]
 
 
-# The start
-
-
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -141,9 +116,6 @@ def test_an_agent_that_was_started_wrongly_says_so_in_one_line(make_run, environ
     assert (2, "") == (done.returncode, done.stdout)
     assert done.stderr.startswith(f"error: {message}")
     assert 1 == len(done.stderr.splitlines())
-
-
-# A task that is killed with its agent
 
 
 @pytest.mark.parametrize("topology", [{"workers": 1}, {"workers": 1, "ps": 1}])

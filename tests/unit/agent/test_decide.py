@@ -204,10 +204,7 @@ def test_a_script_s_own_error_ends_the_run_only_when_all_others_are_alive(known,
 
 @pytest.mark.parametrize(
     ("known", "cause"),
-    [
-        ({"another_died": True}, "exit code 1"),
-        ({"worker_restarted": True}, "exit code 1, after a worker had died"),
-    ],
+    [({"another_died": True}, "exit code 1"), ({"worker_restarted": True}, "exit code 1, after a worker had died")],
 )
 def test_a_script_s_error_after_the_death_of_another_task_restarts_the_gang(known, cause):
     action = decide(facts(Phase.FAILED, scripted=True, code=1, failed_s=3.1, **known))

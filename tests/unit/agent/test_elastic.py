@@ -66,25 +66,27 @@ class World:
         return found
 
 
-def test_a_task_that_returned_is_taken_in_at_the_next_checkpoint():
-    world = World(worker_1=1)
-    assert not world.pass_time(STEADY_S + 5, "worker-1", saved=100)
-    assert {"worker-1"} == world.pass_time(1, "worker-1", saved=120)
+ONE, BOTH = ("worker-1",), ("worker-0", "worker-1")
 
 
-def test_a_checkpoint_before_the_task_was_steady_is_not_enough():
-    world = World(worker_1=1)
-    for saved in (100, 110, 120):
-        assert not world.pass_time(STEADY_S / 4, "worker-1", saved=saved)
-    assert not world.pass_time(STEADY_S, "worker-1", saved=130)
-    assert {"worker-1"} == world.pass_time(1, "worker-1", saved=131)
-
-
-def test_a_task_that_goes_away_again_begins_anew():
-    world = World(worker_1=1)
-    world.pass_time(STEADY_S - 1, "worker-1", saved=1)
-    world.pass_time(GONE_S + 1, saved=1)
-    assert not world.pass_time(STEADY_S - 1, "worker-1", saved=2)
+@pytest.mark.parametrize(
+    ("times_left_out", "before", "last", "due"),
+    [
+        ({"worker_1": 1}, [(STEADY_S + 5, ONE, 100)], (1, ONE, 120), ONE),
+        # A checkpoint before the task was steady is not enough, and one that went away begins again.
+        ({"worker_1": 1}, [*((STEADY_S / 4, ONE, at) for at in (1, 2, 3)), (STEADY_S, ONE, 4)], (1, ONE, 5), ONE),
+        ({"worker_1": 1}, [(STEADY_S - 1, ONE, 1), (GONE_S + 1, (), 1)], (STEADY_S - 1, ONE, 2), ()),
+        # Together; but one that comes and goes holds up no other.
+        ({"worker_0": 1, "worker_1": 1}, [(3, BOTH[:1], 1), (STEADY_S + 2, BOTH, 1)], (1, BOTH, 2), BOTH),
+        ({"worker_0": 5, "worker_1": 1}, [(STEADY_S + 2, BOTH, 1)], (1, BOTH, 2), ONE),
+    ],
+)
+def test_tasks_that_are_back_and_steady_are_taken_in_at_the_next_checkpoint(times_left_out, before, last, due):
+    world = World(**times_left_out)
+    for seconds, here, saved in before:
+        assert not world.pass_time(seconds, *here, saved=saved)
+    seconds, here, saved = last
+    assert set(due) == world.pass_time(seconds, *here, saved=saved)
 
 
 def test_an_old_heartbeat_is_no_return():
@@ -92,19 +94,6 @@ def test_an_old_heartbeat_is_no_return():
     for saved in range(1, 100):
         world.now += 1
         assert not world.returns.due({"worker-1": 12.0}, saved)
-
-
-def test_tasks_that_return_together_are_taken_in_together():
-    world = World(worker_0=1, worker_1=1)
-    world.pass_time(3, "worker-0", saved=1)
-    world.pass_time(STEADY_S + 2, "worker-0", "worker-1", saved=1)
-    assert {"worker-0", "worker-1"} == world.pass_time(1, "worker-0", "worker-1", saved=2)
-
-
-def test_a_flapping_task_does_not_hold_up_another():
-    world = World(worker_0=5, worker_1=1)
-    world.pass_time(STEADY_S + 2, "worker-0", "worker-1", saved=1)
-    assert {"worker-1"} == world.pass_time(1, "worker-0", "worker-1", saved=2)
 
 
 def test_a_task_out_of_reach_is_due_again_only_at_a_further_checkpoint():
@@ -121,9 +110,6 @@ def test_no_host_however_unsteady_restarts_the_run_more_often_than_its_patience(
     while not world.pass_time(1, "worker-1", saved=next(saved)):
         pass
     assert world.now - began >= elastic.patience_s(times)
-
-
-# One agent alone, in this process
 
 
 def record(run: RunFolder, **elasticity: object) -> None:

@@ -20,8 +20,6 @@ from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop, Generation
 from tests.support.waiting import wait_for
 
-FAR_S = 1000.0
-
 
 @pytest.fixture
 def run(make_run) -> RunFolder:
@@ -48,7 +46,7 @@ def join(run) -> Iterator[Callable[[str], RunView]]:
 @pytest.fixture
 def blind(monkeypatch):
     """Agents that read the folder only where no hub is heard."""
-    monkeypatch.setattr(run_view, "READ_S", FAR_S)
+    monkeypatch.setattr(run_view, "READ_S", 1000.0)
 
 
 def linked(board: RunView) -> RunView:

@@ -194,9 +194,6 @@ def test_an_answer_of_another_task_does_not_count(three):
     assert isinstance(chief.exception(10), rendezvous.Incomplete)
 
 
-# Servers
-
-
 def test_a_server_that_speaks_http2_is_there(three):
     with listening(three, "chief", b"\0\0\0\4"):
         assert rendezvous.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
@@ -217,9 +214,6 @@ def test_waiting_for_a_server_ends_where_it_lost_its_purpose(three):
         [three.task("chief")], timeout_s=600, abandon=lambda: time.monotonic() > began + 0.1
     )
     assert time.monotonic() < began + 300
-
-
-# A machine off its network
 
 
 def test_a_task_that_has_not_its_address_yet_tries_again(three, monkeypatch):

@@ -5,7 +5,6 @@ import os
 import signal
 import textwrap
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.host.view.ended import ended_lines
 from cluster.system.json_files import append_json, read_json, write_json
-from tests.support.gang import SIGKILLED, Gang, assert_ended
+from tests.support.gang import SIGKILLED, Gang, StartGang, assert_ended
 from tests.support.waiting import wait_for
 
 LINES = """
@@ -46,11 +45,9 @@ def die(number=signal.SIGKILL):
     os.kill(os.getpid(), number)
 """
 
-StartScripts = Callable[..., Gang]
-
 
 @pytest.fixture
-def start_scripts(make_run, start_run, tmp_path) -> StartScripts:
+def start_scripts(make_run, start_run, tmp_path) -> StartGang:
     """Starts a cluster whose every task runs these lines; takes the script's arguments and `spec.build`'s options."""
 
     def start(lines: str, arguments: tuple[str, ...] = (), absent: tuple[str, ...] = (), **topology: Any) -> Gang:
@@ -68,9 +65,6 @@ def start_scripts(make_run, start_run, tmp_path) -> StartScripts:
         return start_run(run)
 
     return start
-
-
-# The end
 
 
 def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts):
@@ -116,9 +110,6 @@ def test_the_first_error_is_the_root_cause(start_scripts):
     assert "exit code 1, last line: the root cause" == summary["cause"]["error"]
 
 
-# Restarts
-
-
 def test_a_killed_worker_under_ps_starts_again_alone(start_scripts):
     lines = """
     if NAME == 'worker-0' and os.environ['RESTARTS'] == '0': die()
@@ -155,9 +146,6 @@ def test_a_killed_task_is_known_before_a_network_file_system_lists_its_end(run, 
     assert worker._another_died()
 
 
-# Stops
-
-
 @pytest.mark.parametrize(("worker", "action"), [("done", EndRun(OutcomeState.SUCCEEDED)), ("stopped", STOP_RUN)])
 def test_a_stop_that_only_another_host_sees_is_no_success(run, worker, action):
     chief = agent.Agent(RunView(run), "chief", [], 1.0, kind=task_process.Script)._attempt_in(0)
@@ -179,9 +167,6 @@ def test_a_stop_ends_every_script(start_scripts, monkeypatch, on_sigterm, grace_
     summary = gang.summary()
     assert ("stopped", []) == (summary["state"], summary["restarts"])
     assert {"stopped"} == {beat.state for beat in gang.run.heartbeats().values()}
-
-
-# What a script finds
 
 
 def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(start_scripts, tmp_path):
@@ -232,9 +217,6 @@ def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkey
     assert "missing worker-0" in outcome.error
     assert "never started" in outcome.error
     assert "" == gang.run.log("chief").read_text()
-
-
-# Temporary files
 
 
 def test_each_script_has_its_own_temporary_folder_which_survives_kills_until_the_run_ends(

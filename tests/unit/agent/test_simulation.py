@@ -61,21 +61,8 @@ def test_no_schedule_breaks_an_invariant(simulated):
     counts = run_all(range(ORDINARY))
     assert ORDINARY == counts["schedules"]
     assert {"state succeeded", "state stopped", "state failed"} <= counts.keys()
-    faults = {
-        "cut",
-        "second copy",
-        "kill standby",
-        "with standby processes",
-        "stale caches",
-        "kill program",
-        "kill task",
-        "freeze program",
-        "freeze task",
-        "lose task",
-        "stop",
-        "crash",
-        "own failure",
-    }
+    faults = {"cut", "second copy", "kill standby", "kill program", "kill task", "freeze program", "freeze task"}
+    faults |= {"with standby processes", "stale caches", "lose task", "stop", "crash", "own failure"}
     assert faults <= counts.keys()
 
 
@@ -87,13 +74,9 @@ def test_many_schedules_break_no_invariant(simulated, capsys):
         print(f"\n{counts.pop('schedules')} schedules from seed {first}: {dict(sorted(counts.items()))}")
 
 
-def test_a_script_outlives_a_peer_that_reports_its_death_slowly(simulated, times):
-    outcomes = [schedule.run()["state"] for schedule in islice(slow_reports(simulated), 50 * times)]
-    assert ["succeeded"] * 50 * times == outcomes
-
-
-def test_a_script_outlives_a_peer_that_was_killed_while_its_agent_stood_still(simulated, times):
-    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(mute(simulated), 50 * times)}
+@pytest.mark.parametrize("peer", [slow_reports, mute], ids=["reports slowly", "is killed while its agent stands still"])
+def test_a_script_outlives_a_peer_that(simulated, times, peer):
+    assert ["succeeded"] * 50 * times == [schedule.run()["state"] for schedule in islice(peer(simulated), 50 * times)]
 
 
 SCRIPT = partial(Drawn, scripted=True, linked=True)
@@ -168,22 +151,21 @@ def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated):
 
 
 @pytest.mark.slow
-def test_tasks_that_meet_at_the_last_moment_continue(simulated, times):
-    """The worker comes back when the others have waited for it almost as long as they may."""
-    outcomes = Counter()
-    for seconds in (57.0, 59.0, 61.0, 63.0):
-        away = [(8.0, "lose task", "worker-0", seconds), (9.0, "kill program", "worker-1", 0.0)]
-        drawn = Drawn({"workers": 2}, scripted=False, steps=12, save_every=4, linked=True, min_workers=1, faults=away)
-        outcomes.update(schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 25 * times))
-    assert outcomes.keys() == {"succeeded"}
-
-
-@pytest.mark.slow
-def test_the_chief_decides_about_a_worker_that_left_during_the_rendezvous(simulated, times):
-    """The others have met the worker, and wait for the chief alone, which waits for that worker."""
-    away = [(1.9, "lose task", "worker-0", 200.0)]
+@pytest.mark.parametrize(
+    ("away", "number"),
+    [
+        # The worker comes back when the others have waited for it almost as long as they may.
+        *(
+            ([(8.0, "lose task", "worker-0", seconds), (9.0, "kill program", "worker-1", 0.0)], 25)
+            for seconds in (57.0, 59.0, 61.0, 63.0)
+        ),
+        # The others have met the worker, and wait for the chief alone, which waits for that worker.
+        ([(1.9, "lose task", "worker-0", 200.0)], 75),
+    ],
+)
+def test_a_gang_continues_whenever_a_worker_is_away(simulated, times, away, number):
     drawn = Drawn({"workers": 2}, scripted=False, steps=12, save_every=4, linked=True, min_workers=1, faults=away)
-    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 75 * times)}
+    assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), number * times)}
 
 
 def test_an_evaluator_that_is_left_alone_ends_the_run_and_names_a_task(simulated):
@@ -196,13 +178,8 @@ def test_an_evaluator_that_is_left_alone_ends_the_run_and_names_a_task(simulated
 @pytest.mark.parametrize(
     "drawn",
     [
-        mutations.NEVER_JOINS,
-        mutations.NEVER_BEGINS,
-        mutations.NEVER_RECORDS,
-        mutations.NOBODY_ENDS,
-        mutations.LEFT_ALONE,
-        mutations.STOPPED_AS_IT_DIES,
-        mutations.STOPPED_AS_IT_PAUSES,
+        *(mutations.NEVER_JOINS, mutations.NEVER_BEGINS, mutations.NEVER_RECORDS, mutations.NOBODY_ENDS),
+        *(mutations.LEFT_ALONE, mutations.STOPPED_AS_IT_DIES, mutations.STOPPED_AS_IT_PAUSES),
     ],
 )
 def test_a_run_survives_or_names_a_process_that_is_frozen_permanently(simulated, drawn):

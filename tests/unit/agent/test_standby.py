@@ -85,8 +85,7 @@ def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang):
     wait_for(lambda: gang.run.generation == 1, "the next generation", timeout_s=20)
     beats = [("training", 1)] * 2
     wait_for(
-        lambda: beats == [(beat.state, beat.generation) for beat in map(gang.beat, ("chief", "worker-0"))],
-        "both tasks",
+        lambda: beats == [(beat.state, beat.generation) for beat in map(gang.beat, ("chief", "worker-0"))], "both tasks"
     )
     os.kill(gang.pid("worker-0"), signal.SIGKILL)  # which ends the fake training
     summary = gang.summary()
@@ -127,11 +126,6 @@ def test_only_standby_processes_of_the_same_cluster_can_train(run):
     assert 0 == standby_cluster.newest_number(run, 1)
 
 
-def live_process() -> Mock:
-    """Return a standby process, without a process."""
-    return Mock(pid=1, stopped_s=0.0, is_stopped=False, ended=False)
-
-
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("for_memory", [False, True])
 def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeypatch, stopped, for_memory):
@@ -139,7 +133,7 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeyp
     now, kills = 100.0, 0
 
     def start(_environment: dict[str, str]) -> Mock:
-        started.append(live_process())
+        started.append(Mock(pid=1, stopped_s=0.0, is_stopped=False, ended=False))
         return started[-1]
 
     monkeypatch.setattr(standby.time, "monotonic", lambda: now)
@@ -170,19 +164,8 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeyp
             assert (1, True, 1) == (len(started), standing_by.settled, standing_by.kills)
             return
         assert restarts + 1 == len(started)
-
-
-def test_a_standby_process_that_ended_is_not_handed_over(monkeypatch):
-    process = live_process()
-    for name in ("available_bytes", "headroom_bytes"):
-        monkeypatch.setattr(standby.memory, name, lambda: 2**50)
-    monkeypatch.setattr(standby.Standby, "_set_kill_score", lambda *_: None)
-    standing_by = standby.Standby(lambda environment: process, 0, 1)
-    for _ in range(2):
-        standing_by.keep(training=True)
-    process.ended = True
-    assert standing_by.ended
-    assert standing_by.take() is None
+    started[-1].ended = True
+    assert standing_by.take() is None  # it is not handed over
 
 
 def test_without_enough_memory_there_is_no_standby_process(monkeypatch):

@@ -32,9 +32,6 @@ def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang)
         assert "most recent call first" in gang.run.log(task).read_text()
 
 
-# Without processes
-
-
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
     fake = SimpleNamespace(now=1000.0)

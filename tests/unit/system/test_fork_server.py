@@ -33,11 +33,8 @@ def start(start_gang) -> StartGang:
     return partial(start_gang, preload="tests.programs.preloaded")
 
 
-BeforeStart = Callable[[Callable[[RunFolder], object]], None]
-
-
 @pytest.fixture
-def before_start(monkeypatch) -> BeforeStart:
+def before_start(monkeypatch) -> Callable[[Callable[[RunFolder], object]], None]:
     """Takes what is done to a run's folder before its supervisor starts."""
 
     def prepare(change: Callable[[RunFolder], object]) -> None:
