@@ -3,7 +3,7 @@
 Defect: AddN begins with whichever input nobody else needs any more, which depends on timing. From three replicas on,
 a run gives other bits when it is repeated.
 Versions: TensorFlow 2.21.0.
-Test: tests/unit/train/patches/test_central_sums.py
+Test: tests/unit/train/patches/test_gradients.py::test_replicas_are_added_in_their_order
 Not applied: to other strategies, which use collective operations.
 """
 

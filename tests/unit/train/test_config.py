@@ -151,9 +151,6 @@ def test_a_stream_can_be_of_any_tfds_dataset():
     assert "--dataset 'cifar10' is neither built in" in refusal("--dataset", "cifar10")
 
 
-# Parts of the user's own
-
-
 @pytest.fixture
 def own(tmp_path, monkeypatch) -> Callable[[str], Path]:
     """Writes the user's module `own_parts`, whose folder is on the path."""

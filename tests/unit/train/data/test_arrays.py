@@ -76,3 +76,14 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path, index):
     (tmp_path / "arrays" / "mnist-3.0.1" / "arrays.json").write_text(index)
     with pytest.raises(RunFailed, match=r"arrays\.json cannot be read .* --fresh`"):
         arrays.find_arrays(tmp_path, "mnist")
+
+
+def test_a_training_cuts_windows_into_its_context():
+    features = arrays.ArrayFile(None, (13, 64), "uint8", "", ())
+    labels = arrays.ArrayFile(None, (13, 64), "int64", "", ())
+    split = arrays.Split(features, labels)
+    whole = arrays.ArraySet(None, "jargon_file", "4.4.7", (), 256, split, split, "", {})
+    assert whole.is_text
+    cut = whole.cut(16)
+    assert ((52, 16), (52, 16)) == (cut.train.features.shape, cut.test.labels.shape)
+    assert cut.train.features.size_bytes == features.size_bytes

@@ -117,9 +117,6 @@ def test_an_index_with_too_few_blocks_is_reported(data_dir):
         arrays.find_arrays(data_dir, "mnist")
 
 
-# What is recorded
-
-
 @pytest.mark.parametrize("config", [ARRAYS, SHARDS], ids=["arrays", "shards"])
 def test_the_manifest_has_the_hashes_of_the_files(data_dir, config, make_run):
     run, source = make_run(workers=0), sources.open_source(config, data_dir)

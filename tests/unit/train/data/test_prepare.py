@@ -17,6 +17,7 @@ import pytest
 from cluster.system.errors import PrerequisiteError, UsageError
 from tests import fast
 from train.data import arrays
+from train.data.prepare import jargon_file
 from train.data.prepare import preparation as prepare
 from train.data.prepare.download import SourceFile
 
@@ -196,3 +197,30 @@ def test_the_command_fails_in_one_line(arguments, code, named):
     done = command_line(*arguments)
     assert code == done.returncode
     assert done.stderr.startswith("error: ") and named in done.stderr and 1 == done.stderr.count("\n")
+
+
+TEXT = bytes(range(97, 123)) * 30
+
+
+def test_labels_are_the_bytes_that_follow_and_splits_do_not_overlap():
+    splits = jargon_file.split_text(TEXT, 50)
+    features = np.concatenate([splits[part][0].ravel() for part in ("train", "test")])
+    labels = np.concatenate([splits[part][1].ravel() for part in ("train", "test")])
+    assert features.tobytes() == TEXT[: len(features)]
+    assert labels.astype(np.uint8).tobytes() == TEXT[1 : len(labels) + 1]
+    assert (13, 50) == splits["train"][0].shape and (2, 50) == splits["test"][0].shape
+
+
+@pytest.mark.slow
+def test_a_text_is_prepared_from_a_package_and_found(monkeypatch, tmp_path):
+    file = SourceFile("jargon.dict", "", len(TEXT), hashlib.sha256(TEXT).hexdigest())
+    monkeypatch.setattr(jargon_file, "FILE", file)
+    monkeypatch.setattr(jargon_file.split_text, "__defaults__", (64,))
+
+    def fetch(dataset, files, folder, say):
+        (folder / file.name).write_bytes(TEXT)
+
+    prepare.prepare_dataset("jargon_file", tmp_path, fetchers={"package": fetch})
+    found = arrays.find_arrays(tmp_path, "jargon_file")
+    assert ((11, 64), "uint8", 256) == (found.train.features.shape, found.train.features.dtype, found.num_outputs)
+    assert "int64" == found.train.labels.dtype

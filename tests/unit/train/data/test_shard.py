@@ -159,9 +159,6 @@ def test_dictionaries_are_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "data" / "shards").exists()
 
 
-# TFDS
-
-
 class TinyThings(tfds.core.GeneratorBasedBuilder):
     """What a dataset of TFDS is made of; tests change these."""
 
@@ -245,9 +242,6 @@ def test_a_download_that_fails_is_reported_in_one_line(tmp_path, monkeypatch, fa
     monkeypatch.setattr(download, "probe", fail)
     with pytest.raises(PrerequisiteError, match=f"tiny_things: {' '.join(str(failure).split())}; "):
         tiny(tmp_path)
-
-
-# The command
 
 
 def test_the_command_shards_and_verifies(tmp_path, capsys, monkeypatch):

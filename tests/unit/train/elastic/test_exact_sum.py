@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on their order. Over replicas: `tests/process/train/test_steps.py`."""
+"""Sums whose bits do not depend on their order (over replicas: `tests/process/train/test_steps.py`), and shards."""
 
 import math
 
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.elastic.exact_sum import exact_sum
+from train.elastic.virtual_shards import VirtualShards
 
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 
@@ -70,13 +71,32 @@ def test_a_huge_row_of_an_embedding_must_not_coarsen_the_others(rows, huge_at):
     assert [alone.tobytes()] * 2 == [together[[row]].tobytes() for row in others]
 
 
-def test_a_huge_number_of_a_vector_must_not_coarsen_the_others():
+def test_a_huge_number_must_not_coarsen_the_others_of_its_vector_or_another_tensor():
     small = float(np.float32(1.2345678e-20))
     assert [2e20, 2 * small] == pytest.approx(summed([1e20, small], [1e20, small]), rel=1e-7)
-
-
-def test_the_small_numbers_of_a_tensor_must_keep_their_digits():
-    """Another tensor's large ones do not coarsen its grid."""
-    small = float(np.float32(1.2345678e-20))
     sums = exact_sum([tf.constant([[1e20], [1e20]]), tf.constant([[small], [small]])], 2)
     assert [2 * small] == sums[1].numpy().tolist()
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> VirtualShards:
+    total = draw(st.integers(1, 40))
+    return VirtualShards(total, draw(st.integers(1, total)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(cuts())
+def test_each_shard_must_be_one_replicas_and_none_may_have_two_more_than_another(cut):
+    shares = [list(range(cut.first(replica), cut.first(replica + 1))) for replica in range(cut.replicas)]
+    assert list(range(cut.total)) == [shard for share in shares for shard in share]
+    assert {cut.most, cut.total // cut.replicas} == {len(share) for share in shares} | {cut.most}
+
+
+@settings(deadline=None, max_examples=20)
+@given(cuts())
+def test_a_graph_must_find_the_same_shards(cut):
+    for replica in range(cut.replicas):
+        shards = cut.list_shards(tf.constant(replica, tf.int64)).numpy().tolist()
+        assert list(range(cut.first(replica), cut.first(replica + 1))) == shards
+        places = [int(cut.place(tf.constant(shard, tf.int64))) for shard in shards]
+        assert list(range(len(shards))) == places

@@ -97,11 +97,8 @@ def own_parts(monkeypatch) -> Any:
     return own_module.put(monkeypatch, "own_parts", **values)
 
 
-Train = Callable[..., Trained]
-
-
 @pytest.fixture
-def train(own_parts, make_run, tmp_path) -> Train:
+def train(own_parts, make_run, tmp_path) -> Callable[..., Trained]:
     """Trains, or trains on, for some steps with callbacks of the user's own after a recording one."""
     run, data_dir = make_run(workers=0), tmp_path / "data"
     features = np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32)
@@ -286,10 +283,7 @@ def settled(run: Path, call: int = 0) -> list[keras.callbacks.Callback]:
 
 @pytest.mark.parametrize(
     ("loop", "options", "kills"),
-    [
-        ("custom", {"checkpoint_every": 3, "evaluate_every": 4}, [12, 14]),
-        ("fit", {"checkpoint_every": 2}, [11, 16]),
-    ],
+    [("custom", {"checkpoint_every": 3, "evaluate_every": 4}, [12, 14]), ("fit", {"checkpoint_every": 2}, [11, 16])],
 )
 def test_killed_runs_end_with_the_weights_and_files_of_undisturbed_ones(train, tmp_path, loop, options, kills):
     options |= {"loop": loop, "steps_per_loop": 1}

@@ -8,9 +8,13 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
+from train import patches
 from train.config import TrainConfig
 from train.model import initial_weights, models, optimizers
+from train.pipeline import stage_variables
+from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
+from train.strategy import precision_policy
 
 
 def new_model(outputs: int = 2, *, seed: int = 0) -> keras.Model:
@@ -77,9 +81,6 @@ def test_a_file_that_holds_no_weights_is_refused(tmp_path, name):
         initial_weights.load_file(new_model(), tmp_path / name)
 
 
-# Layers that are not trained
-
-
 def test_frozen_layers_are_named_or_begin_alike():
     model = new_model()
     models.freeze_layers(model, "wide, no*")
@@ -101,3 +102,24 @@ def test_all_layers_of_a_name_are_frozen():
 def test_a_layer_that_is_not_there_or_the_last_one_is_refused(names):
     with pytest.raises(UsageError, match="--freeze "):
         models.freeze_layers(new_model(), names)
+
+
+def new_masked_model() -> keras.Model:
+    """Return a model in which a lower precision adds a cast before the mask, so that Keras counts one layer more."""
+    inputs = keras.Input((5, 3))
+    hidden = keras.layers.LSTM(8, return_sequences=True)(keras.layers.Masking()(inputs))
+    pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.Dense(8)(hidden))
+    return keras.Model(inputs, keras.layers.Dense(8)(pooled))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("without_memory", [False, True])
+def test_weights_trained_in_another_precision_are_loaded(tmp_path, precision, without_memory):
+    patches.apply()
+    with precision_policy(precision):
+        trained = new_masked_model()
+    prefix = tf.train.Checkpoint(model=trained).write(str(tmp_path / "ckpt"))
+    model = stage_variables.to_restore(new_masked_model) if without_memory else new_masked_model()
+    saved_weights.load_trained(model, prefix, stage_variables.as_trained(new_masked_model, precision))
+    for expected, loaded in zip(trained.weights, model.weights, strict=True):  # without states of random generators
+        np.testing.assert_array_equal(expected.numpy(), loaded.numpy())

@@ -1,7 +1,7 @@
 """Patches of gradients: not finite ones show in the loss, repeated rows are summed, and sums keep their order."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from tensorflow import keras
 from tensorflow.python.eager import context
 
-from train.patches import nan_gradients, repeated_rows
+from train.patches import central_sums, nan_gradients, repeated_rows
 from train.patches.exact_order import keep_order_of_sums
 
 GOOD = tf.constant([1.0, -3e38])
@@ -70,3 +70,25 @@ def test_only_sums_that_must_repeat_are_not_rewritten(rewrites, micro_batches, d
     assert (rewrites().memory_optimization == rewrites().NO_MEM_OPT) is (micro_batches > 1 or deterministic)
     assert (rewrites().arithmetic_optimization == rewrites().OFF) is (micro_batches > 1)
     assert (rewrites().constant_folding == rewrites().OFF) is (micro_batches > 1)
+
+
+PARTS_3N = np.random.default_rng(0).normal(size=(3, 1000)).astype("float32")
+
+
+def sums(add: Callable[[Sequence[tf.Tensor]], tf.Tensor]) -> np.ndarray:
+    """Add three tensors of which the first two are needed again."""
+
+    @tf.function
+    def add_parts(parts_3N: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        parts = [part + 0.0 for part in tf.unstack(tf.sin(parts_3N))]
+        return add(parts), parts[:2]
+
+    return add_parts(tf.constant(PARTS_3N))[0].numpy()
+
+
+def test_replicas_are_added_in_their_order() -> None:
+    first, second, third = tf.sin(PARTS_3N).numpy()
+    in_order = (first + second) + third
+    strategy = central_sums.create_strategy(["/CPU:0"])
+    np.testing.assert_array_equal(in_order, sums(strategy.extended._cross_device_ops.accumulation_fn))
+    assert (in_order != sums(tf.add_n)).any()  # else TensorFlow has repaired it

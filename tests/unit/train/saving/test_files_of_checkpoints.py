@@ -69,9 +69,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# Writing
-
-
 def test_one_of_the_same_step_is_good_until_the_new_one_is(tmp_path, monkeypatch):
     saved, write_json = Saved(tmp_path, 5), checkpoint_files.write_json
     seen: list[str | None] = []
@@ -173,9 +170,6 @@ def test_a_kill_at_any_moment_leaves_a_good_checkpoint_and_no_leftovers(tmp_path
     assert sorted(path.name for path in newest.paths()) == sorted(path.name for path in tmp_path.iterdir())
 
 
-# Deleting
-
-
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_checkpoint_just_written_is_always_kept(tmp_path, keep):
     save(tmp_path, 5, 90, 100)
@@ -234,9 +228,6 @@ def test_skipped_checkpoints_are_set_aside_and_never_restored(tmp_path):
     set_aside(tmp_path, 2)
     assert [5] == steps_of(tmp_path / "aside")
     assert Saved(tmp_path / "aside", 5).damage() is None
-
-
-# Agreeing
 
 
 def agree(*folders: Path) -> list[int | RunFailed | None]:

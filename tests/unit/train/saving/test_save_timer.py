@@ -22,8 +22,6 @@ from train.saving.timer import (
     parse_interval,
 )
 
-STEPS_PER_LOOP = 25
-
 
 class Clock:
     """A clock that stands still unless it is moved."""
@@ -40,9 +38,6 @@ class Clock:
 )
 def test_an_interval_is_steps_or_seconds_or_auto(every, expected):
     assert expected == parse_interval(every)
-
-
-# The interval
 
 
 def waste(interval_s: float, cost_s: float, mtbf_s: float) -> float:
@@ -71,9 +66,6 @@ def test_no_other_interval_loses_noticeably_less(cost_s, mtbf_s):
 )
 def test_the_interval_has_its_bounds(cost_s, writing_s, mtbf_s, expected):
     assert expected == best_interval_s(cost_s, writing_s, mtbf_s)
-
-
-# The timer
 
 
 def test_a_checkpoint_is_due_so_many_seconds_after_the_last_one():
@@ -163,9 +155,6 @@ def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_one():
         assert brief == saves.brief(25)
 
 
-# What earlier generations say
-
-
 def ledger(run: RunFolder, generation: int, first: int, **values: Any) -> None:
     """Leave what the chief records of a generation."""
     write_json(run.ledger(generation), LEDGER | {"generation": generation, "first": first} | values)
@@ -216,9 +205,6 @@ def test_a_run_that_restarts_from_the_same_step_again_is_stuck(make_run, first, 
     assert (failed, stuck) == (past.failed, past.stuck)
 
 
-# Storms
-
-
 @dataclass
 class Training:
     """A run in time that is made up: the decisions are the timer's, as the loop follows them."""
@@ -258,7 +244,7 @@ class Training:
                     self.uptimes_s.append(self.clock.now_s - began_s - 3.0)
                     return step
             timer_.stepped(count, self.clock.now_s - began_call_s, compiled=compiled)
-            most = following_steps(most, STEPS_PER_LOOP, brief=brief)
+            most = following_steps(most, 25, brief=brief)
             if due:
                 self.saves += 1
                 if pending[1]:  # a save waits for the one before

@@ -1,13 +1,15 @@
 """Parts that do not fit each other, or that a step cannot divide, are refused before anything is started.
 
-Here without a process: `test_preflight.py` runs the program. More of them: `tests/differential/refused.py`.
+The two tests of `configuration.check_config` run the program. More of them: `tests/differential/refused.py`.
 """
 
 from __future__ import annotations
 
 import functools
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,14 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.contract import spec
+from cluster.host.launch import configuration
 from cluster.system.errors import UsageError
 from tests.support import own_module
 from train.config import Optimizer, TrainConfig
+from train.data import sources
 from train.data.prepare import preparation
-from train.startup import model_checks
+from train.startup import model_checks, model_sizes
 
 layers = keras.layers
 
@@ -262,3 +267,57 @@ def test_a_loss_that_compares_the_examples_of_a_batch_is_reported_for_its_parts(
 ) -> None:
     check("normalized", **more)
     assert ("depends on the others of its batch" in capsys.readouterr().err) == warns
+
+
+PARTS = """
+import numpy as np
+from tensorflow import keras
+
+def data():
+    split = np.ones((4, 2)), np.array([0, 1, 0, 1])
+    return {"train": split, "test": split}
+
+def good(shape, outputs):
+    print("theirs")
+    return keras.Sequential([keras.Input(shape), keras.layers.Dense(outputs)])
+"""
+
+
+def test_matching_parts_pass_and_what_they_print_is_not_shown(tmp_path, monkeypatch, capfd):
+    own_module.write(monkeypatch, tmp_path, "own_tried", PARTS)
+    preparation.prepare_dataset("own_tried:data", tmp_path / "data")
+    capfd.readouterr()
+    config = TrainConfig(dataset="own_tried:data", model="own_tried:good", global_batch=4).to_json()
+    configuration.check_config(config, spec.build(workers=0), [str(tmp_path)])
+    assert "" == capfd.readouterr().out
+
+
+def test_built_in_parts_are_not_tried(monkeypatch, tmp_path):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for config in (TrainConfig(), TrainConfig(dataset="train.presets.resnet50_synthetic:imagenet", model="resnet50")):
+        configuration.check_config(config.to_json(), spec.build(workers=0), [])
+
+
+PARAMETERS = 121_930
+
+
+@pytest.fixture
+def images(monkeypatch):
+    """Images of 28 x 28 in 10 classes."""
+    source = SimpleNamespace(feature_shape=(28, 28, 1), num_outputs=10)
+    monkeypatch.setattr(sources, "open_source", lambda config, data_dir: source)
+
+
+@pytest.mark.parametrize(("optimizer", "slots"), [("adam", 2), ("sgd", 1)])
+def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(images, optimizer, slots):
+    value = model_sizes.measure_model(TrainConfig(optimizer=Optimizer(name=optimizer)), "one", Path("data"))
+    assert (PARAMETERS, 4 * PARAMETERS, 4 * PARAMETERS) == tuple(
+        value[name] for name in ("parameters", "weights_bytes", "gradients_bytes")
+    )
+    assert 0 <= value["optimizer_bytes"] - slots * 4 * PARAMETERS < 100  # its counters
+
+
+def test_activations_are_the_outputs_of_the_layers(images):
+    value = model_sizes.measure_model(TrainConfig(), "one", Path("data"))
+    outputs = 28 * 28 + 26 * 26 * 32 + 13 * 13 * 32 + 11 * 11 * 64 + 5 * 5 * 64 + 64 + 10
+    assert 4 * outputs == value["activation_bytes"]

@@ -1,6 +1,10 @@
-"""What TensorBoard shows, read from the event files as it reads them."""
+"""What TensorBoard shows, read as it reads it, and what is recorded of the machine: nothing private."""
 
+import getpass
+import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -9,9 +13,11 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Pace
+from cluster.system.json_files import read_json, write_json
 from train import presets
 from train.config import Optimizer, TrainConfig
 from train.settings import overrides
+from train.telemetry import environment
 from train.telemetry.metrics import Metrics, varied
 
 
@@ -52,3 +58,32 @@ def test_shares_of_a_step_that_are_known_are_shown(make_run):
     (share,) = board.Tensors("perf/input_share")
     assert (5, 0.25) == (share.step, float(make_ndarray(share.tensor_proto)))
     assert {"perf/input_share"} == set(board.Tags()["tensors"])
+
+
+def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch):
+    found = environment.relevant_variables(
+        {
+            "TF_ENABLE_ONEDNN_OPTS": "0",
+            "XLA_FLAGS": "--xla_dump_to=/home/somebody/dump",
+            "TF_CONFIG": "{}",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "HOME": "/home/somebody",
+        }
+    )
+    assert "0" == found.pop("TF_ENABLE_ONEDNN_OPTS")
+    assert found.pop("XLA_FLAGS").startswith("sha256:")
+    assert {} == found
+
+
+def test_the_manifest_gets_the_data_and_the_environment(run):
+    write_json(run.manifest, {"schema": 1})
+    source = SimpleNamespace(version="3.0.1", arrays=None, files={})
+    environment.record_environment(run, "fashion_mnist", source)
+    manifest = read_json(run.manifest)
+    assert (1, "3.0.1") == (manifest["schema"], manifest["data"]["version"])
+    assert manifest["environment"] == read_json(run.environment)
+    assert {"tensorflow-cpu", "keras", "numpy"} <= set(manifest["environment"]["packages"])
+    assert manifest["environment"]["cpu"]["model"]
+    text = json.dumps(manifest)
+    assert str(Path.home()) not in text
+    assert f'"{getpass.getuser()}"' not in text

@@ -1,6 +1,8 @@
-"""The marks inside a step: that they are taken in the order of what they are the times of, step by step."""
+"""The marks inside a step, in the order of what they are the times of; and the position of a task in its steps."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cluster.contract.run.records import Place
+from tests.support.waiting import wait_for
 from train.data.batches import Batch
 from train.data.feeds import Feed
 from train.elastic.shard_step import ElasticTrainStep
@@ -17,6 +21,7 @@ from train.loops.train_step import TrainStep
 from train.model import objectives
 from train.model.gradients import GradientPolicy
 from train.telemetry import step_timer, timing
+from train.telemetry.positions import Positions
 
 STEPS = 4
 BATCH = 4
@@ -130,3 +135,42 @@ def test_only_a_cpu_knows_when_a_step_is_done(devices, works):
     if not works:
         assert () == watch.begin(tf.constant(0), tf.constant(1))
         assert watch.take(5, 1.0) is None
+
+
+def where(positions: Positions) -> tuple[Place, int, bool]:
+    now = positions.current()
+    return now.place, now.step, now.left
+
+
+def test_the_position_shows_while_the_steps_run():
+    positions, reached, resume = Positions(), threading.Event(), threading.Event()
+
+    def pause(number: np.ndarray) -> np.ndarray:
+        if number == 3:
+            reached.set()
+            assert resume.wait(60)
+        return number
+
+    @tf.function(autograph=False)
+    def loop(count: tf.Tensor) -> tf.Tensor:
+        def step(done: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+            positions.set(Place.EXCHANGE, done, left=True)
+            computed = tf.ensure_shape(tf.numpy_function(pause, [done], tf.int64), [])
+            positions.set(Place.EXCHANGE, done + 1, computed)
+            return total + computed
+
+        return steps.repeat(count, step, tf.constant(0, tf.int64))
+
+    assert Place.START == positions.current().place
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(lambda: loop(tf.constant(9, tf.int64)).numpy())
+        assert reached.wait(60)
+        try:
+            wait_for(lambda: where(positions) == (Place.EXCHANGE, 3, True), "the position", 60)
+            wait_for(lambda: positions.current().seconds > 0, "the time at a place", 60)
+        finally:
+            resume.set()
+        assert 36 == call.result()
+    assert (Place.EXCHANGE, 9, False) == where(positions)
+    positions.set(Place.RESULTS, 9, left=True)
+    assert (Place.RESULTS, 9, True) == where(positions)
