@@ -64,7 +64,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
             sh(command)
         stages = {} if plan.payload.script else plan.try_configuration()
         if undecided:
-            _decide_kernels(plan, stages["unverified"])
+            _decide_kernels(plan, stages.get("unverified", ["operations that were not tried"]))
         plan.runtime.prepare(plan, sh)
         _write_folder(plan, began, stages.get("record"))
         _start_tasks(plan, sh)

@@ -16,6 +16,7 @@ from cluster.host.launch import configuration, folders, plan, planning, startup,
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, mirror, supervisor
 from cluster.host.runtime import resources as limits
+from cluster.host.runtime.local_runtime import LocalProcesses
 from cluster.host.view.plan_view import plan_lines
 from cluster.system.errors import EXIT_PREREQUISITE, ClusterError, PrerequisiteError
 from cluster.system.json_files import read_json, write_json
@@ -223,6 +224,30 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monke
     shutil.rmtree(planned.run.path)
     with pytest.raises(ClusterError):
         folders.find_run()
+
+
+@pytest.mark.parametrize(
+    ("config", "unverified", "decided", "imports"),
+    [
+        ({"onednn": "auto"}, [], "avx2", ["avx2"]),
+        ({"onednn": "auto"}, ["Conv2D 1x1 strided"], "off", ["avx2", "off"]),
+        ({"onednn": "on"}, ["Conv2D 1x1 strided"], "on", ["on"]),  # as requested
+        ({"onednn": "auto", "deterministic": False}, [], "auto", ["auto"]),  # TensorFlow's choice
+    ],
+)
+def test_a_run_records_whether_its_model_computes_with_onednn(monkeypatch, config, unverified, decided, imports):
+    """What imports early assumes that it does."""
+    anticipated: list[str] = []
+    config = CONFIG | {"deterministic": True} | config
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(config), (), "ready"))
+    monkeypatch.setattr(configuration, "check_config", lambda *_, **__: {"unverified": unverified})
+    monkeypatch.setattr(supervisor, "start_supervisor", lambda *_: None)
+    monkeypatch.setattr(
+        LocalProcesses, "anticipate", lambda self, work, compose, config: anticipated.append(config["onednn"])
+    )
+    planned = planning.plan(Request(name="one", runtime="local", tensorboard_port="0"))
+    startup.start(planned, no_shell, began=123.0)
+    assert (decided, imports) == (read_json(planned.run.config)["onednn"], anticipated)
 
 
 def test_a_mirror_is_tried_before_anything_starts_and_kept_by_a_resume(resolved, stopped_run, monkeypatch, tmp_path):
