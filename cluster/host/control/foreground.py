@@ -208,9 +208,8 @@ def exit_code(ended: Summary) -> int:
     """Return the exit code for how a run ended."""
     if failure := ended.failure:
         code = failure.exit_code
-        return (
-            code if code in (errors.EXIT_PREREQUISITE, errors.EXIT_TIMEOUT) else EXIT_FAILED
-        )  # never 2: something was started
+        # Never 2: something was started.
+        return code if code in (errors.EXIT_PREREQUISITE, errors.EXIT_TIMEOUT) else EXIT_FAILED
     return errors.EXIT_INTERRUPTED if ended.state == "stopped" else EXIT_DONE
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,8 @@ def _preflight(
     """Run the program of `train/startup/preflight.py`; `once`: not again while nothing has changed."""
     command = [sys.executable, "-m", "train.startup.preflight", *words, "--config", json.dumps(config)]
     command += ["--strategy", cluster.strategy, "--data-dir", str(data_dir())]
-    if once and (known := trials.recall_trial(data_dir(), command, path)) is not None:
+    kept, began = trials.locate_trial(data_dir(), command, path) if once else None, time.time()
+    if kept and (known := trials.recall_trial(kept)) is not None:
         return known
     printed: list[bytes] = []
     answer: dict[str, Any] = user_code.run(
@@ -96,8 +98,8 @@ def _preflight(
         environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         printed=printed,
     )
-    if once:
-        trials.keep_trial(data_dir(), command, path, answer, b"".join(printed).decode(errors="replace"))
+    if kept:
+        trials.keep_trial(kept, began, answer, b"".join(printed).decode(errors="replace"))
     return answer
 
 
