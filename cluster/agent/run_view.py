@@ -161,9 +161,17 @@ class RunView:
         return (self._hub.beat(task) if self._hub else None) or self.folder.heartbeat(task)
 
     def heartbeats(self) -> dict[str, Heartbeat]:
-        """Return the newest heartbeat of every task."""
+        """Return the newest heartbeat of every task: one is in the folder before the hub has sent it.
+
+        A task's own clock dates both.
+        """
         beats = self.folder.heartbeats()
-        return {name: self._hub.beat(name) or beat for name, beat in beats.items()} if self._hub else beats
+        if not self._hub:
+            return beats
+        return {
+            name: max(self._hub.beat(name) or beat, beat, key=lambda each: each.updated_at)
+            for name, beat in beats.items()
+        }
 
     @property
     def newest_step(self) -> int:

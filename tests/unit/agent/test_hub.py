@@ -6,6 +6,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,20 @@ def test_what_an_agent_knows_all_learn_although_their_folders_do_not_show_it(run
     wait_for(lambda: other.generation == 1, "the generation")
     assert 3.0 == other.begun(1).pause_s
     assert 0 == run.generation
+
+
+def test_the_newest_heartbeat_counts_whether_the_folder_or_the_hub_shows_it_first(run, join, monkeypatch):
+    chief = join("chief")
+    beats = []
+    for state in ("training", "failed"):
+        beat(run, "worker-0", state=state)
+        beats.append(run.heartbeat("worker-0"))
+        for sent in beats:
+            monkeypatch.setattr(chief._hub, "beat", {"worker-0": sent}.get)
+            assert state == chief.heartbeats()["worker-0"].state
+    beat(run, "worker-0", state="training")
+    monkeypatch.setattr(chief._hub, "beat", {"worker-0": replace(beats[1], updated_at=time.time())}.get)
+    assert "failed" == chief.heartbeats()["worker-0"].state
 
 
 @pytest.mark.usefixtures("blind")
