@@ -1,4 +1,4 @@
-"""Models from outside of the project's tree train on several tasks: the very files of docs/guides/your-model.md."""
+"""A user's models train on several tasks: the very files of docs/guides/your-model.md and examples/models."""
 
 import json
 import re
@@ -32,6 +32,7 @@ def own(clusters, tmp_path_factory) -> Clusters:
     folder = tmp_path_factory.mktemp("own")
     text = (ROOT / "docs" / "guides" / "your-model.md").read_text()
     modules = dict(re.findall(r"`(\w+)\.py`[^\n]*:\n\n```python\n(.*?)```", text, re.DOTALL))
+    modules |= {path.stem: path.read_text() for path in (ROOT / "examples" / "models").glob("*.py")}
     light, water = np.random.default_rng(0).uniform(size=(2, 600))
     rows = [f"{a:.4f},{b:.4f},{3 * a + 2 * b * b:.4f}" for a, b in zip(light, water, strict=True)]
     (folder / "plants.csv").write_text("\n".join(["light,water,height", *rows]) + "\n")
