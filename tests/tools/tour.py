@@ -10,12 +10,17 @@ import subprocess
 import sys
 import textwrap
 
-from cluster.host.cli.tasks.tour import HEAD, STEPS, TAIL
+from cluster.host.cli.tasks.tour import STEPS, TAIL
 from cluster.system.paths import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "start.md"
-PROGRESS = re.compile(r"^(step .*\n)(step .*\n)(?:step .*\n)+(step .*\n)", re.MULTILINE)
-"""Progress lines; of each sequence the first two and the last are kept."""
+PROGRESS = re.compile(r"^(step .*\n)(?:step .*\n)+(step .*\n)", re.MULTILINE)
+"""Progress lines; of each sequence the first and the last are kept."""
+STATES = re.compile(r"^(?:chief .*\n)+(chief .*\n)", re.MULTILINE)
+"""Lines with the tasks' states; of each sequence the last is kept."""
+RESULTS = re.compile(r"^(?:kill|identical).*", re.MULTILINE)
+LIMITS = "## What is not possible\n"
+"""The heading from which on the page is kept as it is."""
 SETUP = ("make setup", ". .venv/bin/activate", "invoke tour")
 
 
@@ -27,17 +32,19 @@ def main() -> None:
 
 def document(printed: str) -> list[str]:
     """Return the page, from the output of the tour."""
-    lines = ["# Start", "", *wrapped(HEAD), ""]
-    lines += ["```console", *(f"$ {command}" for command in SETUP), "```", ""]
+    results = [text for line in RESULTS.findall(printed) for text in ("...", line)]
+    setup = [*(f"$ {command}" for command in SETUP), *printed.splitlines()[:3], *results]
+    lines = ["# Start", "", "```console", *setup, "```", ""]
     lines += ["This is the output of `invoke tour` on 2 busy cores, with most progress lines left out.", ""]
     for number, step in enumerate(STEPS, 1):
         rest = printed.partition(f"\n$ {step.command()}")[2]
         shown = re.split(rf"\n\n{number + 1}/|\n\n{re.escape(TAIL[:20])}", rest)[0].removeprefix("\n")
         lines += [f"## {number}. {step.title}", "", *wrapped(step.why), ""]
-        shown = PROGRESS.sub(r"\1\2\3", shown)
+        shown = STATES.sub(r"\1", PROGRESS.sub(r"\1\2", shown))
         printed_lines = [line.replace(str(ROOT), "<checkout>").rstrip() for line in shown.splitlines()]
         lines += ["```console", f"$ {step.command()}", *printed_lines, "```", ""]
-    return [*lines, *wrapped(TAIL)]
+    kept = PAGE.read_text().partition(LIMITS)[2].splitlines()
+    return [*lines, *wrapped(TAIL), "", LIMITS.rstrip(), *kept]
 
 
 def wrapped(text: str) -> list[str]:
