@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from cluster.contract.run.folder import RunFolder
@@ -28,14 +27,11 @@ ALL_STEPS = ("--steps-per-loop", "20")
 
 @pytest.fixture(scope="module")
 def own(clusters, tmp_path_factory) -> Clusters:
-    """Clusters whose user has the files of the documentation, and a table of plants, in a folder of theirs."""
+    """Clusters whose user has the files of the documentation in their folder."""
     folder = tmp_path_factory.mktemp("own")
     text = (ROOT / "docs" / "guides" / "your-model.md").read_text()
     modules = dict(re.findall(r"`(\w+)\.py`[^\n]*:\n\n```python\n(.*?)```", text, re.DOTALL))
     modules |= {path.stem: path.read_text() for path in (ROOT / "examples" / "models").glob("*.py")}
-    light, water = np.random.default_rng(0).uniform(size=(2, 600))
-    rows = [f"{a:.4f},{b:.4f},{3 * a + 2 * b * b:.4f}" for a, b in zip(light, water, strict=True)]
-    (folder / "plants.csv").write_text("\n".join(["light,water,height", *rows]) + "\n")
     return clusters.with_modules(folder, own_data=True, **modules)
 
 
