@@ -8,7 +8,7 @@
     any other failure without progress        after `--max-restarts` times the run fails; see `Restarter`
 
 A script knows nothing of our exit codes. With 0 its work is done; the run succeeds once every script that trains has
-ended so. A signal killed it or it crashed: it starts again. Any other code is its own error, which another attempt
+ended so. If a signal killed it, or it crashed, it starts again. Any other code is its own error, which another attempt
 would repeat, so the run fails. But when a task is killed, the scripts of the others end with an error as well; so each
 waits for the task that really died to report it.
 """
@@ -98,7 +98,7 @@ class Facts:
     pause_is_over: bool = False
     missed: MissedRendezvous | None = None
     grace_is_over: bool = False
-    """Whether the program, asked to end, has had the time that scripts have for that."""
+    """Whether the time that a script gets to end after a request is over."""
     state: str = ""
     """The state in the task's newest heartbeat."""
 
@@ -113,7 +113,7 @@ class Facts:
     failed_s: float = 0.0
     """Seconds since the failure."""
     silent_s: float = 0.0
-    """For how long the other task has been silent that has been so for longest."""
+    """Seconds for which the task that has been silent longest has been so."""
     last_silence_s: float = 0.0
     """Seconds from the failure until another task was last seen to be silent."""
     all_are_alive: bool = True
@@ -123,7 +123,7 @@ class Facts:
     """Whether a worker of parameter servers was restarted alone shortly before."""
 
     chief_done_s: float = 0.0
-    """For how long the chief's work has been done without an outcome."""
+    """Seconds since the chief's work was done, while there is no outcome."""
     chief_state: str = ""
     """The state in which the chief's work has ended."""
     all_are_done: bool = False

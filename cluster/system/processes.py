@@ -73,7 +73,7 @@ def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path |
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Request that the kernel kills this process when its parent dies, so that a killed agent leaves nothing behind.
 
-    For `preexec_fn`: it runs between fork and exec, so it makes only one system call. 0 takes the request back.
+    For `preexec_fn`: it runs between fork and exec, so it makes only one system call. 0 withdraws the request.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
@@ -183,7 +183,7 @@ def stopped_at(pid: int) -> int | None:
 
 
 class StopTimer:
-    """Measures for how long a signal has kept a process stopped, by looking at it again and again."""
+    """Measures for how long a signal has kept a process stopped, by polling it."""
 
     def __init__(self) -> None:
         self._looked_at = float("-inf")
