@@ -113,7 +113,7 @@ class Facts:
     failed_s: float = 0.0
     """Seconds since the failure."""
     silent_s: float = 0.0
-    """Seconds for which the task that has been silent longest has been so."""
+    """Seconds of silence of the task that has been silent longest."""
     last_silence_s: float = 0.0
     """Seconds from the failure until another task was last seen to be silent."""
     all_are_alive: bool = True
