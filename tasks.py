@@ -21,7 +21,7 @@ from cluster.host.cli.command_line import (
     takes_request,
     task,
 )
-from cluster.host.cli.tasks import checks, k8s, preparing, projects, reports, runs, saved_models, tour
+from cluster.host.cli.tasks import checks, preparing, projects, reports, runs, saved_models, tour
 from cluster.host.control import foreground
 from cluster.host.launch import footprint, mirroring, planning, startup
 from cluster.host.options import run_file
@@ -143,7 +143,7 @@ ns = Collection(
     *(each for module in MODULES for each in vars(module).values() if isinstance(each, Task)),
     image=Collection(preparing.build, preparing.base, preparing.reproduce),
     data=Collection(preparing.prepare, preparing.shard, preparing.examine, preparing.verify),
-    k8s=Collection(k8s.render),
+    k8s=Collection(preparing.render),
 )
 ns.configure({"run": {"echo": True, "echo_format": "{command}", "in_stream": False}})
 """What `up` runs can be read and pasted; no task reads the terminal, and CI has none."""

@@ -2,8 +2,8 @@
 
 Local processes use these in place; containers get them mounted, read-only.
 
-Tasks inherit the variables that `payload.toml` lists from the caller of `up`, and no others. So a run does not depend on
-variables that happen to be set, such as the TF_CONFIG of another cluster, and no secret reaches a task by accident.
+Tasks inherit the variables that `payload.toml` lists from the caller of `up`, and no others. So a run does not depend
+on variables that happen to be set, such as the TF_CONFIG of another cluster, and no secret reaches a task by accident.
 `--env` adds to the list.
 """
 

@@ -1,7 +1,6 @@
 """TensorBoard, one for all runs of a folder: in its container, or as a local process."""
 
 import os
-import subprocess
 import sys
 import time
 import urllib.error
@@ -146,16 +145,10 @@ def _container_runs(runs_dir: Path) -> bool:
 
 def _start_process(runs_dir: Path, port: int) -> int:
     command = [sys.executable, str(PROGRAM), "--logdir", str(runs_dir), "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--reload_interval", "5"]
+    environment = os.environ | {"TENSORBOARD_RUNS": str(runs_dir)}
     with (runs_dir / ".tensorboard.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), "--reload_interval", "5"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=os.environ | {"TENSORBOARD_RUNS": str(runs_dir)},
-            start_new_session=True,
-        )
-    return process.pid
+        return processes.start_detached(command, environment=environment, output=log).pid
 
 
 def _await_answer(

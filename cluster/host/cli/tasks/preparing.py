@@ -1,9 +1,13 @@
-"""The tasks that prepare runs: the images and the datasets."""
+"""The tasks that prepare runs: the images, the datasets, and the manifests of a run for Kubernetes."""
 
-from cluster.host.cli.command_line import shell, show, task
+import sys
+
+from cluster.host import kubernetes
+from cluster.host.cli.command_line import shell, show, takes_request, task
 from cluster.host.image import images, reproduction
 from cluster.host.launch import startup
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED
+from cluster.system.terminal import error_text
 
 ACCELERATOR_HELP = "cpu or gpu (default: cpu)"
 
@@ -78,3 +82,18 @@ def examine(c, name="", num_outputs="", fresh=False):
 def verify(c, name="fashion_mnist"):
     """Check every prepared file of a dataset against its recorded sha256."""
     shell(c)(startup.data_command("verify", name))
+
+
+@takes_request(
+    *kubernetes.NOT_RENDERED,
+    kind="jobset, or tfjob for Kubeflow's training operator (default: jobset)",
+    image="image of the tasks, as the cluster's nodes pull it (default: tf-cluster/train:cpu or :gpu)",
+    claim=f"persistent volume claim with runs and data (default: {kubernetes.CLAIM})",
+    cpus=f"processors that each task requests (default: {kubernetes.CPUS})",
+    data="print the job that prepares the data on that claim instead, to be applied once (default: no)",
+)
+def render(c, request, kind="jobset", image="", claim=kubernetes.CLAIM, cpus=kubernetes.CPUS, data=False):
+    """Print a run as manifests for Kubernetes; overrides follow --, such as: invoke k8s.render -- --epochs 1."""
+    documents = kubernetes.render(request, kind, image, claim, cpus, data=data)
+    print(error_text(kubernetes.WARNING), file=sys.stderr)
+    print(kubernetes.to_yaml(documents), end="")
