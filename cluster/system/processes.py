@@ -230,10 +230,6 @@ def handles(pid: int, number: int) -> bool:
     return bool(int(fields.get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
-IDENTITY = ("pid", "start_ticks")
-"""The keys of a recorded process. Ids are reused; an id together with the time when its process began is not."""
-
-
 def start_ticks(pid: int) -> int | None:
     """Return when the process began, in clock ticks since boot; None if it does not exist or has ended."""
     fields = stat(pid)
@@ -241,7 +237,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def identity(pid: int) -> dict[str, int | None]:
-    """Return the record of a process for `alive` and `kill`."""
+    """Return the record of a process for `alive` and `kill`: ids are reused, an id with its process's start is not."""
     return {"pid": pid, "start_ticks": start_ticks(pid)}
 
 

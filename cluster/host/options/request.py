@@ -24,6 +24,8 @@ from cluster.system.paths import ROOT
 
 TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
 """TOML's names of the types that an option may have."""
+_TYPES: dict[Any, tuple[type, ...]] = {int | None: (int,), str: (str,), bool: (bool,), Sequence[str]: (list,)}
+"""Those of an option, by the annotation of its field."""
 
 
 class Group(StrEnum):
@@ -53,7 +55,7 @@ class Option:
 
     Attributes:
         default: the default in words.
-        types: the types that a run file may give it; a field with several is a string.
+        types: the types that a run file may give it, by default that of its field; with several, that is a string.
         choices: the only valid values; empty: any that pass the checks of the module that uses them.
         bounds: the smallest and the largest number, of an option that is a number or has one as its default.
         override: the field of the training configuration that it sets; empty for none.
@@ -89,30 +91,12 @@ class Option:
         return value is not None if self.types == (int,) else bool(value)
 
 
-def _declare(empty: Any, types: tuple[type, ...], **more: Any) -> Any:
-    return dataclasses.field(default=empty, metadata={"types": types, **more})
+def option(empty: Any = "", **more: Any) -> Any:
+    """Declare an option with its value where it is left out, of which `Option` says more by these arguments."""
+    return dataclasses.field(default=empty, metadata=more)
 
 
-def number(**more: Any) -> Any:
-    """Declare an option that is a whole number; see `Option` for the arguments."""
-    return _declare(None, (int,), **more)
-
-
-def text(*, takes_number: bool = False, **more: Any) -> Any:
-    """Declare an option that is a word, or a word or a number."""
-    return _declare("", (int, str) if takes_number else (str,), **more)
-
-
-def texts(**more: Any) -> Any:
-    """Declare an option that may be repeated."""
-    return _declare((), (list,), **more)
-
-
-def switch(**more: Any) -> Any:
-    """Declare an option without a value."""
-    return _declare(False, (bool,), **more)
-
-
+WORD_OR_NUMBER = (int, str)
 PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
 LOOPS = ("custom", "fit")
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
@@ -123,73 +107,73 @@ MAX_PER_JOB = 4096
 class TrainingOptions:
     """What trains."""
 
-    workers: int | None = number(bounds=(0, MAX_TASKS))
-    ps: int | None = number(bounds=(0, MAX_TASKS))
-    evaluator: bool = switch(needs=Needs.TRAINER)
-    strategy: str = text()
-    devices: int | None = number(bounds=(1, MAX_DEVICES))
-    preset: str = text(needs=Needs.TRAINER)
-    loop: str = text(choices=LOOPS, needs=Needs.TRAINER, override="loop")
-    precision: str = text(needs=Needs.TRAINER, override="precision")
-    bitwise_elastic: int | None = number(needs=Needs.TRAINER, override="bitwise-elastic")
-    stages: int | None = number(bounds=(1, MAX_TASKS), needs=Needs.TRAINER)
-    micro_batches: int | None = number(needs=Needs.TRAINER, override="micro-batches")
-    schedule: str = text(choices=SCHEDULES, needs=Needs.TRAINER, override="pipeline.schedule")
-    remat: bool = switch(needs=Needs.TRAINER, override="pipeline.remat")
-    cut: str = text(needs=Needs.TRAINER, override="pipeline.cut")
-    init_from: str = text(needs=Needs.NEW_RUN, override="init-from")
-    script: str = text(needs=Needs.NEW_RUN, is_path=True)
-    separate_chief: bool = switch(needs=Needs.SCRIPT)
-    requirements: str = text(is_path=True)
-    env: Sequence[str] = texts()
-    secret: Sequence[str] = texts(is_path=True)
+    workers: int | None = option(None, bounds=(0, MAX_TASKS))
+    ps: int | None = option(None, bounds=(0, MAX_TASKS))
+    evaluator: bool = option(False, needs=Needs.TRAINER)
+    strategy: str = ""
+    devices: int | None = option(None, bounds=(1, MAX_DEVICES))
+    preset: str = option(needs=Needs.TRAINER)
+    loop: str = option(choices=LOOPS, needs=Needs.TRAINER, override="loop")
+    precision: str = option(needs=Needs.TRAINER, override="precision")
+    bitwise_elastic: int | None = option(None, needs=Needs.TRAINER, override="bitwise-elastic")
+    stages: int | None = option(None, bounds=(1, MAX_TASKS), needs=Needs.TRAINER)
+    micro_batches: int | None = option(None, needs=Needs.TRAINER, override="micro-batches")
+    schedule: str = option(choices=SCHEDULES, needs=Needs.TRAINER, override="pipeline.schedule")
+    remat: bool = option(False, needs=Needs.TRAINER, override="pipeline.remat")
+    cut: str = option(needs=Needs.TRAINER, override="pipeline.cut")
+    init_from: str = option(needs=Needs.NEW_RUN, override="init-from")
+    script: str = option(needs=Needs.NEW_RUN, is_path=True)
+    separate_chief: bool = option(False, needs=Needs.SCRIPT)
+    requirements: str = option(is_path=True)
+    env: Sequence[str] = ()
+    secret: Sequence[str] = option((), is_path=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions:
     """Where it runs."""
 
-    runtime: str = text()
-    network: str = text()
-    memory: str = text(needs=Needs.CONTAINERS)
-    gpus: str = text(takes_number=True)
-    partition: str = text(needs=Needs.QUEUE)
-    constraint: str = text(needs=Needs.QUEUE)
-    time: str = text(takes_number=True, needs=Needs.QUEUE)
-    account: str = text(needs=Needs.QUEUE)
-    nodes: int | None = number(bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE)
-    cpus_per_task: int | None = number(bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE)
-    gpus_per_task: int | None = number(bounds=(0, MAX_DEVICES), needs=Needs.QUEUE)
+    runtime: str = ""
+    network: str = ""
+    memory: str = option(needs=Needs.CONTAINERS)
+    gpus: str = option(types=WORD_OR_NUMBER)
+    partition: str = option(needs=Needs.QUEUE)
+    constraint: str = option(needs=Needs.QUEUE)
+    time: str = option(types=WORD_OR_NUMBER, needs=Needs.QUEUE)
+    account: str = option(needs=Needs.QUEUE)
+    nodes: int | None = option(None, bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE)
+    cpus_per_task: int | None = option(None, bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE)
+    gpus_per_task: int | None = option(None, bounds=(0, MAX_DEVICES), needs=Needs.QUEUE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryOptions:
     """How it is kept alive."""
 
-    checkpoint_every: str = text(takes_number=True, needs=Needs.TRAINER, override="checkpoint-every")
-    check_replicas: str = text(takes_number=True, needs=Needs.TRAINER, override="check-replicas")
-    no_memory_snapshots: bool = switch(needs=Needs.TRAINER, override="no-memory-snapshots")
-    hang_timeout: int | None = number(bounds=(1, 86_400))
-    max_restarts: int | None = number(bounds=(0, 1000))
-    max_external_restarts: int | None = number(bounds=(0, 100_000))
-    min_workers: int | None = number(bounds=(0, MAX_TASKS), needs=Needs.TRAINER)
-    grow: bool = switch(needs=Needs.TRAINER)
-    name: str = text(needs=Needs.NEW_RUN)
-    resume: str = text()
-    trust: bool = switch(needs=Needs.EARLIER_RUN)
-    mirror: str = text(needs=Needs.TRAINER)
-    fresh: bool = switch(needs=Needs.NEW_RUN)
+    checkpoint_every: str = option(types=WORD_OR_NUMBER, needs=Needs.TRAINER, override="checkpoint-every")
+    check_replicas: str = option(types=WORD_OR_NUMBER, needs=Needs.TRAINER, override="check-replicas")
+    no_memory_snapshots: bool = option(False, needs=Needs.TRAINER, override="no-memory-snapshots")
+    hang_timeout: int | None = option(None, bounds=(1, 86_400))
+    max_restarts: int | None = option(None, bounds=(0, 1000))
+    max_external_restarts: int | None = option(None, bounds=(0, 100_000))
+    min_workers: int | None = option(None, bounds=(0, MAX_TASKS), needs=Needs.TRAINER)
+    grow: bool = option(False, needs=Needs.TRAINER)
+    name: str = option(needs=Needs.NEW_RUN)
+    resume: str = ""
+    trust: bool = option(False, needs=Needs.EARLIER_RUN)
+    mirror: str = option(needs=Needs.TRAINER)
+    fresh: bool = option(False, needs=Needs.NEW_RUN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitoringOptions:
     """How it is watched."""
 
-    tensorboard_port: str = text(takes_number=True, bounds=(0, 65535))
-    metrics_port: int | None = number(bounds=(0, 65535))
-    detach: bool = switch()
-    tag: Sequence[str] = texts()
-    note: str = text()
+    tensorboard_port: str = option(types=WORD_OR_NUMBER, bounds=(0, 65535))
+    metrics_port: int | None = option(None, bounds=(0, 65535))
+    detach: bool = False
+    tag: Sequence[str] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +251,7 @@ _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 def _option(field: dataclasses.Field[Any], group: Group) -> Option:
     words: dict[str, Any] = {key: template.format(**_VALUES) for key, template in _TEXTS[field.name].items()}
-    return Option(name=field.name, group=group, **words, **field.metadata)
+    return Option(**{"name": field.name, "group": group, "types": _TYPES[field.type], **words, **field.metadata})
 
 
 OPTIONS: dict[str, Option] = {

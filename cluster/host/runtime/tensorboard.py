@@ -6,16 +6,19 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.contract.run import claim
+from cluster.contract.run import claim, records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.launch_records import Process
 from cluster.contract.run.logs import last_line
+from cluster.contract.schema import Count, Record, dictionary
 from cluster.host.runtime import compose_services
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
-from cluster.system.json_files import read_json, write_json
+from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND
 from cluster.system.paths import ROOT
 from cluster.system.ports import open_listener
@@ -126,17 +129,17 @@ def _record_path(runs_dir: Path) -> Path:
     return runs_dir / ".tensorboard.json"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Board(Record):
+    runtime: str
+    port: Count
+    process: Process | None = None
+
+
 def _record(runs_dir: Path) -> dict[str, Any] | None:
     """Return the record of TensorBoard; None where none was started, or it is damaged."""
-    try:
-        record = read_json(_record_path(runs_dir), None)
-    except (OSError, ValueError):
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("port"), int):
-        return None
-    process = record.get("process")
-    identified = isinstance(process, dict) and all(isinstance(process.get(key), int) for key in processes.IDENTITY)
-    return record if record.get("runtime") == CONTAINER or identified else None
+    record = records.read_record(_record_path(runs_dir), dictionary(_Board), None)
+    return record if record and (record["runtime"] == CONTAINER or record["process"]) else None
 
 
 def _container_runs(runs_dir: Path) -> bool:
