@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, unquote
@@ -36,7 +35,6 @@ WAIT_S, POLL_S = 1800.0, 0.1
 """How long `up` waits for the last files; the upload continues without it."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Upload(Record):
     """The state of the process that uploads: `.running/NAME.mirror`."""
 

@@ -6,7 +6,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,6 @@ def _record_path(runs_dir: Path) -> Path:
     return runs_dir / ".tensorboard.json"
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Board(Record):
     runtime: str
     port: Count
