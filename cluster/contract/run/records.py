@@ -269,18 +269,6 @@ class TimeLedger(Record):
     """The interval between checkpoints, and the measurements that it follows from."""
 
 
-class CheckpointFile(Record):
-    """A file of a checkpoint."""
-
-    size_bytes: Count = 0
-
-
-class CheckpointRecord(Record):
-    """The files of a finished checkpoint: `checkpoints/ckpt-<step>.json`."""
-
-    files: dict[str, CheckpointFile]
-
-
 class TraceRequest(Record):
     """A request for a trace of a task's next steps: `control/trace.json`."""
 
