@@ -181,7 +181,6 @@ def dictionary(record: type[Record]) -> Callable[[Any], dict[str, Any]]:
 
 
 def _known(record: type[Record], value: Any) -> dict[str, Any]:
-    """Return the checked values of the keys that a class knows; ValueError if one is invalid or missing."""
     if not isinstance(value, dict):
         raise unexpected("an object", value)
     checks, required = _fields(record)  # type: ignore[arg-type]  # classes are hashable
@@ -196,7 +195,6 @@ def _default(known: Field[Any]) -> Any:
 
 @cache
 def _fields(record: type[Record]) -> tuple[dict[str, Check], list[str]]:
-    """Return the check of each field of a class, and the names of those without a default."""
     hints = typing.get_type_hints(record, include_extras=True)
     own = [each for each in fields(record) if each.name != "unknown"]
     required = [each.name for each in own if each.default is MISSING and each.default_factory is MISSING]

@@ -132,7 +132,6 @@ def parse_options(**words: Any) -> dict[str, Any]:
 
 
 def _split_overrides(c: Context) -> tuple[str, ...]:
-    """Return the words after `--`."""
     typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     # invoke joins the words and loses their quotes.
     return tuple(typed if " ".join(typed) == c.remainder else shlex.split(c.remainder))

@@ -139,7 +139,6 @@ def _refuse(machine: ParseMachine, message: str) -> None:
 
 
 def _unknown(machine: ParseMachine, word: str) -> str:
-    """Return the error for a word that is neither an option nor a task, with the word that may have been meant."""
     task = machine.context.name if machine.context else None
     if not word.startswith("-"):
         what = f"{word!r} is neither a task nor an argument of `{task}`" if task else f"{word!r} is not a task"

@@ -40,7 +40,6 @@ def _description(value: dict[str, Any]) -> list[str]:
 
 
 def _stages(pipeline: dict[str, Any]) -> list[str]:
-    """Return the stages of a pipeline, a line each, after what they have in common."""
     count = pipeline["pipelines"]
     pipelines = "pipeline" if count == 1 else f"{count} pipelines"
     remat = ", activations computed again" if pipeline["remat"] else ""
@@ -69,7 +68,6 @@ def _stages(pipeline: dict[str, Any]) -> list[str]:
 
 
 def _numerics(training: dict[str, Any], batch: int) -> str:
-    """Return in which precision is trained, and how gradients become updates, in one line."""
     rate = f"learning rate {training['learning_rate']:g}"
     if training["scaling"] != "none":
         ratio = f"{batch}/{training['base_batch']}"

@@ -71,7 +71,6 @@ def read_status(
 
 
 def _logged_metrics(line: str) -> dict[str, float]:
-    """Return the metrics in a line of Keras's progress; empty for any other line."""
     return {name: float(value) for name, value in METRIC.findall(line)} if "loss: " in line else {}
 
 
@@ -153,7 +152,6 @@ _SPARE = ("AGE", "INPUT", "BUSY", "MS/STEP", "RESTARTS", "EXAMPLES/S")
 
 
 def _task_table(value: dict[str, Any], width: int | None = None) -> list[str]:
-    """Return a row for each task, and below them who slows the others down."""
     rows = [
         (
             beat["task"],
