@@ -23,10 +23,9 @@ from cluster.host.cli.command_line import (
 )
 from cluster.host.cli.tasks import checks, preparing, projects, reports, runs, tour
 from cluster.host.control import foreground
-from cluster.host.launch import footprint, mirroring, planning, startup
+from cluster.host.launch import mirroring, plan_view, planning, startup
 from cluster.host.options import run_file
 from cluster.host.view import interrupts
-from cluster.host.view.plan_view import plan_lines
 from cluster.system.errors import UsageError
 from cluster.system.messages import short_path
 from cluster.system.paths import ROOT
@@ -52,8 +51,8 @@ def up(c, request, dry=False):
 def plan(c, request, write="", json=False):
     """Show what `up` would start with the same options, and start nothing."""
     planned = planning.plan(request)
-    value = planned.to_json() | {"memory": footprint.estimate_memory(planned)}
-    show(value, lambda value: plan_lines(value) + footprint.memory_lines(value["memory"]), as_json=json)
+    value = planned.to_json() | {"memory": plan_view.estimate_memory(planned)}
+    show(value, lambda value: plan_view.plan_lines(value) + plan_view.memory_lines(value["memory"]), as_json=json)
     if write:
         path = run_file.write_run_file(write, request, planned.config)
         print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)
