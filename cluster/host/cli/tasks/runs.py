@@ -1,29 +1,21 @@
-"""The tasks that start, show and end runs, one at a time or in a sweep, and those that use what a run has saved."""
+"""The tasks that start, show and end runs, one at a time or in a sweep."""
 
-import shlex
-import sys
 import time
-from pathlib import Path
 
 from cluster.contract import spec
-from cluster.contract.run import provenance
-from cluster.contract.run.folder import RunFolder
 from cluster.host import sweep as sweeping
 from cluster.host.cli.command_line import parse_options, shell, show, takes_request, task
 from cluster.host.control import ending, scaling
 from cluster.host.control import foreground as watching
 from cluster.host.control import profile as tracing
-from cluster.host.launch import folders, packages, startup, teardown
+from cluster.host.launch import folders, startup, teardown
 from cluster.host.options.request import OPTIONS
-from cluster.host.runtime import registry
 from cluster.host.runtime import tensorboard as board
-from cluster.host.runtime.payload import python_path
 from cluster.host.view.live import print_logs
 from cluster.host.view.status import read_status, status_table
-from cluster.system import files
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.messages import COMMAND
-from cluster.system.terminal import print_lines, print_wait
+from cluster.system.terminal import print_lines
 
 
 @task()
@@ -112,58 +104,3 @@ def sweep(c, request, over=None, parallel="1", halving="0"):
     else:
         planned = sweeping.plan_sweep(request, over or (), first_rung)
     return sweeping.run_sweep(planned, at_a_time)
-
-
-@task(has_dry_run=True)
-def evaluate(c, run=None, trust=False, json=False):
-    """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
-    _run(c, run, "evaluate", *(["--json"] if json else []), trust=trust)
-
-
-@task(has_dry_run=True)
-def export(c, run=None, trust=False):
-    """Write a run's newest checkpoint as a SavedModel to its folder export/."""
-    _run(c, run, "export", trust=trust)
-
-
-@task(has_dry_run=True)
-def predict(c, run=None, image="", features="", trust=False):
-    """Print what a run's exported model predicts for an image, or for an example of any features."""
-    if bool(image) == bool(features):
-        raise UsageError("expected --image or --features: an image file such as boot.png, or a JSON file of an example")
-    option, path = ("--image", image) if image else ("--features", features)
-    _run(c, run, "predict", option, str(Path(path).absolute()), trust=trust)
-
-
-def _run(c, run, verb, *words, trust):
-    folder = folders.find_run(run)
-    needed = command_on(verb, folder, *words, trust=trust)
-    if not c.config.run.dry:
-        print_wait(f"{verb} {folder.name}: importing TensorFlow first")
-    shell(c, quiet=True)(needed)
-
-
-def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> str:
-    """Return a command of `python -m train.saved_model` that reads a run's checkpoint or export, to be run in the root.
-
-    The packages of the run are installed if they are not there. With `trust` the run may be somebody else's.
-
-    Raises:
-        UsageError: the run is not this user's, or not as it was left, or it is a script's.
-        OSError: there is a link in what it reads or writes.
-    """
-    if not trust:
-        provenance.check_trusted(run)
-    for part in (run.checkpoints, run.export, run.path / "metrics"):
-        files.refuse_links(part)  # TensorFlow would follow them
-    if run.script:
-        raise UsageError(
-            f"{verb} {run.name}: it is the run of a script, and only the script knows its model and data; do it there, "
-            "or name a run of the built-in trainer"
-        )
-    path = [*run.started.code_dirs]
-    if named := run.started.requirements:
-        path.append(str(packages.install_packages(Path(named), registry.LOCAL.python)))
-    where = ["--run-dir", str(run.path), "--data-dir", str(folders.data_dir())]
-    command = shlex.join([sys.executable, "-m", "train.saved_model", verb, *where, *words])
-    return startup.with_modules([*path, *python_path()], command)
