@@ -21,18 +21,17 @@ from cluster.host.cli.command_line import (
     takes_request,
     task,
 )
-from cluster.host.cli.tasks import checks, k8s, preparing, projects, reports, runs, saved_models, tour
+from cluster.host.cli.tasks import checks, preparing, projects, reports, runs, saved_models, tour
 from cluster.host.control import foreground
-from cluster.host.launch import footprint, mirroring, planning, startup
+from cluster.host.launch import mirroring, plan_view, planning, startup
 from cluster.host.options import run_file
 from cluster.host.view import interrupts
-from cluster.host.view.plan_view import plan_lines
 from cluster.system.errors import UsageError
 from cluster.system.messages import short_path
 from cluster.system.paths import ROOT
 
 
-@takes_request(has_dry_run=True, dry="only print the commands (default: no)")
+@takes_request(has_dry_run=True)
 def up(c, request, dry=False):
     """Bring up a cluster and train; overrides follow --, such as: invoke up -- --epochs 1."""
     began = time.time()
@@ -48,25 +47,18 @@ def up(c, request, dry=False):
         return foreground.up(planned, shell(c), began=began)
 
 
-@takes_request(write="also write the options that were given to this run file (default: none)")
+@takes_request()
 def plan(c, request, write="", json=False):
     """Show what `up` would start with the same options, and start nothing."""
     planned = planning.plan(request)
-    value = planned.to_json() | {"memory": footprint.estimate_memory(planned)}
-    show(value, lambda value: plan_lines(value) + footprint.memory_lines(value["memory"]), as_json=json)
+    value = planned.to_json() | {"memory": plan_view.estimate_memory(planned)}
+    show(value, lambda value: plan_view.plan_lines(value) + plan_view.memory_lines(value["memory"]), as_json=json)
     if write:
         path = run_file.write_run_file(write, request, planned.config)
         print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)
 
 
-@task(
-    only="names separated by commas, such as start,throughput (default: all but those on request)",
-    rounds="times that each is measured, one after the other in turn (default: 5)",
-    runtime="auto or local; local: nothing that needs an engine (default: auto)",
-    peers="measure PyTorch and Ray, too; see benchmarks/README.md (default: no)",
-    quick="only try everything, with few steps, and keep nothing (default: no)",
-    write="renew the tables in README.md and docs/reference/figures.md, too (default: no)",
-)
+@task()
 def bench(c, only="", rounds="5", runtime="auto", peers=False, quick=False, write=False, json=False):
     """Measure how fast this is against hand-written programs; exit code 1 where a goal is missed."""
     from benchmarks import command, results  # here, because `up` does without them
@@ -92,12 +84,7 @@ FAST_TESTS = (("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", *T
 """Tests that start neither TensorFlow nor containers nor clusters; see `tests/fast.py`."""
 
 
-@task(
-    has_dry_run=True,
-    all="the long matrices too (default: no)",
-    fast="only tests that start neither TensorFlow nor containers nor clusters (default: no)",
-    select="only tests whose name matches this expression (default: every test)",
-)
+@task(has_dry_run=True)
 def test(c, all=False, fast=False, select=""):
     """Run the tests of the project in this folder on the CPU; container tests are skipped where no engine answers."""
     if all and fast:
@@ -123,7 +110,7 @@ def golden(c):
     sh(shlex.join([sys.executable, "-m", "tests.golden.losses"]))
 
 
-@task(has_dry_run=True, dry="only check, and list what would be published (default: no)")
+@task(has_dry_run=True)
 def release(c, dry=False):
     """Check a release of the version in pyproject.toml, and make its files; only the hosted workflow publishes."""
     words = ["--dry"] if dry or c.config.run.dry else []
@@ -143,7 +130,7 @@ ns = Collection(
     *(each for module in MODULES for each in vars(module).values() if isinstance(each, Task)),
     image=Collection(preparing.build, preparing.base, preparing.reproduce),
     data=Collection(preparing.prepare, preparing.shard, preparing.examine, preparing.verify),
-    k8s=Collection(k8s.render),
+    k8s=Collection(preparing.render),
 )
 ns.configure({"run": {"echo": True, "echo_format": "{command}", "in_stream": False}})
 """What `up` runs can be read and pasted; no task reads the terminal, and CI has none."""

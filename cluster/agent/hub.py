@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 from cluster.agent.connection import READ_BYTES, TICK_S, Client, PeerConnection, Refused, Server
@@ -41,7 +40,6 @@ REPLACED = {"replaced": True}
 """The message to an agent whose task has connected a second time."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Message(Record):
     """What an agent sends: its newest generation with its record, the outcome, its task's heartbeat.
 
@@ -56,7 +54,6 @@ class Message(Record):
     here: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class News(Record):
     """The digest that the hub sends to every agent.
 

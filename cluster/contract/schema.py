@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, dataclass_transform
 
 Check = Callable[[Any], Any]
 """Returns the checked value; raises ValueError with a short reason if it is invalid."""
@@ -136,12 +136,16 @@ SPARSE = {"sparse": True}
 """The metadata of a field that is written only if it differs from its default."""
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Base of the records."""
+    """Base of the records: each subclass is a frozen dataclass, made without a decorator."""
 
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The keys that the class does not know."""
+
+    def __init_subclass__(cls, *, kw_only: bool = True) -> None:
+        dataclass(frozen=True, kw_only=kw_only)(cls)
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
@@ -177,7 +181,6 @@ def dictionary(record: type[Record]) -> Callable[[Any], dict[str, Any]]:
 
 
 def _known(record: type[Record], value: Any) -> dict[str, Any]:
-    """Return the checked values of the keys that a class knows; ValueError if one is invalid or missing."""
     if not isinstance(value, dict):
         raise unexpected("an object", value)
     checks, required = _fields(record)  # type: ignore[arg-type]  # classes are hashable
@@ -192,7 +195,6 @@ def _default(known: Field[Any]) -> Any:
 
 @cache
 def _fields(record: type[Record]) -> tuple[dict[str, Check], list[str]]:
-    """Return the check of each field of a class, and the names of those without a default."""
     hints = typing.get_type_hints(record, include_extras=True)
     own = [each for each in fields(record) if each.name != "unknown"]
     required = [each.name for each in own if each.default is MISSING and each.default_factory is MISSING]

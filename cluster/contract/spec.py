@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -47,8 +47,7 @@ class Role(StrEnum):
         return self in (Role.CHIEF, Role.EVALUATOR)
 
 
-@dataclass(frozen=True)
-class Task(Record):
+class Task(Record, kw_only=False):
     """One member of the cluster and the address of its TensorFlow server."""
 
     role: Role
@@ -71,7 +70,6 @@ def _strategy(value: Any) -> Any:
     return one_of(*strategies.STRATEGIES)(value)  # those that are registered now
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClusterSpec(Record):
     """The tasks of a run and the strategy that trains on them: `cluster.json`, see `launch_records.cluster`.
 

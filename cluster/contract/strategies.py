@@ -1,10 +1,12 @@
-"""The strategies: one record each. Nothing else compares a strategy's name.
+"""The strategies: one record each, in `strategies.toml`. Nothing else compares a strategy's name.
 
-A new strategy needs a record here, a builder in `train/strategy.py`, tests and documentation.
+A new strategy needs a record there, a builder in `train/strategy.py`, tests and documentation.
 """
 
-from collections.abc import Callable
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.system.errors import UsageError, nearest
 
@@ -21,9 +23,9 @@ class Strategy:
         name: on the command line, a key of `STRATEGIES`.
         class_name: TensorFlow's name for it.
         trial: the options of `up` with which `invoke verify` tries it.
-        topology: the requirements of `fits` as options of `up`, for the error message.
-        fits: whether it runs on a topology: (workers, parameter servers, devices) -> bool.
-        chosen: whether `--strategy auto` takes it for such a topology, of those that fit.
+        topology: the clusters that it runs on as options of `up`, for the error message.
+        runs_on: the same as the least and the most of `workers`, `ps` and `devices`; of several, one must fit.
+        automatic: whether `--strategy auto` takes it, if none before it fits.
         one_process: whether the chief trains alone, in one process.
         served: whether workers run what the chief sends, with the weights on parameter servers; each restarts alone.
         synchronous: whether all replicas take part in every step, so that the same topology gives the same bits.
@@ -42,8 +44,8 @@ class Strategy:
     class_name: str
     trial: str
     topology: str
-    fits: Callable[[int, int, int], bool]
-    chosen: Callable[[int, int, int], bool] = lambda workers, ps, devices: False
+    runs_on: Sequence[Mapping[str, tuple[int, int]]]
+    automatic: bool = False
     one_process: bool = False
     served: bool = False
     synchronous: bool = True
@@ -57,88 +59,15 @@ class Strategy:
     layers: str = ""
     hardware: str = ""
 
+    def fits(self, workers: int, ps: int, devices: int) -> bool:
+        """Return whether it runs on a cluster of so many workers, parameter servers, and devices of each task."""
+        counts = {"workers": workers, "ps": ps, "devices": devices}
+        return any(all(low <= counts[of] <= high for of, (low, high) in each.items()) for each in self.runs_on)
 
-def _alone(workers: int, ps: int, devices: int) -> bool:  # noqa: ARG001  # any number of devices will do
-    return not workers and not ps
 
-
-STRATEGIES: dict[str, Strategy] = {
-    record.name: record
-    for record in (
-        Strategy(
-            name="one",
-            class_name="OneDeviceStrategy",
-            trial="",
-            topology="--workers 0 --ps 0 --devices 1",
-            fits=lambda workers, ps, devices: _alone(workers, ps, devices) and devices == 1,
-            chosen=lambda workers, ps, devices: True,
-            one_process=True,
-            single_device=True,
-        ),
-        Strategy(
-            name="mirrored",
-            class_name="MirroredStrategy",
-            trial="--devices 2",
-            topology="--workers 0 --ps 0",
-            fits=_alone,
-            chosen=lambda workers, ps, devices: devices > 1,
-            one_process=True,
-            mirrored=True,
-        ),
-        Strategy(
-            name="central",
-            class_name="CentralStorageStrategy",
-            trial="--devices 2",
-            topology="--workers 0 --ps 0",
-            fits=_alone,
-            one_process=True,
-        ),
-        Strategy(
-            name="multiworker",
-            class_name="MultiWorkerMirroredStrategy",
-            trial="--workers 1",
-            topology="--workers 1 or more and --ps 0",
-            fits=lambda workers, ps, devices: workers >= 1 and not ps,
-            chosen=lambda workers, ps, devices: True,
-            collective=True,
-            mirrored=True,
-        ),
-        Strategy(
-            name="ps",
-            class_name="ParameterServerStrategy",
-            trial="--workers 2 --ps 1",
-            topology="--workers 1 or more and --ps 1 or more",
-            fits=lambda workers, ps, devices: workers >= 1 and ps >= 1,
-            chosen=lambda workers, ps, devices: True,
-            served=True,
-            synchronous=False,
-            legacy_fit=True,
-            no_fp16="has workers that would each change the one loss scale",
-            no_virtual_shards="is asynchronous",
-        ),
-        Strategy(
-            name="tpu",
-            class_name="TPUStrategy",
-            trial="",
-            topology="--workers 0 --ps 0",
-            fits=_alone,
-            one_process=True,
-            no_fp16="has no float16",
-            no_virtual_shards="has never been tried with it",
-            layers="bf16",
-            hardware="tpu",
-        ),
-        Strategy(
-            name="pipeline",
-            class_name="Pipeline",
-            trial="--workers 1",
-            topology="--workers 1 or more with --devices 1, or --workers 0 with any --devices, and --ps 0",
-            fits=lambda workers, ps, devices: not ps and (not workers or devices == 1),
-            collective=True,
-            staged=True,
-            no_virtual_shards="has micro-batches instead, whose bits depend on no number of stages",
-        ),
-    )
+STRATEGIES = {
+    name: Strategy(name=name, **record)
+    for name, record in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 }
 """Every strategy by its name on the command line."""
 
@@ -161,7 +90,7 @@ def resolve(requested: str, workers: int, ps: int, devices: int) -> Strategy:
         raise UsageError(f"--ps {ps} with --workers 0: parameter servers need workers; add --workers 2 or drop --ps")
     topology = (workers, ps, devices)
     if requested == AUTO:
-        return next(each for each in STRATEGIES.values() if each.fits(*topology) and each.chosen(*topology))
+        return next(each for each in STRATEGIES.values() if each.automatic and each.fits(*topology))
     strategy = get(requested)
     if not strategy.fits(*topology):
         raise UsageError(

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ NOT_SWEPT = (*NOT_SHARED, "env", "secret", "tag", "note", "tensorboard_port", "m
 """These, and those that have no value to compare."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Trial(Record):
     """A trial: the name of its run, and its values by option."""
 
@@ -59,7 +58,6 @@ class Trial(Record):
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sweep(Record):
     """The record of a sweep: `.sweeps/NAME/sweep.json` next to the run folders."""
 

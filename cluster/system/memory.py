@@ -66,7 +66,6 @@ def _cgroup(v2: str, v1: str) -> str:
 
 
 def _counter(text: str, name: str) -> int:
-    """Return the number after a name in lines of a name and a number; 0 if it is missing."""
     fields = dict(words for line in text.splitlines() if len(words := line.split()) == 2)
     return int(fields.get(name, "0"))
 

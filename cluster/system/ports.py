@@ -1,10 +1,8 @@
 """Free ports of this machine."""
 
 import contextlib
-import itertools
 import os
 import socket
-from collections.abc import Iterator
 
 from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import counted
@@ -20,21 +18,21 @@ def free_ports(count: int, host: str = "127.0.0.1", first: int | None = None) ->
 
     Programs that look at once begin in different places: at `first`, or by default at their process's own.
     """
-    ports = tuple(itertools.islice(_unused(host, os.getpid() * 37 if first is None else first), count))
+    start = os.getpid() * 37 if first is None else first
+    ports: list[int] = []
+    for offset in range(len(PORTS)):
+        if len(ports) == count:
+            break
+        port = PORTS.start + (start + offset) % len(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            ports.append(port)
     if len(ports) < count:
         raise PrerequisiteError(
             f"{counted(count, 'free port')} on {host} from {PORTS.start} to {PORTS.stop - 1}: found {len(ports)}; "
             "use fewer tasks or end what listens there"
         )
-    return ports
-
-
-def _unused(host: str, first: int) -> Iterator[int]:
-    for offset in range(len(PORTS)):
-        port = PORTS.start + (first + offset) % len(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            yield port
+    return tuple(ports)
 
 
 def open_listener(host: str, port: int) -> socket.socket:

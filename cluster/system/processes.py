@@ -7,11 +7,12 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from cluster.system.errors import TimedOut
+from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
 
 POLL_S = 0.02
@@ -68,6 +69,23 @@ def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path |
     except subprocess.TimeoutExpired:
         return 124, "", f"{name or command[0]} did not answer in {timeout_s:g} s"
     return process.returncode, output, errors
+
+
+def start_detached(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
+    output: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process in the checkout, in a separate session: no Ctrl-C reaches it, and it may outlive this process.
+
+    Without a file for its `output`, that is discarded.
+    """
+    sink = output or subprocess.DEVNULL
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=stdin, stdout=sink, stderr=sink, start_new_session=True
+    )
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -212,10 +230,6 @@ def handles(pid: int, number: int) -> bool:
     return bool(int(fields.get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
-IDENTITY = ("pid", "start_ticks")
-"""The keys of a recorded process. Ids are reused; an id together with the time when its process began is not."""
-
-
 def start_ticks(pid: int) -> int | None:
     """Return when the process began, in clock ticks since boot; None if it does not exist or has ended."""
     fields = stat(pid)
@@ -223,7 +237,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def identity(pid: int) -> dict[str, int | None]:
-    """Return the record of a process for `alive` and `kill`."""
+    """Return the record of a process for `alive` and `kill`: ids are reused, an id with its process's start is not."""
     return {"pid": pid, "start_ticks": start_ticks(pid)}
 
 

@@ -17,7 +17,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.kubernetes.kubernetes_objects import RECORDS, SHARED
+from cluster.host.kubernetes import RECORDS, SHARED
 from cluster.system.errors import EXIT_INTERRUPTED
 from tests.e2e.scenario import DATA, TRAIN_IMAGE, TRAINING, step_of, summary
 from tests.support.waiting import wait_for

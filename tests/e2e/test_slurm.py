@@ -13,7 +13,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.schedulers import slurm_runtime as slurm
-from cluster.host.schedulers.slurm_queue import Queue
+from cluster.host.schedulers.slurm_runtime import Queue
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import ENDLESS, ROOT, Clusters, await_members, step_of, summary
 from tests.support.waiting import wait_for

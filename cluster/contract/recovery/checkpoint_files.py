@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cluster.system.errors import RunFailed
 from cluster.system.files import sha256, sync
-from cluster.system.json_files import read_json, write_json
+from cluster.system.json_files import DamagedError, read_json, write_json
 
 ASIDE = "aside"
 NO_CHECKPOINT = -1
@@ -60,7 +60,7 @@ class Saved:
                 name: (file["size_bytes"], file["sha256"]) for name, file in read_json(self.record)["files"].items()
             }
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+            raise DamagedError(self.record, f"{type(error).__name__}: {error}") from error
 
     def damage(self, *, contents: bool = True) -> str | None:
         """Describe the damage to its files, None if intact; without `contents` only their sizes are compared."""
@@ -137,7 +137,9 @@ def write_checkpoint(write: Callable[[str], object], saved: Saved, generation: i
     All files are on the disk, not only in its cache, when this returns. `write` writes TensorFlow's files with a
     prefix, as `tf.train.Checkpoint.write` does. `delete_leftovers` recognizes leftovers by the run's `generation`.
     """
-    prefix = _free_prefix(saved)
+    taken = {path.name.partition(".")[0] for path in saved.paths()[1:]}
+    names = (f"{saved.name}+{number}" if number else saved.name for number in itertools.count())
+    prefix = next(name for name in names if name not in taken)
     with tempfile.TemporaryDirectory(prefix=f".ckpt-{generation}-", dir=saved.folder) as scratch:
         write(f"{scratch}/{prefix}")
         files = {}
@@ -155,12 +157,6 @@ def write_checkpoint(write: Callable[[str], object], saved: Saved, generation: i
     for path in saved.paths()[1:]:
         if path.name not in files:
             path.unlink(missing_ok=True)
-
-
-def _free_prefix(saved: Saved) -> str:
-    taken = {path.name.partition(".")[0] for path in saved.paths()[1:]}
-    names = (f"{saved.name}+{number}" if number else saved.name for number in itertools.count())
-    return next(name for name in names if name not in taken)
 
 
 def delete_older(newest: Saved, keep: int) -> None:

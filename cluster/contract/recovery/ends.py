@@ -4,7 +4,6 @@ import contextlib
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE
@@ -43,8 +42,7 @@ _STATED = "error: "
 """The beginning of the line in which our own programs report a known error."""
 
 
-@dataclass(frozen=True)
-class End(Record):
+class End(Record, kw_only=False):
     """The end of one task's program, or its agent's decision to end one that did nothing."""
 
     task: str

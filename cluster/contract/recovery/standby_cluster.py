@@ -13,7 +13,7 @@ standby process has ended records that, every other agent then ends its own, and
 clusters that the standby processes of one generation form are numbered; only processes of the same one can train.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.contract.run import records
@@ -29,7 +29,6 @@ NUMBER = "STANDBY_CLUSTER_NUMBER"
 """The environment variable of a standby process with the number of its cluster in its generation."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Ready(Record):
     generation: Count
     number: Count

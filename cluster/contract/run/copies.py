@@ -28,7 +28,6 @@ class Superseded(ClusterError):
     exit_code = EXIT_PEER_LOST
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Newest(Record):
     copy: str
 

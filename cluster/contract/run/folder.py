@@ -42,7 +42,6 @@ _TASK = re.compile(r"chief|evaluator|(worker|ps)-(0|[1-9][0-9]{0,8})")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Withdrawn(Record):
     generation: Count
 

@@ -3,7 +3,6 @@
 import contextlib
 import secrets
 import socket
-from dataclasses import dataclass
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
@@ -16,7 +15,6 @@ TOKEN_BYTES = 32
 PRIVATE = 0o600
 
 
-@dataclass(frozen=True, kw_only=True)
 class Invitation(Record):
     """The address of the hub: `control/gang.json`."""
 
@@ -24,7 +22,6 @@ class Invitation(Record):
     port: Count
 
 
-@dataclass(frozen=True, kw_only=True)
 class Token(Record):
     """The secret of the run's agents: `control/token.json`."""
 

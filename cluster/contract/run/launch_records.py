@@ -1,14 +1,13 @@
 """The records of how a run was launched: its options, cluster, configuration and processes."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
 from cluster.contract.schema import SPARSE, Count, Record, Seconds, dictionary, listing, mapping, text, whole
 from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec
 
 
-@dataclass(frozen=True, kw_only=True)
 class TaskAddress(Record):
     """The node and address of a task of a job, and the job's number."""
 
@@ -18,7 +17,6 @@ class TaskAddress(Record):
     job: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Process(Record):
     """A process as `cluster.system.processes` recognizes it."""
 
@@ -26,7 +24,6 @@ class Process(Record):
     start_ticks: Count | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Programs(Record):
     """The processes of a task's newest attempt: `control/programs/<task>.json`."""
 
@@ -34,7 +31,6 @@ class Programs(Record):
     program: Process
 
 
-@dataclass(frozen=True, kw_only=True)
 class Stages(Record):
     """Where a pipeline's model is cut: `stages.json`."""
 
@@ -46,7 +42,6 @@ TRAINER_IMPORTS = "train.startup.preload"
 """The module that imports everything a training program needs."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Started(Record):
     """How and when a run was started: `control/started.json`. What is not known is empty or None."""
 
@@ -72,7 +67,6 @@ class Started(Record):
     mirror_id: str = field(default="", metadata=SPARSE)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Config(Record):
     global_batch: Count = field(default=0, metadata=SPARSE)
     bitwise_elastic: Count = field(default=0, metadata=SPARSE)
@@ -84,13 +78,11 @@ class _Config(Record):
     separate_chief: bool = field(default=False, metadata=SPARSE)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _LocalTask(Record):
     command: tuple[str, ...]
     environment: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Composed(Record):
     tasks: dict[str, _LocalTask] = field(default_factory=dict, metadata=SPARSE)
     preload: str = field(default="", metadata=SPARSE)
@@ -98,7 +90,6 @@ class _Composed(Record):
     network: str = field(default="", metadata=SPARSE)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Manifest(Record):
     runtime: str = field(default="", metadata=SPARSE)
 
@@ -114,7 +105,6 @@ def compose(value: Any) -> dict[str, Any]:
     return checked | ({GPUS: mapping(listing(text))(checked[GPUS])} if GPUS in checked else {})
 
 
-@dataclass(frozen=True, kw_only=True)
 class TensorBoardRecord(Record):
     """The TensorBoard that was started for a run: `control/tensorboard.json`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,16 @@ class _Within:
 
     def __get__(self, paths: Paths, owner: type[Paths]) -> Path:
         return paths.path.joinpath(*self._parts)
+
+
+class _Each:
+    """The paths of each task's, or each generation's, file or folder within the run folder, by its name."""
+
+    def __init__(self, folder: str, name: str = "{}") -> None:
+        self._folder, self._name = folder, name
+
+    def __get__(self, paths: Paths, owner: type[Paths]) -> Callable[[object], Path]:
+        return lambda which: paths.path / self._folder / self._name.format(which)
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,25 @@ class Paths:
     trace_answer = _Within("control", "traced.json")
     """The answer to the newest request for a trace."""
 
+    status = _Each("status", "{}.json")
+    """A task's heartbeat."""
+    metrics = _Each("metrics", "{}.jsonl")
+    """A task's logged steps, a JSON object per line."""
+    log = _Each("logs", "{}.log")
+    """The output of a task's program."""
+    work = _Each("work")
+    """The working folder of a task's script."""
+    tensorboard = _Each("tensorboard")
+    """A task's TensorBoard event files."""
+    programs = _Each("control/programs", "{}.json")
+    """The identities of the newest attempt's processes, as the task itself sees them."""
+    away = _Each("control/away")
+    """There while a fault keeps the task away, so that its supervisor does not bring it back."""
+    flip_request = _Each("control", "flip-{}")
+    """There while a fault requests that the task flips a bit of its weights."""
+    ledger = _Each("control/ledgers", "{}.json")
+    """The chief's time in a generation, by activity."""
+
     @property
     def name(self) -> str:
         return self.path.name
@@ -78,42 +108,6 @@ class Paths:
         """
         return self.path.parent / ".scratch" / self.name
 
-    def status(self, task: str) -> Path:
-        """The task's heartbeat."""
-        return self.path / "status" / f"{task}.json"
-
-    def metrics(self, task: str) -> Path:
-        """The task's logged steps, a JSON object per line."""
-        return self.path / "metrics" / f"{task}.jsonl"
-
-    def programs(self, task: str) -> Path:
-        """The identities of the newest attempt's processes, as the task itself sees them."""
-        return self.control / "programs" / f"{task}.json"
-
-    def away(self, task: str) -> Path:
-        """There while a fault keeps the task away, so that its supervisor does not bring it back."""
-        return self.control / "away" / task
-
-    def flip_request(self, task: str) -> Path:
-        """There while a fault requests that the task flips a bit of its weights."""
-        return self.control / f"flip-{task}"
-
-    def log(self, task: str) -> Path:
-        """The output of the task's program."""
-        return self.path / "logs" / f"{task}.log"
-
-    def work(self, task: str) -> Path:
-        """The working folder of the task's script."""
-        return self.path / "work" / task
-
-    def tensorboard(self, task: str) -> Path:
-        """The task's TensorBoard event files."""
-        return self.path / "tensorboard" / task
-
     def traces(self, task: str) -> list[Path]:
         """Return the folders of the task's profiler traces, oldest first."""
         return sorted((self.tensorboard(task) / "plugins" / "profile").glob("*/"))
-
-    def ledger(self, generation: int) -> Path:
-        """The chief's time in a generation, by activity."""
-        return self.control / "ledgers" / f"{generation}.json"

@@ -121,7 +121,6 @@ def _mark_gap(first: Path) -> None:
 
 
 def _parts(log: Path) -> tuple[Path, Path, Path]:
-    """Return the parts that a log may have, oldest first."""
     return log.with_name(f"{log.name}.first"), log.with_name(f"{log.name}.previous"), log
 
 

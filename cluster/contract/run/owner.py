@@ -7,7 +7,7 @@ supervisor the parent of orphans; and, if the supervisor was killed, by a random
 """
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +30,7 @@ def _supervisor(value: Any) -> dict[str, int] | None:
         return None
 
 
-@dataclass(frozen=True)
-class Owner(Record):
+class Owner(Record, kw_only=False):
     """The processes that were started for a run."""
 
     runtime: str

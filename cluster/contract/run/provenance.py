@@ -118,7 +118,6 @@ def _differences(records: dict[str, str], note: dict[str, str]) -> list[str]:
 
 
 def _digests(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield each record that commands trust, and its sha256."""
     staged = [run.stages] if run.stages.exists() else []
     for path in (run.config, run.cluster, run.compose, run.control / "started.json", run.manifest, *staged):
         try:

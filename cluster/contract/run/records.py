@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, overload
@@ -61,7 +61,6 @@ class TaskState(StrEnum):
 FINAL_STATES = frozenset({TaskState.DONE, TaskState.FAILED, TaskState.STOPPED})
 
 
-@dataclass(frozen=True, kw_only=True)
 class Pace(Record):
     """How long the steps of a task take, and for which share of that it waits for input or is busy."""
 
@@ -80,7 +79,6 @@ class Place(StrEnum):
     EVALUATION = "evaluation"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Position(Record):
     """The place that a task has entered last, whether it has left it, and for how many seconds that has been so."""
 
@@ -90,7 +88,6 @@ class Position(Record):
     seconds: Seconds
 
 
-@dataclass(frozen=True, kw_only=True)
 class Heartbeat(Record):
     """The state of a task, its step and speed: `status/<task>.json`."""
 
@@ -133,7 +130,6 @@ class OutcomeState(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Outcome(Record):
     """How the run ended, and the task at fault: `control/outcome.json`."""
 
@@ -155,7 +151,6 @@ class AfterStop(StrEnum):
     """The run's job frees its nodes; the run continues once the job has nodes again."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StopRequest(Record):
     """A request that every task saves at the same step and stops: `control/stop.json`."""
 
@@ -164,8 +159,7 @@ class StopRequest(Record):
     time: Seconds = 0.0
 
 
-@dataclass(frozen=True)
-class EndedAttempt(Record):
+class EndedAttempt(Record, kw_only=False):
     """How one attempt ended."""
 
     kind: str = field(default="external", metadata=SPARSE)
@@ -177,7 +171,6 @@ class EndedAttempt(Record):
     """How long a script ran; 0 for programs that report steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Detail(EndedAttempt):
     cause: str | None = field(default=None, metadata=SPARSE)
     error: str | None = field(default=None, metadata=SPARSE)
@@ -187,7 +180,6 @@ class _Detail(EndedAttempt):
     single_steps_from: Count = field(default=0, metadata=SPARSE)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Event(Record):
     """A line of `events.jsonl`."""
 
@@ -199,7 +191,6 @@ class Event(Record):
     detail: Annotated[dict[str, Any], dictionary(_Detail)] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Row(Record):
     step: Count
     time: Seconds = 0.0
@@ -211,7 +202,6 @@ row = dictionary(_Row)
 """A line of a task's metrics: a logged step, with metrics of any name."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Generation(EndedAttempt):
     """A start of the cluster and the attempt before it: `control/generations/<generation>.json`.
 
@@ -252,7 +242,6 @@ def generation(number: int) -> Callable[[Any], Generation]:
     return lambda value: Generation.from_json(value).require_number(number)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Activity(Record):
     """The seconds of the chief's steps, for input and computing, and of what it did between them."""
 
@@ -262,7 +251,6 @@ class Activity(Record):
     evaluate: Seconds
 
 
-@dataclass(frozen=True, kw_only=True)
 class TimeLedger(Record):
     """The chief's time in one generation: `control/ledgers/<generation>.json`."""
 
@@ -281,21 +269,6 @@ class TimeLedger(Record):
     """The interval between checkpoints, and the measurements that it follows from."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointFile(Record):
-    """A file of a checkpoint."""
-
-    size_bytes: Count = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointRecord(Record):
-    """The files of a finished checkpoint: `checkpoints/ckpt-<step>.json`."""
-
-    files: dict[str, CheckpointFile]
-
-
-@dataclass(frozen=True, kw_only=True)
 class TraceRequest(Record):
     """A request for a trace of a task's next steps: `control/trace.json`."""
 
@@ -305,7 +278,6 @@ class TraceRequest(Record):
     until: Seconds
 
 
-@dataclass(frozen=True, kw_only=True)
 class TraceAnswer(Record):
     """The answer to a request for a trace: the first and the last step, or an error."""
 

@@ -1,6 +1,6 @@
 """The records of how a run ended: `summary.json`, and what it is made of."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from cluster.contract.run.records import OutcomeState, Pace
 from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Number, Record, Seconds
@@ -9,7 +9,6 @@ EVALUATED = "eval_"
 """The prefix of the metrics of evaluations."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunResult(Record):
     """The result that the chief's program reports at its end: `control/result.json`."""
 
@@ -22,7 +21,6 @@ class RunResult(Record):
     """The version of Keras."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Restart(Record):
     """The cost of one restart."""
 
@@ -39,8 +37,7 @@ class Restart(Record):
     """`memory`: a task's snapshot; `checkpoint`; empty where training began again, and for one task alone."""
 
 
-@dataclass(frozen=True)
-class Straggler(Record):
+class Straggler(Record, kw_only=False):
     """A task that all others wait for."""
 
     task: str
@@ -53,8 +50,7 @@ class Straggler(Record):
         return f"{self.task} is {self.slower:.1f}x slower, {self.input_part:.0%} of it in input".replace("%", " %")
 
 
-@dataclass(frozen=True)
-class Starved(Record):
+class Starved(Record, kw_only=False):
     """A task that waits for its input."""
 
     task: str
@@ -65,7 +61,6 @@ class Starved(Record):
         return f"{self.task} waits {self.input_share:.0%} of the time for input".replace("%", " %")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Paces(Record):
     """The pace of each task, and the tasks that are slower than the others or wait for input."""
 
@@ -74,7 +69,6 @@ class Paces(Record):
     starved: tuple[Starved, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Cause(Record):
     """The failure that ended a run."""
 
@@ -85,7 +79,6 @@ class Cause(Record):
     time: Seconds = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class MembershipChange(Record):
     """A generation with other tasks than the one before, and its first step."""
 
@@ -101,7 +94,6 @@ class MembershipChange(Record):
         return f"{' and '.join(parts)} from step {self.step}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Summary(Record):
     """How a run ended: `summary.json`."""
 

@@ -1,19 +1,26 @@
-"""Prerequisite checks, each with its fix."""
+"""Prerequisite checks, each with its fix; of GPUs: their driver, their memory, and whether containers can use them."""
 
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from cluster.host.checks import gpus
-from cluster.host.image import locks
+from cluster.host.gpu import devices
+from cluster.host.image import engine, images, locks
 from cluster.host.launch import folders
-from cluster.host.runtime import registry, tensorboard
+from cluster.host.runtime import compose_services, registry, tensorboard
 from cluster.host.runtime.base import Finding
+from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import COMMAND, short_path
+from cluster.system.paths import ROOT
 
 _HAS_CUDA = any(importlib.metadata.distributions(name="tensorflow"))  # `tensorflow-cpu` is another distribution
 LOCKS = ("host", "train-gpu" if _HAS_CUDA else "train-cpu", "tensorboard")
@@ -24,7 +31,7 @@ def examine_machine(port: int = tensorboard.PORT) -> list[Finding]:
     findings = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
     for runtime in registry.RUNTIMES.values():
         findings += runtime.examine()
-    return findings + gpus.examine_gpus()
+    return findings + examine_gpus()
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:
@@ -90,3 +97,141 @@ def _port(port: int) -> Finding:
     if problem := tensorboard.port_problem(folders.runs_dir(), port):
         return Finding("tensorboard port", "warning", problem, "nothing to do: TensorBoard takes a free port")
     return Finding("tensorboard port", "ok", f"127.0.0.1:{port} is free or ours")
+
+
+# CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"
+# (docs.nvidia.com/cuda/archive/12.5.1/cuda-toolkit-release-notes). TensorFlow 2.21 is compiled with CUDA 12.5; the
+# newer 12.x libraries in train-gpu.lock run on its driver by the same minor-version compatibility.
+MIN_DRIVER = "525.60.13"
+"""For CUDA 12.x by minor-version compatibility: it runs, but what 12.5 added is missing."""
+FULL_DRIVER = "555.42.02"
+"""For all of CUDA 12.5."""
+OLDEST_KERNELS, NEWEST_KERNELS = "6.0", "9.0"
+"""The compute capabilities that TensorFlow's wheels have kernels for: sm_60 to sm_89 and compute_90 (its .bazelrc)."""
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - read, not written to
+MIN_SHARED_BYTES = 2**30
+"""What NVIDIA recommends for NCCL, and what tasks' containers have (`compose_services.GPU_SHM`)."""
+QUERY = (
+    "--query-gpu=driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap",
+    "--format=csv,noheader",
+)
+
+PROBE_TIMEOUT_S = 120.0
+"""Loading cuDNN from a cold disk and initialising GPUs without persistence mode take tens of seconds."""
+BUILD = f"{COMMAND} image.build --accelerator gpu"
+PROBE = ROOT / "docker" / "see_gpus.py"
+
+
+def examine_gpus() -> list[Finding]:
+    """Return the findings about GPUs. Nothing is changed; one container examines itself and is removed."""
+    if shutil.which("nvidia-smi") is None:
+        return [Finding("gpus", "ok", "none: no nvidia-smi on this machine")]
+    code, text = devices.ask_nvidia_smi(*QUERY)
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+    if code or not rows or any(len(row) != 5 for row in rows):
+        why = (text.strip() or "it lists no GPU").splitlines()[-1]
+        fix = "run `nvidia-smi`, reload or install NVIDIA's driver; until then --gpus none"
+        return [Finding("gpus", "warning", f"nvidia-smi reports none: {why}", fix)]
+    # A process sees a single instance of a GPU that is split into instances, not as many GPUs as there are.
+    split = any(mig == "Enabled" for _, _, mig, *_ in rows)
+    return [
+        _models(rows),
+        judge_driver(rows[0][0]),
+        judge_capabilities(row[-1] for row in rows),
+        _memory_errors(rows),
+        judge_shared_memory(_shared_bytes()),
+        *_containers(1 if split else len(rows)),
+    ]
+
+
+def _models(rows: list[list[str]]) -> Finding:
+    counts = Counter(name for _, name, *_ in rows)
+    detail = ", ".join(f"{count} {name}" for name, count in counts.items())
+    if len(counts) > 1:
+        return Finding("gpus", "warning", detail, "name GPUs of one model by --gpus: every step waits for the slowest")
+    return Finding("gpus", "ok", detail)
+
+
+def judge_driver(version: str) -> Finding:
+    """Report whether the driver is new enough for the image's CUDA."""
+    if _numbers(version) < _numbers(MIN_DRIVER):
+        return Finding("gpu driver", "failed", f"{version}: CUDA 12 needs {MIN_DRIVER}", "install a newer driver")
+    if _numbers(version) < _numbers(FULL_DRIVER):
+        detail = f"{version}: CUDA 12.5 runs by minor-version compatibility, without what is new in it"
+        return Finding("gpu driver", "warning", detail, f"install driver {FULL_DRIVER} or newer")
+    return Finding("gpu driver", "ok", f"{version}: all of CUDA 12.5")
+
+
+def judge_capabilities(found: Iterable[str]) -> Finding:
+    """Report whether TensorFlow's wheels have kernels for GPUs of these compute capabilities, such as 12.0."""
+    known = sorted({each for each in found if _numbers(each)}, key=_numbers) or ["unknown"]
+    detail, fix = f"compute capability {', '.join(known)}", "use a TensorFlow built for them, or --gpus none"
+    if _numbers(known[-1]) > _numbers(NEWEST_KERNELS):  # tensorflow issues 97387 and 111958
+        detail += ": TensorFlow has no kernels for it, compiles them at the first use, and XLA may fail"
+        return Finding("gpu kernels", "warning", detail, fix)
+    if known != ["unknown"] and _numbers(known[0]) < _numbers(OLDEST_KERNELS):
+        return Finding("gpu kernels", "failed", f"{detail}: TensorFlow needs {OLDEST_KERNELS}", fix)
+    return Finding("gpu kernels", "ok", detail)
+
+
+def _memory_errors(rows: list[list[str]]) -> Finding:
+    bad = [str(index) for index, (*_, errors, _) in enumerate(rows) if errors.isdigit() and int(errors) > 0]
+    if bad:
+        detail = f"GPU {','.join(bad)} had uncorrected memory errors since the driver was loaded"
+        return Finding("gpu memory", "failed", detail, "restart the machine; if they come back, have the GPU replaced")
+    return Finding("gpu memory", "ok", "no uncorrected error reported")
+
+
+def judge_shared_memory(size: int) -> Finding:
+    """Report whether local processes have the shared memory that NCCL needs; containers have their own."""
+    if size < MIN_SHARED_BYTES:
+        detail = f"{SHARED_MEMORY} has {size / 2**20:.0f} MiB: NCCL between local processes needs 1 GiB"
+        return Finding("shared memory", "warning", detail, f"sudo mount -o remount,size=1g {SHARED_MEMORY}")
+    return Finding("shared memory", "ok", f"{SHARED_MEMORY} has {size / 2**30:.1f} GiB")
+
+
+def _shared_bytes() -> int:
+    return shutil.disk_usage(SHARED_MEMORY).total if Path(SHARED_MEMORY).is_dir() else 0
+
+
+def _containers(count: int) -> list[Finding]:
+    """Return the findings about GPUs in containers, from one of the real image that must see `count`."""
+    if not engine.probe().ready:
+        return []  # a finding of the runtime says so
+    try:
+        devices.check_engine()
+    except PrerequisiteError as error:
+        return [Finding("gpu image", "failed", str(error))]
+    image = images.train_image("gpu")
+    if engine.ask("image", "inspect", "--format={{.Id}}", image)[0]:
+        return [Finding("gpu image", "warning", f"{image} is not built", BUILD)]
+    name = f"tf-cluster-doctor-{os.getpid()}"
+    # Under the restrictions of a task.
+    command = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={compose_services.task_user()}"]
+    command += ["--gpus=all", f"--shm-size={compose_services.GPU_SHM}", "--network=none", "--read-only"]
+    command += [f"--ulimit={key}={value}" for key, value in compose_services.GPU_LIMITS.items()]
+    command += ["--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+    code, text = engine.ask(*command, "--entrypoint=python", image, "-c", PROBE.read_text(), timeout_s=PROBE_TIMEOUT_S)
+    if code == 124:  # the client was ended, but not the container
+        engine.ask("rm", "--force", name)
+    return [judge_image(code, text, count)]
+
+
+def judge_image(code: int, text: str, count: int) -> Finding:
+    """Return the finding about the output of `PROBE` in a container that must see `count` GPUs."""
+    last = text.splitlines()[-1] if text else "no output"
+    if code:
+        return Finding("gpu image", "failed", f"a container with all GPUs fails: {last}", devices.CONFIGURE)
+    try:
+        report = json.loads(last)
+        seen, error = int(report["count"]), report["error"]
+    except (ValueError, KeyError, TypeError):
+        return Finding("gpu image", "failed", f"the container printed {last[:100]!r} instead of what it sees", BUILD)
+    if error or seen < count:
+        why = f"; CUDA reports: {error}" if error else ""
+        return Finding("gpu image", "failed", f"{seen} GPUs seen, expected {count}{why}", devices.CONFIGURE)
+    return Finding("gpu image", "ok", f"CUDA, cuDNN and NCCL load; GPUs seen: {seen}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))

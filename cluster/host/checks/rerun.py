@@ -14,8 +14,8 @@ from cluster.host.options.request import Request
 from cluster.host.options.run_file import flatten
 from cluster.host.runtime.base import Shell
 from cluster.host.view.columns import plain_lines
-from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
+from cluster.host.view.status import ended_lines
 from cluster.system.errors import UsageError
 from cluster.system.messages import counted, short_path
 

@@ -22,7 +22,6 @@ from cluster.host.launch import folders
 from cluster.host.view.columns import columns
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_PREREQUISITE
-from cluster.system.paths import ROOT
 
 DATASET = "fashion_mnist"
 STEPS = 20
@@ -128,18 +127,11 @@ def train_case(case: Case, runs: Path, limit_s: float) -> CaseOutcome:
         return CaseOutcome(None, f"not started: all cases have {LIMIT_S:g} s together, and these are over")
     log, scratch, began = runs / f"{case.name}.log", runs / "tmp", time.monotonic()
     scratch.mkdir(exist_ok=True)  # a TensorFlow process that is ended leaves temporary files behind
-    up = None
+    places = {"RUNS_DIR": str(runs), "DATA_DIR": str(folders.data_dir()), "TMPDIR": str(scratch)}
+    up, environment = None, os.environ | places
     with log.open("wb") as output:
         try:
-            up = subprocess.Popen(
-                case_command(case),
-                cwd=ROOT,
-                env=os.environ | {"RUNS_DIR": str(runs), "DATA_DIR": str(folders.data_dir()), "TMPDIR": str(scratch)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C is for us: we end it
-            )
+            up = processes.start_detached(case_command(case), environment=environment, output=output)
             code = up.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None

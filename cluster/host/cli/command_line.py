@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 import termios
+import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from inspect import Parameter
@@ -33,12 +34,13 @@ from cluster.system.messages import COMMAND, plain, short_path, system_error
 from cluster.system.paths import ROOT
 from cluster.system.terminal import WIDE, error_text, terminal_width
 
+HELP: dict[str, Any] = tomllib.loads(Path(__file__).with_name("help.toml").read_text())
 SHARED_HELP = {name: option.full_help for name, option in OPTIONS.items()} | {
     "file": "read options from this run file, see docs/reference/options.md; those given here win (default: none)",
     "json": "print as JSON (default: no)",
     "run": "run folder's name (default: the current run)",
 }
-"""The help of options that several tasks have, unless a task gives its own."""
+"""The help of options that several tasks have, unless `help.toml` has another one."""
 KEPT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 """Python's own variables that our programs inherit; others change where they find modules, what they skip of them, or
 whether they end (PYTHONSAFEPATH, PYTHONOPTIMIZE, PYTHONHOME, PYTHONINSPECT)."""
@@ -52,16 +54,19 @@ parsing.install()
 
 
 def task(
-    *, has_dry_run: bool = False, repeated: Sequence[str] = (), **help_texts: str
+    *, has_dry_run: bool = False, repeated: Sequence[str] = (), **values: object
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorator that turns a function into a task; its first argument is invoke's context, its value the exit code.
 
-    Options whose default is None may be given without their names, but for those that may be `repeated`. Each help text
-    ends with the option's default; those of `SHARED_HELP` can be left out. A task `has_dry_run` if all that it changes,
-    it changes by commands: then invoke's own --dry is enough.
+    Options whose default is None may be given without their names, but for those that may be `repeated`. Their help is
+    in `help.toml`, in which names stand for the `values`. A task `has_dry_run` if all that it changes, it changes by
+    commands: then invoke's own --dry is enough.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
+        module = Path(inspect.unwrap(body).__code__.co_filename).stem
+        templates = HELP.get(module, {}).get(body.__name__, {})
+        help_texts = {name: template.format(**values) for name, template in templates.items()}
         defaults = {parameter.name: parameter.default for parameter in inspect.signature(body).parameters.values()}
         make = invoke.task(
             auto_shortflags=False,
@@ -75,12 +80,12 @@ def task(
 
 
 def takes_request(
-    *left_out: str, file_first: bool = False, has_dry_run: bool = False, **help_texts: str
+    *left_out: str, file_first: bool = False, has_dry_run: bool = False, **values: object
 ) -> Callable[[Callable[..., int | None]], Any]:
     """Decorator that turns a function `(c, request, ...)` into a task with the options of `Request` and its other ones.
 
     It does not take the options of the fields `left_out`; with `file_first` the run file may be given without `--file`.
-    The help texts are those of its other options, of which one whose default is None may be repeated.
+    Of its other options one whose default is None may be repeated; `values` are those of its help.
     """
     taken = {name: option for name, option in OPTIONS.items() if name not in left_out}
 
@@ -111,7 +116,7 @@ def takes_request(
         extras = [file, *(parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters)]
         wrapped.__signature__ = inspect.Signature([context, *options, *extras])  # type: ignore[attr-defined]
         repeated = [parameter.name for parameter in (*options, *parameters) if parameter.default is None]
-        return task(has_dry_run=has_dry_run, repeated=repeated, **help_texts)(wrapped)
+        return task(has_dry_run=has_dry_run, repeated=repeated, **values)(wrapped)
 
     return decorate
 
@@ -127,7 +132,6 @@ def parse_options(**words: Any) -> dict[str, Any]:
 
 
 def _split_overrides(c: Context) -> tuple[str, ...]:
-    """Return the words after `--`."""
     typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     # invoke joins the words and loses their quotes.
     return tuple(typed if " ".join(typed) == c.remainder else shlex.split(c.remainder))

@@ -12,7 +12,9 @@ import os
 import shutil
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from invoke import Exit, Program
 from invoke.exceptions import ParseError
@@ -25,33 +27,13 @@ from cluster.system.errors import EXIT_UNREAD, EXIT_USAGE
 from cluster.system.messages import COMMAND, plain
 from cluster.system.terminal import error_text
 
-DAILY = ("new", "up", "status", "logs", "stop", "down", "runs", "evaluate", "export", "doctor")
-"""The commands that help shows first."""
-DAILY_OPTIONS = (
-    *("workers", "ps", "preset", "script", "strategy", "devices", "gpus", "runtime", "precision", "micro-batches"),
-    *("checkpoint-every", "name", "resume", "detach"),
-)
-"""The options that help shows of commands such as `up`, before those of the command alone; `--help-all` shows all."""
+_WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+DAILY: list[str] = _WORDS["commands"]
+DAILY_OPTIONS: list[str] = _WORDS["options"]
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"  # of a command, all options; of the program, all commands
-COUNTS = (
-    *("at_step", "checkpoint_every", "cpus", "faults", "halving", "limit", "minutes", "num_outputs", "parallel"),
-    *("rounds", "seed", "shards", "size", "steps", "tail", "timeout"),
-)
-VALUES = {
-    **dict.fromkeys(COUNTS, "N"),
-    **{name: "N" for name, option in OPTIONS.items() if option.types == (int,)},
-    **dict.fromkeys(("features", "file", "output", "requirements", "script", "write"), "FILE"),
-    **dict.fromkeys(("fourth", "name", "other", "resume", "third"), "RUN"),
-    "env": "NAME=VALUE",
-    "filter": "KEY=VALUE",
-    "init_from": "RUN",
-    "metrics_port": "PORT",
-    "over": "OPTION=VALUES",
-    "port": "PORT",
-    "secret": "NAME=FILE",
-    "tensorboard_port": "PORT",
-}
+VALUES = {name: "N" for name, option in OPTIONS.items() if option.types == (int,)}
 """What help calls the value of an option; its own name in capitals if it is not here."""
+VALUES |= {name: value for value, names in _WORDS["values"].items() for name in names}
 MUST_BE_NAMED = "must be named"
 """In the help of a positional argument that has no default."""
 OF_EVERY_TASK = ("--help", "-h", "--dry", "-R")
@@ -157,7 +139,6 @@ def _refuse(machine: ParseMachine, message: str) -> None:
 
 
 def _unknown(machine: ParseMachine, word: str) -> str:
-    """Return the error for a word that is neither an option nor a task, with the word that may have been meant."""
     task = machine.context.name if machine.context else None
     if not word.startswith("-"):
         what = f"{word!r} is neither a task nor an argument of `{task}`" if task else f"{word!r} is not a task"

@@ -17,9 +17,8 @@ from cluster.host.launch.plan import Plan
 from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.view import interrupts
-from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live
-from cluster.host.view.status import read_status
+from cluster.host.view.status import ended_lines, read_status
 from cluster.system import errors
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, TimedOut
 from cluster.system.json_files import write_json

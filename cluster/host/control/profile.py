@@ -146,7 +146,6 @@ def prepare_trace(folder: Path) -> bool:
 
 
 def _write_cache(folder: Path) -> None:
-    """Compute what the tab requests first."""
     from xprof import version
     from xprof.convert import raw_to_tool_data
 

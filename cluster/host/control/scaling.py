@@ -165,7 +165,6 @@ def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -
 
 
 def _reached(run: RunFolder) -> tuple[int, str]:
-    """Return the step from which the run continues, and that in words."""
     step, done = max(run.saved_steps, default=0), run.newest_step  # an evaluator reports only steps that were saved
     if done <= step:
         return step, f"step {step}"

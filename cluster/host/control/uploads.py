@@ -130,7 +130,6 @@ class Uploader:
             self._remove(store, others - set(earlier[max(0, len(earlier) - self._keep + 1) :]))
 
     def _replace(self, store: Store, kind: str, number: int, folder: Path) -> None:
-        """Upload a folder in place of the earlier bundles of its kind."""
         described = _describe_files(folder)
         bundle = mirror_store.name_bundle(kind, number, self._run_id, described)
         if bundle not in self._mirrored:
@@ -159,7 +158,6 @@ class Uploader:
 
 
 def _describe_files(folder: Path) -> mirror_store.Files:
-    """Return the size and the sha256 of each file in a folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): (path.stat().st_size, files.sha256(path)) for path in paths}
 

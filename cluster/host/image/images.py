@@ -175,7 +175,6 @@ def _on_engine(name: str) -> Base | None:
 
 
 def _context() -> list[Path]:
-    """Return the files of the build context, which `.dockerignore` lists."""
     rules = (ROOT / ".dockerignore").read_text().splitlines()
     tops = [path for rule in rules if rule.startswith("!") for path in ROOT.glob(rule[1:])]
     inside = [path for top in tops for path in ([top] if top.is_file() else top.rglob("*"))]

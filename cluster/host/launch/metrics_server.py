@@ -7,7 +7,6 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 import tomllib
@@ -21,8 +20,8 @@ from cluster.contract.run import heartbeat, owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import OutcomeState, TaskState
 from cluster.host.view.status import chief_loss, read_status
+from cluster.system import processes
 from cluster.system.errors import PrerequisiteError
-from cluster.system.paths import ROOT
 from cluster.system.ports import open_listener
 
 HOST = "127.0.0.1"
@@ -52,15 +51,8 @@ def check_port(port: int) -> None:
 def start(run: RunFolder, port: int) -> None:
     """Serve the metrics of a run that has just been started. The process ends with the others of the run."""
     if port and (owned := owner.read_owner(run)):
-        subprocess.Popen(
-            [sys.executable, "-m", "cluster.host.launch.metrics_server", str(run.path), str(port)],
-            cwd=ROOT,
-            env=os.environ | {owner.TOKEN: owned.token},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "cluster.host.launch.metrics_server", str(run.path), str(port)]
+        processes.start_detached(command, environment=os.environ | {owner.TOKEN: owned.token})
 
 
 def render_metrics(run: RunFolder) -> str:

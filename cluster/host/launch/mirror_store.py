@@ -120,7 +120,6 @@ class Store:
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> tuple[int, str]:
-    """Copy a file; return its size and sha256."""
     digest, size = hashlib.sha256(), 0
     while chunk := source.read(CHUNK_BYTES):
         digest.update(chunk)

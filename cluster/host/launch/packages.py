@@ -139,7 +139,6 @@ def _run(command: list[str], requirements: Path) -> None:
 
 
 def _gist(printed: str) -> str:
-    """Return the cause of a failure in one line, from what pip printed."""
     errors = [line.removeprefix("ERROR: ") for line in printed.splitlines() if line.startswith("ERROR: ")]
     gist = next((line for line in reversed(errors) if not line.startswith("ResolutionImpossible")), "")
     if gist.startswith("No matching distribution"):

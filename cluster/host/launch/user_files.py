@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.contract import settings
+from cluster.contract.recovery.checkpoint_files import find_newest_good
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.host.launch.folders import find_run
@@ -17,7 +18,6 @@ from cluster.host.runtime.payload import Payload
 from cluster.system import files
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.files import make_folder
-from cluster.system.json_files import read_json
 
 WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
 """Of a file with weights; `train/model/initial_weights.py` reads them."""
@@ -40,10 +40,8 @@ def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ..
         return (path.absolute(), *(part.absolute() for part in parts))
     if path.suffix in WEIGHT_SUFFIXES or "/" in name:
         raise UsageError(f"--init-from {name}: there is no such file; expected a run, or a file with weights")
-    run = find_run(name)
-    for step in reversed(run.saved_steps):
-        if found := _checkpoint(run, step):
-            return found
+    if saved := find_newest_good(find_run(name).checkpoints, lambda line: None):
+        return tuple(sorted(saved.folder / Path(file).name for file in saved.files))
     raise UsageError(f"--init-from {name}: the run has no intact checkpoint; name another run, or a file with weights")
 
 
@@ -65,18 +63,6 @@ def hash_weights(folder: Path) -> dict[str, str]:
 
 def _inside(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(folder.glob("*"))) if folder.is_dir() else ()
-
-
-def _checkpoint(run: RunFolder, step: int) -> tuple[Path, ...]:
-    """Return the files of a finished checkpoint; none where one is not as its record says."""
-    try:
-        recorded = read_json(run.checkpoints / f"ckpt-{step}.json")["files"]
-        paths = {run.checkpoints / Path(name).name: of["sha256"] for name, of in recorded.items()}
-        if any(files.sha256(path) != digest for path, digest in paths.items()):
-            return ()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ()
-    return tuple(sorted(paths))
 
 
 def check_path(option: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The options of `up` and `plan`: each is declared once, as a field of `Request`.
+"""The options of `up` and `plan`: each is declared once, as a field of `Request`; `request.toml` has its help.
 
 invoke's signature, `--help`, run files (`run_file.py`) and docs/reference/options.md follow from these declarations.
 """
@@ -6,6 +6,7 @@ invoke's signature, `--help`, run files (`run_file.py`) and docs/reference/optio
 import dataclasses
 import re
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -23,6 +24,8 @@ from cluster.system.paths import ROOT
 
 TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
 """TOML's names of the types that an option may have."""
+_TYPES: dict[Any, tuple[type, ...]] = {int | None: (int,), str: (str,), bool: (bool,), Sequence[str]: (list,)}
+"""Those of an option, by the annotation of its field."""
 
 
 class Group(StrEnum):
@@ -52,13 +55,15 @@ class Option:
 
     Attributes:
         default: the default in words.
-        types: the types that a run file may give it; a field with several is a string.
+        types: the types that a run file may give it, by default that of its field; with several, that is a string.
         choices: the only valid values; empty: any that pass the checks of the module that uses them.
         bounds: the smallest and the largest number, of an option that is a number or has one as its default.
         override: the field of the training configuration that it sets; empty for none.
         is_path: whether it names a file, which a run file names relative to itself.
     """
 
+    name: str
+    group: Group
     help: str
     default: str
     types: tuple[type, ...]
@@ -67,8 +72,6 @@ class Option:
     needs: Needs | None = None
     override: str = ""
     is_path: bool = False
-    name: str = ""
-    group: Group = Group.COMMAND
 
     @property
     def key(self) -> str:
@@ -88,244 +91,89 @@ class Option:
         return value is not None if self.types == (int,) else bool(value)
 
 
-def _declare(help: str, default: object, empty: Any, types: tuple[type, ...], **more: Any) -> Any:  # noqa: A002
-    return dataclasses.field(default=empty, metadata={"option": Option(help, str(default), types, **more)})
+def option(empty: Any = "", **more: Any) -> Any:
+    """Declare an option with its value where it is left out, of which `Option` says more by these arguments."""
+    return dataclasses.field(default=empty, metadata=more)
 
 
-def number(help: str, default: object, **more: Any) -> Any:  # noqa: A002  # as invoke calls it
-    """Declare an option that is a whole number; see `Option` for the arguments."""
-    return _declare(help, default, None, (int,), **more)
-
-
-def text(help: str, default: object, *, takes_number: bool = False, **more: Any) -> Any:  # noqa: A002
-    """Declare an option that is a word, or a word or a number."""
-    return _declare(help, default, "", (int, str) if takes_number else (str,), **more)
-
-
-def texts(help: str, default: object, **more: Any) -> Any:  # noqa: A002
-    """Declare an option that may be repeated."""
-    return _declare(help, default, (), (list,), **more)
-
-
-def switch(help: str, default: str = "no", **more: Any) -> Any:  # noqa: A002
-    """Declare an option without a value."""
-    return _declare(help, default, False, (bool,), **more)
-
-
+WORD_OR_NUMBER = (int, str)
 PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
 LOOPS = ("custom", "fit")
 SCHEDULES = ("gpipe", "1f1b", "pipedream")
 MAX_PER_JOB = 4096
-_ONE_OF_RUNTIMES = f"{', '.join([registry.AUTO, *list(registry.RUNTIMES)[:-1]])} or {list(registry.RUNTIMES)[-1]}"
-_ONE_OF_STRATEGIES = ", ".join([strategies.AUTO, *list(strategies.STRATEGIES)[:-1]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """What trains."""
 
-    workers: int | None = number(
-        "worker tasks in addition to the chief; 0: the chief alone",
-        f"{DEFAULT_WORKERS}; 0 for a strategy of one process",
-        bounds=(0, MAX_TASKS),
-    )
-    ps: int | None = number("parameter servers; 1 or more: ParameterServerStrategy", 0, bounds=(0, MAX_TASKS))
-    evaluator: bool = switch("add a task that evaluates every new checkpoint", needs=Needs.TRAINER)
-    strategy: str = text(f"{_ONE_OF_STRATEGIES} or {list(strategies.STRATEGIES)[-1]}", "auto, from the topology")
-    devices: int | None = number(
-        "replicas of the only task, on logical CPUs; with --gpus those of each task, its GPUs",
-        1,
-        bounds=(1, MAX_DEVICES),
-    )
-    preset: str = text(
-        f"{', '.join(sorted(path.stem for path in PRESETS.glob('[a-z]*.py')))} or package.module:function",
-        PRESET,
-        needs=Needs.TRAINER,
-    )
-    loop: str = text("custom, or fit for Keras's own", LOOPS[0], choices=LOOPS, needs=Needs.TRAINER, override="loop")
-    precision: str = text(
-        "fp32, bf16 or fp16: what layers compute in; weights stay in float32",
-        "fp32",
-        needs=Needs.TRAINER,
-        override="precision",
-    )
-    bitwise_elastic: int | None = number(
-        "virtual shards V: any number of replicas up to V gives the same bits",
-        "0, none",
-        needs=Needs.TRAINER,
-        override="bitwise-elastic",
-    )
-    stages: int | None = number(
-        "with --strategy pipeline: stages, each a task; with --workers 0 each a device of the chief",
-        "as many as tasks and devices",
-        bounds=(1, MAX_TASKS),
-        needs=Needs.TRAINER,
-    )
-    micro_batches: int | None = number(
-        "parts of each replica's batch whose gradients are added up before an update, for less memory",
-        1,
-        needs=Needs.TRAINER,
-        override="micro-batches",
-    )
-    schedule: str = text(
-        "with --strategy pipeline: gpipe, 1f1b or pipedream",
-        SCHEDULES[0],
-        choices=SCHEDULES,
-        needs=Needs.TRAINER,
-        override="pipeline.schedule",
-    )
-    remat: bool = switch(
-        "with --strategy pipeline: compute activations again for the backward instead of keeping them",
-        needs=Needs.TRAINER,
-        override="pipeline.remat",
-    )
-    cut: str = text(
-        "with --strategy pipeline: the first layer of each stage but the first, such as dense,logits",
-        "the best one",
-        needs=Needs.TRAINER,
-        override="pipeline.cut",
-    )
-    init_from: str = text(
-        "begin with the weights of this run's newest checkpoint, or of a .weights.h5, .keras, .h5, .npz or .index file",
-        "random ones",
-        needs=Needs.NEW_RUN,
-        override="init-from",
-    )
-    script: str = text(
-        "run this script, which reads TF_CONFIG, in every task; its arguments follow --",
-        "our trainer",
-        needs=Needs.NEW_RUN,
-        is_path=True,
-    )
-    separate_chief: bool = switch(
-        "give the script's TF_CONFIG a chief, as with --ps", "no, it is worker 0", needs=Needs.SCRIPT
-    )
-    requirements: str = text("requirements file with packages for your own code", "none", is_path=True)
-    env: Sequence[str] = texts(
-        "variable for every task: NAME, with its value here, or NAME=VALUE; may be repeated", "none"
-    )
-    secret: Sequence[str] = texts(
-        "NAME=FILE: variable for every task whose value is in this file, and nowhere else; may be repeated",
-        "none",
-        is_path=True,
-    )
+    workers: int | None = option(None, bounds=(0, MAX_TASKS))
+    ps: int | None = option(None, bounds=(0, MAX_TASKS))
+    evaluator: bool = option(False, needs=Needs.TRAINER)
+    strategy: str = ""
+    devices: int | None = option(None, bounds=(1, MAX_DEVICES))
+    preset: str = option(needs=Needs.TRAINER)
+    loop: str = option(choices=LOOPS, needs=Needs.TRAINER, override="loop")
+    precision: str = option(needs=Needs.TRAINER, override="precision")
+    bitwise_elastic: int | None = option(None, needs=Needs.TRAINER, override="bitwise-elastic")
+    stages: int | None = option(None, bounds=(1, MAX_TASKS), needs=Needs.TRAINER)
+    micro_batches: int | None = option(None, needs=Needs.TRAINER, override="micro-batches")
+    schedule: str = option(choices=SCHEDULES, needs=Needs.TRAINER, override="pipeline.schedule")
+    remat: bool = option(False, needs=Needs.TRAINER, override="pipeline.remat")
+    cut: str = option(needs=Needs.TRAINER, override="pipeline.cut")
+    init_from: str = option(needs=Needs.NEW_RUN, override="init-from")
+    script: str = option(needs=Needs.NEW_RUN, is_path=True)
+    separate_chief: bool = option(False, needs=Needs.SCRIPT)
+    requirements: str = option(is_path=True)
+    env: Sequence[str] = ()
+    secret: Sequence[str] = option((), is_path=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions:
     """Where it runs."""
 
-    runtime: str = text(_ONE_OF_RUNTIMES, "auto: containers where a Docker Engine answers")
-    network: str = text(
-        "private; or for local tasks host, the machine's; for containers egress, with a way out; in a Swarm encrypted",
-        "private; host for local scripts and TPUs",
-    )
-    memory: str = text(
-        "memory limit of each container, such as 8GiB; a container that exceeds it is killed",
-        "its share of the machine's memory",
-        needs=Needs.CONTAINERS,
-    )
-    gpus: str = text(
-        "none, all, how many, or ids such as 0,1: for the chief and the workers",
-        "none, they see none",
-        takes_number=True,
-    )
-    partition: str = text("Slurm partition, or several with commas", "the site's", needs=Needs.QUEUE)
-    constraint: str = text(
-        "nodes of a Swarm that take tasks, such as node.labels.gpu==true; several with commas", "all", needs=Needs.QUEUE
-    )
-    time: str = text(
-        "time limit of the job, such as 90 or 2-12:00; at its end the run saves and is queued again",
-        "the partition's",
-        takes_number=True,
-        needs=Needs.QUEUE,
-    )
-    account: str = text("Slurm account to charge", "yours", needs=Needs.QUEUE)
-    nodes: int | None = number(
-        "nodes that the job's tasks are spread over", "as Slurm places them", bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE
-    )
-    cpus_per_task: int | None = number(
-        "processors of each task", "the scheduler's", bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE
-    )
-    gpus_per_task: int | None = number(
-        "GPUs of the chief and of each worker", "none", bounds=(0, MAX_DEVICES), needs=Needs.QUEUE
-    )
+    runtime: str = ""
+    network: str = ""
+    memory: str = option(needs=Needs.CONTAINERS)
+    gpus: str = option(types=WORD_OR_NUMBER)
+    partition: str = option(needs=Needs.QUEUE)
+    constraint: str = option(needs=Needs.QUEUE)
+    time: str = option(types=WORD_OR_NUMBER, needs=Needs.QUEUE)
+    account: str = option(needs=Needs.QUEUE)
+    nodes: int | None = option(None, bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE)
+    cpus_per_task: int | None = option(None, bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE)
+    gpus_per_task: int | None = option(None, bounds=(0, MAX_DEVICES), needs=Needs.QUEUE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryOptions:
     """How it is kept alive."""
 
-    checkpoint_every: str = text(
-        "optimizer steps such as 200, or seconds such as 30s, between two checkpoints",
-        "auto",
-        takes_number=True,
-        needs=Needs.TRAINER,
-        override="checkpoint-every",
-    )
-    check_replicas: str = text(
-        "when the replicas' weights are compared, bit for bit: before a checkpoint, and every so many steps; 0: never",
-        "auto, before every checkpoint",
-        takes_number=True,
-        needs=Needs.TRAINER,
-        override="check-replicas",
-    )
-    no_memory_snapshots: bool = switch(
-        "do not keep the newest state in memory, twice and at up to 2 % of the time, from which a restart continues",
-        needs=Needs.TRAINER,
-        override="no-memory-snapshots",
-    )
-    hang_timeout: int | None = number(
-        "seconds without a new step after which every task starts again", f"{HANG_TIMEOUT_S:g}", bounds=(1, 86_400)
-    )
-    max_restarts: int | None = number(
-        "restarts of a program that fails by itself and makes no progress", MAX_RESTARTS, bounds=(0, 1000)
-    )
-    max_external_restarts: int | None = number(
-        "restarts in a row of what is killed from outside and makes no progress",
-        MAX_EXTERNAL_RESTARTS,
-        bounds=(0, 100_000),
-    )
-    min_workers: int | None = number(
-        "workers that are enough: the run continues without those that stay away, at the same global batch",
-        "all",
-        bounds=(0, MAX_TASKS),
-        needs=Needs.TRAINER,
-    )
-    grow: bool = switch(
-        "with --min-workers: take in workers that return, at the next checkpoint",
-        f"no, they wait for `{COMMAND} scale`",
-        needs=Needs.TRAINER,
-    )
-    name: str = text("name of the run", "preset, date and time", needs=Needs.NEW_RUN)
-    resume: str = text("resume this run, on its own topology unless another is given", "start a new run")
-    trust: bool = switch(
-        "take a run that this user did not start here, or that was changed since", needs=Needs.EARLIER_RUN
-    )
-    mirror: str = text(
-        "s3://BUCKET/PATH, gs://BUCKET/PATH or file:///PATH: copy checkpoints and the export there, for a machine that "
-        "has nothing of the run to --resume; none: no longer",
-        "none; of a run that is resumed, its own",
-        needs=Needs.TRAINER,
-    )
-    fresh: bool = switch("start a run of this --name again, its old folder is deleted", needs=Needs.NEW_RUN)
+    checkpoint_every: str = option(types=WORD_OR_NUMBER, needs=Needs.TRAINER, override="checkpoint-every")
+    check_replicas: str = option(types=WORD_OR_NUMBER, needs=Needs.TRAINER, override="check-replicas")
+    no_memory_snapshots: bool = option(False, needs=Needs.TRAINER, override="no-memory-snapshots")
+    hang_timeout: int | None = option(None, bounds=(1, 86_400))
+    max_restarts: int | None = option(None, bounds=(0, 1000))
+    max_external_restarts: int | None = option(None, bounds=(0, 100_000))
+    min_workers: int | None = option(None, bounds=(0, MAX_TASKS), needs=Needs.TRAINER)
+    grow: bool = option(False, needs=Needs.TRAINER)
+    name: str = option(needs=Needs.NEW_RUN)
+    resume: str = ""
+    trust: bool = option(False, needs=Needs.EARLIER_RUN)
+    mirror: str = option(needs=Needs.TRAINER)
+    fresh: bool = option(False, needs=Needs.NEW_RUN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitoringOptions:
     """How it is watched."""
 
-    tensorboard_port: str = text(
-        f"port of TensorBoard on 127.0.0.1, or auto: that of the running one, or {tensorboard.PORT}, or a free one; "
-        "0: none",
-        tensorboard.AUTO,
-        takes_number=True,
-        bounds=(0, 65535),
-    )
-    metrics_port: int | None = number("port of metrics for Prometheus on 127.0.0.1; 0: none", 0, bounds=(0, 65535))
-    detach: bool = switch("return once every task is training", "stay until the end")
-    tag: Sequence[str] = texts("a word for `runs --filter tag=WORD`; may be repeated", "none")
-    note: str = text("a sentence about the run, which `runs` shows", "none")
+    tensorboard_port: str = option(types=WORD_OR_NUMBER, bounds=(0, 65535))
+    metrics_port: int | None = option(None, bounds=(0, 65535))
+    detach: bool = False
+    tag: Sequence[str] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,10 +233,29 @@ GROUPS = {
     Group.KEPT: RecoveryOptions,
     Group.WATCHED: MonitoringOptions,
 }
+_RUNTIMES, _STRATEGIES = [registry.AUTO, *registry.RUNTIMES], [strategies.AUTO, *strategies.STRATEGIES]
+_VALUES = {
+    "command": COMMAND,
+    "hang_timeout": f"{HANG_TIMEOUT_S:g}",
+    "max_external_restarts": MAX_EXTERNAL_RESTARTS,
+    "max_restarts": MAX_RESTARTS,
+    "port": tensorboard.PORT,
+    "preset": PRESET,
+    "presets": ", ".join(sorted(path.stem for path in PRESETS.glob("[a-z]*.py"))),
+    "runtimes": f"{', '.join(_RUNTIMES[:-1])} or {_RUNTIMES[-1]}",
+    "strategies": f"{', '.join(_STRATEGIES[:-1])} or {_STRATEGIES[-1]}",
+    "workers": DEFAULT_WORKERS,
+}
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+
+def _option(field: dataclasses.Field[Any], group: Group) -> Option:
+    words: dict[str, Any] = {key: template.format(**_VALUES) for key, template in _TEXTS[field.name].items()}
+    return Option(**{"name": field.name, "group": group, "types": _TYPES[field.type], **words, **field.metadata})
+
+
 OPTIONS: dict[str, Option] = {
-    field.name: dataclasses.replace(field.metadata["option"], name=field.name, group=group)
-    for group, options in GROUPS.items()
-    for field in dataclasses.fields(options)
+    field.name: _option(field, group) for group, options in GROUPS.items() for field in dataclasses.fields(options)
 }
 
 

@@ -175,7 +175,6 @@ def _words(table: Mapping[str, Any], parent: str, path: Path) -> Iterator[str]:
 
 
 def _overridden(words: Sequence[str], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration that words of a command line set, each with its value."""
     fields = dict(flatten(dashed(config)))
     typed = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
     names = [name.replace("_", "-") for name in typed]

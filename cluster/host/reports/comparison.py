@@ -51,7 +51,6 @@ def compare_runs(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _same_weights(one: RunFolder, other: RunFolder) -> dict[str, Any]:
-    """Return whether two runs ended with the same weights; None where one has not recorded its final weights."""
     hashes = [getattr(run.load_summary(), "weights_sha256", None) for run in (one, other)]
     return {"runs": [one.name, other.name], "identical": hashes[0] == hashes[1] if all(hashes) else None}
 

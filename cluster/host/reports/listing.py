@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
-from cluster.contract.run.heartbeat import final_state
+from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import final_state, seems_old
 from cluster.contract.schema import Record, dictionary
 from cluster.host.view.columns import chosen_columns
 from cluster.system.errors import UsageError, nearest
@@ -113,8 +112,7 @@ def _state(run: RunFolder) -> str:
     if state := final_state(run):
         return state
     beats = run.heartbeats()
-    newest = max((beat.updated_at for beat in beats.values()), default=0.0)
-    if abs(time.time() - newest) > LOST_AFTER_S:
+    if all(map(seems_old, beats.values())):
         return "lost" if beats else "not started"
     return beats["chief"].state if "chief" in beats else "starting"
 

@@ -72,7 +72,6 @@ def render_overlay(work: Workload) -> dict[str, Any]:
 
 
 def _has_way_out(work: Workload) -> bool:
-    """Return whether tasks may reach what is outside of their cluster, as a script that fetches its data does."""
     return work.payload.script is not None or work.network.name == EGRESS
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from cluster.contract.recovery.checkpoint_files import list_finished
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import Programs
-from cluster.contract.run.records import CheckpointRecord
 from cluster.contract.schema import dictionary
 from cluster.system.errors import ClusterError, UsageError
 from cluster.system.files import open_file
@@ -81,10 +81,9 @@ class FaultInjector(ABC):
 
     def corrupt(self, task: str) -> None:
         """Cut off the last byte of the newest checkpoint, as a disk that lies does, and kill the program."""
-        if saved := self._run.saved_steps:
-            record = records.read_record(self._run.checkpoints / f"ckpt-{saved[-1]}.json", CheckpointRecord.from_json)
-            name = max(record.files.items(), key=lambda entry: entry[1].size_bytes)[0]
-            with open_file(self._run.checkpoints / Path(name).name, "r+b") as file:
+        for newest in list_finished(self._run.checkpoints)[:1]:
+            name = max(newest.files, key=lambda name: newest.files[name][0])
+            with open_file(newest.folder / Path(name).name, "r+b") as file:
                 file.truncate(file.seek(0, 2) - 1)
         self.kill(task)
 

@@ -7,9 +7,7 @@ folders, where no container can write. `cluster/host/control/uploads.py` is the 
 import contextlib
 import os
 import re
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, unquote
@@ -21,7 +19,6 @@ from cluster.contract.schema import Record, dictionary
 from cluster.system import processes
 from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
-from cluster.system.paths import ROOT
 from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
@@ -38,7 +35,6 @@ WAIT_S, POLL_S = 1800.0, 0.1
 """How long `up` waits for the last files; the upload continues without it."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Upload(Record):
     """The state of the process that uploads: `.running/NAME.mirror`."""
 
@@ -86,14 +82,7 @@ def start_upload(run: RunFolder) -> None:
     end_upload(run)
     url, run_id = run.started.mirror, run.started.mirror_id
     with record_path(run).with_suffix(".mirror.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, url, str(run.path), run_id],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        process = processes.start_detached([sys.executable, "-m", PROGRAM, url, str(run.path), run_id], output=log)
     upload = Upload(id=run_id, process=processes.identity(process.pid), text=url)
     write_json(record_path(run), upload.to_json())
 

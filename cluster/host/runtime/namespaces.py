@@ -93,7 +93,6 @@ def _explain(code: int) -> Refusal:
 
 
 def _filtered() -> bool:
-    """Return whether this process's system calls are filtered, as container engines do."""
     return "\nSeccomp:\t2\n" in Path("/proc/self/status").read_text()
 
 

@@ -2,8 +2,8 @@
 
 Local processes use these in place; containers get them mounted, read-only.
 
-Tasks inherit the variables that are listed here from the caller of `up`, and no others. So a run does not depend on
-variables that happen to be set, such as the TF_CONFIG of another cluster, and no secret reaches a task by accident.
+Tasks inherit the variables that `payload.toml` lists from the caller of `up`, and no others. So a run does not depend
+on variables that happen to be set, such as the TF_CONFIG of another cluster, and no secret reaches a task by accident.
 `--env` adds to the list.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,36 +23,11 @@ from cluster.contract.settings import SECRET_FILES
 from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import UsageError
 
-PREFIXES = (
-    *("TF_", "TFDS_", "TFHUB_", "KERAS_", "XLA_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "DNNL_", "ONEDNN_"),
-    *("MALLOC_", "GLIBC_TUNABLES"),
-)
-DEVICE_PREFIXES = ("CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVIDIA_TF32_", "GRPC_", "TPU_", "PJRT_", "LIBTPU_")
-"""What TensorFlow, Keras and the libraries below them read: for every task."""
-
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-"""For every local task, and for the containers of a script, which may reach the network."""
-
-PROCESS = frozenset(
-    {
-        *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "INVOKED_AS"),
-        *("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "HF_HOME", "RUNS_DIR", "LD_LIBRARY_PATH", "LD_PRELOAD"),
-        *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"),
-        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GOOGLE_APPLICATION_CREDENTIALS"),
-    }
-)
-"""What local tasks need besides, or locate this machine's files with."""
-
-NEVER_INHERITED = frozenset(
-    {
-        *("TF_CONFIG", "TASK", "RUN_DIR", "DATA_DIR", "GENERATION", "RESTARTS", "GATE_FD", "STANDBY_PROCESS"),
-        *("STOP_THEN", SECRET_FILES, "CLUSTER_JSON", "GPUS_PER_TASK", "RECORDS_DIR"),
-        *("REPLACED_TASK", "ATTEMPT", "LOST_THEN", "TASK_COPY"),
-        *("GPUS_GIVEN", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "TF_CLUSTER_TOKEN"),
-    }
-)
-"""What is set for each task, or must not be set: never inherited."""
-
+_VARIABLES: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+PREFIXES, DEVICE_PREFIXES = _VARIABLES["prefixes"], _VARIABLES["device_prefixes"]
+PROXIES = _VARIABLES["proxies"]
+PROCESS = frozenset(_VARIABLES["process"])
+NEVER_INHERITED = frozenset([*_VARIABLES["never_inherited"], SECRET_FILES])
 NEVER_SET = NEVER_INHERITED | {"PYTHONPATH", "RUNS_DIR"}
 """What `--env` cannot set: these are set where `up` is called."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cluster.system import memory
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
-from cluster.system.messages import counted
+from cluster.system.messages import counted, size
 
 TASK_MEMORY_BYTES = 600 * 2**20
 """What a TensorFlow process uses before it trains anything."""
@@ -37,15 +37,15 @@ class Memory:
         if self.requested and num_tasks * self.task_bytes > self.total_bytes:
             raise PrerequisiteError(
                 f"--memory {self.requested} for {counted(num_tasks, 'task')} makes "
-                f"{shown_bytes(num_tasks * self.task_bytes)}, the engine's machine has "
-                f"{shown_bytes(self.total_bytes)}; use --memory "
+                f"{size(num_tasks * self.task_bytes)}, the engine's machine has "
+                f"{size(self.total_bytes)}; use --memory "
                 f"{self.total_bytes // num_tasks // 2**20}MiB, or fewer tasks"
             )
         if self.task_bytes < TASK_MEMORY_BYTES:
             shared = int(self.total_bytes * SHARED)
             raise PrerequisiteError(
-                f"{counted(num_tasks, 'task')} that share {shown_bytes(shared)} of memory get "
-                f"{shown_bytes(self.task_bytes)} each, and TensorFlow alone takes {shown_bytes(TASK_MEMORY_BYTES)}; "
+                f"{counted(num_tasks, 'task')} that share {size(shared)} of memory get "
+                f"{size(self.task_bytes)} each, and TensorFlow alone takes {size(TASK_MEMORY_BYTES)}; "
                 f"use at most {counted(shared // TASK_MEMORY_BYTES, 'task')} here"
             )
 
@@ -74,11 +74,6 @@ def parse_memory(text: str) -> int:
             "at most what the machine has; use such as 8GiB or 1500MiB"
         )
     return size_bytes
-
-
-def shown_bytes(size_bytes: int) -> str:
-    """Return a size in words."""
-    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.0f} MiB"
 
 
 PRIVATE, HOST, ENCRYPTED, EGRESS = "private", "host", "encrypted", "egress"

@@ -1,7 +1,6 @@
 """TensorBoard, one for all runs of a folder: in its container, or as a local process."""
 
 import os
-import subprocess
 import sys
 import time
 import urllib.error
@@ -10,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster.contract.run import claim
+from cluster.contract.run import claim, records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.launch_records import Process
 from cluster.contract.run.logs import last_line
+from cluster.contract.schema import Count, Record, dictionary
 from cluster.host.runtime import compose_services
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
-from cluster.system.json_files import read_json, write_json
+from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND
 from cluster.system.paths import ROOT
 from cluster.system.ports import open_listener
@@ -127,17 +128,16 @@ def _record_path(runs_dir: Path) -> Path:
     return runs_dir / ".tensorboard.json"
 
 
+class _Board(Record):
+    runtime: str
+    port: Count
+    process: Process | None = None
+
+
 def _record(runs_dir: Path) -> dict[str, Any] | None:
     """Return the record of TensorBoard; None where none was started, or it is damaged."""
-    try:
-        record = read_json(_record_path(runs_dir), None)
-    except (OSError, ValueError):
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("port"), int):
-        return None
-    process = record.get("process")
-    identified = isinstance(process, dict) and all(isinstance(process.get(key), int) for key in processes.IDENTITY)
-    return record if record.get("runtime") == CONTAINER or identified else None
+    record = records.read_record(_record_path(runs_dir), dictionary(_Board), None)
+    return record if record and (record["runtime"] == CONTAINER or record["process"]) else None
 
 
 def _container_runs(runs_dir: Path) -> bool:
@@ -146,16 +146,10 @@ def _container_runs(runs_dir: Path) -> bool:
 
 def _start_process(runs_dir: Path, port: int) -> int:
     command = [sys.executable, str(PROGRAM), "--logdir", str(runs_dir), "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--reload_interval", "5"]
+    environment = os.environ | {"TENSORBOARD_RUNS": str(runs_dir)}
     with (runs_dir / ".tensorboard.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), "--reload_interval", "5"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=os.environ | {"TENSORBOARD_RUNS": str(runs_dir)},
-            start_new_session=True,
-        )
-    return process.pid
+        return processes.start_detached(command, environment=environment, output=log).pid
 
 
 def _await_answer(

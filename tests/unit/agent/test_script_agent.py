@@ -20,7 +20,7 @@ from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
-from cluster.host.view.ended import ended_lines
+from cluster.host.view.status import ended_lines
 from cluster.system.json_files import append_json, read_json, write_json
 from tests.support.gang import SIGKILLED, Gang, StartGang, assert_ended
 from tests.support.waiting import wait_for

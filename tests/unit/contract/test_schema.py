@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Any
 
@@ -16,12 +16,10 @@ class Colour(StrEnum):
     BLUE = "blue"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Part(Record):
     size: Count = 0
 
 
-@dataclass(frozen=True, kw_only=True)
 class Whole(Record):
     name: str
     at: Seconds

@@ -140,7 +140,7 @@ def pair(monkeypatch) -> Strategy:
         class_name="PairStrategy",
         trial="--devices 2",
         topology="--workers 0 --devices 2",
-        fits=lambda workers, ps, devices: (workers, ps, devices) == (0, 0, 2),
+        runs_on=[{"workers": (0, 0), "ps": (0, 0), "devices": (2, 2)}],
         one_process=True,
     )
     monkeypatch.setitem(strategies.STRATEGIES, record.name, record)

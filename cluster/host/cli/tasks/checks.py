@@ -39,7 +39,7 @@ def verify(c, json=False):
     return EXIT_FAILED if verification.count_failed(rows) else EXIT_DONE
 
 
-@task(runtime=f"{OPTIONS['runtime'].help} (default: the run's own)")
+@task(runtimes=OPTIONS["runtime"].help)
 def rerun(c, run=None, runtime="", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = folders.find_run(run or "")
@@ -49,17 +49,7 @@ def rerun(c, run=None, runtime="", trust=False, json=False):
     return EXIT_DONE if compared and compared.verdict == "identical" else EXIT_FAILED
 
 
-@task(
-    kind=f"{', '.join(KINDS)}, or {STORM} (default: none, it must be named)",
-    task="task such as worker-1 (default: none, it must be named; a storm draws its own)",
-    at_step="not before the run has done this many steps (default: 0, at once)",
-    whole="kill the task's agent too, as when its machine dies (default: no, its program alone)",
-    faults="of a storm (default: 20)",
-    seed="of a storm: the same one draws the same faults (default: 0)",
-    kinds="of a storm, such as kill,pause (default: all that this run can outlive)",
-    timeout="seconds to wait for the step, and for the recovery (default: 300)",
-    minutes="of a storm: after which it injects no more (default: 60)",
-)
+@task(faults=", ".join(KINDS), storm=STORM)
 def chaos(
     c, kind=None, task=None, at_step="0", whole=False, faults="20", seed="0", kinds="", timeout="300", minutes="60",
     run="", json=False,
@@ -83,13 +73,7 @@ def chaos(
     return EXIT_DONE if result.as_it_should else EXIT_FAILED
 
 
-@task(
-    run="run whose cluster is explained (default: TF_CONFIG of the environment, else the current run)",
-    task="of a run or of the options of up: the task whose TF_CONFIG is looked at (default: the whole cluster)",
-    file="file with anybody's TF_CONFIG, or - for standard input (default: none)",
-    strategy=f"{OPTIONS['strategy'].help}; with --file, what trains on it (default: the topology's)",
-    lint="only what is wrong with it (default: no)",
-)
+@task(strategies=OPTIONS["strategy"].help)
 def explain(
     c, run=None, task="", file="", workers="", ps="", evaluator=False, devices="", strategy="", lint=False,
     json=False,

@@ -21,11 +21,7 @@ _FILES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 """The files of a project that runs a script, by name."""
 
 
-@task(
-    folder="the project's folder, new or empty (default: none, it must be named)",
-    kind=f"{', '.join(KINDS[:-1])} or {KINDS[-1]} (default: {KINDS[0]})",
-    script="a script of yours that reads TF_CONFIG, instead of a kind (default: none)",
-)
+@task()
 def new(c, folder=None, kind="", script=""):
     """Create a project that trains with one command: model, data, options, test and README."""
     if not folder:

@@ -15,14 +15,7 @@ from cluster.system.files import write_text
 from cluster.system.messages import COMMAND, counted, short_path, size
 
 
-@task(
-    sort=f"by {', '.join(listing.KEYS[:-1])} or {listing.KEYS[-1]}, the least first (default: the newest first)",
-    reverse="the other way round (default: no)",
-    filter="only runs with tag=WORD, or KEY=VALUE with a key of --sort, such as result=failed; several with commas "
-    "(default: all)",
-    limit="at most so many (default: all)",
-    sweep="only those of this sweep, the best score first (default: all)",
-)
+@task(keys=f"{', '.join(listing.KEYS[:-1])} or {listing.KEYS[-1]}")
 def runs(c, sort="", reverse=False, filter="", limit="", sweep="", json=False):
     """List all runs: result, duration, score, strategy, tasks, commit, restarts, disk use."""
     most = spec.parse_count("limit", limit, 1, 10**9) if limit else 0
@@ -32,12 +25,7 @@ def runs(c, sort="", reverse=False, filter="", limit="", sweep="", json=False):
     show({"runs": found}, lambda _: listing.table_lines(found), as_json=json)
 
 
-@task(
-    run="run that the others are compared with (default: none, it must be named)",
-    other="the run to compare, or several separated by commas (default: none, it must be named)",
-    third="one more (default: none)",
-    fourth="one more (default: none)",
-)
+@task()
 def compare(c, run=None, other=None, third=None, fourth=None, json=False):
     """Show what differs between runs, their results, and whether their final weights are the same."""
     words = [run, other, third, fourth]
@@ -50,7 +38,7 @@ def compare(c, run=None, other=None, third=None, fourth=None, json=False):
     show(comparison.compare_runs(found), lambda value: comparison.comparison_lines(value, found), as_json=json)
 
 
-@task(output="HTML file to write (default: report.html in the run's folder)")
+@task()
 def report(c, run=None, output=""):
     """Write one HTML page about a run, which needs no network: curves, cluster, restarts, time, configuration."""
     folder = folders.find_run(run or "")
@@ -63,11 +51,7 @@ def report(c, run=None, output=""):
     print(short_path(path))
 
 
-@task(
-    run="run to delete, however old it is (default: those of --older)",
-    older="only runs that ended longer ago than this, such as 7d, 12h or 2w (default: none, a run must be named)",
-    yes="delete without asking (default: no)",
-)
+@task()
 def clean(c, run=None, older="", yes=False):
     """Delete a run, or all old runs: prints which and how large they are, asks, and never touches a run in progress."""
     if bool(run) == bool(older):

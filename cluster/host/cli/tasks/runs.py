@@ -17,10 +17,8 @@ from cluster.system.errors import RunFailed, UsageError
 from cluster.system.messages import COMMAND
 from cluster.system.terminal import print_lines
 
-PORT_HELP = f"port of 127.0.0.1, or auto: that of the running one, or {board.PORT}, or a free one (default: auto)"
 
-
-@task(watch="redraw until the run ends (default: no)")
+@task()
 def status(c, run=None, watch=False, json=False):
     """Show every task's state, step, speed, loss and restarts."""
     folder = folders.find_run(run)
@@ -29,12 +27,7 @@ def status(c, run=None, watch=False, json=False):
     show(read_status(folder), status_table, as_json=json)
 
 
-@task(
-    task="task such as chief or worker-0 (default: every task)",
-    follow="continue until the run ends (default: no)",
-    tail="begin with the last lines, so many of each task (default: with the first)",
-    since="only what was printed in this time until now, such as 30s, 10m or 2h (default: everything)",
-)
+@task()
 def logs(c, task=None, run="", follow=False, tail="", since=""):
     """Show what the tasks' programs printed."""
     last = spec.parse_count("tail", tail, 0, 10**9) if tail else None
@@ -45,10 +38,7 @@ def logs(c, task=None, run="", follow=False, tail="", since=""):
     print_logs(folder, names, follow=follow, last=last, since=begin)
 
 
-@task(
-    task="task that trains, such as worker-0 (default: none, it must be named)",
-    steps="optimizer steps that the trace holds at least (default: 5)",
-)
+@task()
 def profile(c, task=None, steps="5", run=""):
     """Trace some steps of a task while it trains, to be read in TensorBoard's Profile tab."""
     if not task:
@@ -56,14 +46,14 @@ def profile(c, task=None, steps="5", run=""):
     print("\n".join(tracing.trace_task(folders.find_run(run), task, spec.parse_count("steps", steps, 1, 10_000))))
 
 
-@task(port=PORT_HELP)
+@task(port=board.PORT)
 def tensorboard(c, port=board.AUTO, runtime="auto"):
     """Start TensorBoard over all runs, unless it runs, and print its address."""
     number = None if port == board.AUTO else spec.parse_count("port", port, 1, 65535)
     print(board.address(startup.start_tensorboard(number, runtime, shell(c))))
 
 
-@task(timeout="seconds to wait (default: as long as it takes)")
+@task()
 def wait(c, run=None, timeout=""):
     """Wait for a run to end and show how; exit code 0 done, 1 failed, 4 timed out, 130 stopped."""
     folder = folders.find_run(run)
@@ -73,7 +63,7 @@ def wait(c, run=None, timeout=""):
     return watching.exit_code(ended)
 
 
-@task(workers=f"{OPTIONS['workers'].help} (default: as many as now)", ps="parameter servers (default: as many as now)")
+@task(workers=OPTIONS["workers"].help)
 def scale(c, workers="", ps="", run="", trust=False):
     """Continue with more or fewer workers: save at the same step on every task, then train on from there."""
     counts = parse_options(workers=workers, ps=ps)
@@ -93,11 +83,7 @@ def stop(c, run=None):
         raise RunFailed(left)
 
 
-@task(
-    run="run to take down (default: every run of this checkout, and TensorBoard)",
-    all="every run of this checkout, and TensorBoard, as without a run (default: no)",
-    timeout="seconds in which a run may save and stop before it is ended (default: 15)",
-)
+@task()
 def down(c, run=None, all=False, timeout="15"):
     """End every process, container and network that `up` started. Run folders stay."""
     if run and all:
@@ -106,16 +92,7 @@ def down(c, run=None, all=False, timeout="15"):
     return ending.take_down(folders.runs_dir(), run, bound, shell(c))
 
 
-@takes_request(
-    "fresh",
-    "detach",
-    "trust",
-    file_first=True,
-    over="OPTION=VALUE,VALUE: values to compare, of an option of `up` or of training; may be repeated (default: none)",
-    parallel="trials at a time (default: 1)",
-    halving="step at which trials that are not among the best third are stopped, and again at each 3 times as far "
-    "(default: 0, none are)",
-)
+@takes_request("fresh", "detach", "trust", file_first=True)
 def sweep(c, request, over=None, parallel="1", halving="0"):
     """Train once with every combination of values, and list the runs, the best first; --resume continues a sweep."""
     at_a_time = spec.parse_count("parallel", parallel, 1, sweeping.MAX_PARALLEL)

@@ -27,11 +27,7 @@ def export(c, run=None, trust=False):
     _run(c, run, "export", trust=trust)
 
 
-@task(
-    has_dry_run=True,
-    image="image file, resized to what the model takes (default: none)",
-    features="instead, JSON file of one example: nested lists, or of several inputs a dictionary (default: none)",
-)
+@task(has_dry_run=True)
 def predict(c, run=None, image="", features="", trust=False):
     """Print what a run's exported model predicts for an image, or for an example of any features."""
     if bool(image) == bool(features):

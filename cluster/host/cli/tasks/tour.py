@@ -43,7 +43,7 @@ HEAD, TAIL = _WORDS["head"], _WORDS["tail"].format(command=COMMAND)
 STEPS = tuple(TourStep(**step | {"why": step["why"].format(command=COMMAND)}) for step in _WORDS["steps"])
 
 
-@task(yes="run the commands without waiting for Enter before each (default: no)")
+@task()
 def tour(c, yes=False):
     """Walk from a first cluster to a killed worker and the same weights again; explains and shows every command."""
     asks = sys.stdin.isatty() and not yes

@@ -9,7 +9,7 @@ import pytest
 from cluster.agent.schedulers import lifecycle, pod
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
-from cluster.host.kubernetes import kubernetes_objects
+from cluster.host import kubernetes
 from cluster.system.errors import EXIT_TIMEOUT, TimedOut
 
 
@@ -19,7 +19,7 @@ def given(tmp_path) -> Path:
 
 
 def records_of(folder: Path, **topology: Any) -> Path:
-    cluster = kubernetes_objects.place_tasks("jobset", spec.build(**topology), "a-run")
+    cluster = kubernetes.place_tasks("jobset", spec.build(**topology), "a-run")
     folder.mkdir()
     values = {"cluster": cluster.to_json(), "config": {"global_batch": 8}, "started": {"max_restarts": 1}}
     for name, value in values.items():

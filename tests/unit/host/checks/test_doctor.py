@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.host.checks import doctor, gpus
+from cluster.host.checks import doctor
 from cluster.host.image import engine, locks
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import namespaces
@@ -28,7 +28,7 @@ def healthy(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
     monkeypatch.setattr(engine, "probe", lambda: Availability(True, "Docker Engine 26.1.5, Compose 2.26.1"))
     monkeypatch.setattr(namespaces, "refusal", lambda: None)
-    monkeypatch.setattr(gpus, "examine_gpus", lambda: [Finding("gpus", "ok", "none")])
+    monkeypatch.setattr(doctor, "examine_gpus", lambda: [Finding("gpus", "ok", "none")])
     monkeypatch.setattr(slurm.Slurm, "examine", lambda self: [])
 
 

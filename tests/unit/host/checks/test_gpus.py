@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cluster.host.checks import gpus
+from cluster.host.checks import doctor
 from cluster.host.runtime.base import Finding
 
 
@@ -23,19 +23,19 @@ def sees(count: int) -> str:
 
 
 def examine() -> dict[str, Finding]:
-    return {found.check: found for found in gpus.examine_gpus()}
+    return {found.check: found for found in doctor.examine_gpus()}
 
 
 def test_a_machine_without_gpus_lacks_nothing(docker):
     calls = docker("exit 1")
-    assert [Finding("gpus", "ok", "none: no nvidia-smi on this machine")] == gpus.examine_gpus()
+    assert [Finding("gpus", "ok", "none: no nvidia-smi on this machine")] == doctor.examine_gpus()
     assert "" == calls.read_text()
 
 
 def test_a_good_host_is_ok(docker, nvidia_smi, monkeypatch):
     calls = docker(engine_that(run=sees(8)))
     nvidia_smi("8-h100-nvswitch")
-    monkeypatch.setattr(gpus, "_shared_bytes", lambda: 2**33)
+    monkeypatch.setattr(doctor, "_shared_bytes", lambda: 2**33)
     assert examine() == {
         "gpus": Finding("gpus", "ok", "8 NVIDIA H100 80GB HBM3"),
         "gpu driver": Finding("gpu driver", "ok", "570.133.20: all of CUDA 12.5"),
@@ -69,10 +69,10 @@ SHARED_BYTES = {2**30: "ok", 64 * 2**20: "warning", 0: "warning"}
 
 
 def test_the_driver_is_compared_by_its_numbers_and_shared_memory_must_be_enough_for_nccl():
-    assert DRIVERS == {version: gpus.judge_driver(version).state for version in DRIVERS}
-    assert CAPABILITIES == {each: gpus.judge_capabilities([each]).state for each in CAPABILITIES}
-    assert "warning" == gpus.judge_capabilities(["9.0", "12.0"]).state
-    assert SHARED_BYTES == {size: gpus.judge_shared_memory(size).state for size in SHARED_BYTES}
+    assert DRIVERS == {version: doctor.judge_driver(version).state for version in DRIVERS}
+    assert CAPABILITIES == {each: doctor.judge_capabilities([each]).state for each in CAPABILITIES}
+    assert "warning" == doctor.judge_capabilities(["9.0", "12.0"]).state
+    assert SHARED_BYTES == {size: doctor.judge_shared_memory(size).state for size in SHARED_BYTES}
 
 
 @pytest.mark.parametrize("said", ["No devices were found", ""])
@@ -81,7 +81,7 @@ def test_nvidia_smi_without_a_gpu_is_the_only_finding(docker, tmp_path, said):
     program = tmp_path / "bin" / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{said}'\n")
     program.chmod(0o755)
-    (found,) = gpus.examine_gpus()
+    (found,) = doctor.examine_gpus()
     assert ("warning", f"nvidia-smi reports none: {said or 'it lists no GPU'}") == (found.state, found.detail)
 
 
@@ -89,7 +89,7 @@ def test_nvidia_smi_without_a_gpu_is_the_only_finding(docker, tmp_path, said):
     ("engine", "state", "detail", "fix"),
     [
         ({"runtimes": '{"runc": {}}'}, "failed", "no NVIDIA runtime", ""),
-        ({"image": "exit 1"}, "warning", "tf-cluster/train:gpu is not built", gpus.BUILD),
+        ({"image": "exit 1"}, "warning", "tf-cluster/train:gpu is not built", doctor.BUILD),
     ],
 )
 def test_what_containers_lack_is_reported_before_one_is_started(docker, nvidia_smi, engine, state, detail, fix):
@@ -103,7 +103,7 @@ def test_what_containers_lack_is_reported_before_one_is_started(docker, nvidia_s
 def test_a_container_that_hangs_is_removed(docker, nvidia_smi, monkeypatch):
     calls = docker(engine_that(run="exec /bin/sleep 600"))
     nvidia_smi("8-h100-nvswitch")
-    monkeypatch.setattr(gpus, "PROBE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.5)
     found = examine()["gpu image"]
     assert ("failed", True) == (found.state, "docker run did not answer in 0.5 s" in found.detail)
     (run,) = (call for call in calls.read_text().splitlines() if call.startswith("run "))
@@ -123,12 +123,12 @@ def test_a_container_that_hangs_is_removed(docker, nvidia_smi, monkeypatch):
     ],
 )
 def test_what_a_container_sees_is_judged(code, text, state, detail):
-    found = gpus.judge_image(code, text, 8)
+    found = doctor.judge_image(code, text, 8)
     assert (state, True) == (found.state, detail in found.detail)
 
 
 def test_what_runs_inside_names_the_library_that_does_not_load():
-    done = subprocess.run([sys.executable, gpus.PROBE], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, doctor.PROBE], capture_output=True, text=True, check=False)
     assert json.loads(done.stdout) if done.returncode == 0 else "lib" in done.stderr.splitlines()[-1]
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, plan, planning, startup, teardown
+from cluster.host.launch.plan_view import plan_lines
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, mirror, supervisor
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime.local_runtime import LocalProcesses
-from cluster.host.view.plan_view import plan_lines
 from cluster.system.errors import EXIT_PREREQUISITE, ClusterError, PrerequisiteError
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, no_shell, refusal

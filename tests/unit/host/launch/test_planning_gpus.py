@@ -13,9 +13,9 @@ from cluster.host.gpu import devices, placement
 from cluster.host.image import images
 from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan
+from cluster.host.launch.plan_view import plan_lines
 from cluster.host.options.request import Request
 from cluster.host.runtime import namespaces, registry, supervisor
-from cluster.host.view.plan_view import plan_lines
 from cluster.system.errors import EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import WORKING_ENGINE, Commands, refusal

@@ -7,8 +7,8 @@ import pytest
 
 from cluster.contract import compatibility, spec
 from cluster.contract.run import launch_records
+from cluster.host import kubernetes
 from cluster.host.gpu.placement import Placement
-from cluster.host.kubernetes import rendering
 from cluster.host.launch import configuration, planning
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.planning import build_cluster, check_elastic_batch
@@ -184,5 +184,5 @@ def test_a_resumed_run_keeps_what_was_requested_of_it(resolved, make_run, topolo
 def test_manifests_carry_it(monkeypatch):
     monkeypatch.setattr(configuration, "resolve_config", lambda *_, **__: (dict(CONFIG), (), ""))
     request = Request(min_workers=1, tensorboard_port="0")
-    started = rendering._manifest(request, "", "claim", "2").started
+    started = kubernetes._manifest(request, "", "claim", "2").started
     assert (1, False) == (started["min_workers"], started["grow"])

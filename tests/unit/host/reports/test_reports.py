@@ -12,7 +12,7 @@ import pytest
 from cluster.contract.run.folder import RunFolder
 from cluster.host.reports import charts, comparison, listing, page
 from cluster.host.view.columns import thinned
-from cluster.host.view.ended import ended_lines
+from cluster.host.view.status import ended_lines
 from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import append_json, read_json, write_json
 from tests.support.command_line import exit_code

@@ -4,10 +4,10 @@ import pytest
 
 from cluster.host.launch import planning
 from cluster.host.launch.plan import Plan
+from cluster.host.launch.plan_view import plan_lines
 from cluster.host.options.request import Request
 from cluster.host.runtime import namespaces
 from cluster.host.runtime.namespaces import Refusal
-from cluster.host.view.plan_view import plan_lines
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE
 from cluster.system.json_files import read_json
 from tests.support.launching import WORKING_ENGINE, refusal

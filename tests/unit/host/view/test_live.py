@@ -12,9 +12,8 @@ from cluster.host.control import profile
 from cluster.host.runtime import registry
 from cluster.host.view import live
 from cluster.host.view.columns import chosen_columns, columns
-from cluster.host.view.ended import ended_lines
 from cluster.host.view.live import Live, print_logs
-from cluster.host.view.status import live_lines, read_status, status_table
+from cluster.host.view.status import ended_lines, live_lines, read_status, status_table
 from cluster.system.json_files import read_json, write_json
 from cluster.system.terminal import WIDE, fit, terminal_width
 from tests.support.beats import beat, end, save

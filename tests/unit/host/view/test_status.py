@@ -9,8 +9,7 @@ from cluster.contract.run.summary_records import Summary
 from cluster.host.control import foreground
 from cluster.host.runtime import tensorboard
 from cluster.host.view import status
-from cluster.host.view.ended import ended_lines
-from cluster.host.view.status import progress, read_status, status_table
+from cluster.host.view.status import ended_lines, progress, read_status, status_table
 from cluster.system.json_files import read_json, write_json
 from tests.support.beats import LEDGER, beat, end, save
 

@@ -15,20 +15,18 @@ from ruamel.yaml import YAML
 from cluster.contract import spec, tf_config
 from cluster.contract.run import launch_records
 from cluster.contract.spec import Role
-from cluster.host.cli.tasks import k8s
-from cluster.host.kubernetes import kubernetes_objects
-from cluster.host.kubernetes.kubernetes_objects import Manifest
-from cluster.host.kubernetes.rendering import NAME
+from cluster.host import kubernetes
+from cluster.host.kubernetes import NAME, Manifest
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED
 
 CONFIG = {"dataset": "fashion_mnist", "source": "memory", "global_batch": 192}
-KINDS = {kind: job for kind, (_, job) in kubernetes_objects.KINDS.items()}
+KINDS = {kind: job for kind, (_, job) in kubernetes.KINDS.items()}
 
 
 def manifest(
     kind: str, gpus: int = 0, name: str = "a-run", environment: dict[str, str] | None = None, **topology: Any
 ) -> Manifest:
-    cluster = kubernetes_objects.place_tasks(kind, spec.build(**topology), name)
+    cluster = kubernetes.place_tasks(kind, spec.build(**topology), name)
     given = {"A": "$(B)"} if environment is None else environment
     return Manifest(name, cluster, CONFIG, {"max_restarts": 3}, "train:cpu", "claim", 2**32, 2, gpus, given)
 
@@ -58,7 +56,7 @@ def expanded(text: str, values: dict[str, str]) -> str:
 def environments(made: Manifest) -> dict[str, dict[str, str]]:
     """Return the variables of each pod of a JobSet, by its host name, as Kubernetes expands them."""
     found = {}
-    for job in kubernetes_objects.jobset(made)["spec"]["replicatedJobs"]:
+    for job in kubernetes.jobset(made)["spec"]["replicatedJobs"]:
         (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
         for index in range(job["template"]["spec"]["completions"]):
             values: dict[str, str] = {}
@@ -82,11 +80,11 @@ def environments(made: Manifest) -> dict[str, dict[str, str]]:
 @settings(deadline=None, max_examples=8)
 def test_whatever_is_requested_is_valid_and_read_as_it_was_meant(kind, gpus, **requested):
     made = manifest(kind, gpus, **requested)
-    parts = (kubernetes_objects.records, kubernetes_objects.network_policy, KINDS[kind], kubernetes_objects.data_job)
+    parts = (kubernetes.records, kubernetes.network_policy, KINDS[kind], kubernetes.data_job)
     documents = [part(made) for part in parts]
     assert [] == [complaint for each in documents for complaint in complaints(each)]
     assert len({(each["kind"], each["metadata"]["name"]) for each in documents}) == len(documents)
-    assert documents == list(YAML(typ="safe").load_all(k8s.to_yaml(documents)))
+    assert documents == list(YAML(typ="safe").load_all(kubernetes.to_yaml(documents)))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,7 @@ def test_each_pod_is_the_task_that_its_host_name_is_in_tf_config(topology):
 def test_host_names_of_the_largest_cluster_are_labels_of_dns():
     largest = spec.build(workers=512, ps=2, evaluator=True)
     for kind in KINDS:
-        for task in kubernetes_objects.place_tasks(kind, largest, "a" * 40).tasks:
+        for task in kubernetes.place_tasks(kind, largest, "a" * 40).tasks:
             assert len(task.host.partition(".")[0] + "-abcde") <= 63
 
 
@@ -133,7 +131,7 @@ def test_no_task_has_a_privilege_and_only_the_chief_and_the_workers_have_gpus(ki
 
 
 def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again():
-    job = kubernetes_objects.jobset(manifest("jobset"))["spec"]
+    job = kubernetes.jobset(manifest("jobset"))["spec"]
     assert {"FailJobSet"} == {rule["action"] for rule in job["failurePolicy"]["rules"]}
     for each in job["replicatedJobs"]:
         assert "Never" == each["template"]["spec"]["template"]["spec"]["restartPolicy"]
@@ -145,7 +143,7 @@ def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again():
 
 def test_only_tasks_of_the_run_are_let_in_to_tensorflow():
     made = manifest("jobset")
-    policy = kubernetes_objects.network_policy(made)["spec"]
+    policy = kubernetes.network_policy(made)["spec"]
     own = {"matchLabels": made.make("labels")}
     assert own == policy["podSelector"]
     ports = [{"protocol": "TCP", "port": port} for port in (2222, 2223, 2224)]
@@ -158,7 +156,7 @@ def test_only_tasks_of_the_run_are_let_in_to_tensorflow():
 
 def test_the_records_are_those_of_a_run_folder():
     made = manifest("jobset", workers=1)
-    data = kubernetes_objects.records(made)["data"]
+    data = kubernetes.records(made)["data"]
     assert made.spec == launch_records.cluster(json.loads(data["cluster.json"]))
     assert CONFIG == launch_records.config(json.loads(data["config.json"]))
     assert 3 == launch_records.Started.from_json(json.loads(data["started.json"])).max_restarts

@@ -1,11 +1,13 @@
-"""A run as objects for Kubernetes: pure functions from a description to manifests; nothing here talks to a cluster.
+"""A run as objects for Kubernetes, checked as `up` checks it, but for what only its machine has; talks to no cluster.
 
 A JobSet or Kubeflow's TFJob starts the pods and starts them again, see https://jobset.sigs.k8s.io/docs/concepts/ and
-https://www.kubeflow.org/docs/components/training/. `kubernetes_objects.yaml` holds what is the same for every run.
+https://www.kubeflow.org/docs/components/training/. `kubernetes.yaml` holds what is the same for every run.
 """
 
 import functools
 import json
+import os
+import re
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,11 +16,16 @@ from typing import Any
 
 from invoke.util import yaml  # invoke brings PyYAML along, for its own files
 
-from cluster.contract import tf_config
+from cluster.contract import spec, strategies, tf_config
 from cluster.contract.run.joining import hub_port
 from cluster.contract.spec import TASK_PORT, ClusterSpec, Role
-from cluster.host.runtime.payload import data_words
-from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT
+from cluster.host.image import images
+from cluster.host.launch import configuration, planning
+from cluster.host.launch.planning import build_cluster, check_elastic_batch, elastic_record
+from cluster.host.options.request import PRESET, Request, check_together
+from cluster.host.runtime import resources
+from cluster.host.runtime.payload import data_words, parse_variables
+from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, UsageError, nearest
 
 SHARED = "/shared"
 """Where pods have the shared volume; the runs are in `runs/` there, and prepared data in `data/`."""
@@ -56,7 +63,7 @@ class Manifest:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def make(self, what: str, component: str = "task", **values: Any) -> dict[str, Any]:
-        """Return a part of `kubernetes_objects.yaml` with its values; its component is `task` or `data`."""
+        """Return a part of `kubernetes.yaml` with its values; its component is `task` or `data`."""
         shared = {"run": self.name, "image": self.image, "claim": self.claim, "shared": SHARED, "component": component}
         made: dict[str, Any] = _fill(_templates()[what], shared | values)
         return made
@@ -119,15 +126,11 @@ REPLICA_TYPES = {Role.CHIEF: "Chief", Role.WORKER: "Worker", Role.PS: "PS", Role
 INDEX = "JOB_COMPLETION_INDEX"
 
 
-def place_tasks(kind: str, spec: ClusterSpec, name: str) -> ClusterSpec:
+def place_tasks(kind: str, cluster: ClusterSpec, name: str) -> ClusterSpec:
     """Return the cluster with the host names that a kind of job gives its pods."""
     host, _ = KINDS[kind]
-    return replace(
-        spec,
-        tasks=tuple(
-            replace(task, host=host.format(name=name, role=task.role.value, index=task.index)) for task in spec.tasks
-        ),
-    )
+    places = ((task, host.format(name=name, role=task.role.value, index=task.index)) for task in cluster.tasks)
+    return replace(cluster, tasks=tuple(replace(task, host=place) for task, place in places))
 
 
 def jobset(manifest: Manifest) -> dict[str, Any]:
@@ -208,3 +211,109 @@ def data_job(manifest: Manifest) -> dict[str, Any]:
     arguments = [f"--name={manifest.config['dataset']}", f"--data-dir={SHARED}/data", *words]
     command = ["python", "-m", "train.data", verb]
     return manifest.make("data_job", "data", command=command, arguments=arguments, grace_s=5)
+
+
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+"""Pods are called after it, with up to 23 characters more, and no label of a host name has more than 63."""
+MEMORY, CPUS, CLAIM = "4GiB", "2", "tf-cluster"
+MAX_GPUS = 64
+
+
+def render(
+    request: Request, kind: str = "jobset", image: str = "", claim: str = CLAIM, cpus: str = CPUS, *, data: bool = False
+) -> list[dict[str, Any]]:
+    """Return the objects of a run, or with `data` the job that prepares its data. Changes nothing.
+
+    The kind is `jobset` or `tfjob`; without an image the tasks get that of this project. `claim` is the persistent
+    volume claim with runs and data, and `cpus` the number of processors that each task requests.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"--kind {kind!r} is not a kind of job{nearest(kind, KINDS)}")
+    _, render_job = KINDS[kind]
+    manifest = _manifest(request, image, claim, cpus)
+    manifest = replace(manifest, spec=place_tasks(kind, manifest.spec, manifest.name))
+    if data:
+        return [data_job(manifest)]
+    return [records(manifest), network_policy(manifest), render_job(manifest)]
+
+
+NOT_RENDERED = (
+    *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
+    *("resume", "mirror", "trust", "fresh", "detach", "init_from", "tensorboard_port", "metrics_port"),
+    *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
+    "secret",
+)
+"""Options that say what happens on the machine of `up`, or need code that the image does not hold."""
+WARNING = (
+    "warning: TensorFlow's servers ask for no password, and only a network plugin that enforces network policies keeps "
+    "others from them: see docs/guides/kubernetes.md"
+)
+
+
+def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> Manifest:
+    check_together(request, scripted=False)
+    name = request.name or (request.preset or PRESET).rpartition(":")[2].replace("_", "-").lower()
+    if not NAME.fullmatch(name):
+        raise UsageError(
+            f"--name {name!r}: Kubernetes takes small letters, digits and '-', at most 40, the first a letter; "
+            "choose such a name"
+        )
+    cpus = spec.parse_count("cpus", requested_cpus, 1, 1024)
+    gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
+    cluster = _cluster(request, gpus)
+    config, _, _ = configuration.resolve_config(request, cores=cpus)
+    planning.check_sharing(config, cluster)
+    elastic_run = elastic_record(request, request, cluster)
+    check_elastic_batch(elastic_run, cluster, config)
+    given = {name: os.environ[name] if value is None else value for name, value in parse_variables(request.env).items()}
+    return Manifest(
+        name=name,
+        spec=cluster,
+        config=config,
+        started={
+            "hang_timeout_s": request.count("hang_timeout"),
+            "max_restarts": request.count("max_restarts"),
+            "max_external_restarts": request.count("max_external_restarts"),
+            **elastic_run,
+        },
+        image=image or images.train_image("gpu" if gpus else "cpu"),
+        claim=claim,
+        memory_bytes=resources.parse_memory(request.memory or MEMORY),
+        cpus=cpus,
+        gpus=gpus,
+        environment=({"NCCL_DEBUG": "WARN"} if gpus else {}) | given,
+    )
+
+
+def _cluster(request: Request, gpus: int) -> ClusterSpec:
+    cluster = build_cluster(request)
+    if gpus:
+        planning.check_gpus(f"--gpus-per-task {gpus}", request, cluster, gpus)
+        cluster = cluster.with_devices(gpus, request.strategy or strategies.AUTO)
+    planning.check_devices(request, cluster, gpus)
+    if cluster.kind.hardware:
+        raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for other hardware than GPUs")
+    return cluster
+
+
+NUMBER = re.compile(r"[-+.0-9][-+.0-9_a-fA-FoOxX]*")
+"""Text that may be a number in another version of YAML than that of PyYAML, such as 1e100."""
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # it has no types
+    """Writes longer text as a block, and never refers to what was written above."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> Any:
+        style = "|" if "\n" in data else "'" if NUMBER.fullmatch(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def to_yaml(documents: list[dict[str, Any]]) -> str:
+    """Return the documents of a YAML stream."""
+    return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1_000_000))

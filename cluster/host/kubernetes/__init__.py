@@ -1,1 +1,0 @@
-"""A run as manifests for Kubernetes; nothing here talks to a cluster."""
