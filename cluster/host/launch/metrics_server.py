@@ -21,7 +21,6 @@ from cluster.contract.results import goodput, summary
 from cluster.contract.run import heartbeat, owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import OutcomeState, TaskState
-from cluster.contract.spec import Role
 from cluster.host.view.status import chief_loss, read_status
 from cluster.system.errors import PrerequisiteError
 from cluster.system.paths import ROOT
@@ -73,11 +72,6 @@ def render_metrics(run: RunFolder) -> str:
     value = read_status(run, heartbeat.with_lost(beats, silent), with_board=False)
     failures = restart_costs.failures(run, started)
     parts = (ended.goodput_split if ended else goodput.split(started, now, run.ledgers(), failures)) or {}
-    alone = [
-        event
-        for event in run.events()
-        if event.event == "restarted" and event.task.startswith(Role.WORKER) and event.time > started
-    ]
     wall_s, useful_s = sum(parts.values()), sum(parts.get(part, 0.0) for part in ("input", "compute"))
     value |= {
         "states": {each: int(each == (ended.state if ended else "running")) for each in ("running", *OutcomeState)},
@@ -85,7 +79,7 @@ def render_metrics(run: RunFolder) -> str:
         "logged": ended.metrics if ended else value.get("metrics", {}).get("chief"),
         "parts": parts,
         "goodput": useful_s / wall_s if wall_s else None,
-        "restarts": len(failures) + len(alone),
+        "restarts": len(restart_costs.costs(run, started)),
     }
     for task in value["tasks"]:
         task["states"] = {each: int(each == task["state"]) for each in TaskState}
