@@ -76,6 +76,7 @@ check: lint ## the same, and the locked versions, the Dockerfile, the Compose fi
 	@if docker compose version >/dev/null 2>&1; then \
 	  docker compose --project-name tf-cluster -f compose/compose.yaml --profile tensorboard config --quiet && \
 	  docker compose -f compose/metrics.yaml --profile metrics config --quiet && \
+	  MODEL_DIR=models docker compose -f compose/serve.yaml --profile serve config --quiet && \
 	  docker compose --project-name tf-cluster -f compose/example.json -f compose/compose.yaml config --quiet && \
 	  docker compose --project-name tf-cluster -f compose/example-gpu.json -f compose/compose.yaml config --quiet && \
 	  echo "docker compose config: ok"; \

@@ -1,7 +1,7 @@
 """Uses the checkpoints and exports of a run in one process without a strategy.
 
 python -m train.saved_model evaluate --run-dir runs/RUN [--data-dir data]
-python -m train.saved_model export   --run-dir runs/RUN [--data-dir data]
+python -m train.saved_model export   --run-dir runs/RUN [--data-dir data] [--serving FOLDER]
 python -m train.saved_model predict  --run-dir runs/RUN --image FILE | --features FILE
 """
 
@@ -43,6 +43,8 @@ def main(arguments: list[str]) -> int:
         command.add_argument("--data-dir", type=Path, default=Path("data"), help="prepared data (%(default)s)")
         if name == "evaluate":
             command.add_argument("--json", action="store_true", help="print as JSON")
+        if name == "export":
+            command.add_argument("--serving", type=Path, help="folder of a served model, for its next version")
         if name == "predict":
             example = command.add_mutually_exclusive_group(required=True)
             example.add_argument("--image", type=Path, help="image file to classify")
@@ -64,6 +66,10 @@ def main(arguments: list[str]) -> int:
                 lines = [f"step {results['step']}: {shown} over {results['examples']} examples"]
             else:
                 lines = [f"exported the model after step {export(run, options.data_dir)} to {run.export}"]
+                if options.serving:
+                    from train.model.export import add_version
+
+                    lines.append(f"version {add_version(run.export, options.serving)} of {options.serving}")
     except ClusterError as error:
         print_lines(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code

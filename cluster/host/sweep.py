@@ -23,7 +23,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import OutcomeState
 from cluster.contract.schema import Count, Number, Record
 from cluster.contract.spec import check_run_name, parse_count
-from cluster.host.launch import folders, planning, teardown
+from cluster.host.launch import folders, metrics_server, planning, teardown
 from cluster.host.options.request import OPTIONS, Option, Request
 from cluster.host.reports import listing
 from cluster.host.view import interrupts
@@ -39,6 +39,7 @@ ETA = 3
 MAX_TRIALS = 1000
 MAX_PARALLEL = 64
 POLL_S = 0.5
+MAX_PORT = 65535
 MAX = 1e30
 """A loss that is not finite, in a record."""
 NOT_SHARED = ("name", "resume", "fresh", "detach", "trust")
@@ -75,11 +76,19 @@ class Sweep(Record):
     dropped: dict[str, Count] = field(default_factory=dict)
     """The rung at which each run was stopped that was not among the best."""
 
+    def metrics_port(self, trial: Trial) -> int:
+        """Return the port of a trial's metrics: from the given one on, the next for each trial; 0 for none.
+
+        The port of an ended trial is not used again, because its last metrics may still be served.
+        """
+        given = [int(word.partition("=")[2]) for word in self.options if word.startswith("--metrics-port=")]
+        return given[0] + self.trials.index(trial) if any(given) else 0
+
 
 def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
     """Return the sweep of a request over the product of the values, after trying every value.
 
-    Raises UsageError if an axis or a value is invalid, or the sweep exists.
+    Raises UsageError if an axis or a value is invalid, or the sweep exists; PrerequisiteError if a port is in use.
     """
     axes = [_axis(each) for each in over]
     if not axes:
@@ -105,9 +114,17 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
             seen |= set(trial.values.items())
             planning.plan(_requested(request, trial))
     words, overrides = _words(request), (*request.train, *request.arguments)
-    return Sweep(
+    sweep = Sweep(
         name=name, options=words, overrides=overrides, code_dir=request.code_dir, trials=tuple(trials), halving=halving
     )
+    if sweep.metrics_port(trials[-1]) > MAX_PORT:
+        raise UsageError(
+            f"--metrics-port {request.metrics_port}: {counted(total, 'trial')} need as many ports from there on, "
+            f"up to {MAX_PORT}; choose a lower one"
+        )
+    for trial in trials:
+        metrics_server.check_port(sweep.metrics_port(trial))
+    return sweep
 
 
 def load_sweep(name: str) -> Sweep:
@@ -200,6 +217,8 @@ class _Loop:
             options = {"--tensorboard-port": ["0"], "--note": [trial.note]}
             options |= {key: [value for name, _, value in typed if name == key] for key, _, _ in typed}
             options |= {f"--{key}": [value] for key, value in trial.values.items() if _option(key)}
+            if port := self.sweep.metrics_port(trial):
+                options["--metrics-port"] = [str(port)]
             words = [f"{key}={value}" if value else key for key, values in options.items() for value in values]
             after = [f"--{key}={value}" for key, value in trial.values.items() if not _option(key)]
             return [
@@ -232,7 +251,8 @@ class _Loop:
                 process_group=0,  # a Ctrl-C of the terminal reaches it through `interrupt` alone
                 preexec_fn=processes.die_with_parent,  # its run continues without it
             )
-        print_lines(f"{trial.run}: {trial.note}")
+        port = self.sweep.metrics_port(trial)
+        print_lines(f"{trial.run}: {trial.note}" + (f", metrics {metrics_server.address(port)}" if port else ""))
 
     def _describe_end(self, trial: Trial, code: int) -> str:
         run = RunFolder(folders.runs_dir() / trial.run)

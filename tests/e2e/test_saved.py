@@ -2,8 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +15,10 @@ from PIL import Image
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
+from cluster.system.ports import free_ports
 from tests.e2e.scenario import DATA
 from tests.golden import losses as golden
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -31,6 +37,23 @@ with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
 plain = tf.saved_model.load(sys.argv[1])
 np.testing.assert_allclose(scoped.serve(images), plain.serve(images), rtol=1e-6)
 print(plain.serve(images).numpy().argmax(-1).tolist())
+"""
+
+
+SERVE = """
+import json
+import sys
+from pathlib import Path
+import numpy as np
+import tensorflow as tf
+from cluster.contract.run.folder import RunFolder
+from train import saved_model
+_, version, run_dir, data_dir, images = sys.argv
+images = tf.constant(np.load(images))
+(served,) = tf.saved_model.load(version).signatures["serving_default"](images).values()
+_, _, model, _ = saved_model._restore(RunFolder(Path(run_dir)), Path(data_dir))
+np.testing.assert_allclose(served, model(images, training=False), rtol=1e-5, atol=1e-6)
+print(json.dumps(served.numpy().tolist()))
 """
 
 
@@ -53,17 +76,73 @@ def test_an_export_must_serve_with_and_without_a_strategy(clusters, alone):
     before = (alone.export / "saved_model.pb").stat().st_mtime_ns
     assert "step 20" in clusters.invoke("export", alone.name)
     assert (alone.export / "saved_model.pb").stat().st_mtime_ns > before
+    assert 32 == len(evaluate(LOAD_IN_SCOPE, alone.export, save_images(alone)))
+
+
+def save_images(run: RunFolder) -> Path:
+    """Save 32 images of the test set in a run's folder."""
     images = np.fromfile(DATA / "arrays" / "fashion_mnist-3.0.1" / "test_features.bin", np.uint8)[: 32 * 784]
-    np.save(alone.path / "images.npy", images.reshape(32, 28, 28, 1).astype(np.float32))
+    np.save(run.path / "images.npy", images.reshape(32, 28, 28, 1).astype(np.float32))
+    return run.path / "images.npy"
+
+
+def evaluate(program: str, *arguments: Path) -> list:
+    """Return what a program prints as JSON."""
     done = subprocess.run(
-        [sys.executable, "-c", LOAD_IN_SCOPE, str(alone.export), str(alone.path / "images.npy")],
+        [sys.executable, "-c", program, *map(str, arguments)],
         env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert 0 == done.returncode, done.stderr
-    assert 32 == len(json.loads(done.stdout))
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def version(clusters, alone, tmp_path_factory) -> Path:
+    """A version of a served model: of the one at SERVING_URL if there is one, which serves MODEL_DIR."""
+    folder = Path(os.environ["MODEL_DIR"] if "SERVING_URL" in os.environ else tmp_path_factory.mktemp("models"))
+    added = clusters.invoke("export", alone.name, f"--serving={folder}").splitlines()[-1]
+    return folder / added.split()[1]
+
+
+def test_a_served_version_must_give_what_the_model_gives(alone, version):
+    assert 32 == len(evaluate(SERVE, version, alone.path, DATA, save_images(alone)))
+
+
+@pytest.fixture
+def server(version) -> Iterator[str]:
+    """The address of a model that TensorFlow Serving serves."""
+    if url := os.environ.get("SERVING_URL"):
+        yield url
+        return
+    if (program := shutil.which("tensorflow_model_server")) is None:
+        pytest.skip("SERVING_URL names no server, and tensorflow_model_server is not installed")
+    rest, grpc = free_ports(2)
+    options = (f"--rest_api_port={rest}", f"--port={grpc}", "--model_name=model", f"--model_base_path={version.parent}")
+    process = subprocess.Popen([program, *options])
+    yield f"http://127.0.0.1:{rest}/v1/models/model"
+    process.kill()
+    process.wait()
+
+
+def test_a_server_must_answer_as_the_model(alone, version, server):
+    wait_for(lambda: is_served(server, version), "the server to load the version", 60)
+    expected = evaluate(SERVE, version, alone.path, DATA, save_images(alone))
+    body = json.dumps({"instances": np.load(alone.path / "images.npy").tolist()}).encode()
+    with urllib.request.urlopen(f"{server}:predict", body) as answer:
+        np.testing.assert_allclose(json.load(answer)["predictions"], expected, rtol=1e-4, atol=1e-5)
+
+
+def is_served(url: str, version: Path) -> bool:
+    """Whether a server answers with this version of its model."""
+    try:
+        with urllib.request.urlopen(url) as answer:
+            states = json.load(answer)["model_version_status"]
+    except OSError:
+        return False
+    return any(state["version"] == version.name and state["state"] == "AVAILABLE" for state in states)
 
 
 def test_predict_must_name_the_likeliest_classes(clusters, alone):

@@ -3,12 +3,14 @@
 import contextlib
 import io
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
 from train import named
 from train.model import input_types
@@ -41,6 +43,23 @@ def export(model: keras.Model, directory: Path, feature_shape: Named, classes: N
     write_json(scratch / CLASSES, named.each(lambda names: None if names is None else list(names), classes))
     shutil.rmtree(directory, ignore_errors=True)
     scratch.replace(directory)
+
+
+def add_version(directory: Path, served: Path) -> int:
+    """Copy an export into the folder of a served model as its next version; return its number.
+
+    The folder has TensorFlow Serving's layout: a folder for each version, of which the largest whole number is served;
+    other names are ignored. Raises UsageError if the folder cannot be written.
+    """
+    try:
+        served.mkdir(parents=True, exist_ok=True)
+        version = 1 + max((int(path.name) for path in served.iterdir() if path.name.isdecimal()), default=0)
+        with tempfile.TemporaryDirectory(prefix=".", dir=served) as scratch:
+            # Renamed once it is complete, because a server loads a version as soon as it is there.
+            shutil.copytree(directory, Path(scratch, "export")).replace(served / str(version))
+    except OSError as error:
+        raise UsageError(f"--serving {served}: {error.strerror or error}; expected a folder to write to") from error
+    return version
 
 
 def is_legacy() -> bool:

@@ -40,15 +40,15 @@ def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)
 
 def failures(run: RunFolder, started: float) -> dict[int, float]:
     """Return the time of each failure since `started`, by the generation that it began."""
-    times = {generation.generation: generation.time for generation in run.generations()}
-    gang = costs(run, started, roles=())
-    return {cost.generation: times[cost.generation] - (cost.detected_s or 0.0) for cost in gang}
+    events = [event for event in run.events() if event.time >= started]
+    begun = [each for each in run.generations() if each.task and each.cause and each.time > started]
+    return {each.generation: _failed_at(each, events) for each in begun}
 
 
 def _gang_cost(spec: ClusterSpec, scripted: bool, generation: Generation, events: list[Event]) -> Restart:
     number = generation.generation
     later = [e for e in events if e.generation == number and e.time >= generation.time]
-    failed_at = _injected(events, number - 1, generation.time) or generation.failure_time
+    failed_at = _failed_at(generation, events)
     resumed_at = training_began(spec, later)
     began = next((e for e in later if e.event in ("restored", "initialized")), None)
     restored = began.step if began else None
@@ -61,6 +61,10 @@ def _gang_cost(spec: ClusterSpec, scripted: bool, generation: Generation, events
         restored_from=str(began.detail.get("source", "")) if began else "",
         **_resumption(scripted, failed_at, resumed_at),
     )
+
+
+def _failed_at(generation: Generation, events: list[Event]) -> float:
+    return _injected(events, generation.generation - 1, generation.time) or generation.failure_time
 
 
 def _resumption(scripted: bool, failed_at: float, resumed_at: float | None) -> dict[str, Any]:

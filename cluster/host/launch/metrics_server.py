@@ -4,6 +4,7 @@ python -m cluster.host.launch.metrics_server RUN_DIR PORT   `metrics_server.toml
 """
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -75,27 +76,34 @@ def render_metrics(run: RunFolder) -> str:
     for task in value["tasks"]:
         task["states"] = {each: int(each == task["state"]) for each in TaskState}
         task["age_s"] = max(0.0, now - task["updated_at"])
+    name_of_run = _label("run", run.name)
+    tasks = [(f"{name_of_run},{_label('task', task['task'])}", task) for task in value["tasks"]]
     lines = []
-    for name, metric in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items():
+    for name, metric in _metrics().items():
         kind = "counter" if name.endswith("_total") else "gauge"
         lines += [f"# HELP tf_cluster_{name} {metric['help']}", f"# TYPE tf_cluster_{name} {kind}"]
-        for source in value["tasks"] if name.startswith("task_") else [value]:
-            labels = {"run": run.name} | ({"task": source["task"]} if "task" in source else {})
+        for labels, source in tasks if name.startswith("task_") else [(name_of_run, value)]:
             lines += [f"tf_cluster_{name}{{{text}}} {number}" for text, number in _series(metric, source, labels)]
     return "\n".join(lines) + "\n"
 
 
-def _series(metric: Mapping[str, Any], source: Any, labels: Mapping[str, str]) -> list[tuple[str, float]]:
+@functools.cache
+def _metrics() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+
+def _label(name: str, content: str) -> str:
+    return f'{name}="{content.translate(ESCAPES)}"'
+
+
+def _series(metric: Mapping[str, Any], source: Any, labels: str) -> list[tuple[str, float]]:
     """Return the labels, as text, and the value of each series of a metric; none without a value."""
     for key in metric["from"].split("."):
         source = (source or {}).get(key)
-    of_each = (source or {}) if "label" in metric else {"": source}
-    series = []
-    for label, number in of_each.items():
-        pairs = {**labels, metric["label"]: label} if label else labels
-        text = ",".join(f'{name}="{content.translate(ESCAPES)}"' for name, content in pairs.items())
-        series += [] if number is None else [(text, number * metric.get("factor", 1))]
-    return series
+    numbers = {labels: source}
+    if "label" in metric:
+        numbers = {f"{labels},{_label(metric['label'], key)}": number for key, number in (source or {}).items()}
+    return [(text, number * metric.get("factor", 1)) for text, number in numbers.items() if number is not None]
 
 
 def answer(run: RunFolder, request: Mapping[str, Any], start_response: Callable[..., object]) -> list[bytes]:

@@ -1,6 +1,7 @@
 """Sweeps: which values they refuse, the command of each trial, and which trials successive halving stops."""
 
 import math
+import socket
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from cluster.host import sweep
 from cluster.host.launch import folders, planning
 from cluster.host.options.request import Request
 from cluster.host.sweep import Sweep, Trial, is_among_best, loss_at
-from cluster.system.errors import UsageError
+from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import write_json
+from cluster.system.ports import free_ports
 
 
 @pytest.fixture
@@ -54,6 +56,19 @@ def test_every_combination_is_a_trial_and_every_value_is_tried_once(tried):
     assert {"up", "--name=s-2", "--tag=s", "--env=A=1"} <= set(before)
     assert ["--workers=2"] == [word for word in before if word.startswith("--workers")]
     assert ["--epochs=2", "--seed=7", "--optimizer.learning-rate=1e-3"] == after
+
+
+def test_each_trial_has_its_own_port_for_metrics(tried):
+    free = free_ports(20)
+    first = next(port for port in free if port + 1 in free)
+    planned = sweep.plan_sweep(Request(name="s", metrics_port=first), ["seed=1,2"], 0)
+    commands = [sweep._Loop(planned, 2)._command(trial) for trial in planned.trials]
+    ports = [[word for word in command if word.startswith("--metrics-port")] for command in commands]
+    assert [[f"--metrics-port={first}"], [f"--metrics-port={first + 1}"]] == ports
+    with socket.create_server(("127.0.0.1", first + 1)), pytest.raises(PrerequisiteError):
+        sweep.plan_sweep(Request(name="s", metrics_port=first), ["seed=1,2"], 0)
+    with pytest.raises(UsageError):
+        sweep.plan_sweep(Request(name="s", metrics_port=65535), ["seed=1,2"], 0)
 
 
 def test_what_became_of_a_trial_decides_its_command(tried, make_run):

@@ -27,6 +27,20 @@ def test_large_whole_numbers_and_several_values_are_kept(make_run, tmp_path):
             predict(run, None, file)
 
 
+def test_each_export_is_the_next_version_of_a_served_model(tmp_path):
+    (exported := tmp_path / "export").mkdir()
+    (exported / "saved_model.pb").write_bytes(b"model")
+    served = tmp_path / "models" / "fashion"
+    assert 1 == export.add_version(exported, served)
+    (served / "9").mkdir()
+    (served / "best").mkdir()
+    assert 10 == export.add_version(exported, served)
+    assert {"1", "9", "10", "best"} == {path.name for path in served.iterdir()}
+    assert b"model" == (served / "10" / "saved_model.pb").read_bytes()
+    with pytest.raises(UsageError):
+        export.add_version(exported, served / "10" / "saved_model.pb")
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int64", "uint64", "bool", "float32", "float16"])
 def test_features_are_given_in_the_type_of_an_input(dtype):
     features = keras.Input((1,), dtype=dtype)

@@ -84,6 +84,13 @@ def test_a_machine_must_get_one_tensorflow_with_its_legacy_keras(target, machine
     assert {tensorflow, "keras", "tf-keras"} == expected & {"tensorflow", "tensorflow-cpu", "keras", "tf-keras"}
 
 
+def test_arm64_must_be_asked_for_nothing_that_has_no_wheel_there():
+    """Compiled packages; of the others any wheel does. `docs/internals/verified.md` names how it was checked."""
+    pins = [pin for target in ("host", "train-cpu", "tensorboard") for pin in locks.pins(target)]
+    wanted = {pin.name for pin in pins if applies(pin.marker, platform_machine="aarch64")}
+    assert set() == {"tensorboard-plugin-profile", "tensorflow-cpu", "xprof"} & wanted
+
+
 XPROF = ("cheroot", "duckdb", "fire", "google-cloud-storage", "gviz-api", "ml-dtypes", "urllib3")
 LEFT_OUT = {("tf-keras", "tensorflow"), ("fsspec", "gcsfs"), *(("xprof", name) for name in XPROF)}
 """requirements/uv.toml says why: tensorflow-cpu takes its place, and what only xprof's own command line uses."""

@@ -34,6 +34,8 @@ def page(run) -> Page:
     write_json(run.ledger(0), LEDGER | {"began": began + 1, "first_step_at": began + 2, "updated_at": began + 7})
     save(run, 10)
     run.begin_generation(1, task="worker-0", cause="killed", step=15)
+    run.event("worker-0", "restarted")
+    run.event("evaluator", "restarted")
     pace = {"step_ms": {"median": 88.0}, "busy_share": 0.75, "input_share": 0.25}
     beat(run, "chief", step=20, steps_total=120, examples_per_s=480.0, loss=0.5, restarts=1, generation=1, **pace)
     beat(run, "worker-0", age_s=60)
@@ -42,7 +44,7 @@ def page(run) -> Page:
 
 def test_the_page_has_what_is_known_of_a_run_and_of_its_tasks(page):
     values = {"step": 20, "planned_steps": 120, "examples_per_second": 480, "loss": 0.5, "checkpoint_step": 10}
-    values |= {"restarts_total": 1, "generation": 1}
+    values |= {"restarts_total": 2, "generation": 1}
     assert values == {name: page[f"tf_cluster_{name}",] for name in values}
     values = {"step": 20, "step_seconds": 0.088, "busy_ratio": 0.75, "input_ratio": 0.25, "restarts_total": 1}
     assert values == {name: pytest.approx(page[f"tf_cluster_task_{name}", "chief"]) for name in values}
