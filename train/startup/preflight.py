@@ -42,10 +42,10 @@ def main(arguments: list[str]) -> int:
     preload.set_variables(config, options["strategy"])
 
     def build() -> dict[str, Any]:
-        from train.startup import model_checks, model_sizes  # import TensorFlow
+        from train.startup import model_checks  # imports TensorFlow
 
         if only_memory:
-            return model_sizes.measure_model(config, options["strategy"], options["data_dir"])
+            return model_checks.measure_model(config, options["strategy"], options["data_dir"])
         return model_checks.check_parts(config, **options) | {"files": _users_files()}
 
     return user_code.reply(build)

@@ -60,7 +60,6 @@ class StepTiming:
 
 
 def _describe(rows_S3: np.ndarray, percentiles: dict[str, int]) -> dict[str, Any]:
-    """Return statistics of the steps, and the shares of the time for the input, and for that and the computation."""
     ms_S, (step_s, input_s, busy_s) = rows_S3[:, 0] * 1000, rows_S3.sum(0)
     statistics = {"mean": ms_S.mean()} | {name: np.percentile(ms_S, number) for name, number in percentiles.items()}
     statistics["max"] = ms_S.max()
