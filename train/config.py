@@ -285,7 +285,6 @@ class TrainConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up."""
         return 0 if self.rate_is_set else self.optimizer.warmup_steps
 
     def total_steps(self, num_examples: int) -> int:

@@ -75,7 +75,6 @@ class Attempt:
 
     @property
     def state(self) -> str:
-        """The state in the task's newest heartbeat."""
         beat = self.run.heartbeat(self.task.name)
         return beat.state if beat else ""
 
@@ -96,7 +95,6 @@ class Attempt:
         self.watchdog = Watchdog(self.run, self.spec, self.task, self.generation)
 
     def begin(self, phase: Phase) -> None:
-        """Enter a phase."""
         self.phase = phase
         if phase in (Phase.STARTING, Phase.RUNNING, Phase.DONE):
             self.watch()

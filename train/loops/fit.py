@@ -169,7 +169,6 @@ class MicroBatches:
         context.model.train_step = self._train
 
     def reset(self) -> None:
-        """Reset the metrics."""
         for mean in self._means:
             mean.reset_state()
 

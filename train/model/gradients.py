@@ -69,6 +69,7 @@ class GradientPolicy:
 
     def __init__(self, optimizer: Any, clip_norm: float = 0.0, loss_scale: LossScale | None = None) -> None:
         self.optimizer, self.clip_norm, self.loss_scale = optimizer, clip_norm, loss_scale
+        self._update: Callable[[Any, Any], Any]
         if hasattr(optimizer, "aggregate_gradients"):  # of tf_keras
             apply_pairs = functools.partial(optimizer.apply_gradients, skip_gradients_aggregation=True)
             self._update = lambda gradients, variables: apply_pairs(zip(gradients, variables, strict=True))

@@ -44,7 +44,6 @@ class ModelBlock:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its layers."""
         return tuple(layer.name for layer in self.layers)
 
     @property

@@ -76,7 +76,6 @@ class StageCost:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers."""
         return tuple(layer for block in self.blocks for layer in block.layers)
 
 

@@ -53,7 +53,6 @@ class PipelineSteps:
         self._total = steps.summing(context.gang)
 
     def run(self, first: int, count: int, request: Request = no_request) -> LoopResult:
-        """Do optimizer steps."""
         signals_4 = tf.constant(request(count, count).to_array())
         began = time.perf_counter()
         results_S2 = self._loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64))

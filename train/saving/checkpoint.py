@@ -166,7 +166,6 @@ class CheckpointManager:
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint is being written."""
         return self._writing is not None and self._writing.is_alive()
 
     def wait(self) -> None:

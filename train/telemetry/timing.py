@@ -42,7 +42,6 @@ class StepTiming:
         """Number of measured steps."""
 
     def add(self, times: Times) -> None:
-        """Add the times of steps."""
         unknown_S = np.full(len(times.steps), np.nan)
         parts = (times.steps, *(unknown_S if part is None else part for part in (times.inputs, times.busy)))
         rows_S3 = np.stack(parts, 1)
