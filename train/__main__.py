@@ -101,7 +101,7 @@ def train(run: RunFolder) -> int:
         traceback.print_exc()
         raise RunFailed(f"your code ended the training: {described(error)}") from error
     except Exception as error:
-        if task in cluster.members and program.is_peer_lost(error):
+        if task in cluster.members and isinstance(error, program.PEER_LOST):
             print(f"error: lost contact with the cluster: {str(error).splitlines()[0][:300]}", file=sys.stderr)
             return EXIT_PEER_LOST
         traceback.print_exc()
@@ -125,7 +125,6 @@ def _stand_by(run: RunFolder) -> Callable[[], None]:
         program = Program(run, run.load_cluster().task(os.environ.get("TASK", "chief")))
         program.stand_by()
         wait_at_gate()
-    program.join_generation()
     return program.main
 
 

@@ -18,8 +18,7 @@ from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
 from train.settings import heads, references
 from train.settings.field_types import check_choice, check_number, check_range, check_types, option
-from train.settings.model_parts import Pipeline, Transformer
-from train.settings.optimization import OPTIMIZERS, Optimizer
+from train.settings.parts import OPTIMIZERS, Optimizer, Pipeline, Transformer
 
 __all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 
@@ -188,7 +187,7 @@ class TrainConfig:
             check_choice(name, operator.attrgetter(name)(self), choices)
         if self.max_steps is not None:
             check_range("max_steps", self.max_steps, 1, 10**12)
-        check_number("epochs", self.epochs, "a number above 0", above=0)
+        check_number("epochs", self.epochs, "a number above 0", valid=self.epochs > 0)
         try:
             timer.parse_interval(self.checkpoint_every)
         except ValueError:
@@ -286,7 +285,6 @@ class TrainConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up."""
         return 0 if self.rate_is_set else self.optimizer.warmup_steps
 
     def total_steps(self, num_examples: int) -> int:

@@ -69,11 +69,6 @@ class TaskContext:
         """Optimizer steps of the whole training."""
         return self.config.total_steps(self.source.train_examples)
 
-    @property
-    def num_epochs(self) -> int:
-        """Epochs of the whole training, the last of which may be cut short."""
-        return self.epoch_of(self.total_steps - 1) + 1
-
     def epoch_of(self, step: int) -> int:
         """Return the epoch, from 0, of the step after `step` steps.
 

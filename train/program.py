@@ -1,5 +1,6 @@
 """The program of a task from its gate to its end. Importing this module imports TensorFlow."""
 
+import functools
 import os
 import signal
 import threading
@@ -34,6 +35,10 @@ from train.telemetry import environment
 
 tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and every second trace
 
+_ERRORS = tf.errors
+PEER_LOST = (_ERRORS.UnavailableError, _ERRORS.AbortedError, _ERRORS.CancelledError, _ERRORS.DeadlineExceededError)
+"""Errors which mean that another task of the cluster is lost, rather than a problem in this task."""
+
 
 class Program:
     """One generation of one task's training program."""
@@ -58,12 +63,10 @@ class Program:
         number = int(os.environ[standby_cluster.NUMBER])
         standby_cluster.report_ready(self.run, self.task.name, self.heartbeat.current.generation, number)
 
-    def join_generation(self) -> None:
-        """Join the generation that the environment now names."""
-        self.heartbeat.update(generation=int(os.environ["GENERATION"]), restarts=int(os.environ["RESTARTS"]))
-
     def main(self) -> None:
-        """Do this task's part of the run."""
+        """Do this task's part of the run, a standby process in the generation that the environment now names."""
+        if self._setup:
+            self.heartbeat.update(generation=int(os.environ["GENERATION"]), restarts=int(os.environ["RESTARTS"]))
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.spec.serves(self.task):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a server has nothing to save
@@ -108,9 +111,7 @@ class Program:
         exact_order.keep_order_of_sums(config.micro_batches, deterministic=config.deterministic)
         source = self._open_source()
 
-        def new_model() -> keras.Model:
-            return models.build_configured(config, source.feature_shape, source.num_outputs)
-
+        new_model = functools.partial(models.build_configured, config, source.feature_shape, source.num_outputs)
         task_stages = None
         if self.spec.kind.staged and self.task.role != Role.EVALUATOR:  # which has the whole model
             task_stages = TaskStages(self.spec, self.task, config, self.run)
@@ -157,13 +158,6 @@ def configure_threads(config: TrainConfig) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
     for name, value in settings.one_core_threads().items():
         os.environ.setdefault(name, value)
-
-
-def is_peer_lost(error: Exception) -> bool:
-    """Whether an error means that another task of the cluster is lost, rather than a problem in this task."""
-    errors = tf.errors
-    lost = (errors.UnavailableError, errors.AbortedError, errors.CancelledError, errors.DeadlineExceededError)
-    return isinstance(error, lost)
 
 
 def explain(error: Exception) -> ClusterError | None:

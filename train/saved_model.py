@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,10 +135,7 @@ def _restore(
         from train.pipeline import stage_variables
 
     source = sources.open_source(config, data_dir, run)
-
-    def new_model() -> keras.Model:
-        return models.build_configured(config, source.feature_shape, source.num_outputs)
-
+    new_model = partial(models.build_configured, config, source.feature_shape, source.num_outputs)
     precision = precision_of(cluster.strategy, config.precision)
     with strategy.precision_policy(precision if as_trained else "fp32"):
         model = new_model()
@@ -151,9 +149,7 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, bui
     from cluster.contract.recovery import checkpoint_files
     from train.saving import saved_weights
 
-    def warn(message: str) -> None:
-        print(message, file=sys.stderr)  # standard output may be JSON
-
+    warn = partial(print, file=sys.stderr)  # standard output may be JSON
     for _ in range(RESTORE_TRIES):
         newest = checkpoint_files.find_newest_good(run.checkpoints, warn)
         if newest is None:

@@ -161,7 +161,6 @@ class Agent:
         )
 
     def _attempt(self, generation: int) -> None:
-        """Run the program once in this generation, and act on its end."""
         self.spec = self.members.cluster(generation)  # which may leave out other tasks
         restarts = attempt_limits.count_restarts(self.run.folder, self.task.name)
         attempt = self._attempt_in(generation)
@@ -366,21 +365,18 @@ class Agent:
             attempt.program.show_stacks()
         self.members.take_in_returned(attempt.recovery, generation)
         self.standby.leave_broken_cluster(self.run.folder, self.task, generation)
-        if self._resuming or (not attempt.scripted and not self.standby.settled):
-            self._act_on_training(attempt)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            attempt.program.wait(POLL_S)
-        return True
-
-    def _act_on_training(self, attempt: Attempt) -> None:
-        state = attempt.state
+        keeps_standby = not attempt.scripted and not self.standby.settled
+        state = attempt.state if self._resuming or keeps_standby else ""
         evaluates = self.task.role == Role.EVALUATOR and state == TaskState.EVALUATING
         if self._resuming and (state == TaskState.TRAINING or evaluates):
             self.run.folder.event(self.task.name, "resumed")
             self._resuming = False
-        if not attempt.scripted:
-            variables = cluster_variables(self.run.folder, self.spec, self.task, attempt.generation)
+        if keeps_standby:
+            variables = cluster_variables(self.run.folder, self.spec, self.task, generation)
             self.standby.keep(training=state == TaskState.TRAINING, variables=variables, like=attempt.program.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            attempt.program.wait(POLL_S)
+        return True
 
     def _finish(self) -> None:
         """Write the last heartbeat; the chief's agent also writes the summary, unless the run continues elsewhere."""

@@ -75,7 +75,6 @@ class Attempt:
 
     @property
     def state(self) -> str:
-        """The state in the task's newest heartbeat."""
         beat = self.run.heartbeat(self.task.name)
         return beat.state if beat else ""
 
@@ -96,7 +95,6 @@ class Attempt:
         self.watchdog = Watchdog(self.run, self.spec, self.task, self.generation)
 
     def begin(self, phase: Phase) -> None:
-        """Enter a phase."""
         self.phase = phase
         if phase in (Phase.STARTING, Phase.RUNNING, Phase.DONE):
             self.watch()
@@ -139,7 +137,6 @@ class Attempt:
                 return replace(facts, state=self.state)
 
     def _observe_program(self, facts: Facts) -> Facts:
-        """Observe the program and, while it runs, the other tasks."""
         program, finding = self.program, self.finding
         if not finding and program.ended:
             self._code = program.wait()
@@ -184,7 +181,6 @@ class Attempt:
         return self.recovery.end(self.generation, kind, cause, error, may_follow=may_follow, runtime_s=runtime_s)
 
     def _observe_others(self, facts: Facts) -> Facts:
-        """Observe after a failure whether another task failed before."""
         if decide.is_own_error(facts):
             if self.run.begun(self.generation + 1):  # by its name: a network file system may not list it yet
                 return replace(facts, is_over=True)
@@ -352,7 +348,6 @@ class Restarter:
         return pause_s
 
     def _failure(self, generation: int, end: End, step: int, saved: int) -> dict[str, Any]:
-        """Return the fields of the next generation about the end of this one."""
         return {
             "task": end.task,
             "cause": end.cause,
@@ -376,7 +371,6 @@ class Restarter:
         return begun.single_steps_from if begun else None
 
     def _fail(self, end: End, count: int) -> None:
-        """End the run because it has failed too often."""
         step = end.last_step
         if step < 0:  # it did no step in this attempt: use the others' steps
             step = max(self._run.newest_step, step_record.newest_step(self._run.folder, self._run.generation), 0)

@@ -95,7 +95,6 @@ class Channel:
         self.unsent += len(body).to_bytes(LENGTH_BYTES, "big") + body
 
     def _check_client(self, frame: bytes) -> None:
-        """Check a client's proof, and answer with the server's."""
         nonce, proof = frame[:NONCE_BYTES], frame[NONCE_BYTES : NONCE_BYTES + MAC_BYTES]
         self.task = frame[NONCE_BYTES + MAC_BYTES :].decode(errors="replace")
         self._nonces = self._nonce + nonce

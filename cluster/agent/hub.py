@@ -288,7 +288,6 @@ class HubClient:
             self._wake()
 
     def close(self) -> None:
-        """Close the connection for good."""
         self._stopped = True
         self._wake()
         self._thread.join(CONNECT_S + 1)

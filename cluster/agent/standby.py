@@ -133,7 +133,6 @@ class Standby:
         return program
 
     def _set_kill_score(self, score: int) -> None:
-        """Set how readily the kernel kills the process when memory runs out."""
         if self._program and not self._program.ended:  # its id may be another process's by now
             with contextlib.suppress(OSError):  # it has ended
                 Path(f"/proc/{self._program.pid}/oom_score_adj").write_text(str(score))

@@ -13,8 +13,8 @@ import tensorflow as tf
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
 from train.data import arrays, feeds, sources
+from train.data.batches import VirtualShards
 from train.elastic.shard_step import ElasticTrainStep
-from train.elastic.virtual_shards import VirtualShards
 from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import gradients, objectives, optimizers

@@ -1,9 +1,10 @@
-"""The actions that call the user's callbacks, from both loops."""
+"""The callbacks that a configuration names, and the actions that call them, from both loops."""
 
 import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from tensorflow import keras
 from cluster.system.errors import UsageError
 from train.callbacks import callback_state, plain_values
 from train.callbacks.callback_state import CallbackProgress
-from train.callbacks.user_callbacks import build_callbacks
 from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, Stop
 from train.saving.checkpoint import Encoded
+from train.settings import references
 from train.telemetry.report import Report
 
 
@@ -35,7 +36,7 @@ class Callbacks(Action):
                 self._list = keras.callbacks.CallbackList(
                     self._callbacks,
                     model=self._model,
-                    epochs=context.num_epochs,
+                    epochs=context.epoch_of(context.total_steps - 1) + 1,
                     steps=context.epoch_end(0),
                     verbose=0,
                 )
@@ -182,7 +183,6 @@ class Callbacks(Action):
         return encoded
 
     def _note_stop(self) -> None:
-        """Record that a callback ends the training, which all tasks then end together."""
         self.stops |= bool(self._model.stop_training)
         self._model.stop_training = False
 
@@ -211,3 +211,60 @@ class CallEpochs(Periodic):
 
 def _value(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable))
+
+
+def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
+    """Return the configured callbacks; raise UsageError unless they are a list of callbacks of the Keras in use."""
+    reference = context.config.callbacks
+    if not reference:
+        return []
+    function = tutorial if reference == "tutorial" else references.load_object("--callbacks", reference)
+    callbacks = references.call_user_function("--callbacks", reference, function, context.run.path, context.task.name)
+    if not isinstance(callbacks, list) or not all(isinstance(item, keras.callbacks.Callback) for item in callbacks):
+        raise UsageError(
+            f"--callbacks {reference!r} returned {callbacks!r:.120}; expected a list of "
+            f"{keras.callbacks.Callback.__module__.partition('.')[0]} callbacks (use `from tensorflow import keras`)"
+        )
+    swaps = [item for item in callbacks if isinstance(item, getattr(keras.callbacks, "SwapEMAWeights", ()))]
+    if swaps and context.config.optimizer.ema and context.config.optimizer.ema_evaluate:
+        raise UsageError(
+            f"--callbacks {reference!r} has SwapEMAWeights, and --optimizer.ema evaluates by averages already: add "
+            "--optimizer.ema-evaluate false, or leave one of them out"
+        )
+    backups = [item for item in callbacks if type(item) is keras.callbacks.BackupAndRestore]
+    if backups and context.chief:
+        print(
+            f"--callbacks {reference}: BackupAndRestore is left out, as the run's checkpoints do its work", flush=True
+        )
+    return [item for item in callbacks if item not in backups]
+
+
+def tutorial(run: Path, task: str) -> list[keras.callbacks.Callback]:
+    """Return the callbacks of TensorFlow's distributed-training tutorials, separate ones for each task.
+
+    The weights of every epoch go to `callbacks/<task>/` in the run folder. Source:
+    https://www.tensorflow.org/tutorials/distribute/keras#define_the_callbacks
+    """
+    weights = run / "callbacks" / task / "epoch-{epoch:03d}.weights.h5"
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    return [
+        keras.callbacks.TensorBoard(str(run / "tensorboard" / task / "keras"), write_graph=False),
+        keras.callbacks.ModelCheckpoint(str(weights), save_weights_only=True),
+        keras.callbacks.LearningRateScheduler(_rate_of_epoch),
+        PrintRate(),
+        keras.callbacks.EarlyStopping(monitor="val_loss", patience=3),
+    ]
+
+
+def _rate_of_epoch(epoch: int, _rate: float) -> float:
+    if epoch < 3:
+        return 1e-3
+    return 1e-4 if epoch < 7 else 1e-5
+
+
+class PrintRate(keras.callbacks.Callback):
+    """Prints the learning rate of every epoch."""
+
+    def on_epoch_end(self, epoch: int, _logs: dict[str, float] | None = None) -> None:
+        rate = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
+        print(f"learning rate of epoch {epoch + 1}: {rate:g}", flush=True)

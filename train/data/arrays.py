@@ -122,11 +122,6 @@ class ArraySet:
         return (*self.train.files, *self.test.files)
 
     @property
-    def is_text(self) -> bool:
-        """Whether examples are bytes of a text, and labels the following bytes."""
-        return self.name in TEXTS
-
-    @property
     def again(self) -> str:
         """What to do about damaged files."""
         return f"run `{COMMAND} data.prepare --name {self.name} --fresh`"
@@ -137,7 +132,9 @@ class ArraySet:
         return describe_data(self, features, labels)
 
     def cut(self, context: int) -> ArraySet:
-        """Return a text with examples of `context` bytes, a divisor of `WINDOW`, from the same files."""
+        """Return a text with examples of `context` bytes, a divisor of `WINDOW`, from the same files; others as is."""
+        if self.name not in TEXTS:
+            return self
 
         def shaped(file: ArrayFile) -> ArrayFile:
             return dataclasses.replace(file, shape=(math.prod(file.shape) // context, context))
@@ -263,7 +260,6 @@ def _num_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:
 
 
 def _write_part(folder: Path, stem: str, arrays: Named, dtypes: tuple[str, ...]) -> dict[str, Any]:
-    """Write the array or the arrays of a part of a split; return their entries of the index."""
     if isinstance(arrays, Mapping):
         return {name: _write_array(folder / f"{stem}_{name}.bin", array, dtypes) for name, array in arrays.items()}
     return _write_array(folder / f"{stem}.bin", arrays, dtypes)

@@ -50,6 +50,43 @@ class Replicas:
 
 
 @dataclass(frozen=True)
+class VirtualShards:
+    """The virtual shards of every global batch, assigned to the replicas in order and as evenly as possible.
+
+    A replica computes its shards one after the other. Without `--bitwise-elastic` it has one, its batch.
+    """
+
+    total: int
+    """Shards of a global batch."""
+    replicas: int
+    """Number of replicas, at most `total`."""
+
+    @property
+    def most(self) -> int:
+        """Largest number of shards of a replica."""
+        return -(-self.total // self.replicas)
+
+    def first(self, replica: int) -> int:
+        """Return the first shard of a replica; for the replica after the last, the number of all shards."""
+        even, more = divmod(self.total, self.replicas)
+        return replica * even + min(replica, more)
+
+    def list_shards(self, replica: tf.Tensor) -> tf.Tensor:
+        """Return the shards of a replica, `[n] int64`, where `replica` is a tensor, an int64 scalar."""
+        firsts = tf.constant(self._firsts, tf.int64)
+        return tf.range(firsts[replica], firsts[replica + 1])
+
+    def place(self, shard: tf.Tensor) -> tf.Tensor:
+        """Return a shard's index among those of its replica, int64 scalar."""
+        firsts = tf.constant(self._firsts, tf.int64)
+        return shard - tf.reduce_max(tf.where(firsts <= shard, firsts, 0))
+
+    @property
+    def _firsts(self) -> list[int]:
+        return [self.first(replica) for replica in range(self.replicas + 1)]
+
+
+@dataclass(frozen=True)
 class BatchSlice:
     """The training batches of one input pipeline: for each step, one batch for each of its replicas.
 
@@ -145,11 +182,6 @@ def by_step(
     return without_sharding(batches.prefetch(tf.data.AUTOTUNE))
 
 
-def cut_tensor(tensor: tf.Tensor, parts: int) -> tf.Tensor:
-    """Cut a tensor along its first axis, `[B, ...]` to `[parts, B / parts, ...]`."""
-    return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])
-
-
 def rebatch(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:
     """Cut or join infinite batches to batches of `size` examples, in the same order."""
     infinite = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
@@ -161,14 +193,3 @@ def without_sharding(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return dataset.with_options(options)
-
-
-def random_number(limit: int) -> tf.Tensor:
-    """Return a random int64 scalar below `limit`, which is different in each run of the graph and in each process."""
-    return tf.raw_ops.RandomUniformInt(
-        shape=tf.constant([], tf.int32),
-        minval=tf.constant(0, tf.int64),
-        maxval=tf.constant(limit, tf.int64),
-        seed=0,
-        seed2=0,
-    )

@@ -23,8 +23,7 @@ from cluster.system.errors import UsageError
 from train import named
 from train.data import blocks
 from train.data.arrays import ArrayFile, Split
-from train.data.batches import Batch, BatchSlice, Replicas, rebatch, without_sharding
-from train.elastic.virtual_shards import VirtualShards
+from train.data.batches import Batch, BatchSlice, Replicas, VirtualShards, rebatch, without_sharding
 from train.named import Named
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from cluster.system.messages import COMMAND
 from train import named
 from train.config import TrainConfig
 from train.data import arrays, blocks, feeds, shards, stream
-from train.data.batches import BatchSlice, Replicas, by_step, eval_batches, random_number
+from train.data.batches import BatchSlice, Replicas, by_step, eval_batches
 from train.data.feeds import Examples
-from train.data.function import calling, epochs, random_access
+from train.data.function import calling, reading
 from train.data.function.calling import FunctionRecord
 from train.named import Named
 
@@ -80,8 +80,10 @@ class Source(abc.ABC):
 
         All workers run the same graph and do not know their index. Each draws its epoch in each generation.
         """
-        first_step = self.train_examples * random_number(2**20) // global_batch
-        return self.train_dataset(BatchSlice(global_batch, seed, first_step))
+        first, last = (tf.constant(number, tf.int64) for number in (0, 2**20))
+        # Unlike `tf.random`, also random where operations are deterministic.
+        epoch = tf.raw_ops.RandomUniformInt(shape=tf.zeros(0, tf.int32), minval=first, maxval=last, seed=0, seed2=0)
+        return self.train_dataset(BatchSlice(global_batch, seed, self.train_examples * epoch // global_batch))
 
 
 class IndexedSource(Source):
@@ -171,7 +173,7 @@ class RandomAccessSource(IndexedSource):
     record: FunctionRecord
 
     def examples(self, split: str) -> Examples:
-        return random_access.SplitExamples(self.record, split)
+        return reading.SplitExamples(self.record, split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +184,10 @@ class FunctionSource(Source):
     data_dir: Path
 
     def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
-        return epochs.train_dataset(self.record, self.data_dir, batch_slice)
+        return reading.train_dataset(self.record, self.data_dir, batch_slice)
 
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-        return epochs.eval_dataset(self.record, self.data_dir, replica_batch, replicas)
+        return reading.eval_dataset(self.record, self.data_dir, replica_batch, replicas)
 
 
 def _open_function(record: FunctionRecord, data_dir: Path, seed: int) -> Source:
@@ -206,7 +208,7 @@ def _open_function(record: FunctionRecord, data_dir: Path, seed: int) -> Source:
     if record.form == calling.DATASET:
         return FunctionSource(data_dir=data_dir, sharded=True, **described)
     for split in record.counts:
-        random_access.open_split(record, split, data_dir, seed)
+        reading.open_split(record, split, data_dir, seed)
     return RandomAccessSource(**described)
 
 
@@ -222,7 +224,7 @@ def open_source(config: TrainConfig, data_dir: Path, run: RunFolder | None = Non
         if config.source == "function":
             return _open_function(calling.read_record(data_dir, config.dataset, version), data_dir, config.seed)
         array_set = arrays.find_arrays(data_dir, config.dataset, version)
-        return ArraySource.from_arrays(array_set.cut(config.transformer.context) if array_set.is_text else array_set)
+        return ArraySource.from_arrays(array_set.cut(config.transformer.context))
 
     if run is None:
         return open_version()
@@ -243,4 +245,4 @@ def open_source(config: TrainConfig, data_dir: Path, run: RunFolder | None = Non
 
 def explain(error: Exception) -> ClusterError | None:
     """Translate TensorFlow's error about the data; None for other errors."""
-    return blocks.explain(error) or random_access.explain(error) or epochs.explain(error)
+    return blocks.explain(error) or reading.explain(error)

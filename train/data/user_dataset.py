@@ -66,7 +66,6 @@ def _checked(name: str, returned: Any) -> UserDataset:
 
 
 def _classes(name: str, returned: Any, labels: Named) -> Named:
-    """Return the names of the classes, or those of each of several heads."""
     heads = isinstance(labels, Mapping)
     if isinstance(returned, Mapping) and not heads:
         raise UsageError(f"dataset {name}: classes are a dictionary, and labels are not; expected a list of names")
@@ -81,7 +80,6 @@ def _classes(name: str, returned: Any, labels: Named) -> Named:
 
 
 def _split(subject: str, returned: Any) -> tuple[Named, ...]:
-    """Return features, labels and optional weights, after checking their types and shapes."""
     if not isinstance(returned, Sequence) or len(returned) not in (2, 3):
         raise UsageError(f"{subject} is neither (features, labels) nor (features, labels, weights)")
     split = tuple(_part(subject, part, value) for part, value in zip(arrays.DTYPES, returned, strict=False))

@@ -1,8 +1,8 @@
 """`--bitwise-elastic V`: the same weights, bit for bit, on any number of replicas up to V.
 
-The global batch is always cut into V virtual shards (`virtual_shards.py`). One replica computes a whole shard, with the
-same operations on the same shapes, so that the bits of its results are the same on any replica. The results are then
-added up exactly (`exact_sum.py`), independent of the order.
+The global batch is always cut into V virtual shards, `VirtualShards`. One replica computes a whole shard, with the same
+operations on the same shapes, so that the bits of its results are the same on any replica. The results are then added
+up exactly (`exact_sum.py`), independent of the order.
 
 For the model a shard has the role of a replica: random layers draw by it, it has micro-batches, and BatchNormalization
 normalizes over each of them; layers' state follows `train/model/layer_state.py`.
@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from train.data.batches import Batch
+from train.data.batches import Batch, VirtualShards
 from train.elastic.exact_sum import exact_sum
-from train.elastic.virtual_shards import VirtualShards
 from train.loops.train_step import Computed, TrainStep, repeat
 from train.model import masks
 from train.model.gradients import sum_over_replicas
@@ -95,7 +94,6 @@ class ElasticTrainStep(TrainStep):
         return tf.tensor_scatter_nd_update(tf.zeros([self.parts, 2]), computed.numbers_n[:, tf.newaxis], results_n2)
 
     def _counts(self, batch_of: Callable[[tf.Tensor], Batch], numbers_n: tf.Tensor) -> tf.Tensor:
-        """Return the number of unmasked positions of each output in all shards."""
 
         def count_shard(shard: tf.Tensor) -> tf.Tensor:
             def add(micro_batch: tf.Tensor, total_O: tf.Tensor) -> tf.Tensor:

@@ -4,9 +4,9 @@ from tensorflow import keras
 
 from cluster.contract.recovery import step_record
 from train.context import TaskContext
+from train.data.batches import VirtualShards
 from train.data.feeds import train_feed
 from train.elastic.shard_step import ElasticTrainStep
-from train.elastic.virtual_shards import VirtualShards
 from train.loops.loop import Loop, Steps, Stop
 from train.loops.parameter_server import AsynchronousSteps
 from train.loops.steps import SynchronousSteps
@@ -63,7 +63,6 @@ def train(setup: Setup, rehearsed: Steps | None = None) -> None:
 
 
 def _synchronous(setup: Setup, first: int) -> SynchronousSteps:
-    """Return the steps from step `first`, in each of which all replicas take part."""
     context, config = setup.context, setup.context.config
     replicas = context.strategy.num_replicas_in_sync
     cut, train_step = None, context.new_train_step(setup.policy)
@@ -77,7 +76,6 @@ def _synchronous(setup: Setup, first: int) -> SynchronousSteps:
 
 
 def _asynchronous(setup: Setup) -> AsynchronousSteps:
-    """Return the steps under parameter servers, where each worker does separate ones."""
     context, config = setup.context, setup.context.config
     # A remote worker hangs in a loop that counts before another one.
     train_step = context.new_train_step(setup.policy, unrolled=masks.may_begin_in(context.model))

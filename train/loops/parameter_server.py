@@ -54,7 +54,6 @@ class AsynchronousSteps:
         self._iterator = iter(self._coordinator.create_per_worker_dataset(dataset))
 
     def __call__(self, first: int, count: int, request: Request = no_request) -> LoopResult:
-        """Do steps."""
         # Two slices per worker: a fast worker takes another one while a slow one finishes.
         size = max(1, count // (2 * len(self._workers)))
         slices = [(at, min(size, first + count - at)) for at in range(first, first + count, size)]

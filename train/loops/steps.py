@@ -76,7 +76,6 @@ class LoopResult:
 
     @property
     def losses(self) -> np.ndarray:
-        """The loss of each step."""
         return self.values["loss"]
 
 
@@ -108,7 +107,6 @@ class SynchronousSteps:
         """The input of the next step, if the feed is called one step ahead."""
 
     def __call__(self, first: int, count: int, request: Request = no_request) -> LoopResult:
-        """Do steps."""
         signals_4 = tf.constant(request(count, count).to_array())
         numbers = [tf.constant(number, tf.int64) for number in (first, count, self._timer.every)]
         if not self._timer.works:

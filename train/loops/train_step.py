@@ -28,7 +28,7 @@ import keras
 import tensorflow as tf
 
 from train import named
-from train.data.batches import Batch, cut_tensor
+from train.data.batches import Batch
 from train.model import input_types, masks
 from train.model.gradients import GradientPolicy, sum_over_replicas
 from train.model.layer_state import LayerState
@@ -258,13 +258,24 @@ def cast_features(model: keras.Model, features: Named) -> Named:
 
 
 def cast_outputs(outputs_BK: Named) -> Named:
-    """Cast a model's outputs to float32, in which losses are computed."""
-    return tf.nest.map_structure(lambda output: masks.copy_mask(tf.cast(output, tf.float32), output), outputs_BK)
+    """Cast a model's outputs to float32, in which losses are computed, with their masks."""
+
+    def cast(output_BK: tf.Tensor) -> tf.Tensor:
+        cast_BK = tf.cast(output_BK, tf.float32)
+        if (mask := masks.mask_of(output_BK)) is not None:
+            cast_BK._keras_mask = mask
+        return cast_BK
+
+    return tf.nest.map_structure(cast, outputs_BK)
 
 
 def cut_part(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
     """Return one of the equal parts of a batch."""
-    return tf.nest.map_structure(lambda tensor: cut_tensor(tensor, parts)[part], batch)
+
+    def cut(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])[part]
+
+    return tf.nest.map_structure(cut, batch)
 
 
 def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any, *, parallel: int = 10) -> Any:

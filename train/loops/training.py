@@ -122,7 +122,6 @@ class Training:
             self.callbacks.store_state()
 
     def _copied_variables(self) -> list[Any]:
-        """Return the variables of which every replica has a copy."""
         return [*self._context.model.trainable_variables, *self._setup.policy.optimizer.variables]
 
     def request(self, count: int, until: int) -> steps.Signals:

@@ -8,6 +8,7 @@ Loss scaling: P. Micikevicius et al., Mixed Precision Training, arXiv:1710.03740
 Shapes: N numbers of all tensors together.
 """
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -68,8 +69,12 @@ class GradientPolicy:
 
     def __init__(self, optimizer: Any, clip_norm: float = 0.0, loss_scale: LossScale | None = None) -> None:
         self.optimizer, self.clip_norm, self.loss_scale = optimizer, clip_norm, loss_scale
-        legacy = hasattr(optimizer, "aggregate_gradients")  # of tf_keras
-        self._update = _apply_summed(optimizer.apply_gradients) if legacy else optimizer.apply
+        self._update: Callable[[Any, Any], Any]
+        if hasattr(optimizer, "aggregate_gradients"):  # of tf_keras
+            apply_pairs = functools.partial(optimizer.apply_gradients, skip_gradients_aggregation=True)
+            self._update = lambda gradients, variables: apply_pairs(zip(gradients, variables, strict=True))
+        else:
+            self._update = optimizer.apply
 
     @property
     def loss_gradient(self) -> tf.Tensor | None:
@@ -162,13 +167,6 @@ class GradientPolicy:
             )
 
 
-def _apply_summed(apply_gradients: Callable[..., Any]) -> Callable[[Any, Any], None]:
-    def apply(gradients: Any, variables: Any) -> None:
-        apply_gradients(zip(gradients, variables, strict=True), skip_gradients_aggregation=True)
-
-    return apply
-
-
 def _call_if(finite: tf.Tensor, gradients: list[tf.Tensor], apply: Callable[[list[tf.Tensor]], object]) -> None:
     """Apply gradients under a condition that is the same on every replica."""
 
@@ -208,7 +206,6 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _gather_of_two(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor] | None:
-    """Return a function that gathers a tensor `[1, N]` of each of two tasks as `[2, N]`; None for other clusters."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or strategy.num_replicas_in_sync != 2:
         return None
     if len(devices := strategy.extended.worker_devices) != 1 or "CPU" not in devices[0]:

@@ -39,14 +39,6 @@ def may_begin_in(model: keras.Model) -> bool:
     return any(begins_at(layer) for layer in model._flatten_layers())
 
 
-def copy_mask(output: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
-    """Copy the mask of `source` to an output, and return the output."""
-    mask = mask_of(source)
-    if mask is not None:
-        output._keras_mask = mask
-    return output
-
-
 def average_by_example(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
     """Return the mean of each example's values over its positions, `[B]`; a single value per example is unchanged."""
     rank = values.shape.rank

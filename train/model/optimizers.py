@@ -75,7 +75,7 @@ def build_for_model(
 ) -> keras.optimizers.Optimizer:
     """Build the optimizer and its variables, all of them or by `make`; call it inside the strategy's scope."""
     optimizer, variables = build_optimizer(config, total_steps), model.trainable_variables
-    if patterns := config.optimizer.excluded:
+    if patterns := [part.strip() for part in config.optimizer.no_decay.split(",") if part.strip()]:
         paths = [getattr(variable, "path", variable.name) for variable in variables]
         pairs = zip(variables, paths, strict=True)
         kept = [variable for variable, path in pairs if re.search("|".join(patterns), path)]

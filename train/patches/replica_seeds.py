@@ -25,7 +25,6 @@ def apply() -> list[str]:
 
 
 def _next_seed(generator: Any, ordered: bool = True) -> Any:
-    """Return a seed that differs between replicas, which all count the same draws."""
     seed = _keras_next_seed(generator, ordered)
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:

@@ -23,7 +23,6 @@ def apply() -> list[str]:
 
 
 def _reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-    """Reduce each replica's values, which may be scalars, to those of all replicas of all tasks."""
     multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     if reduction in ("auto", "mean", "sum") and multi_worker and strategy.extended._in_multi_worker_mode():
         operation = "SUM" if reduction == "sum" else "MEAN"

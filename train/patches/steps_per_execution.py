@@ -26,7 +26,6 @@ def apply() -> list[str]:
 
 
 def _make_function(model: Any, step_function: Any) -> Any:
-    """Return a function that repeats a step `steps_per_execution` times, or until the data ends."""
     execute = _keras_make_function(model, step_function)
     if model.steps_per_execution == 1 or model.distribute_strategy.num_replicas_in_sync == 1:
         return execute

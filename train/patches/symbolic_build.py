@@ -23,7 +23,6 @@ def apply() -> list[str]:
 
 
 def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
-    """Build the model, its metrics and its loss from the shapes of one replica's part of a batch."""
     strategy = model._distribute_strategy
     if strategy is None:
         return

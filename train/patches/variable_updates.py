@@ -7,15 +7,14 @@ Test: tests/process/train/test_parameter_server.py::test_keras_itself_loses_upda
 Not applied: if the source of a method does not assign a sum or a difference.
 """
 
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
 
 from train.model.layer_state import is_separate
 
 from . import replace
-
-_keras_assign_add = keras.Variable.assign_add
-_keras_assign_sub = keras.Variable.assign_sub
 
 
 def apply() -> list[str]:
@@ -24,17 +23,16 @@ def apply() -> list[str]:
     return added + replace(keras.Variable, "assign_sub", assign_sub, defect=r"self\.assign\(self")
 
 
-def assign_add(variable: keras.Variable, value: object) -> object:
-    """Add in one operation."""
-    if is_separate(variable):
-        return _keras_assign_add(variable, value)
-    stored = variable._value  # `value` is a copy in a layer that computes in less than float32
-    return stored.assign_add(tf.cast(value, stored.dtype))
+def _in_one_operation(name: str) -> Callable[[keras.Variable, object], object]:
+    keras_method = getattr(keras.Variable, name)
+
+    def assign(variable: keras.Variable, value: object) -> object:
+        if is_separate(variable):
+            return keras_method(variable, value)
+        stored = variable._value  # `value` is a copy in a layer that computes in less than float32
+        return getattr(stored, name)(tf.cast(value, stored.dtype))
+
+    return assign
 
 
-def assign_sub(variable: keras.Variable, value: object) -> object:
-    """Subtract in one operation."""
-    if is_separate(variable):
-        return _keras_assign_sub(variable, value)
-    stored = variable._value
-    return stored.assign_sub(tf.cast(value, stored.dtype))
+assign_add, assign_sub = _in_one_operation("assign_add"), _in_one_operation("assign_sub")

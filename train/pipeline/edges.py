@@ -6,7 +6,6 @@ each micro-batch an instance key, which every step reuses. A key has one shape; 
 Tasks of R pipelines with S stages each: task r * S + s is stage s of pipeline r.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -20,7 +19,8 @@ run at the same time."""
 MOST_STAGES = 1_000
 MOST_SHARED = 10_000
 EDGE_KEYS, STAGE_KEYS, SUM_KEYS, SHARED_KEYS = 1_000_000, 20_000_000, 30_000_000, 40_000_000
-"""First group keys of this module; tf.distribute counts from 0. Each group has separate instance keys."""
+"""First group keys: of the edges of all pipelines; of the stages of each pipeline; of the equal stages of all; of the
+stages that share a variable. tf.distribute counts from 0, and each group has separate instance keys."""
 TIMEOUT_S = 0.0
 """0 for no timeout: a neighbour may compile for long, and a closed connection shows that it is lost."""
 
@@ -73,28 +73,19 @@ Edges = TaskEdges | LocalEdges
 """Transport of tensors between neighbouring stages."""
 
 
-def sum_over_pipelines(tensors: Sequence[tf.Tensor], stage: int, pipelines: int) -> list[tf.Tensor]:
-    """Add up tensors over the equal stages of all pipelines; each of them calls it with the same shapes.
+def add_up(tensor: tf.Tensor, size: int, group: int, instance: int = 0) -> tf.Tensor:
+    """Add up a tensor over the `size` stages of a group, each of which calls it with the same shape.
 
-    The order is that of TensorFlow's ring, which depends only on the shapes and the number of pipelines.
+    The order is that of TensorFlow's ring, which depends only on the shape and the number of stages.
     """
-    return [_sum(tensor, _keys(pipelines, SUM_KEYS + stage, number)) for number, tensor in enumerate(tensors)]
-
-
-def sum_over_users(tensor: tf.Tensor, variable: int, users: int, pipeline: int) -> tf.Tensor:
-    """Add up a tensor over the stages of a pipeline that share a variable; each of them calls it."""
-    return _sum(tensor, _keys(users, SHARED_KEYS + MOST_SHARED * pipeline + variable, 0))
-
-
-def sum_over_stages(tensor: tf.Tensor, kind: int, stages: int, pipeline: int) -> tf.Tensor:
-    """Add up a tensor over all stages of a pipeline, which all call it; `kind` is `NORM` or `FLAG`."""
-    return _sum(tensor, _keys(stages, STAGE_KEYS + pipeline, kind))
-
-
-def _sum(tensor: tf.Tensor, keys: dict[str, float]) -> tf.Tensor:
     with tf.device("CPU:0"):
         result = tf.raw_ops.CollectiveReduceV2(
-            input=tensor, ordering_token=[], merge_op="Add", final_op="Id", communication_hint="ring", **keys
+            input=tensor,
+            ordering_token=[],
+            merge_op="Add",
+            final_op="Id",
+            communication_hint="ring",
+            **_keys(size, group, instance),
         )
     return tf.ensure_shape(result, tensor.shape)
 

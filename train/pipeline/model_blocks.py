@@ -44,7 +44,6 @@ class ModelBlock:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its layers."""
         return tuple(layer.name for layer in self.layers)
 
     @property
@@ -202,7 +201,6 @@ def _kept_inside(layer: keras.Layer) -> int:
 
 
 def _sorted_nodes(model: keras.Model) -> list[Any]:
-    """Return the calls of layers in topological order, without input layers."""
     depths = model._nodes_by_depth
     nodes = [node for depth in sorted(depths, reverse=True) for node in depths[depth]]
     return [node for node in nodes if not node.is_input]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.system.errors import UsageError, nearest
+from cluster.system.messages import size
 from train.pipeline import schedule as schedules
 
 
@@ -75,7 +76,6 @@ class StageCost:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers."""
         return tuple(layer for block in self.blocks for layer in block.layers)
 
 
@@ -94,7 +94,7 @@ def partition(blocks: Sequence[BlockCost], constraints: Constraints, cut: Sequen
     borders = _find_borders(blocks, count, cut) if cut else _find_best_borders(blocks, constraints)
     if borders is None:
         raise UsageError(
-            f"--stages {count}: no cut of this model fits {_mb(memory_bytes or 0)} per stage: use more "
+            f"--stages {count}: no cut of this model fits {size(memory_bytes or 0)} per stage: use more "
             "--stages, more --micro-batches or --remat"
         )
     pairs = enumerate(itertools.pairwise(borders))
@@ -103,7 +103,7 @@ def partition(blocks: Sequence[BlockCost], constraints: Constraints, cut: Sequen
         if memory_bytes is not None and stage.memory_bytes > memory_bytes:
             raise UsageError(
                 f"stage {stage.number} ({stage.layers[0]} to {stage.layers[-1]}) needs about "
-                f"{_mb(stage.memory_bytes)} and has {_mb(memory_bytes)}: use more --stages, more "
+                f"{size(stage.memory_bytes)} and has {size(memory_bytes)}: use more --stages, more "
                 "--micro-batches or --remat"
             )
     return stages
@@ -126,7 +126,6 @@ def compute_stage(
 
 
 def _find_best_borders(blocks: Sequence[BlockCost], constraints: Constraints) -> list[int] | None:
-    """Return the borders of the best partition, from 0 to the number of blocks; None if none fits the memory."""
     count, limit = len(blocks), constraints.memory_bytes
     until = list(itertools.accumulate((block.flops for block in blocks), initial=0.0))
 
@@ -170,7 +169,3 @@ def _find_borders(blocks: Sequence[BlockCost], stages: int, cut: Sequence[str]) 
     if len(borders) != stages:
         raise UsageError(f"--cut {','.join(cut)} makes {len(borders)} stages, and --stages is {stages}")
     return [*borders, len(blocks)]
-
-
-def _mb(count: int) -> str:
-    return f"{count / 1e6:.0f} MB"

@@ -17,8 +17,7 @@ import tensorflow as tf
 from cluster.contract.run.records import Place
 from train.context import TaskContext
 from train.data import feeds
-from train.data.batches import eval_batches
-from train.elastic.virtual_shards import VirtualShards
+from train.data.batches import VirtualShards, eval_batches
 from train.loops import evaluation, steps, train_step
 from train.loops.steps import LoopResult, Request, Signals, no_request
 from train.model.gradients import GradientPolicy
@@ -54,7 +53,6 @@ class PipelineSteps:
         self._total = steps.summing(context.gang)
 
     def run(self, first: int, count: int, request: Request = no_request) -> LoopResult:
-        """Do optimizer steps."""
         signals_4 = tf.constant(request(count, count).to_array())
         began = time.perf_counter()
         results_S2 = self._loop(tf.constant(first, tf.int64), tf.constant(count, tf.int64))
@@ -158,7 +156,8 @@ class PipelineSteps:
         for number, stage in self._stages.items():
             gradients = policy.converted(stage.sums, dtypes)
             if task_stages.pipelines > 1:
-                gradients = edges.sum_over_pipelines(gradients, number, task_stages.pipelines)
+                group = task_stages.pipelines, edges.SUM_KEYS + number
+                gradients = [edges.add_up(gradient, *group, at) for at, gradient in enumerate(gradients)]
             self._summed[number] = self._by_variable(number, gradients)
         self._add_up_shared()
         if policy.loss_scale is not None:
@@ -178,12 +177,12 @@ class PipelineSteps:
             if task_stages.whole:
                 total = functools.reduce(operator.add, [sums[id(variable)] for sums in held])
             else:
-                total = edges.sum_over_users(held[0][id(variable)], index, len(users), task_stages.pipeline)
+                group = edges.SHARED_KEYS + edges.MOST_SHARED * task_stages.pipeline + index
+                total = edges.add_up(held[0][id(variable)], len(users), group)
             for sums in held:
                 sums[id(variable)] = total
 
     def _by_variable(self, number: int, gradients: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
-        """Return the gradients of a stage by the `id` of the variable."""
         trained = self._task_stages.models[number].trained
         return dict(zip(map(id, trained), gradients, strict=True))
 
@@ -193,7 +192,9 @@ class PipelineSteps:
         Between steps the optimizer counts steps, as learning-rate schedules expect. Within a PipeDream step it counts
         updates, which Adam's bias correction needs.
         """
-        policy, variables = self._policy, self._task_stages.list_updated(number)
+        policy, stages = self._policy, self._task_stages
+        # Within one task the first stage that uses a variable updates it for all.
+        variables = stages.list_led(number) if stages.whole else stages.models[number].trained
         summed = self._by_variable(number, sums) if self._asynchronous else self._summed[number]
         gradients = [summed[id(variable)] for variable in variables]
         # Stages of one process share the optimizer, which counts the updates of all of them.
@@ -220,6 +221,6 @@ class PipelineSteps:
         return tf.sqrt(tf.reduce_sum(self._over_stages(local, edges.NORM)) * 2.0)
 
     def _over_stages(self, tensor: tf.Tensor, kind: int) -> tf.Tensor:
-        """Add up a tensor of this task's stages over all stages of the pipeline."""
+        """Add up a tensor of this task's stages over all stages of the pipeline; `kind` is `edges.NORM` or `FLAG`."""
         stages = self._task_stages
-        return tensor if stages.whole else edges.sum_over_stages(tensor, kind, stages.stages, stages.pipeline)
+        return tensor if stages.whole else edges.add_up(tensor, stages.stages, edges.STAGE_KEYS + stages.pipeline, kind)

@@ -86,7 +86,6 @@ class StageGraph:
         return tf.stack([loss, tf.stop_gradient(score)])
 
     def begin(self, step: tf.Tensor) -> None:
-        """Reset the state for a step."""
         self._step = step
         self._kept: dict[int, tuple[Any, ...]] = {}
         self._sums: list[tf.Tensor] | None = None

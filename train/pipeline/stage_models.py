@@ -43,7 +43,6 @@ class StageModel:
 
     @property
     def trained(self) -> list[keras.Variable]:
-        """Its trainable variables."""
         return [variable for variable in self.used if variable.trainable]
 
     def losses(self) -> list[tf.Tensor]:

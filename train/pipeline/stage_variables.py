@@ -67,10 +67,6 @@ class TaskStages:
         """Return the trained variables whose first user is a stage."""
         return [variable for variable in self.models[stage].trained if self._users[id(variable)][0] == stage]
 
-    def list_updated(self, stage: int) -> list[keras.Variable]:
-        """Return the variables that a stage updates; within one task the first user updates for all."""
-        return self.list_led(stage) if self.whole else self.models[stage].trained
-
     @property
     def shared(self) -> list[tuple[keras.Variable, list[int]]]:
         """The trained variables that several stages use, and the numbers of those stages."""

@@ -7,6 +7,7 @@ tasks can read.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import tensorflow as tf
@@ -46,60 +47,49 @@ class Encoded(tf.Module):
             self.encoded = tf.Variable(b"", trainable=False, dtype=tf.string)
 
 
+@dataclass
 class CheckpointManager:
     """Saves and restores the training state.
 
     The step is a separate variable, because Keras's `optimizer.iterations` loses updates in asynchronous training.
+
+    Attributes:
+        model: the built model.
+        optimizer: its built optimizer.
+        step: int64 scalar, the optimizer steps done.
+        folder: the folder of checkpoints, which all tasks share.
+        keep: number of newest checkpoints to keep.
+        writes: whether this task writes. The others only help to read distributed variables, which can be a collective
+            operation (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
+        saved: called with the step of each finished checkpoint, possibly from another thread.
+        loss_scale: the loss scale of a training in float16. Like `callbacks`, it may be missing in a checkpoint of a
+            run that is resumed with other settings.
+        joint: this task's part in checkpoints that several tasks write together.
+        restored_from: `memory` or `checkpoint`; empty for a training from the start.
+        writing_s: seconds that writing the last checkpoint took, concurrently with the training.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        optimizer: keras.optimizers.Optimizer,
-        step: tf.Variable,
-        folder: Path,
-        *,
-        keep: int,
-        writes: bool,
-        generation: int = 0,
-        saved: Callable[[int], None] = lambda step: None,
-        loss_scale: tf.Module | None = None,
-        callbacks: tf.Module | None = None,
-        joint: Joint | None = None,
-    ) -> None:
-        """Prepare the checkpoints.
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
+    step: tf.Variable
+    folder: Path
+    _: KW_ONLY
+    keep: int
+    writes: bool
+    generation: int = 0
+    saved: Callable[[int], None] = lambda step: None
+    loss_scale: tf.Module | None = None
+    callbacks: tf.Module | None = None
+    joint: Joint | None = None
+    restored_from: str = field(default="", init=False)
+    writing_s: float | None = field(default=None, init=False)
 
-        Args:
-            model: the built model.
-            optimizer: its built optimizer.
-            step: int64 scalar, the optimizer steps done.
-            folder: the folder of checkpoints, which all tasks share.
-            keep: number of newest checkpoints to keep.
-            writes: whether this task writes. The others only help to read distributed variables, which can be a
-                collective operation
-                (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
-            saved: called with the step of each finished checkpoint, possibly from another thread.
-            loss_scale: the loss scale of a training in float16. Like `callbacks`, it may be missing in a
-                checkpoint of a run that is resumed with other settings.
-            joint: this task's part in checkpoints that several tasks write together.
-        """
-        self._parts = {"step": step, "model": model, "optimizer": optimizer}
-        optional = {"loss_scale": loss_scale, "callbacks": callbacks}
+    def __post_init__(self) -> None:
+        optional = {"loss_scale": self.loss_scale, "callbacks": self.callbacks}
+        self._parts = {"step": self.step, "model": self.model, "optimizer": self.optimizer}
         self._optional = {name: part for name, part in optional.items() if part is not None}
         self.tree = tf.train.Checkpoint(**self._parts, **self._optional)
         """The variables that a checkpoint has."""
-        self._model = model
-        self._step = step
-        self._folder = folder
-        self._keep = keep
-        self._writes = writes
-        self.generation = generation
-        self._saved = saved
-        self._joint = joint
-        self.restored_from = ""
-        """`memory` or `checkpoint`; empty for a training from the start."""
-        self.writing_s: float | None = None
-        """Seconds that writing the last checkpoint took, concurrently with the training."""
         self._copy: Snapshot | None = None
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -115,28 +105,28 @@ class CheckpointManager:
             gather: collects the numbers of all tasks: a collective operation.
             snapshots: those in memory, if there are any.
         """
-        listed = next((saved.step for saved in list_finished(self._folder)), NO_CHECKPOINT)
+        listed = next((saved.step for saved in list_finished(self.folder)), NO_CHECKPOINT)
         if snapshots and (step := snapshots.restore(listed)) is not None:
             self.restored_from = "memory"
-            if self._writes:
-                delete_leftovers(self._folder, self.generation)
+            if self.writes:
+                delete_leftovers(self.folder, self.generation)
             return step
         newest = agree_on_newest(
-            self._folder, gather, lambda message: print(message, flush=True) if self._writes else None
+            self.folder, gather, lambda message: print(message, flush=True) if self.writes else None
         )
         if newest is not None:
             self.restored_from = "checkpoint"
             saved_parts = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
             optional = {name: part for name, part in self._optional.items() if name in saved_parts}
             checkpoint = tf.train.Checkpoint(**self._parts, **optional)
-            if self._joint:
+            if self.joint:
                 mirror = Mirror(checkpoint, lambda variable: variable if variable.is_initialized() else None)
                 checkpoint = mirror.checkpoint
             checkpoint.read(newest.prefix).assert_existing_objects_matched()
-        if self._writes:
-            set_aside(self._folder, newest.step if newest else -1)
-            delete_leftovers(self._folder, self.generation)
-        return int(self._step.numpy())
+        if self.writes:
+            set_aside(self.folder, newest.step if newest else -1)
+            delete_leftovers(self.folder, self.generation)
+        return int(self.step.numpy())
 
     def prepare(self) -> Snapshot:
         """Return the copy of the variables that a save writes, which the first call creates.
@@ -147,7 +137,7 @@ class CheckpointManager:
         if self._copy is None:
             names = {
                 id(unwrap(weight)): initial_weights.checkpoint_name(name)
-                for weight, name in initial_weights.list_weights(self._model)
+                for weight, name in initial_weights.list_weights(self.model)
             }
             self._copy = Snapshot(self.tree, names)
         return self._copy
@@ -158,15 +148,15 @@ class CheckpointManager:
         Training can continue immediately, as a thread writes a copy.
         """
         self.wait()
-        self._step.assign(step)
+        self.step.assign(step)
         self.prepare().update()
-        if self._writes or (self._joint and self._joint.writes):
+        if self.writes or (self.joint and self.joint.writes):
             self._writing = threading.Thread(target=self._write, args=(step,), name="checkpoint")
             self._writing.start()
 
     def keep_snapshot(self, step: int, snapshots: MemorySnapshots) -> None:
         """Keep the state after `step` optimizer steps in memory. Every task calls this at the same step."""
-        self._step.assign(step)
+        self.step.assign(step)
         snapshots.write(step)
 
     def release(self) -> None:
@@ -176,7 +166,6 @@ class CheckpointManager:
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint is being written."""
         return self._writing is not None and self._writing.is_alive()
 
     def wait(self) -> None:
@@ -191,18 +180,18 @@ class CheckpointManager:
     def _write(self, step: int) -> None:
         try:
             assert self._copy is not None
-            broken, write = self._copy.not_finite(self._model.trainable_variables), self._copy.checkpoint.write
+            broken, write = self._copy.not_finite(self.model.trainable_variables), self._copy.checkpoint.write
             problem = divergence_error(f"{broken} is not finite after step {step}") if broken else None
-            began, saved = time.monotonic(), Saved(self._folder, step)
-            if self._joint:
-                write = self._joint.save(self._copy, self._folder, self.generation, str(problem or ""))
+            began, saved = time.monotonic(), Saved(self.folder, step)
+            if self.joint:
+                write = self.joint.save(self._copy, self.folder, self.generation, str(problem or ""))
             if problem:
                 raise problem
             if write is None:
                 return
             write_checkpoint(write, saved, self.generation)
             self.writing_s = time.monotonic() - began
-            delete_older(saved, self._keep)
-            self._saved(step)
+            delete_older(saved, self.keep)
+            self.saved(step)
         except BaseException as error:  # raised by the next `wait`, in the thread that trains
             self._error = error

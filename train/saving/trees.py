@@ -102,7 +102,6 @@ class Snapshot(Mirror):
             super().__init__(checkpoint, copy)
 
     def update(self) -> None:
-        """Copy the current values."""
         for original, copy in self.pairs:
             if has_value(copy):
                 copy.assign(original)

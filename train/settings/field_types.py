@@ -58,16 +58,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise UsageError(f"{option(name)} {value!r}{nearest(value, choices)}")
 
 
-def check_number(
-    name: str,
-    value: float,
-    expected: str,
-    *,
-    above: float = -math.inf,
-    least: float = -math.inf,
-    most: float = math.inf,
-    below: float = math.inf,
-) -> None:
-    """Check that a field's number is finite and within bounds, which `expected` describes."""
-    if not (math.isfinite(value) and above < value < below and least <= value <= most):
+def check_number(name: str, value: float, expected: str, *, valid: bool) -> None:
+    """Check that a field's number is finite and `valid`, as `expected` describes."""
+    if not (math.isfinite(value) and valid):
         raise UsageError(f"{option(name)} {value:g}: expected {expected}")

@@ -94,7 +94,9 @@ def _source(option: str, reference: str) -> Path | None:
     except (ImportError, ValueError) as error:
         raise UsageError(f"{option} {reference!r}: {error}; put its folder on PYTHONPATH") from None
     if spec is None:
-        raise UsageError(f"{option} {reference!r}: there is no module {module!r} on {_searched()}")
+        folders = [folder or "." for folder in sys.path if "python3" not in folder and not folder.endswith(".zip")]
+        path = f"PYTHONPATH ({', '.join(folders)})"
+        raise UsageError(f"{option} {reference!r}: there is no module {module!r} on {path}")
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
@@ -107,11 +109,6 @@ def _find(module: str) -> ModuleSpec | None:
             return None
         spec = PathFinder.find_spec(".".join([top, *inner][:number]), spec.submodule_search_locations)
     return spec
-
-
-def _searched() -> str:
-    folders = [folder or "." for folder in sys.path if "python3" not in folder and not folder.endswith(".zip")]
-    return f"PYTHONPATH ({', '.join(folders)})"
 
 
 def _names(source: Path) -> set[str] | None:

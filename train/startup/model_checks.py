@@ -1,8 +1,14 @@
-"""Checks of a run's model before the run starts: that it takes the data, and can be trained in parts or in stages."""
+"""Checks of a run's model, loss and metrics before the run starts, and the memory that the model takes.
+
+The model must take the data, and be trainable in parts or in stages; the loss must take labels and outputs as the
+loops pass them.
+"""
 
 import contextlib
+import functools
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +17,28 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.contract.compatibility import precision_of
-from cluster.system.errors import UsageError
+from cluster.system.errors import ClusterError, UsageError
+from cluster.system.messages import described
 from train import named, patches
 from train.config import TrainConfig
 from train.data import feeds, sources
+from train.data.batches import BatchSlice
 from train.data.sources import Source
-from train.loops import fit_model
-from train.model import input_types, layer_state, models, objectives, optimizers
+from train.loops import fit
+from train.model import input_types, layer_state, masks, models, objectives, optimizers
+from train.model.objectives import Averaged, Objective
 from train.named import Named
 from train.pipeline.model_blocks import ObservingScope, rebuild_with_shape
 from train.pipeline.stage_models import describe_partition
 from train.pipeline.stage_variables import without_values
 from train.settings import heads
-from train.startup import loss_checks, primitives
+from train.startup import primitives
 from train.strategy import precision_policy
+
+EXAMPLES = 2
+"""Size of the batch for checks of shapes."""
+WITHOUT_ACTIVATION = ("InputLayer", "Flatten", "Reshape", "Dropout")
+"""Layers whose outputs share the memory of their inputs, or take none without training."""
 
 
 def check_parts(
@@ -60,23 +74,21 @@ def check_parts(
             shares = (config.bitwise_elastic or shares) * config.micro_batches
         feeds.check_sizes(source.train_examples, config.global_batch // shares)
 
-    def new_model() -> keras.Model:
-        return models.build_configured(config, source.feature_shape, source.num_outputs)
-
-    described: dict[str, Any] = {}
+    new_model = functools.partial(models.build_configured, config, source.feature_shape, source.num_outputs)
+    partition: dict[str, Any] = {}
     parts = max(replicas * config.micro_batches, config.bitwise_elastic)
     if stages:
         model = _build_without_values(new_model, config, strategy)
         shaped = rebuild_with_shape(model, source.feature_shape)
-        described = describe_partition(shaped, config, stages, pipelines=pipelines, memory_bytes=memory_bytes)
+        partition = describe_partition(shaped, config, stages, pipelines=pipelines, memory_bytes=memory_bytes)
     else:
         model = new_model()
         optimizers.check_replicas(optimizers.build_for_model(config, model), config.optimizer.name, replicas)
         _check_state(model, source.feature_shape, parts, config)
         if config.loop == "fit" and config.micro_batches > 1:
-            fit_model.check_micro_batches(model, replicas, config.micro_batches)
+            fit.check_micro_batches(model, replicas, config.micro_batches)
         if config.loop == "fit" and not config.needs_tf_keras(strategy):
-            fit_model.check_optimizers(model, replicas)
+            fit.check_optimizers(model, replicas)
     _check_ranges(config, model, source)
     if getattr(model, "compiled", False):
         print(
@@ -93,17 +105,16 @@ def check_parts(
         raise UsageError(
             f"--strategy pipeline: no score compares the outputs of --model {config.model!r} with the labels"
         )
-    graph = loss_checks.check_objective(config, objective, source, outputs, strategy=strategy, parts=parts)
+    graph = check_objective(config, objective, source, outputs, strategy=strategy, parts=parts)
     if config.loop == "fit" and (method := models.find_override(model)):
         unverified = [f"the model's {method}"]
     else:
         model_graph = _trace_model(model, source.feature_shape, cut=bool(stages)).graph
         unverified = primitives.find_unverified([model_graph, graph])
-    return described | {"unverified": unverified}
+    return partition | {"unverified": unverified}
 
 
 def _build_without_values(new_model: Any, config: TrainConfig, strategy: str) -> keras.Model:
-    """Build the model without values, under the conditions of the tasks."""
     patches.apply()
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
     if config.deterministic:
@@ -182,7 +193,173 @@ def _trace(function: Any, model: keras.Model, feature_shape: Named) -> Any:
     """Trace a function of a model's features for a batch of `EXAMPLES`."""
 
     def spec(shape: tuple[int, ...], dtype: str) -> tf.TensorSpec:
-        return tf.TensorSpec([loss_checks.EXAMPLES, *shape], dtype)
+        return tf.TensorSpec([EXAMPLES, *shape], dtype)
 
     specs = named.each(spec, feature_shape, input_types.input_dtypes(model, feature_shape))
     return tf.function(function, autograph=False).get_concrete_function(specs)
+
+
+def check_objective(
+    config: TrainConfig, objective: Objective, source: Source, outputs: Any, *, strategy: str, parts: int
+) -> tf.Graph:
+    """Check that the loss and the metrics take labels and outputs, and return a value for each example.
+
+    Returns the graph of the loss.
+
+    Args:
+        outputs: symbolic outputs of the model.
+        parts: number of parts of a global batch: replicas, micro-batches or virtual shards.
+    """
+    output_masks = [masks.mask_of(output) for output in tf.nest.flatten(outputs)]
+    if config.needs_tf_keras(strategy) and any(mask is not None for mask in output_masks):
+        raise UsageError(
+            f"--loop fit under parameter servers with a mask of --model {config.model!r}; use --loop custom"
+        )
+    mask_specs = [_spec(mask, tf.bool) for mask in output_masks]
+    labels = source.train_dataset(BatchSlice(EXAMPLES, seed=0, num_steps=1)).element_spec.labels
+    outputs = tf.nest.map_structure(_spec, outputs)
+    graph = _check_function(f"--loss {config.loss!r}", labels, outputs, mask_specs, objective.loss)
+    if parts > 1 and _depends_on_others(labels, outputs, objective.loss):
+        print(
+            f"warning: --loss {config.loss!r}: the loss of an example depends on the others of its batch, and each of "
+            f"the {parts} replicas, micro-batches or virtual shards has a part of that",
+            file=sys.stderr,
+        )
+    for head, one in objective.heads.items():
+        _check_positions(f"--loss {config.loss!r}: {head}", labels[head], outputs[head], one.loss)
+    for name, metric in objective.metrics.items():
+        _check_function(f"--metrics {config.metrics!r}: {name}", labels, outputs, mask_specs, metric)
+    return graph
+
+
+def _spec(tensor: Any, dtype: Any = "float32") -> Any:
+    """Return the spec of a symbolic tensor for a batch of `EXAMPLES`; None for None."""
+    return None if tensor is None else tf.TensorSpec([EXAMPLES, *tensor.shape[1:]], dtype)
+
+
+def _check_function(
+    where: str, labels: Named, outputs: Named, output_masks: list[Any], function: Callable[..., Any]
+) -> tf.Graph:
+
+    def masked(labels: Named, outputs: Named, output_masks: list[Any]) -> Any:
+        for output, mask in zip(tf.nest.flatten(outputs), output_masks, strict=True):
+            if mask is not None:
+                output._keras_mask = mask
+        return function(labels, outputs)
+
+    try:
+        concrete = tf.function(masked, autograph=False).get_concrete_function(labels, outputs, output_masks)
+        losses = concrete.structured_outputs
+    except ClusterError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{where} fails on {_compared(labels, outputs)}: {described(error)[-300:]}") from None
+    shape = getattr(losses, "shape", None)
+    if shape is None or not shape.is_compatible_with([EXAMPLES]):
+        returned = type(losses).__name__ if shape is None else f"shape {shape}"
+        raise UsageError(
+            f"{where} returns {returned} for {EXAMPLES} examples; expected ({EXAMPLES},), a value for each"
+        )
+    _check_positions(where, labels, outputs, function)
+    return concrete.graph
+
+
+def _check_positions(where: str, labels: Named, outputs: Named, function: Callable[..., Any]) -> None:
+    """Check that a function does not compare the labels of each example with the outputs of all."""
+    if not isinstance(function, Averaged):
+        return
+
+    def shape(examples: int) -> Any:
+        specs = tf.nest.map_structure(
+            lambda spec: None if spec is None else tf.TensorSpec([examples, *spec.shape[1:]], spec.dtype),
+            [labels, outputs],
+        )
+        return tf.function(function.values).get_concrete_function(*specs).structured_outputs.shape
+
+    if (few := shape(EXAMPLES))[1:] != shape(EXAMPLES + 1)[1:]:
+        raise UsageError(
+            f"{where} returns {few} for {EXAMPLES} examples, as {_compared(labels, outputs)} broadcast to all pairs of "
+            "examples; give both the same shape, such as by labels[:, None]"
+        )
+
+
+def _depends_on_others(labels: Named, outputs: Named, loss: Callable[..., Any]) -> bool:
+    """Whether the loss of an example is another one next to another example, tried on random numbers."""
+    random = np.random.default_rng(0)
+
+    def drawn(spec: Any) -> Any:
+        if spec is None:
+            return None
+        size = [3, *spec.shape[1:]]
+        return tf.constant(
+            random.normal(size=size) if spec.dtype.is_floating else random.integers(0, 2, size), spec.dtype
+        )
+
+    def first(*places: int) -> float:
+        """Return the loss of the first of some of the examples."""
+        batch = tf.nest.map_structure(lambda all_3: None if all_3 is None else tf.gather(all_3, places), three)
+        return float(loss(*batch)[0])
+
+    three = tf.nest.map_structure(drawn, [labels, outputs])
+    try:
+        one, other = first(0, 1), first(0, 2)
+    except (Exception, SystemExit):  # it may take some numbers only
+        return False
+    return math.isfinite(one) and not math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
+
+
+def _compared(labels: Named, outputs: Named) -> str:
+    return f"labels {_described(labels)} and outputs {_described(outputs, dtype=False)}"
+
+
+def _described(specs: Named, *, dtype: bool = True) -> str:
+    descriptions = [
+        f"{which.strip()} {spec.dtype.name if dtype else ''} [{', '.join(['B', *map(str, spec.shape[1:])])}]"
+        for which, item in named.in_words(specs).items()
+        for spec in (item if isinstance(item, list | tuple) else [item])
+    ]
+    return " ".join(", ".join(descriptions).split())
+
+
+def measure_model(config: TrainConfig, strategy: str, data_dir: Path) -> dict[str, Any]:
+    """Return the model's sizes.
+
+    Returns:
+        `parameters`; `weights_bytes`; `gradients_bytes` of the trainable weights; `optimizer_bytes` of its state;
+        `activation_bytes` of one example: the outputs of all layers, which the backward needs, or None if they are
+        unknown.
+
+    Raises:
+        UsageError: the model or its data is wrong.
+    """
+    source = sources.open_source(config, data_dir)
+    with precision_policy(precision_of(strategy, config.precision)):
+        model = models.build_configured(config, source.feature_shape, source.num_outputs)
+        optimizer = optimizers.build_optimizer(config)
+        optimizer.build(model.trainable_variables)
+    state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    return {
+        "parameters": sum(math.prod(weight.shape) for weight in model.weights),
+        "weights_bytes": _sum_bytes(model.weights),
+        "gradients_bytes": _sum_bytes(model.trainable_variables),
+        "optimizer_bytes": _sum_bytes(state),
+        "activation_bytes": _count_activation_bytes(model),
+    }
+
+
+def _sum_bytes(variables: Any) -> int:
+    return sum(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables)
+
+
+def _count_activation_bytes(model: Any) -> int | None:
+    total = 0
+    for layer in model.layers:
+        if type(layer).__name__ in WITHOUT_ACTIVATION:
+            continue
+        try:
+            outputs = tf.nest.flatten(layer.output)
+            sizes = [math.prod(int(size) for size in output.shape[1:]) for output in outputs]
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            return None
+        total += sum(size * tf.as_dtype(layer.compute_dtype).size for size in sizes)
+    return total

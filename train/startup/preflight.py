@@ -1,13 +1,13 @@
 """Builds a run's model on the machine that starts it, before the run starts.
 
-    python -m train.startup.preflight --config JSON --strategy NAME --data-dir DIR            checks model and loss
-    python -m train.startup.preflight --config JSON --strategy NAME --data-dir DIR --memory   counts the model's memory
+    python -m train.startup.preflight check OPTIONS    checks model and loss
+    python -m train.startup.preflight memory OPTIONS   counts the model's memory
 
-The checks are only for configurations with a user's parts, because they import TensorFlow. The result goes to the file
-that `cluster/contract/user_code.py` names.
+`cluster/host/launch/configuration.py` calls it, with the options as JSON: those of `model_checks.check_parts`. The
+checks are only for configurations with a user's parts, because they import TensorFlow. The result goes to the file that
+`cluster/contract/user_code.py` names.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -22,31 +22,19 @@ from train.config import TrainConfig
 from train.startup import preload
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command line; return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train.startup.preflight", description="Tries a run's model and loss."
-    )
-    parser.add_argument("--config", type=json.loads, required=True, help="the run's configuration as JSON")
-    parser.add_argument("--strategy", required=True, help="a key of cluster.strategies.STRATEGIES")
-    parser.add_argument("--replicas", type=int, default=1, help="number of replicas (default: %(default)s)")
-    parser.add_argument("--batch-divisor", type=int, default=1, help="how many share a batch (default: %(default)s)")
-    parser.add_argument("--stages", type=int, default=0, help="number of stages (default: not cut)")
-    parser.add_argument("--pipelines", type=int, default=1, help="number of pipelines (default: %(default)s)")
-    parser.add_argument("--memory-bytes", type=int, help="memory of each stage (default: no limit)")
-    parser.add_argument("--data-dir", type=Path, required=True, help="prepared data")
-    parser.add_argument("--memory", action="store_true", help="only count the model's memory")
-    options = vars(parser.parse_args(arguments))
-    config, only_memory = TrainConfig.from_json(options.pop("config")), options.pop("memory")
+def main(work: str, described: str) -> int:
+    """Do the work, `check` or `memory`, with options that JSON describes; return the exit code."""
+    options = json.loads(described)
+    config, data_dir = TrainConfig.from_json(options.pop("config")), Path(options.pop("data_dir"))
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
     preload.set_variables(config, options["strategy"])
 
     def build() -> dict[str, Any]:
-        from train.startup import model_checks, model_sizes  # import TensorFlow
+        from train.startup import model_checks  # imports TensorFlow
 
-        if only_memory:
-            return model_sizes.measure_model(config, options["strategy"], options["data_dir"])
-        return model_checks.check_parts(config, **options) | {"files": _users_files()}
+        if work == "memory":
+            return model_checks.measure_model(config, options["strategy"], data_dir)
+        return model_checks.check_parts(config, data_dir=data_dir, **options) | {"files": _users_files()}
 
     return user_code.reply(build)
 
@@ -65,6 +53,6 @@ def _users_files() -> list[str]:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code = main(*sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)  # without TensorFlow's teardown, which can wait for the user's threads

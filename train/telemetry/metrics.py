@@ -8,6 +8,7 @@ from tensorboard.plugins.hparams import api as hparams
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Pace
+from cluster.system.files import write_text
 from cluster.system.json_files import append_json
 from train import presets
 from train.config import TrainConfig
@@ -52,9 +53,7 @@ class Metrics:
         self._prints = prints
         self._board = tf.summary.create_file_writer(str(run.tensorboard(task)))
         kept = [row for row in run.rows(task) if row["step"] <= resumed_at]
-        scratch = self._rows.with_suffix(".scratch")
-        scratch.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        scratch.replace(self._rows)
+        write_text(self._rows, "".join(json.dumps(row) + "\n" for row in kept))
 
     def log(self, step: int, epoch: float, total: int, values: dict[str, float | None]) -> None:
         """Write one row: `values` after `step` of `total` optimizer steps."""

@@ -42,7 +42,6 @@ class StepTiming:
         """Number of measured steps."""
 
     def add(self, times: Times) -> None:
-        """Add the times of steps."""
         unknown_S = np.full(len(times.steps), np.nan)
         parts = (times.steps, *(unknown_S if part is None else part for part in (times.inputs, times.busy)))
         rows_S3 = np.stack(parts, 1)
@@ -60,7 +59,6 @@ class StepTiming:
 
 
 def _describe(rows_S3: np.ndarray, percentiles: dict[str, int]) -> dict[str, Any]:
-    """Return statistics of the steps, and the shares of the time for the input, and for that and the computation."""
     ms_S, (step_s, input_s, busy_s) = rows_S3[:, 0] * 1000, rows_S3.sum(0)
     statistics = {"mean": ms_S.mean()} | {name: np.percentile(ms_S, number) for name, number in percentiles.items()}
     statistics["max"] = ms_S.max()

@@ -60,33 +60,36 @@ def check_config(
     own = any(":" in part and not part.startswith("train.") for name in named for part in re.split("[=,]", name))
     if not (own or cluster.kind.staged):
         return {}
-    words = [f"--replicas={cluster.replicas}", f"--batch-divisor={cluster.batch_divisor}"]
-    words += [f"--stages={cluster.stages if cluster.kind.staged else 0}", f"--pipelines={cluster.pipelines}"]
-    words += [f"--memory-bytes={memory_bytes}"] if memory_bytes else []
+    numbers = {
+        "replicas": cluster.replicas,
+        "batch_divisor": cluster.batch_divisor,
+        "stages": cluster.stages if cluster.kind.staged else 0,
+        "pipelines": cluster.pipelines,
+        "memory_bytes": memory_bytes or None,
+    }
     options = (
         f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}"
     )
-    return _preflight(config, cluster, path, options, words, once=True)
+    return _preflight("check", config, cluster, path, options, numbers)
 
 
 def count_memory(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str]) -> dict[str, Any]:
     """Return the bytes of the parts of a configuration's model."""
-    return _preflight(config, cluster, path, f"--model {config['model']!r}", ["--memory"])
+    return _preflight("memory", config, cluster, path, f"--model {config['model']!r}", {})
 
 
 def _preflight(
+    work: str,
     config: dict[str, Any],
     cluster: ClusterSpec,
     path: Sequence[str],
     options: str,
-    words: Sequence[str],
-    *,
-    once: bool = False,
+    numbers: dict[str, int | None],
 ) -> dict[str, Any]:
-    """Run the program of `train/startup/preflight.py`; `once`: not again while nothing has changed."""
-    command = [sys.executable, "-m", "train.startup.preflight", *words, "--config", json.dumps(config)]
-    command += ["--strategy", cluster.strategy, "--data-dir", str(data_dir())]
-    kept, began = trials.locate_trial(data_dir(), command, path) if once else None, time.time()
+    """Run the program of `train/startup/preflight.py`, but no check again while nothing has changed."""
+    described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data_dir()), **numbers}
+    command = [sys.executable, "-m", "train.startup.preflight", work, json.dumps(described)]
+    kept, began = trials.locate_trial(data_dir(), command, path) if work == "check" else None, time.time()
     if kept and (known := trials.recall_trial(kept)) is not None:
         return known
     printed: list[bytes] = []

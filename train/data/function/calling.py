@@ -98,8 +98,7 @@ def _from_fields(fields: dict[str, Any]) -> FunctionRecord:
 
 
 def _read_part(part: Mapping[str, Any]) -> Named:
-    """Return the description of a part of an example; a dictionary of arrays may have one with the name `shape`."""
-    if isinstance(part.get("shape"), list):
+    if isinstance(part.get("shape"), list):  # a dictionary of arrays may have one with that name
         return Leaf(tuple(part["shape"]), part["dtype"])
     return {name: _read_part(leaf) for name, leaf in part.items()}
 

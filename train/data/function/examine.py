@@ -11,7 +11,7 @@ from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed, Us
 from cluster.system.messages import described
 from train.data import arrays, store
 from train.data.batches import BatchSlice, Replicas
-from train.data.function import calling, epochs, random_access
+from train.data.function import calling, reading
 from train.data.function.calling import DATASET, RANDOM_ACCESS, SPLITS, FunctionRecord, Leaf, Shard
 from train.data.prepare.preparation import say
 from train.named import Named
@@ -53,7 +53,7 @@ def examine_function(
 
 
 def _first_example(name: str, split: str, source: Any) -> dict[str, Named]:
-    random_access.length_of(name, split, source)
+    reading.length_of(name, split, source)
     subject = f"--dataset {name!r}: {split} example 0"
     try:
         first = source[0]
@@ -98,7 +98,7 @@ def _count(name: str, split: str, dataset: tf.data.Dataset) -> int:
 def _trace(new: FunctionRecord, data_dir: Path, seed: int) -> None:
     """Build the pipeline as a task does, where the seed is a tensor."""
     try:
-        epochs.shard_batches(new, data_dir, BatchSlice(2, seed, replicas=Replicas(2)), 0)
+        reading.shard_batches(new, data_dir, BatchSlice(2, seed, replicas=Replicas(2)), 0)
     except ClusterError:
         raise
     except Exception as error:
@@ -108,7 +108,6 @@ def _trace(new: FunctionRecord, data_dir: Path, seed: int) -> None:
 
 
 def _outputs(name: str, labels: Named, num_outputs: str) -> Named:
-    """Return the number of classes or values to predict for each array of labels."""
     heads = {"": labels} if isinstance(labels, Leaf) else dict(labels)
     settings = [item.partition("=") for item in num_outputs.replace(" ", "").split(",") if item]
     requested = {head if mark else "": count if mark else head for head, mark, count in settings}

@@ -15,7 +15,6 @@ import http.client
 import os
 import shutil
 import struct
-import subprocess
 import threading
 import time
 import urllib.error
@@ -25,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.system import processes
 from cluster.system.errors import PrerequisiteError
 
 PROBE_TIMEOUT_S = 5.0
@@ -37,6 +37,8 @@ PACKAGES = {
     "jargon_file": "dict-jargon",
 }
 COMMAND_TIMEOUT_S = 180.0
+TIMED_OUT = 124
+"""The exit code of `processes.run` after a timeout."""
 
 _MTIMES = {"train": 1504176606, "t10k": 1504176627}
 """Time at which Zalando compressed the files, in seconds since 1970, by the first part of their names."""
@@ -123,14 +125,14 @@ def fetch_from_debian(dataset: str, files: Sequence[SourceFile], folder: Path, s
         (scratch / name).mkdir(parents=True)
     say(f"fetching Debian's package lists and {package}")
     # The update also fails for another unreachable repository, so only the download counts.
-    update = _run([*_apt_get(scratch), "update"], scratch)
-    download = _run([*_apt_get(scratch), "download", package], scratch)
-    if download.returncode != 0:
-        raise PrerequisiteError(f"{package}: {_first_error(download.stdout, update.stdout)}")
+    _, updated = _run([*_apt_get(scratch), "update"], scratch)
+    code, downloaded = _run([*_apt_get(scratch), "download", package], scratch)
+    if code:
+        raise PrerequisiteError(f"{package}: {_first_error(downloaded, updated)}")
     archive = next(scratch.glob(f"{package}_*.deb"))
-    unpack = _run(["dpkg-deb", "-x", str(archive), "unpacked"], scratch)
-    if unpack.returncode != 0:
-        raise PrerequisiteError(f"{archive.name}: {_first_error(unpack.stdout)}")
+    code, output = _run(["dpkg-deb", "-x", str(archive), "unpacked"], scratch)
+    if code:
+        raise PrerequisiteError(f"{archive.name}: {_first_error(output)}")
     unpacked = {path.name: path for path in (scratch / "unpacked").rglob("*") if path.is_file()}
     for file in files:
         packed = f"{file.name}.dz" if f"{file.name}.dz" in unpacked else file.name
@@ -161,26 +163,15 @@ def _apt_get(scratch: Path) -> list[str]:
     return ["apt-get", "-q", *(word for key, value in options.items() for word in ("-o", f"{key}={value}"))]
 
 
-def _run(command: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command with any exit code, with its two outputs merged."""
-    try:
-        done = subprocess.run(
-            command,
-            check=False,
-            cwd=cwd,
-            env={**os.environ, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=COMMAND_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise PrerequisiteError(f"{command[0]} not done within {COMMAND_TIMEOUT_S:g} s") from None
-    if done.returncode != 0 and os.strerror(errno.ENOSPC) in done.stdout:
+def _run(command: Sequence[str], cwd: Path) -> tuple[int, str]:
+    """Run a command with any exit code, unless it takes too long; return the code and both outputs."""
+    in_english = ["/usr/bin/env", "LC_ALL=C", *command]
+    code, output, errors = processes.run(in_english, COMMAND_TIMEOUT_S, command[0], cwd=cwd)
+    if code == TIMED_OUT:
+        raise PrerequisiteError(errors)
+    if code and os.strerror(errno.ENOSPC) in output + errors:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return done
+    return code, output + errors
 
 
 def _first_error(*outputs: str) -> str:

@@ -147,7 +147,7 @@ def test_the_files_come_out_as_they_originally_were(tmp_path, monkeypatch):
         ("echo 'E: Unable to locate package dataset-fashion-mnist'; exit 100", "Unable to locate package"),
         ("echo 'W: Failed to fetch X  Temporary failure resolving'; echo 'E: no'; exit 100", "Temporary failure"),
         ("exit 100", "no reason given"),
-        (f"exec {os.path.realpath('/bin/sleep')} 60", "apt-get not done within 0.2 s"),
+        (f"exec {os.path.realpath('/bin/sleep')} 60", "apt-get did not answer in 0.2 s"),
         ("echo 'E: Write error - No space left on device'; exit 100", "No space left on device"),
     ],
 )

@@ -14,7 +14,7 @@ from tests.support.listed_examples import TEST, TRAIN, Numbers, numbers, ranges,
 from train.config import TrainConfig
 from train.data import sources
 from train.data.batches import BatchSlice
-from train.data.function import calling, random_access
+from train.data.function import calling, reading
 from train.data.function.calling import Shard
 from train.data.function.examine import examine_function
 
@@ -25,7 +25,7 @@ NAME = "own_function:data"
 def function(monkeypatch) -> Callable[[Any], str]:
     """Puts a function in a module; returns its name as a dataset."""
     module = own_module.put(monkeypatch, "own_function")
-    monkeypatch.setattr(random_access, "_OPEN", {})
+    monkeypatch.setattr(reading, "_OPEN", {})
 
     def put(data: Any) -> str:
         module.data = data

@@ -15,7 +15,7 @@ from tests.support.listed_examples import TEST, TRAIN, ListedExamples, numbers, 
 from train.config import TrainConfig
 from train.data import arrays, feeds, sources, store
 from train.data.batches import BatchSlice, Replicas
-from train.data.function import random_access
+from train.data.function import reading
 from train.data.function.examine import examine_function
 
 ARRAYS = TrainConfig(dataset="own:numbers")
@@ -36,7 +36,7 @@ def source(request, tmp_path, monkeypatch) -> sources.Source:
         listed_examples.shard(tmp_path, "numbers", ListedExamples(train, test), num_shards=6)
         return sources.open_source(SHARDS, tmp_path)
     own_module.put(monkeypatch, "own_function", data=request.param)
-    monkeypatch.setattr(random_access, "_OPEN", {})
+    monkeypatch.setattr(reading, "_OPEN", {})
     examine_function("own_function:data", tmp_path, "3")
     return sources.open_source(FUNCTION, tmp_path)
 

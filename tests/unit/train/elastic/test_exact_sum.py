@@ -8,8 +8,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from train.data.batches import VirtualShards
 from train.elastic.exact_sum import exact_sum
-from train.elastic.virtual_shards import VirtualShards
 
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 

@@ -22,7 +22,7 @@ from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json, read_json_lines
 from tests.support import own_module
-from train.callbacks.user_callbacks import build_callbacks
+from train.callbacks.callback_actions import build_callbacks
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, sources

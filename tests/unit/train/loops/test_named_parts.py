@@ -16,7 +16,7 @@ from train.data import sources
 from train.data.prepare import preparation
 from train.loops import evaluation
 from train.model import export, models, objectives
-from train.settings.optimization import Optimizer
+from train.settings.parts import Optimizer
 from train.startup import model_checks
 
 N, BATCH = 48, 12

@@ -16,7 +16,7 @@ from train.config import TrainConfig
 from train.model import optimizers
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
-from train.settings.optimization import Optimizer
+from train.settings.parts import Optimizer
 
 PEAK = 0.1
 

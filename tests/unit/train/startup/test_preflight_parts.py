@@ -24,7 +24,7 @@ from tests.support import own_module
 from train.config import Optimizer, TrainConfig
 from train.data import sources
 from train.data.prepare import preparation
-from train.startup import model_checks, model_sizes
+from train.startup import model_checks
 
 layers = keras.layers
 
@@ -310,7 +310,7 @@ def images(monkeypatch):
 
 @pytest.mark.parametrize(("optimizer", "slots"), [("adam", 2), ("sgd", 1)])
 def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(images, optimizer, slots):
-    value = model_sizes.measure_model(TrainConfig(optimizer=Optimizer(name=optimizer)), "one", Path("data"))
+    value = model_checks.measure_model(TrainConfig(optimizer=Optimizer(name=optimizer)), "one", Path("data"))
     assert (PARAMETERS, 4 * PARAMETERS, 4 * PARAMETERS) == tuple(
         value[name] for name in ("parameters", "weights_bytes", "gradients_bytes")
     )
@@ -318,6 +318,6 @@ def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(images, optimizer,
 
 
 def test_activations_are_the_outputs_of_the_layers(images):
-    value = model_sizes.measure_model(TrainConfig(), "one", Path("data"))
+    value = model_checks.measure_model(TrainConfig(), "one", Path("data"))
     outputs = 28 * 28 + 26 * 26 * 32 + 13 * 13 * 32 + 11 * 11 * 64 + 5 * 5 * 64 + 64 + 10
     assert 4 * outputs == value["activation_bytes"]

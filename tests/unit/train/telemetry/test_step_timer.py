@@ -12,10 +12,9 @@ import tensorflow as tf
 
 from cluster.contract.run.records import Place
 from tests.support.waiting import wait_for
-from train.data.batches import Batch
+from train.data.batches import Batch, VirtualShards
 from train.data.feeds import Feed
 from train.elastic.shard_step import ElasticTrainStep
-from train.elastic.virtual_shards import VirtualShards
 from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import objectives

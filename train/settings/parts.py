@@ -1,10 +1,10 @@
-"""The settings of the optimizer and its learning rate; `train/model/optimizers.py` builds it."""
+"""The settings of the optimizer and its learning rate, of a built-in model, and of a model's stages."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.contract import compatibility
 from cluster.system.errors import UsageError
+from train.data.arrays import WINDOW
 from train.settings.field_types import check_choice, check_number, check_range
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "sgd")
@@ -13,7 +13,7 @@ SCHEDULES = ("constant", "cosine", "linear")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How gradients become updates."""
+    """How gradients become updates; `train/model/optimizers.py` builds it."""
 
     name: str = "adam"
     """`adam`, `adamw`, `lamb`, `lion`, `sgd`, or `package.module:function`: (learning rate) -> Keras optimizer."""
@@ -73,11 +73,6 @@ class Optimizer:
         """Whether a user's function builds it."""
         return ":" in self.name
 
-    @property
-    def excluded(self) -> Sequence[str]:
-        """The regular expressions of `no_decay`."""
-        return [part.strip() for part in self.no_decay.split(",") if part.strip()]
-
     def check(self) -> None:
         """Check that every value is in its range."""
         if not self.own:
@@ -86,12 +81,14 @@ class Optimizer:
         check_choice("optimizer.scaling", self.scaling, compatibility.SCALINGS)
         for name, low, high in (("warmup_steps", 0, 10**9), ("decay_steps", 0, 10**12), ("base_batch", 1, 2**31 - 1)):
             check_range(f"optimizer.{name}", getattr(self, name), low, high)
-        check_number("optimizer.learning_rate", self.learning_rate, "a number above 0", above=0)
+        rate, decay = self.learning_rate, self.weight_decay or 0.0
+        check_number("optimizer.learning_rate", rate, "a number above 0", valid=rate > 0)
         for name in ("momentum", "end_share"):
-            check_number(f"optimizer.{name}", getattr(self, name), "a number from 0 to 1", least=0, most=1)
-        check_number("optimizer.clip_norm", self.clip_norm, "0, or a number above 0", least=0)
-        check_number("optimizer.weight_decay", self.weight_decay or 0.0, "0, or a number above 0", least=0)
-        check_number("optimizer.ema", self.ema, "a number from 0 to below 1, such as 0.999", least=0, below=1)
+            share = getattr(self, name)
+            check_number(f"optimizer.{name}", share, "a number from 0 to 1", valid=0 <= share <= 1)
+        check_number("optimizer.clip_norm", self.clip_norm, "0, or a number above 0", valid=self.clip_norm >= 0)
+        check_number("optimizer.weight_decay", decay, "0, or a number above 0", valid=decay >= 0)
+        check_number("optimizer.ema", self.ema, "a number from 0 to below 1, such as 0.999", valid=0 <= self.ema < 1)
         for name in ("weight_decay", "no_decay", "ema", "nesterov"):
             value = getattr(self, name)
             option = f"--optimizer.{name.replace('_', '-')}"
@@ -99,3 +96,44 @@ class Optimizer:
                 raise UsageError(f"{option} {value} with --optimizer.name {self.name}: set it in that function")
         if self.nesterov and self.name != "sgd":
             raise UsageError(f"--optimizer.nesterov with --optimizer.name {self.name}: it is for sgd; omit it")
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The size of the model `transformer_lm`."""
+
+    layers: int = 4
+    """Layers, each with an attention and a feed-forward block; at least 1."""
+
+    width: int = 128
+    """Width of the values between layers; a multiple of `heads`."""
+
+    heads: int = 4
+    """Heads of each attention; at least 1."""
+
+    context: int = 128
+    """Tokens of an example; a divisor of the 1024 bytes of a window of the text."""
+
+    def check(self) -> None:
+        """Check that every value is in its range."""
+        for name, high in (("layers", 1000), ("heads", 1000), ("width", 2**16)):
+            check_range(f"transformer.{name}", getattr(self, name), 1, high)
+        if self.width % self.heads:
+            raise UsageError(f"--transformer.width {self.width}: expected a multiple of the {self.heads} heads")
+        if self.context < 2 or WINDOW % self.context:
+            raise UsageError(f"--transformer.context {self.context}: expected a divisor of {WINDOW}, at least 2")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the stages of `--strategy pipeline` work together, see docs/guides/pipelines.md."""
+
+    schedule: str = "gpipe"
+    """`gpipe`, `1f1b` or `pipedream`."""
+
+    remat: bool = False
+    """Whether a stage keeps only its inputs and computes the rest again for the backward."""
+
+    cut: str = ""
+    """The first layer of each stage but the first, separated by commas; empty: the stages of which the largest has the
+    fewest floating-point operations."""

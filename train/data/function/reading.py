@@ -1,0 +1,240 @@
+"""Reads the examples of a dataset function in a task, in the two forms that a function may return.
+
+Random-access sources: the examples of a step are a pure function of (seed, step), as those of arrays. So a run resumes
+at any step immediately, and any number of tasks has the same global batches. The graph calls the source by an operation
+that names it, `PyFuncStateless`, so it can run in any process that has opened the source: a task, a worker of parameter
+servers.
+
+A `tf.data.Dataset` for each shard of the training split: a shard belongs to a replica or a virtual shard. The function
+is traced once for each shard that this task reads, and its dataset is built again in every epoch, with another seed. An
+epoch takes as many batches of each shard as steps begin in it. A shard with fewer examples starts over, and one with
+more leaves the rest out, so that every shard has a batch for every step and no replica waits for another one. A resumed
+run reads its epoch from the beginning and skips the examples that it has trained on.
+
+Shapes: B replica batch, G global batch, R replicas, L replicas of a task.
+"""
+
+import math
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import script_ops  # the registry of functions that graphs call has no public name
+
+from cluster.system.errors import ClusterError, RunFailed, UsageError
+from cluster.system.messages import COMMAND, described
+from train import named
+from train.data import batches
+from train.data.batches import Batch, BatchSlice, Replicas, without_sharding
+from train.data.function import calling
+from train.data.function.calling import PARTS, FunctionRecord, Shard
+
+_FAILURE = re.compile(r"RunFailed: (dataset [^\n]+)")
+_WRONG_COUNT = re.compile(r"expected to contain (\d+) elements? but contained (only |at least )?(\d+)")
+_ELSEWHERE = "Could not find callback with key=pyfunc_"
+_OPEN: dict[str, Callable[..., Any]] = {}
+"""Sources that this process has registered; TensorFlow keeps only weak references."""
+
+
+class SplitReader:
+    """Reads the examples of one split, one call at a time, because a source need not be thread-safe."""
+
+    def __init__(self, record: FunctionRecord, split: str, source: Any) -> None:
+        self._record, self._split, self._source = record, split, source
+        self._lock = threading.Lock()
+
+    def __call__(self, indices_B: np.ndarray) -> list[np.ndarray]:
+        """Return the arrays of some examples, `[B, ...]`, in the order of their parts."""
+        indices = indices_B.tolist()
+        with self._lock:
+            examples = self._read(indices)
+        columns = zip(
+            *(self._flat(index, example) for index, example in zip(indices, examples, strict=True)), strict=True
+        )
+        return [np.stack(column) for column in columns]
+
+    def _read(self, indices: list[int]) -> Sequence[Any]:
+        try:
+            if hasattr(type(self._source), "__getitems__"):
+                return list(self._source.__getitems__(indices))
+            return [self._source[index] for index in indices]
+        except (Exception, SystemExit) as error:
+            raise RunFailed(
+                f"dataset {self._record.name}: reading {self._split} examples {indices[0]} and following: "
+                f"{described(error)}"
+            ) from error
+
+    def _flat(self, index: int, example: Any) -> list[np.ndarray]:
+        subject = f"dataset {self._record.name}: {self._split} example {index}"
+        try:
+            parts = calling.convert_to_arrays(subject, example)
+            if (actual := calling.describe_example(subject, parts)) != self._record.example:
+                expected = calling.show_example(self._record.example)
+                raise RunFailed(f"{subject} is {calling.show_example(actual)}; expected {expected}")
+        except UsageError as error:
+            raise RunFailed(str(error)) from error
+        flat = []
+        for name, part in zip(PARTS, parts, strict=False):
+            arrays = named.each(lambda leaf, value: np.asarray(value, leaf.dtype), self._record.example[name], part)
+            flat += named.leaves(arrays)
+        return flat
+
+
+def open_split(record: FunctionRecord, split: str, data_dir: Path, seed: int) -> None:
+    """Open a split for graphs that run in this process."""
+    if _token(record, split) in _OPEN:
+        return
+    source = calling.call_function(record.name, split, Shard(0, 1, seed, data_dir))
+    if isinstance(source, tf.data.Dataset):
+        raise UsageError(f"--dataset {record.name!r} returned a random-access source before; here a tf.data.Dataset")
+    if (length := length_of(record.name, split, source)) != record.counts[split]:
+        raise UsageError(
+            f"--dataset {record.name!r} has {length} {split} examples here, {record.counts[split]} where it was "
+            f"examined; let all tasks see the same data, then `{COMMAND} data.examine --name {record.name}`"
+        )
+    reader = SplitReader(record, split, source)
+    _OPEN[_token(record, split)] = reader
+    script_ops._py_funcs._funcs[_token(record, split)] = reader
+
+
+def length_of(name: str, split: str, source: Any) -> int:
+    """Return the number of examples of a source."""
+    try:
+        length = len(source)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--dataset {name!r}: length of {split!r}: {described(error)}") from None
+    if not length:
+        raise UsageError(f"--dataset {name!r} has no {split} example; expected at least one")
+    return length
+
+
+@dataclass(frozen=True)
+class SplitExamples:
+    """The examples of a split, read in a graph; see `train.data.feeds.Examples`."""
+
+    record: FunctionRecord
+    split: str
+
+    @property
+    def num_examples(self) -> int:
+        return self.record.counts[self.split]
+
+    def read_batch(self, indices_B: tf.Tensor) -> Batch:
+        described_leaves = self.record.leaves
+        with tf.device("CPU:0"):
+            flat = tf.raw_ops.PyFuncStateless(
+                input=[indices_B],
+                token=_token(self.record, self.split),
+                Tout=[tf.as_dtype(leaf.dtype) for leaf in described_leaves],
+            )
+        size = indices_B.shape[0]
+        pairs = zip(flat, described_leaves, strict=True)
+        shaped = iter([tf.ensure_shape(array, [size, *leaf.shape]) for array, leaf in pairs])
+        parts = {name: named.each(lambda _: next(shaped), part) for name, part in self.record.example.items()}
+        return Batch(parts["features"], parts["labels"], parts.get("weights", tf.ones([size])))
+
+
+def _token(record: FunctionRecord, split: str) -> str:
+    return f"tf-cluster {record.name} {split}"
+
+
+def read_examples(record: FunctionRecord, split: str, shard: Shard) -> tf.data.Dataset:
+    """Return the examples of a shard, as `Batch`es of one example without the first axis."""
+    dataset = calling.call_function(record.name, split, shard)
+    if not isinstance(dataset, tf.data.Dataset):
+        raise UsageError(f"--dataset {record.name!r} returned a tf.data.Dataset before; here {type(dataset).__name__}")
+    description = calling.describe_dataset(record.name, split, dataset)
+    if description != record.example:
+        raise UsageError(
+            f"--dataset {record.name!r}: {split} example is {calling.show_example(description)} in this task, "
+            f"{calling.show_example(record.example)} where it was examined; let all tasks see the same data"
+        )
+
+    @tf.autograph.experimental.do_not_convert
+    def stored(*parts: Any) -> Batch:
+        parts = parts[0] if len(parts) == 1 else parts  # a named tuple
+        cast = {
+            name: named.each(lambda value, leaf: tf.cast(value, leaf.dtype), part, record.example[name])
+            for name, part in zip(PARTS, parts, strict=False)
+        }
+        return Batch(cast["features"], cast["labels"], cast.get("weights", tf.ones([])))
+
+    return dataset.map(stored, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+
+def train_dataset(record: FunctionRecord, data_dir: Path, batch_slice: BatchSlice) -> tf.data.Dataset:
+    """Return one batch for each replica, step by step."""
+    shards = [shard_batches(record, data_dir, batch_slice, replica) for replica in batch_slice.replicas.numbers]
+    in_turn = shards[0]
+    if len(shards) > 1:
+        in_turn = tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(len(shards)).repeat())
+    # A distributed dataset keeps the shapes of its batches if it is known to be infinite.
+    in_turn = in_turn.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+    return without_sharding(in_turn.take(batch_slice.num_batches).prefetch(tf.data.AUTOTUNE))
+
+
+def shard_batches(record: FunctionRecord, data_dir: Path, batch_slice: BatchSlice, replica: int) -> tf.data.Dataset:
+    """Return the infinite batches `[B, ...]` of one replica's shard."""
+    num_examples, global_batch = record.counts["train"], batch_slice.global_batch
+    replica_batch, first_step = batch_slice.replica_batch, tf.cast(batch_slice.first_step, tf.int64)
+
+    def begin(epoch: tf.Tensor) -> tf.Tensor:
+        return -(-epoch * num_examples // global_batch)
+
+    @tf.autograph.experimental.do_not_convert
+    def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+        shard = Shard(replica, batch_slice.replicas.total, epoch_seed(batch_slice.seed, epoch), data_dir)
+        skipped = tf.maximum(first_step - begin(epoch), 0)
+        num_examples_read = replica_batch * (begin(epoch + 1) - begin(epoch))
+        whole = read_examples(record, "train", shard).repeat().take(num_examples_read)
+        whole = whole.apply(tf.data.experimental.assert_cardinality(num_examples_read))
+        return whole.skip(skipped * replica_batch).batch(replica_batch, drop_remainder=True)
+
+    first_epoch = first_step * global_batch // num_examples
+    return tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(epoch_batches)
+
+
+def epoch_seed(seed: int, epoch: tf.Tensor) -> tf.Tensor:
+    """Return the seed of an epoch, an int64 scalar from 1."""
+    key = tf.stack([tf.constant(seed, tf.int64), tf.cast(epoch, tf.int64)])
+    return tf.random.stateless_uniform([], key, minval=1, maxval=2**31 - 1, dtype=tf.int64, alg="philox")
+
+
+def eval_dataset(record: FunctionRecord, data_dir: Path, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
+    """Return the test batches of replicas; see `batches.eval_dataset`.
+
+    Every task reads the whole split, as shard 0 of 1, and takes its part, so that all have the same number of batches.
+    """
+    count = record.counts["test"]
+    whole = read_examples(record, "test", Shard(0, 1, epoch_seed(0, tf.constant(0)), data_dir))
+    whole = whole.apply(tf.data.experimental.assert_cardinality(count))
+    example_bytes = sum(math.prod(leaf.shape) * tf.as_dtype(leaf.dtype).size for leaf in record.leaves)
+    return batches.eval_dataset(whole, count, example_bytes, replica_batch, replicas, lambda part: part)
+
+
+def explain(error: Exception) -> ClusterError | None:
+    """Translate TensorFlow's error about a source that failed or a dataset's length; None for other errors."""
+    if match := _FAILURE.search(str(error)):
+        return RunFailed(match[1])
+    if _ELSEWHERE in str(error):
+        return RunFailed(
+            "the dataset function's tf.data.Dataset calls Python (from_generator, py_function), which works only in "
+            "the process that created it; return a random-access source"
+        )
+    match = _WRONG_COUNT.search(str(error))
+    if match is None:
+        return None
+    expected, actual = match[1], int(match[3])
+    if not actual:
+        return RunFailed(
+            "the dataset function returned an empty shard; put examples into each shard, or use fewer replicas"
+        )
+    return RunFailed(
+        f"the dataset function's test split has {match[2] or ''}{actual} examples, {expected} where it was examined; "
+        f"run `{COMMAND} data.examine --fresh` on it, then start again"
+    )
