@@ -71,6 +71,7 @@ def call(command, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.mark.extended
 def test_a_new_project_must_be_tested_and_trained_without_a_checkout(call, tmp_path):
     call("new", "first", "--kind", "text")
     call("test")

@@ -10,6 +10,7 @@ from tests.e2e.scenario import STEPS, summary
 pytestmark = pytest.mark.usefixtures("data")
 
 
+@pytest.mark.extended
 def test_a_run_must_continue_from_its_mirror_alone(clusters, tmp_path):
     url = f"file://{tmp_path}/store"
     undisturbed = clusters.up("undisturbed", "--workers=0")

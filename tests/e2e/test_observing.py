@@ -57,6 +57,7 @@ def test_servers_must_be_reached_from_their_own_network_alone(training):
     assert set() == doors_of(training)[1]
 
 
+@pytest.mark.extended
 def test_metrics_must_be_served_while_a_run_trains_through_a_fault_and_until_it_stops(clusters):
     (port,) = free_ports(1)
     clusters.up("scraped", f"--metrics-port={port} --detach", "--", *ENDLESS)

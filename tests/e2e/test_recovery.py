@@ -64,6 +64,7 @@ def undisturbed(clusters) -> Callable[[str], str]:
     return train
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("topology", ["--workers=2", pytest.param("--workers=0 --devices=2", marks=pytest.mark.long)])
 def test_a_flipped_bit_must_be_found_before_it_is_saved(clusters, undisturbed, topology):
     kind = "devices" if "devices" in topology else "tasks"
@@ -120,6 +121,7 @@ def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempt
 
 
 # The custom loop's error is in test_loop.py, and that it is not retried in test_agent.py.
+@pytest.mark.extended
 @pytest.mark.parametrize("loop", ["fit", pytest.param("custom", marks=pytest.mark.long)])
 def test_a_loss_that_diverges_must_end_the_run_at_once_and_name_the_step(own, loop):
     training = ("--model=wrong:linear", "--optimizer.name=sgd", "--optimizer.learning-rate=1e38")

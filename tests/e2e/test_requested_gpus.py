@@ -69,6 +69,7 @@ def requested(noted: Path, container: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.extended
 def test_each_task_must_ask_for_the_gpus_of_its_plan_and_the_others_for_none(clusters, noted, host, tmp_path):
     script = tmp_path / "theirs" / "pause.py"
     script.parent.mkdir()

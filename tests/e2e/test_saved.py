@@ -145,6 +145,7 @@ def is_served(url: str, version: Path) -> bool:
     return any(state["version"] == version.name and state["state"] == "AVAILABLE" for state in states)
 
 
+@pytest.mark.extended
 def test_predict_must_name_the_likeliest_classes(clusters, alone):
     Image.fromarray(np.zeros((40, 40, 3), np.uint8)).save(alone.path / "image.png")
     lines = clusters.invoke("predict", alone.name, f"--image={alone.path / 'image.png'}").splitlines()

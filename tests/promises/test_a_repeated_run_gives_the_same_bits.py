@@ -49,6 +49,7 @@ def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local", e
     return run
 
 
+@pytest.mark.extended
 def test_a_run_scaled_to_an_uneven_number_of_tasks_must_give_the_bits_of_one(clusters):
     """4 shards on 2 tasks, then on 3, of which one has one shard more."""
     run = scaled(clusters, "uneven", 1, 2, ending="stop")

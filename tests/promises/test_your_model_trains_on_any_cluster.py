@@ -64,6 +64,7 @@ def half(own) -> RunFolder:
     return own.up("half", *words, training=ALL_STEPS)
 
 
+@pytest.mark.extended
 def test_bfloat16_must_learn_and_export_float32(own, half):
     """Its evaluation afterwards is that of the training."""
     metrics = summary(half)["metrics"]

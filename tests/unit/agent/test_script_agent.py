@@ -219,6 +219,7 @@ def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkey
     assert "" == gang.run.log("chief").read_text()
 
 
+@pytest.mark.extended
 def test_each_script_has_its_own_temporary_folder_which_survives_kills_until_the_run_ends(
     start_scripts, temporary_files
 ):

@@ -82,6 +82,7 @@ def test_a_script_outlives_a_peer_that(simulated, times, peer):
 SCRIPT = partial(Drawn, scripted=True, linked=True)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("drawn", "number"),
     [
@@ -150,6 +151,7 @@ def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated):
     assert {("failed", EXIT_TIMEOUT)} == {(each["state"], each["exit_code"]) for each in outcomes}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("away", "number"),
@@ -197,6 +199,7 @@ def test_a_schedule_can_be_repeated_exactly(simulated):
         assert trace(seed) == trace(seed)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("invariant", "mutation"), mutations.MUTATIONS.values(), ids=mutations.MUTATIONS)
 def test_without_its_protection_an_invariant_breaks(simulated, invariant, mutation):
     assert agent.POLL_S == machine.POLL_S

@@ -74,6 +74,7 @@ def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_port
     assert 2 == len(ports)
 
 
+@pytest.mark.extended
 def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang):
     """Its standby process is ready, so that the next generation could begin without a rendezvous."""
     gang = start_gang(FORMED, workers=1, config=IN_CLUSTER)

@@ -20,6 +20,7 @@ from cluster.contract.run.records import Heartbeat, Place, Position, TaskState
 from cluster.system.json_files import read_json, write_json
 
 
+@pytest.mark.extended
 def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang):
     lines = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n"
     lines += "train(5)\nif not GENERATION: NAME == 'worker-1' or exchange(), work()\ntrain(6), meet(), finish()"

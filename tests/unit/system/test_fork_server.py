@@ -170,6 +170,7 @@ def test_an_agent_that_comes_back_to_do_nothing_imports_nothing(start_apart):
     assert not beat.importing
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("how", "variables"),
     [

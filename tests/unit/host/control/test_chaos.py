@@ -84,6 +84,7 @@ if NAME == "worker-0" and not GENERATION:
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("fault", "lines", "ps", "steps_lost", "cause"),
     [

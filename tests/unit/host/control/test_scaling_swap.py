@@ -56,6 +56,7 @@ def scale(monkeypatch, tmp_path) -> Callable[..., int]:
     return run_it
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (0, 2)])
 def test_a_run_goes_on_with_other_workers_while_somebody_waits(start_gang, scale, capsys, before, after):
     gang = start_gang(LASTING, workers=before, hang_timeout_s=90)
@@ -77,6 +78,7 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(start_gang, scale
     assert set(summary["tasks"]) == set(gang.run.heartbeats())
 
 
+@pytest.mark.extended
 def test_parameter_servers_continue_at_the_newest_checkpoint(start_gang, scale):
     lines = "if NAME.startswith(('worker', 'ps')): serve()\n" + LASTING
     gang = start_gang(lines, workers=1, ps=1)
@@ -87,6 +89,7 @@ def test_parameter_servers_continue_at_the_newest_checkpoint(start_gang, scale):
     assert {"chief": 0, "worker-0": 0, "worker-1": 0, "ps-0": 0, "ps-1": 0} == end_of(gang)["tasks"]
 
 
+@pytest.mark.extended
 def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch):
     monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "5")
     lines = LASTING.replace("if not GENERATION", "if run.begun(GENERATION).left_out")

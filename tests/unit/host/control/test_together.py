@@ -90,6 +90,7 @@ def wait_until_watched(command: "subprocess.Popen[str]", folder: Path) -> None:
     wait_for(lambda: started(folder), "the script")
 
 
+@pytest.mark.extended
 def test_a_default_name_that_is_taken_is_not_taken_again(up, folder, tmp_path, monkeypatch):
     (folder / "go").touch()
     script = (
@@ -204,6 +205,7 @@ def test_a_claim_that_cannot_be_made_says_what_to_do(tmp_path):
         pass
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("seed", "actions"), [(1, 24), *(pytest.param(seed, 1000, marks=pytest.mark.long) for seed in range(2, 12))]
 )

@@ -94,6 +94,7 @@ def test_a_source_distribution_is_refused_and_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("named", ["--no-binary their_source", "archive"])
 def test_a_source_distribution_that_is_named_is_built_with_what_is_locked(tmp_path, named):
     archive = source(tmp_path, "a-build-dependency-that-nothing-may-fetch")

@@ -76,6 +76,7 @@ def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir
     assert f"{split.features.path} is damaged in block 2 (from byte 200)" in str(known)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("shard", [0, 2])
 def test_a_flipped_bit_in_a_shard_is_never_trained_on(data_dir, split, shard):

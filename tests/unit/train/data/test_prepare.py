@@ -124,6 +124,7 @@ def test_processes_at_once_prepare_once(tmp_path, monkeypatch):
     assert 3 == arrays.find_arrays(tmp_path, "mnist").train.num_examples
 
 
+@pytest.mark.extended
 def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path):
     script = f"""
         import os, signal, sys

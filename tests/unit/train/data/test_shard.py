@@ -188,6 +188,7 @@ def tiny(data_dir: Path, **options: Any) -> shards.ShardSet:
     return sharding.write_shards("tiny_things", data_dir, num_shards=2, **options)
 
 
+@pytest.mark.extended
 def test_any_dataset_of_tfds_is_built_and_sharded(tmp_path):
     found = tiny(tmp_path)
     assert ("tiny_things", "1.2.3", ("cat", "dog"), 2) == (found.name, found.version, found.classes, found.num_outputs)

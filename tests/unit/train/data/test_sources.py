@@ -41,6 +41,7 @@ def source(request, tmp_path, monkeypatch) -> sources.Source:
     return sources.open_source(FUNCTION, tmp_path)
 
 
+@pytest.mark.extended
 def test_a_run_may_begin_at_any_step(source):
     whole = steps(source, 0, 9, 2)
     assert whole == steps(source, 0, 9, 2)
@@ -117,6 +118,7 @@ def first_feature(source: sources.Source) -> float:
     return float(next(iter(source.train_dataset(BatchSlice(2, 7)))).features[0, 0])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("config", "write"), [(ARRAYS, prepare), (SHARDS, shard)], ids=["arrays", "shards"])
 def test_a_later_generation_uses_the_data_of_the_first(make_run, tmp_path, config, write):
     run = make_run(workers=0)

@@ -74,6 +74,7 @@ test_some_sizes_keep_every_promise = settings(QUIET, max_examples=4)(SIZES(any_s
 test_any_sizes_keep_every_promise = pytest.mark.long(settings(QUIET, max_examples=40)(SIZES(any_sizes)))
 
 
+@pytest.mark.extended
 def test_orders_of_epochs_and_of_seeds_differ(numbers):
     orders = [order for seed in (7, 8, 7 + 2**32) for order in epochs(numbers.train, 2, seed)]
     assert 6 == len({order.tobytes() for order in orders})

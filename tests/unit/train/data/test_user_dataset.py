@@ -196,6 +196,7 @@ def prepare_command(folder: Path, lines: str, **settings: str) -> subprocess.Com
     )
 
 
+@pytest.mark.extended
 def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_prints_out_of_the_way(tmp_path):
     done = prepare_command(tmp_path, "def data():\n    print('theirs')\n    return GOOD")
     assert 0 == done.returncode, done.stderr

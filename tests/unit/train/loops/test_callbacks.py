@@ -281,6 +281,7 @@ def settled(run: Path, call: int = 0) -> list[keras.callbacks.Callback]:
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("loop", "options", "kills"),
     [("custom", {"checkpoint_every": 3, "evaluate_every": 4}, [12, 14]), ("fit", {"checkpoint_every": 2}, [11, 16])],
@@ -303,6 +304,7 @@ def test_killed_runs_end_with_the_weights_and_files_of_undisturbed_ones(train, t
     assert [file.name for file in ends[0][2]] == [file.name for file in ends[1][2]]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("loop", ["custom", "fit"])
 def test_a_training_that_a_callback_ended_is_not_resumed(train, loop):
     """A task that dies after its last checkpoint, before it could say so, starts once more."""
@@ -314,6 +316,7 @@ def test_a_training_that_a_callback_ended_is_not_resumed(train, loop):
     assert EPOCH_ENDS[3] == train(30, keras.callbacks.EarlyStopping(**early), loop=loop).steps  # more was asked for
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("loop", "stop_at"), [("custom", 8), ("fit", 7)])
 def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weights(train, own_parts, loop, stop_at):
     """Step 8 is that of an evaluation, which the stop comes before; the best weights are not taken by a stop.
@@ -342,6 +345,7 @@ def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weigh
     assert {4, 8, 12, 16, 18} == {row["step"] for row in read_json_lines(run.metrics("chief")) if "eval_loss" in row}
 
 
+@pytest.mark.extended
 def test_other_callbacks_than_those_of_the_checkpoint_start_over(train, capsys):
     train(7, keras.callbacks.TerminateOnNaN())
     early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1)

@@ -13,6 +13,7 @@ def tasks() -> Any:
     return measured("exchange")
 
 
+@pytest.mark.extended
 def test_two_tasks_must_get_the_bits_of_the_ring_without_it(tasks):
     assert 2 == len(tasks)
     for task in tasks:

@@ -112,6 +112,7 @@ def new_masked_model() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(8)(pooled))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("without_memory", [False, True])
 def test_weights_trained_in_another_precision_are_loaded(tmp_path, precision, without_memory):

@@ -55,6 +55,7 @@ def test_the_reproduction_must_pass_with_the_patch(patched):
     assert first == second  # one step at a time and two
 
 
+@pytest.mark.extended
 def test_no_patch_must_be_applied_to_a_fixed_keras(patched):
     code, printed = run("-c", APPLY, path=patched)
     assert (0, f"{patched / 'keras' / '__init__.py'} []\n") == (code, printed)

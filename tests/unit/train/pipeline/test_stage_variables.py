@@ -79,6 +79,7 @@ def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path,
         assert len(slots) == len(own) < len(holder.model.trainable_variables)
 
 
+@pytest.mark.extended
 def test_equal_stages_of_two_pipelines_hold_the_same_and_one_of_them_writes(tmp_path):
     first, second = (Holder(tmp_path, task, 2, 2) for task in (1, 3))
     assert first.values == second.values
@@ -86,6 +87,7 @@ def test_equal_stages_of_two_pipelines_hold_the_same_and_one_of_them_writes(tmp_
     assert [True, False] == [each.task_stages.joint().writes for each in (first, second)]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 2)])
 def test_a_checkpoint_of_some_stages_is_restored_by_another_number(tmp_path, before, after):
