@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.options.run_file import flatten
-from cluster.host.reports import charts, listing
+from cluster.host.reports import listing
 from cluster.host.view.columns import columns, plain_lines, sparkline
 from cluster.system.terminal import WIDE, terminal_width
 
@@ -60,7 +60,7 @@ def comparison_lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[s
     """Return a comparison as lines of text: the differences first, then the results."""
     shown = [(name, *map(_cell, values)) for name, values in value["differences"].items()]
     result = [(name, *map(_cell, values)) for name, values in value["results"].items()]
-    losses = [[loss for _, loss in charts.read_curves(run).get("loss", [])] for run in runs]
+    losses = [[*run.losses().values()] for run in runs]
     result.append(("loss", *(f"{sparkline(each)} {each[-1]:.4f}" if each else "-" for each in losses)))
     head = ("", *value["runs"])
     shown = shown or [("nothing differs", *[""] * len(runs))]

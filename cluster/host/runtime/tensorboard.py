@@ -2,8 +2,6 @@
 
 import os
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND
 from cluster.system.paths import ROOT
 from cluster.system.ports import open_listener
+from cluster.system.waiting import wait_until
 
 AUTO = "auto"
 PORT = 6006
@@ -155,18 +154,19 @@ def _start_process(runs_dir: Path, port: int) -> int:
 def _await_answer(
     runs_dir: Path, port: int, process: dict[str, int] | None, while_waiting: Callable[[], object]
 ) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
+    def answers() -> bool:
         if process and not processes.alive(process):
             printed = last_line(runs_dir / ".tensorboard.log").strip() or "it printed nothing"
             raise PrerequisiteError(f"TensorBoard ended at once: {printed}")
         try:
             with urllib.request.urlopen(f"{address(port)}/data/logdir", timeout=ANSWER_S):
-                return
-        except (urllib.error.URLError, OSError):
+                return True
+        except OSError:
             while_waiting()
-            time.sleep(POLL_S)
-    raise TimedOut(
-        f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see {runs_dir / '.tensorboard.log'} "
-        f"or `docker logs` of its container, then `{COMMAND} tensorboard`"
-    )
+            return False
+
+    if not wait_until(answers, START_TIMEOUT_S, POLL_S):
+        raise TimedOut(
+            f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see "
+            f"{runs_dir / '.tensorboard.log'} or `docker logs` of its container, then `{COMMAND} tensorboard`"
+        )

@@ -165,7 +165,7 @@ def test_commands_use_nothing_with_links(make_run, outside, monkeypatch, capsys,
 def test_corrupting_a_checkpoint_damages_no_other_file(make_run, outside, untouched):
     run = make_run()
     for name in (str(outside / "secret"), "../../../outside/secret", "link"):
-        json_files.write_json(run.checkpoints / "ckpt-1.json", {"files": {name: {"size_bytes": 1}}})
+        json_files.write_json(run.checkpoints / "ckpt-1.json", {"files": {name: {"size_bytes": 1, "sha256": ""}}})
         swap(run.checkpoints / "link", outside / "secret")
         with pytest.raises(OSError):
             ProcessFaults(run).corrupt("chief")

@@ -128,7 +128,7 @@ def trained(make_run) -> RunFolder:
         names = [f"ckpt-{step}.index", f"ckpt-{step}.data-00000-of-00001"]
         for name in names:
             (run.checkpoints / name).write_text(name)
-        recorded = {name: {"size_bytes": 1, "sha256": files.sha256(run.checkpoints / name)} for name in names}
+        recorded = {name: {"size_bytes": len(name), "sha256": files.sha256(run.checkpoints / name)} for name in names}
         write_json(run.checkpoints / f"ckpt-{step}.json", {"step": step, "files": recorded})
     return run
 
