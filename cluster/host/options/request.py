@@ -264,8 +264,8 @@ class RecoveryOptions:
         override="checkpoint-every",
     )
     check_replicas: str = text(
-        "when the replicas' weights are compared, bit for bit: before a checkpoint, and every so many steps; 0: never",
-        "auto, before every checkpoint",
+        "when the replicas' weights are compared, bit for bit: before each save, and every so many steps; 0: never",
+        "auto, before every checkpoint, snapshot and export",
         takes_number=True,
         needs=Needs.TRAINER,
         override="check-replicas",
