@@ -93,7 +93,8 @@ class ReplicaCheck(Periodic):
 def copied_variables(model: Any, policy: GradientPolicy) -> list[Any]:
     """Return the variables whose copies must be equal: weights, also frozen ones, and what the updates depend on.
 
-    Seeds and whole numbers of layers may differ by design, and so may what replicas only bring together to read it.
+    Seeds and whole numbers of layers may differ by design, and so may what replicas only bring together to read it. In
+    moving averages, which are a mean over replicas, a difference lasts until the next step.
     """
     on_read = tf.VariableSynchronization.ON_READ
     weights = [each for each in model.weights if tf.as_dtype(each.dtype).is_floating]

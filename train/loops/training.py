@@ -97,7 +97,7 @@ class Training:
         With `batches`, traces and the user's callbacks take a call as a batch; otherwise the caller calls them.
         """
         context = self._context
-        flip = FlipBit(context.run, context.task.name, self._copied_variables, context.spec.devices)
+        flip = FlipBit(context.run, context.task.name, self._updated_variables, context.spec.devices)
         every_call = [
             flip if context.spec.copies_weights else None,
             self.trace if batches else None,
@@ -124,6 +124,10 @@ class Training:
     def _copied_variables(self) -> list[Any]:
         """Return the variables of which every replica has a copy."""
         return copied_variables(self._context.model, self._setup.policy)
+
+    def _updated_variables(self) -> list[Any]:
+        """Return the variables of which every replica updates its copy alone, so that a difference lasts."""
+        return [*self._context.model.trainable_variables, *self._setup.policy.optimizer.variables]
 
     def request(self, count: int, until: int) -> steps.Signals:
         """Return the requests of this task, see `steps.Request`."""
