@@ -156,8 +156,8 @@ class TrainConfig:
 
     check_replicas: int | str = timer.AUTO
     """When the copies of the weights in all replicas are compared, bit for bit, to find silent corruption: `auto`
-    before every checkpoint, a number also after so many optimizer steps, and 0 never. Where they differ, the task is
-    named, and the run continues from the checkpoint before."""
+    before every checkpoint, snapshot and export, a number also after so many optimizer steps, and 0 never. Where they
+    differ, the task is named, and the run continues from the state kept before."""
 
     memory_snapshots: bool = True
     """Whether each task keeps its newest state in memory, twice, at up to 2 % of the time, so that a restart of its

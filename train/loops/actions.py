@@ -24,10 +24,14 @@ from train.telemetry.report import Report
 
 
 class CheckFinite(Action):
-    """Ends the training with an error that names the step if numbers are NaN or infinite."""
+    """Ends the training with an error that names the step if numbers are NaN or infinite.
 
-    def __init__(self, policy: GradientPolicy) -> None:
-        self._policy = policy
+    A flipped bit can be the cause; then the replicas still differ, and the run continues from an earlier state.
+    """
+
+    def __init__(self, policy: GradientPolicy, compare: Callable[[int], object]) -> None:
+        """Set the function that raises an error if the replicas differ after a step; all tasks have the same losses."""
+        self._policy, self._compare = policy, compare
 
     def after(self, progress: CallProgress) -> None:
         """Check the losses, and the loss scale of float16."""
@@ -36,6 +40,7 @@ class CheckFinite(Action):
         step = progress.first + int(bad[0]) + 1 if bad.size else progress.step
         self._policy.check_scale(step)
         if bad.size:
+            self._compare(progress.step)
             raise divergence_error(f"loss is {losses[bad[0]]} at step {step}")
 
 

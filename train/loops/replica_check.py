@@ -6,20 +6,22 @@ checkpoint or a snapshot in memory is about to save is compared first. Where cop
 the state saved before.
 """
 
+import contextlib
 import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, ClusterError
 from cluster.system.files import remove
 from train.loops.loop import Action, CallProgress, Periodic, every
+from train.model.gradients import GradientPolicy
 from train.saving.snapshots import checksum, read_octets
 from train.saving.trees import unwrap
 
@@ -34,7 +36,7 @@ class ReplicasDiffer(ClusterError):
 
 
 class ReplicaCheck(Periodic):
-    """Compares the copies of the trained weights and of the optimizer's variables."""
+    """Compares the copies of the variables, see `copied_variables`."""
 
     def __init__(
         self,
@@ -60,9 +62,12 @@ class ReplicaCheck(Periodic):
         if self.due(progress):
             self.compare(progress.step)
 
-    def compare(self, step: int) -> None:
-        """Compare all copies after `step` steps, where all tasks call it; raise ReplicasDiffer if their bits differ."""
-        if not self._active or step == self._compared_at:
+    def compare(self, step: int, *, again: bool = False) -> None:
+        """Compare all copies after `step` steps, where all tasks call it; raise ReplicasDiffer if their bits differ.
+
+        The copies of a step are compared once, unless this is to happen `again`.
+        """
+        if not self._active or (step == self._compared_at and not again):
             return
         own = digests(self._variables(), self._devices)
         # One number for each task: equal ones mean equal copies, and a task whose own copies differ stands out.
@@ -75,12 +80,26 @@ class ReplicaCheck(Periodic):
         named = [name for name, found in zip(self._tasks, numbers, strict=True) if found != common]
         if 2 * votes <= len(numbers) or not named:  # no majority, or the copies of the only task
             named = self._tasks
+        with contextlib.suppress(tf.errors.OpError):  # a task that ended now would keep its number from the others
+            self._gather(0)
         raise ReplicasDiffer(
             f"silent corruption: after step {step} copies of the weights differ in {' and '.join(named)}; a processor "
             "or its memory changed bits, or code that only some replicas run; if processors of several kinds compute "
             "different bits, end the checks with --check-replicas 0",
             faulty=self._task in named,
         )
+
+
+def copied_variables(model: Any, policy: GradientPolicy) -> list[Any]:
+    """Return the variables whose copies must be equal: weights, also frozen ones, and what the updates depend on.
+
+    Seeds and whole numbers of layers may differ by design, and so may what replicas only bring together to read it. In
+    moving averages, which are a mean over replicas, a difference lasts until the next step.
+    """
+    on_read = tf.VariableSynchronization.ON_READ
+    weights = [each for each in model.weights if tf.as_dtype(each.dtype).is_floating]
+    scale = policy.loss_scale.variables if policy.loss_scale else ()
+    return [*(each for each in weights if unwrap(each).synchronization != on_read), *policy.optimizer.variables, *scale]
 
 
 def digests(variables: Sequence[Any], replicas: int) -> list[int]:
@@ -98,20 +117,33 @@ def copy_of(variable: Any, replica: int) -> tf.Variable:
 class FlipBit(Action):
     """Flips a bit of a weight or of an optimizer's variable in one replica, as `invoke chaos flip` requests."""
 
-    def __init__(self, request: Path, variables: Callable[[], Sequence[Any]], replicas: int) -> None:
-        self._request, self._variables, self._replicas = request, variables, replicas
+    BITS = range(12, 30)
+    """The next update often rounds lower bits away, without any effect; the highest makes numbers infinite at once."""
+    LEAST = 1e-30
+    """Numbers that are smaller soon become zero, whichever bit of them changes."""
+
+    def __init__(self, run: RunFolder, task: str, variables: Callable[[], Sequence[Any]], replicas: int) -> None:
+        self._run, self._task, self._variables, self._replicas = run, task, variables, replicas
 
     def before(self, step: int) -> None:
-        if not self._request.exists():
+        request = self._run.flip_request(self._task)
+        if not request.exists():
             return
-        remove(self._request)
         dice = random.Random(os.urandom(8))  # noqa: S311  # not for cryptography
         replica = dice.randrange(self._replicas)
-        copies = [copy_of(variable, replica) for variable in self._variables()]
-        copy = dice.choice([each for each in copies if each.dtype == tf.float32 and each.shape.num_elements()])
-        values = copy.numpy()
-        bits = values.reshape(-1).view(np.uint32)
-        index, bit = dice.randrange(bits.size), dice.randrange(30)  # the highest would make numbers infinite at once
-        bits[index] ^= np.uint32(1 << bit)
+        variables = [each for each in self._variables() if copy_of(each, replica).dtype == tf.float32]
+        places = {at: self._places(copy_of(each, replica)) for at, each in enumerate(variables)}
+        if not (used := [at for at, found in places.items() if found.size]):
+            return  # all weights are still zero
+        remove(request)
+        at, bit = dice.choice(used), dice.choice(self.BITS)
+        index, copy = int(dice.choice(places[at])), copy_of(variables[at], replica)
+        values = np.array(copy.numpy())  # that of a scalar is a number, whose bits cannot be changed in place
+        values.reshape(-1).view(np.uint32)[index] ^= np.uint32(1 << bit)
         copy.assign(values)
-        print(f"chaos: flipped bit {bit} of {copy.name}[{index}] in replica {replica} after step {step}", flush=True)
+        name = getattr(variables[at], "path", copy.name)
+        self._run.event(self._task, "flipped", step=step, variable=name, index=index, bit=bit, replica=replica)
+
+    def _places(self, copy: tf.Variable) -> np.ndarray:
+        """Return the indices of the values that a flipped bit changes for long: `[N] int64`."""
+        return np.flatnonzero(np.abs(copy.numpy()) > self.LEAST)

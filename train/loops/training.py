@@ -12,7 +12,7 @@ from train.context import TaskContext
 from train.loops import steps
 from train.loops.actions import CheckFinite, EndTraining, Evaluate, KeepSnapshot, Save, Trace
 from train.loops.loop import Action, Stop
-from train.loops.replica_check import FlipBit, ReplicaCheck
+from train.loops.replica_check import FlipBit, ReplicaCheck, copied_variables
 from train.saving.checkpoint import CheckpointManager, Encoded
 from train.saving.snapshots import MemorySnapshots
 from train.telemetry.report import Report
@@ -97,12 +97,12 @@ class Training:
         With `batches`, traces and the user's callbacks take a call as a batch; otherwise the caller calls them.
         """
         context = self._context
-        flip = FlipBit(context.run.flip_request(context.task.name), self._copied_variables, context.spec.devices)
+        flip = FlipBit(context.run, context.task.name, self._updated_variables, context.spec.devices)
         every_call = [
             flip if context.spec.copies_weights else None,
             self.trace if batches else None,
             self.callbacks if batches else None,  # they see a NaN loss, too
-            CheckFinite(self._setup.policy),
+            CheckFinite(self._setup.policy, self._check.compare),
             self.report,
             EndTraining(context.total_steps, self._any_stops),
         ]
@@ -122,6 +122,11 @@ class Training:
             self.callbacks.store_state()
 
     def _copied_variables(self) -> list[Any]:
+        """Return the variables of which every replica has a copy."""
+        return copied_variables(self._context.model, self._setup.policy)
+
+    def _updated_variables(self) -> list[Any]:
+        """Return the variables of which every replica updates its copy alone, so that a difference lasts."""
         return [*self._context.model.trainable_variables, *self._setup.policy.optimizer.variables]
 
     def request(self, count: int, until: int) -> steps.Signals:
@@ -146,6 +151,7 @@ class Training:
             self.save.save(step)
         if not stopped and report.evaluated_at != step:
             self._evaluate.evaluate(step)
+            self._check.compare(step, again=True)  # that took time, and the weights are exported now
         if self.callbacks:
             changed = self.callbacks.end(step, stopped=stopped)
             if not stopped:

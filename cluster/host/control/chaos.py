@@ -162,6 +162,8 @@ def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) 
             _await(watch.has_been_noticed, run, timeout_s, f"anybody to notice {fault}")
             injector.undo(fault.task)
         _await(watch.has_recovered, run, timeout_s, f"the run to recover from {fault}")
+        if fault.kind == "flip" and not watch.has_flipped():
+            raise UsageError(f"run {run.name!r} ended before {fault.task} flipped a bit; nothing was injected")
     finally:
         injector.undo(fault.task)
     cost = watch.cost()
@@ -191,6 +193,10 @@ class _Watch:
         acted = ("restarted", "frozen", "silent", "hang")
         recent = [event for event in self._run.events() if event.time > self.time and event.event in acted]
         return self._run.generation > self.generation or any(event.task == self._fault.task for event in recent)
+
+    def has_flipped(self) -> bool:
+        """Whether a task has flipped a bit since."""
+        return any(event.event == "flipped" and event.time > self.time for event in self._run.events())
 
     def has_recovered(self) -> bool:
         if self._run.summary.exists():

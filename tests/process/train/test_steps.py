@@ -34,7 +34,7 @@ from train import patches, program
 from train.config import Optimizer
 from train.data import feeds, sources
 from train.data.batches import Batch
-from train.loops import evaluation, steps
+from train.loops import evaluation, replica_check, steps
 from train.loops.actions import CheckFinite
 from train.loops.loop import CallProgress
 from train.loops.train_step import TrainStep
@@ -189,6 +189,24 @@ def test_a_step_that_overflows_is_skipped_whole_and_halves_the_scale(source, whe
     assert [skipped, (True, True, 1, 1, {"loss_scale": 2.0**10, "skipped_steps": 1})] == found
 
 
+@pytest.mark.parametrize("damaged", [None, 1])
+def test_a_bit_that_changes_in_one_replicas_summed_gradient_makes_its_weights_differ(source, monkeypatch, damaged):
+    apply = gradients.GradientPolicy.apply
+
+    def flipped(policy: gradients.GradientPolicy, total: Sequence[Any], variables: Sequence[Any]) -> None:
+        if tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) == damaged:
+            mask = (np.eye(*total[0].shape) * 2**20).astype(np.uint32)
+            changed = tf.bitwise.bitwise_xor(tf.bitcast(total[0], tf.uint32), mask)
+            total = [tf.bitcast(changed, tf.float32), *total[1:]]
+        apply(policy, total, variables)
+
+    monkeypatch.setattr(gradients.GradientPolicy, "apply", flipped)
+    done = training("mirrored-2", source, PLAIN)
+    done.run(0, 1)
+    own = replica_check.digests([*done.train_step.model.trainable_variables], 2)
+    assert (len(set(own)) == 1) is (damaged is None)
+
+
 def test_a_training_that_overflows_at_scale_1_ends(source):
     """From a scale of 2, so after the second step."""
     done = training("one", source, PLAIN, "fp16", objective=STEEP)
@@ -196,7 +214,7 @@ def test_a_training_that_overflows_at_scale_1_ends(source):
     before = weights_of(done.train_step.model)
     result = done.run(0, STEPS)
     with pytest.raises(RunFailed, match="step 2 "):
-        CheckFinite(done.train_step.policy).after(CallProgress(0, result, 1.0, compiled=True))
+        CheckFinite(done.train_step.policy, lambda step: None).after(CallProgress(0, result, 1.0, compiled=True))
     assert weights_of(done.train_step.model) == before
 
 

@@ -182,6 +182,13 @@ def test_a_fault_whose_step_never_comes_is_not_injected(start_gang):
     assert ("succeeded", []) == (gang.summary()["state"], gang.summary()["restarts"])
 
 
+def test_a_flip_that_the_end_of_the_run_prevented_is_not_reported_as_one(start_gang):
+    gang = start_gang("train(5), until(run.flip_request('chief').exists), meet(), finish()", workers=1)
+    with pytest.raises(UsageError):
+        chaos.inject(gang.run, Fault("flip", "chief"))
+    assert ([], False) == (recorded(gang), gang.run.flip_request("chief").exists())
+
+
 def test_waiting_for_the_step_and_for_the_recovery_is_bounded(start_gang):
     gang = begin(start_gang, "if GENERATION: until(lambda: False)\n" + WORKS_ON)
     with pytest.raises(TimedOut):

@@ -49,7 +49,7 @@ def run(
     steps: Steps, *actions: Action, total: int = 12, stop_at: int | None = None, ends: bool = False, **more: Any
 ) -> tuple[int, Stop]:
     """Run the loop; `stop_at`: the call from this step is requested to stop; `ends`: because of a callback."""
-    finite = CheckFinite(GradientPolicy(SimpleNamespace(apply=None)))
+    finite = CheckFinite(GradientPolicy(SimpleNamespace(apply=None)), lambda step: None)
     loop = Loop(actions=[finite, EndTraining(total, lambda: ends), *actions], steps_per_loop=4, **{"first": 0} | more)
     stop = loop.run(steps, lambda _count, _until: Signals(stop=loop.step == stop_at))
     return loop.step, stop

@@ -1,7 +1,9 @@
 """Silent corruption is found by a comparison of all copies of the weights, and the right task is named."""
 
 import random
+from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,7 +11,10 @@ import tensorflow as tf
 from cluster.contract import spec
 from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST
 from train.loops import replica_check
-from train.loops.replica_check import ReplicaCheck, ReplicasDiffer
+from train.loops.loop import Stop
+from train.loops.replica_check import FlipBit, ReplicaCheck, ReplicasDiffer
+from train.loops.training import Training
+from train.model.gradients import GradientPolicy, LossScale
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 GANG = spec.build(workers=2)
@@ -24,6 +29,19 @@ def compare(task: str, numbers: list[int], interval: int | str = "auto") -> None
     ReplicaCheck(
         GANG, task, interval, lambda: [tf.Variable([1.0, 2.0])], lambda own: [own + number for number in numbers]
     ).compare(3)
+
+
+def test_frozen_weights_and_averages_of_layers_are_compared_and_seeds_are_not():
+    layers = [keras.layers.Dense(2), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    layers[0].trainable = False
+    optimizer = keras.optimizers.SGD(momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    compared = replica_check.copied_variables(model, GradientPolicy(optimizer, loss_scale=LossScale()))
+    names = {getattr(each, "path", each.name).rpartition("/")[2] for each in compared}
+    assert {"kernel", "bias", "gamma", "beta", "moving_mean", "moving_variance"} <= names
+    assert not [name for name in names if "seed" in name]
+    assert len(model.weights) + len(optimizer.variables) + 3 == len(compared)  # three of the loss scale
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -63,3 +81,63 @@ def test_the_task_without_the_majority_s_bits_is_named(numbers, named):
 def test_equal_copies_pass_and_zero_ends_the_checks():
     compare("chief", [0, 0, 0])
     compare("chief", [0, 0, 5], interval=0)
+
+
+def test_a_step_is_compared_once_unless_it_is_to_be_compared_again():
+    gathered = []
+    check = ReplicaCheck(GANG, "chief", "auto", list, lambda own: gathered.append(own) or [own] * 3)
+    for again in (False, False, True):
+        check.compare(3, again=again)
+    assert 2 == len(gathered)
+
+
+def test_the_weights_are_compared_again_between_the_last_evaluation_and_the_export():
+    done = []
+    training = SimpleNamespace(
+        _check=SimpleNamespace(compare=lambda step, again=False: done.append(("compare", step, again))),
+        save=SimpleNamespace(saved_at=8, save=lambda _step: done.append("save")),
+        _evaluate=SimpleNamespace(evaluate=lambda _step: done.append("evaluate")),
+        report=SimpleNamespace(evaluated_at=0, end=lambda _step, stopped: done.append(("export", stopped))),
+        callbacks=None,
+        _setup=SimpleNamespace(checkpoint=SimpleNamespace(release=lambda: None)),
+        _context=SimpleNamespace(task_stages=None),
+    )
+    Training.end(training, 9, Stop.END)
+    assert [("compare", 9, False), "save", "evaluate", ("compare", 9, True), ("export", False)] == done
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_no_task_ends_before_all_others_have_the_numbers(lost):
+    gathered = []
+
+    def gather(own: int) -> list[int]:
+        gathered.append(own)
+        if lost and len(gathered) == 2:  # a task that has the numbers of all others has ended
+            raise tf.errors.UnavailableError(None, None, "")
+        return [own, own, own + 1]
+
+    with pytest.raises(ReplicasDiffer):
+        ReplicaCheck(GANG, "chief", "auto", list, gather).compare(3)
+    assert 2 == len(gathered)
+
+
+@pytest.mark.parametrize("values", [[np.float32(2)], [np.zeros(3, np.float32), np.float32([[0, 3], [1e-38, 0]])]])
+def test_a_flip_changes_one_bit_of_a_value_in_use_and_its_event_names_it(make_run, values):
+    run, variables = make_run(workers=1), [tf.Variable(value, name="weight") for value in values]
+    run.flip_request("chief").touch()
+    FlipBit(run, "chief", lambda: variables, 1).before(7)
+    assert not run.flip_request("chief").exists()
+    before, after = np.atleast_1d(values[-1]), np.atleast_1d(variables[-1].numpy())
+    (changed,) = np.flatnonzero(before.view(np.uint32) ^ after.view(np.uint32))
+    (event,) = [event for event in run.events() if event.event == "flipped"]
+    assert ("chief", 7, changed) == (event.task, event.step, event.detail["index"])
+    bits = before.view(np.uint32) ^ after.view(np.uint32)
+    assert 1 << event.detail["bit"] == bits.reshape(-1)[changed]
+    assert before.reshape(-1)[changed] in (2, 3)
+
+
+def test_a_flip_waits_until_a_weight_is_not_zero(make_run):
+    run = make_run(workers=1)
+    run.flip_request("chief").touch()
+    FlipBit(run, "chief", lambda: [tf.Variable([0.0, 0.0])], 1).before(0)
+    assert run.flip_request("chief").exists()
