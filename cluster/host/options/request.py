@@ -43,6 +43,7 @@ class Needs(Enum):
     NEW_RUN = "only for a new run, and --resume names one that exists"
     EARLIER_RUN = "only with --resume, for a run that somebody else started"
     CONTAINERS = "only for containers (--runtime docker or swarm)"
+    SHARED_IMPORT = "only for the built-in trainer as local processes without GPUs"
     QUEUE = "only where a scheduler places the tasks (--runtime slurm or swarm)"
 
 
@@ -219,6 +220,11 @@ class PlacementOptions:
     network: str = text(
         "private; or for local tasks host, the machine's; for containers egress, with a way out; in a Swarm encrypted",
         "private; host for local scripts and TPUs",
+    )
+    keep_warm: str = text(
+        "a time such as 15m: for so long after a run a process that has imported TensorFlow stays for the next `up`",
+        "that of your configuration, or 0, none stays",
+        needs=Needs.SHARED_IMPORT,
     )
     memory: str = text(
         "memory limit of each container, such as 8GiB; a container that exceeds it is killed",
