@@ -14,7 +14,8 @@ INHERITED = (
     *("Cpus_allowed:", "Mems_allowed:"),
 )
 """What `/proc/self/status` says of what a process has from its parent."""
-IMPORTABLE = (*importlib.machinery.all_suffixes(), ".pth", ".egg-link", ".dist-info")
+MODULES, SETTINGS = (*importlib.machinery.all_suffixes(), ".dist-info"), (".pth", ".egg-link")
+"""The ends of what importing looks for in a folder of `sys.path`, and of files there that change this path."""
 SETTLED_S = 2.0
 """No file system's times are coarser. A file that changed later could change again and keep its `_state`."""
 
@@ -35,9 +36,10 @@ def sha256_of(paths: Sequence[Path]) -> str:
     """Return the sha256, in hexadecimal, of the names and contents of files and of all files below folders."""
     digest = hashlib.sha256()
     for path in paths:
-        below = [Path(parent, name) for parent, _, names in os.walk(path) for name in names]
-        for file in sorted(each for each in below or [path] if each.parent.name != "__pycache__" and each.exists()):
-            digest.update(f"{file}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\0".encode())
+        below = [f"{parent}/{name}" for parent, _, names in os.walk(path) for name in names]
+        for file in sorted(each for each in below or [str(path)] if "/__pycache__/" not in each):
+            with contextlib.suppress(FileNotFoundError), open(file, "rb") as content:  # noqa: PTH123
+                digest.update(f"{file}\0{hashlib.sha256(content.read()).hexdigest()}\0".encode())
     return digest.hexdigest()
 
 
@@ -56,34 +58,34 @@ class Loaded:
         """
         self._own, self._before = own, before
         self._names = {name.partition(".")[0] for name in sys.modules}
+        below = tuple(f"{path}/" for path in own)
+        self._files = [path for path in {*_imported(), *_mapped()} if not path.startswith(below)]
         self._seen = self._look()
-        settled = all(state[-1] < (began - SETTLED_S) * 1e9 for state in self._seen[0].values())
+        settled = all(state[-1] < (began - SETTLED_S) * 1e9 for state in self._seen.values() if state)
         self.certain = settled and self.is_current()
 
     def is_current(self) -> bool:
         """Whether a process that begins now would import the same."""
-        with contextlib.suppress(OSError):
-            return self._look() == self._seen and sha256_of(self._own) == self._before
-        return False
+        return self._look() == self._seen and sha256_of(self._own) == self._before
 
-    def _look(self) -> tuple[dict[str, State], dict[str, list[str]]]:
-        """Return the state of each file that was imported, and the names in each folder where modules are looked for.
+    def _look(self) -> dict[str, State]:
+        """Return the state of each file that was imported, and of what modules are found by.
 
-        A new module there may come before the one that was imported.
+        A new module may come before the one that was imported.
         """
-        folders = {path: self._importable(path) for path in sys.path if Path(path).is_dir()}
-        settings = [f"{path}/{name}" for path, names in folders.items() for name in names if ".pth" in name]
-        own = tuple(f"{path}{os.sep}" for path in self._own)
-        files = {path for path in (*_imported(), *_mapped(), *settings) if not path.startswith(own)}
-        return {path: _state(path) for path in files}, folders
+        found = {path: _state(path) for path in self._files}
+        for folder in sys.path:
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.endswith(SETTINGS):
+                        found[entry.path] = _state(entry.path)
+                    elif entry.name.endswith(MODULES) or entry.name in self._names or _is_package(entry.path):
+                        found.setdefault(entry.path, ())
+        return found
 
-    def _importable(self, folder: str) -> list[str]:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in entries if self._is_importable(entry))
 
-    def _is_importable(self, entry: os.DirEntry[str]) -> bool:
-        named = entry.name.endswith(IMPORTABLE) or entry.name in self._names  # the latter: also without `__init__.py`
-        return named or Path(entry.path, "__init__.py").exists()
+def _is_package(folder: str) -> bool:
+    return os.access(f"{folder}/__init__.py", os.F_OK)
 
 
 def _imported() -> Iterator[str]:
@@ -104,6 +106,9 @@ def _mapped() -> Iterator[str]:
 
 
 def _state(path: str) -> State:
-    """Return what changes with a file's content; nobody can set the last, the time of its last change."""
-    status = os.stat(path)  # noqa: PTH116  # of thousands of files
+    """Return what changes with a file's content, the time of its last change last, which nobody can set."""
+    try:
+        status = os.stat(path)  # noqa: PTH116  # of thousands of files
+    except OSError:
+        return ()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -42,8 +42,11 @@ from cluster.system.paths import ROOT
 OF_RUN = ("RUN_DIR", "TASK", "TF_CONFIG", owner.TOKEN)
 """The variables that differ between runs which one process serves."""
 NO_TOKEN = "0" * 32
+HERE = b"\0"
 ANSWER_S = 1.0
-"""How long a process that has imported may take to answer, before another one imports instead."""
+"""How long a process that stays may take to say that it is there, before another one imports instead."""
+CHECK_S = 5.0
+"""How long its fork may take to check whether it serves the run."""
 TICK_S = 1.0
 SOCKET = f"{hashlib.sha256(f'{ROOT}:{sys.executable}'.encode()).hexdigest()[:16]}.sock"
 
@@ -64,17 +67,23 @@ class EarlySupervisor:
         order |= {"config": config, "strategy": strategy, "environment": environment}
         order["circumstances"] = circumstances()
         self.process: subprocess.Popen[bytes] | None = None
+        self._order = order
         with contextlib.suppress(OSError):
             self._connection = _connect()
             self._tell(order)
-            if self._is_ready(ANSWER_S):
+            if self._connection.recv(len(HERE)):
                 return
-            end()  # it hangs, or what it imported is of no more use
+        self._begin()
+
+    def _begin(self) -> None:
+        """Let a new process import."""
+        end()  # it hangs, or what it imported is of no more use
         self._connection, theirs = socket.socketpair()
-        if keep_s:
+        environment = self._order["environment"]
+        if self._order["keep_s"]:
             environment = {name: environment[name] for name in environment if name not in OF_RUN}
             environment[owner.TOKEN] = NO_TOKEN
-            order["code"] = sha256_of(own_code())
+            self._order["code"] = sha256_of(own_code())
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cluster.host.runtime.warm"],
             cwd=ROOT,
@@ -85,11 +94,13 @@ class EarlySupervisor:
             start_new_session=True,
         )
         theirs.close()
-        self._tell(order)
+        self._tell(self._order)
 
     def serves(self, run: RunFolder) -> bool:
         """Wait for its imports; return whether it waits for this run. Otherwise it is ended."""
-        if self._run == run and (self.pid or self._is_ready(supervisor.START_S)):
+        if self._run == run and not self._is_ready() and not self.process:
+            self._begin()
+        if self._run == run and self._is_ready():
             return True
         self.end()
         return False
@@ -109,10 +120,10 @@ class EarlySupervisor:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the wait for it notices
             self._connection.sendall(json.dumps(what).encode() + b"\n")
 
-    def _is_ready(self, timeout_s: float) -> bool:
-        self._connection.settimeout(timeout_s)
+    def _is_ready(self) -> bool:
+        self._connection.settimeout(supervisor.START_S if self.process else CHECK_S)
         with contextlib.suppress(OSError, struct.error):
-            (self.pid,) = struct.unpack("i", self._connection.recv(4))
+            self.pid = self.pid or struct.unpack("i", self._connection.recv(4))[0]
         return self.pid != 0
 
 
@@ -283,6 +294,7 @@ def main() -> None:
         warm = Warm(order, began)
         connection = warm.serve(first)
         if connection is not first:
+            connection.sendall(HERE)
             order = _receive(connection)
             warm.check(order)
         processes.replace_variable(owner.TOKEN, order["environment"][owner.TOKEN])
