@@ -288,7 +288,9 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
 def main() -> None:
     """Import what the connection orders, and be the run's supervisor once it says that its folder is complete."""
     began, first, warm = time.time(), socket.socket(fileno=os.dup(0)), None
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     connection, order = first, _receive(first)
     if order["keep_s"]:
         warm = Warm(order, began)
@@ -308,6 +310,7 @@ def main() -> None:
         warm.complete(chosen)
     connection.sendall(struct.pack("i", os.getpid()))
     _receive(connection)
+    connection.close()
     processes.die_with_parent(0)
     run = RunFolder(Path(order["run"]))
     with open_file(run.log("supervisor"), "ab") as log:
