@@ -210,7 +210,7 @@ class Warm:
         listener, new, forks = socket.socket(socket.AF_UNIX), [first], []
         if stays := self.loaded.certain and fork_server.has_preloaded():
             inode = _listen(listener)
-        until = 0.0
+        last = 0.0
         while True:
             for connection in new:
                 if not (fork := os.fork()):
@@ -220,9 +220,10 @@ class Warm:
                 connection.close()
                 forks.append(fork)
             forks = [fork for fork in forks if not os.waitpid(fork, os.WNOHANG)[0]]
-            if forks:
-                until = time.monotonic() + struct.unpack("d", self._keep_s)[0]
-            if not stays or time.monotonic() > until or memory.is_short() or _inode() != inode:
+            now = time.monotonic()
+            last = now if forks else last
+            is_over = now - last > struct.unpack("d", self._keep_s)[0]
+            if not stays or is_over or memory.is_short() or _inode() != inode:
                 os._exit(0)  # what was forked continues
             ready, _, _ = select.select([listener], [], [], TICK_S)
             new = [listener.accept()[0]] if ready else []

@@ -130,8 +130,9 @@ def test_runs_of_one_import_have_what_those_of_their_own_import_have(start, modu
     assert ("1", "None") == (cold["variables"]["SET_BY_IMPORT"], cold["variables"]["CHOSEN"])
 
 
-def test_a_run_leaves_nothing_if_its_first_process_is_killed_and_what_stays_is_no_part_of_it(start, serving):
-    gang = start("killed")
+def test_a_run_leaves_nothing_if_its_first_process_is_killed_and_what_stays_is_no_part_of_it(start):
+    start("first", STAYS_S).summary()
+    serving, gang = stays(), start("killed")
     assert serving == parent(gang.keeper["pid"])
     found = processes.ProcessTable().with_environment(owner.TOKEN, owner.read_owner(gang.run).token)
     assert gang.keeper["pid"] in found
@@ -170,7 +171,6 @@ def test_a_run_that_a_new_process_would_serve_otherwise_is_refused(early, servin
         resource.setrlimit(resource.RLIMIT_CORE, before[0])
 
 
-@pytest.mark.usefixtures("serving")
 def test_what_changes_after_the_imports_and_before_the_start_is_imported_again(start, module):
     def change() -> None:
         module.write_text(module.read_text().replace("RATE = 1", "RATE = 2"))
@@ -226,7 +226,8 @@ def test_what_stays_ends(early, serving, module, end):
     elif end == "another":
         (socket,) = (module.parents[1] / "runtime" / "tf-cluster").iterdir()
         socket.unlink()
-    wait_for(lambda: not processes.alive(recorded) and not stays(), "its end")
+    wait_for(lambda: not processes.alive(recorded), "its end")
+    assert not stays()
 
 
 @pytest.mark.usefixtures("serving")
