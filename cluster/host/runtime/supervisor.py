@@ -112,7 +112,7 @@ def start_supervisor(run: RunFolder, early: "EarlySupervisor | None" = None) -> 
     owned = owner.create_owner(run, "local", early.token if early else "")
     with open_file(run.log("supervisor"), "ab") as log:
         pid = early.pid if early else _spawn(run, owned.token, log)
-    recorded = processes.identity(pid)
+    recorded: dict[str, Any] = processes.identity(pid)
     owner.record_supervisor(run, owned, recorded)
     if early:
         early.hand_over()

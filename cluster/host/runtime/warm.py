@@ -63,14 +63,13 @@ class EarlySupervisor:
         """Take a process that has imported, or let one import, which stays for `keep_s` after its last run."""
         self._run, self.token, self.pid = run, secrets.token_hex(16), 0
         environment = supervisor.variables(how) | {"RUN_DIR": str(run.path), owner.TOKEN: self.token}
-        order = {"run": str(run.path), "preload": how["preload"], "network": how["network"], "keep_s": keep_s}
-        order |= {"config": config, "strategy": strategy, "environment": environment}
-        order["circumstances"] = circumstances()
+        self._order: dict[str, Any] = {"preload": how["preload"], "network": how["network"], "keep_s": keep_s}
+        self._order |= {"run": str(run.path), "config": config, "strategy": strategy, "environment": environment}
+        self._order["circumstances"] = circumstances()
         self.process: subprocess.Popen[bytes] | None = None
-        self._order = order
         with contextlib.suppress(OSError):
             self._connection = _connect()
-            self._tell(order)
+            self._tell(self._order)
             if self._connection.recv(len(HERE)):
                 return
         self._begin()
@@ -88,7 +87,7 @@ class EarlySupervisor:
             [sys.executable, "-m", "cluster.host.runtime.warm"],
             cwd=ROOT,
             env=environment,
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -131,8 +130,9 @@ def end() -> bool:
     """End the process that stays for this checkout; return whether there was one."""
     found = False
     with contextlib.suppress(OSError), _connect() as connection:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        found = processes.kill(processes.identity(struct.unpack("3i", credentials)[0]), signal.SIGKILL)
+        (pid,) = struct.unpack("i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4))
+        recorded: dict[str, Any] = processes.identity(pid)
+        found = processes.kill(recorded, signal.SIGKILL)
     with contextlib.suppress(OSError), _folder() as folder:
         os.unlink(SOCKET, dir_fd=folder)
     return found
