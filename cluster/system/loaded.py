@@ -23,7 +23,7 @@ State = tuple[int, ...]
 
 
 def circumstances() -> list[str]:
-    """Return what a process has from its parent besides its variables, and the Python that it runs, in words."""
+    """Describe this process: all that it has from its parent besides its variables, and its Python."""
     proc = Path("/proc/self")
     lines = [line for line in (proc / "status").read_text().splitlines() if line.startswith(INHERITED)]
     texts = [(proc / name).read_text() for name in ("limits", "cgroup", "oom_score_adj")]
@@ -47,7 +47,7 @@ class Loaded:
     """What this process has imported, as it was on the disk.
 
     Attributes:
-        certain: whether it is certain what was imported. It is not where a file changed shortly before, or meanwhile.
+        certain: whether it is certain what was imported. It is not where a file changed shortly before, or since.
     """
 
     def __init__(self, own: Sequence[Path], before: str, began: float) -> None:
@@ -106,7 +106,7 @@ def _mapped() -> Iterator[str]:
 
 
 def _state(path: str) -> State:
-    """Return what changes with a file's content, the time of its last change last, which nobody can set."""
+    """Return the values that change with a file's content; the last is the time of a change, which nobody can set."""
     try:
         status = os.stat(path)  # noqa: PTH116  # of thousands of files
     except OSError:

@@ -181,7 +181,7 @@ def _connect() -> socket.socket:
 
 
 def own_code() -> list[Path]:
-    """Return what is ours, or set by the user, of all that the imports depend on."""
+    """Return the files and folders that are ours, or the user's, of all that the imports depend on."""
     keras = os.environ.get("KERAS_HOME") or (settings.home() or ROOT) / ".keras"
     return [ROOT / "cluster", ROOT / "train", ROOT / "requirements", Path(keras, "keras.json")]
 
