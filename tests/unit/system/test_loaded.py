@@ -59,7 +59,7 @@ def now(folder: Path) -> float:
 
 
 def contents(tree: Path) -> dict[str, str]:
-    """Return the contents that a process which begins now has: our files, and each package from the first folder that has it."""
+    """Return the contents that a new process has: our files, and each package from the first folder that has it."""
     found = {str(path): path.read_text() for path in (tree / "own").rglob("*.*") if "__pycache__" not in path.parts}
     for name, file in MODULES.items():
         top = MODULES[name.split(".")[0]]
