@@ -21,6 +21,7 @@ from tests.support.gang import Gang
 from tests.support.launching import no_shell
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow  # a file counts as settled after two seconds
 MODULE = """
 import os, pathlib
 from cluster.system import memory
