@@ -75,6 +75,7 @@ def isolation(tmp_path, monkeypatch):
     monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("STANDBY", "0")  # programs would start that no test waits for
     monkeypatch.setenv("RESTART_PAUSE_S", "0.01")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
     for name in (
         "RUN_DIR",
         "TASK",

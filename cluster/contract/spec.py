@@ -185,6 +185,17 @@ def parse_count(name: str, value: object, low: int, high: int) -> int:
     return int(text)
 
 
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def parse_age(text: str, option: str = "older") -> float:
+    """Return the seconds of an age such as `7d`, `12h`, `30m` or `2w`."""
+    match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
+    if not match:
+        raise UsageError(f"--{option} {text!r}: expected a number with s, m, h, d or w behind it, such as 7d")
+    return float(match[1]) * UNITS[match[2]]
+
+
 def check_run_name(name: str) -> str:
     """Return `name` if it can name a run, see `RUN_NAME`; raise UsageError otherwise."""
     if not RUN_NAME.fullmatch(name):

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+PRESSURE = Path("/proc/pressure/memory")
+SHORT_BYTES, SHORT_WAITS = 2**30, 5.0
+"""When memory is short: bytes that are left, or per cent of the last ten seconds in which something waited for it."""
 KERNEL_LOG = Path("/dev/kmsg")
 FIRST_NAMESPACE = 0xEFFFFFFC
 """The inode of the machine's own process ids (PROC_PID_INIT_INO), which are those in the kernel's log."""
@@ -50,6 +53,14 @@ def headroom_bytes() -> int:
     used = _cgroup("memory.current", "memory/memory.usage_in_bytes").strip()
     cached = _counter(_cgroup("memory.stat", "memory/memory.stat"), "inactive_file")
     return limit_bytes() - (int(used) if used.isdecimal() else 0) + cached
+
+
+def is_short() -> bool:
+    """Whether less than a gibibyte is left, or processes have waited for memory for a twentieth of the last seconds."""
+    pressure = _cgroup("memory.pressure", str(PRESSURE))
+    waits = re.search(r"some avg10=([0-9.]+)", pressure)
+    left = min(available_bytes(), headroom_bytes())
+    return left < SHORT_BYTES or (waits is not None and float(waits[1]) > SHORT_WAITS)
 
 
 def kills() -> int:

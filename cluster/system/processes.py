@@ -230,6 +230,18 @@ def handles(pid: int, number: int) -> bool:
     return bool(int(fields.get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
+def replace_variable(name: str, value: str) -> None:
+    """Change a variable of this process in `/proc`, where it keeps those that it was started with.
+
+    Raises:
+        ValueError: it was started without the variable.
+    """
+    start, end = (int(field) for field in stat(os.getpid())[47:49])  # `env_start` and `env_end` of proc(5)
+    before = b"\0" + ctypes.string_at(start, end - start)
+    at = start + before.index(f"\0{name}=".encode()) + len(name) + 1
+    ctypes.memmove(at, value.encode(), len(ctypes.string_at(at)))
+
+
 def start_ticks(pid: int) -> int | None:
     """Return when the process began, in clock ticks since boot; None if it does not exist or has ended."""
     fields = stat(pid)

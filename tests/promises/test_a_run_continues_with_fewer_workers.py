@@ -10,7 +10,7 @@ from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime import supervisor
+from cluster.host.runtime import supervisor, warm
 from tests.e2e.scenario import DATA, ENDLESS, SLOW_MACHINE_S, TRAINING, Clusters, await_members, summary
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -35,7 +35,7 @@ def begin(clusters: Clusters, name: str, *words: str, runtime: str = "local") ->
 def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(clusters, monkeypatch):
     start = supervisor.start_supervisor
 
-    def start_without(run: RunFolder, *early: supervisor.EarlySupervisor) -> None:
+    def start_without(run: RunFolder, *early: warm.EarlySupervisor) -> None:
         run.away("worker-0").parent.mkdir()
         run.away("worker-0").touch()
         start(run, *early)

@@ -31,8 +31,9 @@ from tests.support.launching import CONFIG, Commands
 
 
 @pytest.fixture(autouse=True)
-def unsynced(monkeypatch):
-    """Nothing is flushed to the disk, because tests have no power failures, and nothing is imported early."""
+def unsynced(monkeypatch, tmp_path):
+    """Nothing is flushed to the disk, because tests have no power failures, and nothing was or is imported early."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(LocalProcesses, "anticipate", lambda *_: None)  # no import of TensorFlow
 

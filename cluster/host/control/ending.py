@@ -1,7 +1,6 @@
 """End runs and delete them: `invoke down` and `invoke clean`. What fails is reported, also by the exit code."""
 
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -12,13 +11,11 @@ from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import foreground
 from cluster.host.launch import folders, teardown
-from cluster.host.runtime import mirror, tensorboard
+from cluster.host.runtime import mirror, tensorboard, warm
 from cluster.host.runtime.base import Runtime, Shell
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, TimedOut, UsageError, nearest
 from cluster.system.messages import COMMAND, plain, short_path
 from cluster.system.terminal import error_text, print_lines
-
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
@@ -54,6 +51,9 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
             mirror.end_uploads(runs_dir, timeout_s)
             if tensorboard.stop(runs_dir, sh):
                 print("TensorBoard is down", flush=True)
+    with reported():
+        if warm.end():
+            print("the process that had imported TensorFlow is down", flush=True)
     return codes[0] if codes else EXIT_DONE
 
 
@@ -83,14 +83,6 @@ def _find_run(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:
     """Return the run of a name, also where its folder is gone and only something that runs of it is left."""
     run = RunFolder(runs_dir / spec.check_run_name(name))
     return run if run.name in left.found or run.name in left.unreachable else folders.find_run(name)
-
-
-def parse_age(text: str, option: str = "older") -> float:
-    """Return the seconds of an age such as `7d`, `12h`, `30m` or `2w`."""
-    match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
-    if not match:
-        raise UsageError(f"--{option} {text!r}: expected a number with s, m, h, d or w behind it, such as 7d")
-    return float(match[1]) * UNITS[match[2]]
 
 
 def find_old_runs(runs_dir: Path, older_s: float) -> list[RunFolder]:

@@ -3,6 +3,7 @@
 import math
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from cluster.host.launch.folders import check_folder, data_dir, find_run, free_f
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.teardown import in_progress
 from cluster.host.launch.user_files import check_path, check_script
+from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Needs, Request, check_needs, check_together
-from cluster.host.runtime import mirror, registry
+from cluster.host.runtime import mirror, registry, warm
 from cluster.host.runtime.base import Runtime
 from cluster.host.runtime.payload import Payload, parse_secrets
 from cluster.host.runtime.resources import Job, Network, parse_memory
@@ -102,7 +104,19 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         init=init,
         about_resuming=tuple(notes),
     )
-    return replace(planned, compose=runtime.render(planned) | gpus.record())
+    compose = runtime.render(planned) | gpus.record()
+    check_needs(typed, {Needs.SHARED_IMPORT: "preload" in compose})
+    return replace(planned, compose=compose, keep_s=_keep_s(typed) if "preload" in compose else 0.0)
+
+
+def _keep_s(typed: Request) -> float:
+    """Return how long a process that has imported TensorFlow stays."""
+    text = typed.keep_warm or run_file.read_user_file().get("keep_warm", "0")
+    seconds = 0.0 if text == "0" else spec.parse_age(text, "keep-warm")
+    if seconds and (refused := warm.refusal()):
+        print(f"no process stays for the next run: {refused}", file=sys.stderr)
+        return 0.0
+    return seconds
 
 
 def _network(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpec) -> Network:

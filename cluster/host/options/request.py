@@ -46,6 +46,7 @@ class Needs(Enum):
     NEW_RUN = "only for a new run, and --resume names one that exists"
     EARLIER_RUN = "only with --resume, for a run that somebody else started"
     CONTAINERS = "only for containers (--runtime docker or swarm)"
+    SHARED_IMPORT = "only for the built-in trainer as local processes without GPUs"
     QUEUE = "only where a scheduler places the tasks (--runtime slurm or swarm)"
 
 
@@ -135,6 +136,7 @@ class PlacementOptions:
 
     runtime: str = ""
     network: str = ""
+    keep_warm: str = option(needs=Needs.SHARED_IMPORT)
     memory: str = option(needs=Needs.CONTAINERS)
     gpus: str = option(types=WORD_OR_NUMBER)
     partition: str = option(needs=Needs.QUEUE)

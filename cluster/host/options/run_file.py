@@ -21,11 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.contract import settings
 from cluster.host.options.request import OPTIONS, TYPES, Group, Option, Request
 from cluster.system.errors import UsageError, nearest
 from cluster.system.messages import COMMAND, short_path
+from cluster.system.paths import ROOT
 
 TRAIN, ARGS = "train", "args"
+USERS = ("keep_warm",)
+"""The options that may be in the user's configuration, too."""
 _KEYS = {option.key: option for option in OPTIONS.values()}
 
 
@@ -81,6 +85,18 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
         if option.name in taken:
             options[option.name] = checked
     return RunFile(path, options, tuple(_words(train, "", path)), tuple(args))
+
+
+def read_user_file() -> Mapping[str, Any]:
+    """Return the options in the user's configuration, those of `USERS` at most; raise UsageError if it is wrong."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or (settings.home() or ROOT) / ".config"
+    path = Path(folder, "tf-cluster", "config.toml")
+    if not path.exists():
+        return {}
+    found = read_run_file(str(path))
+    if others := [*(name for name in found.options if name not in USERS), *found.train, *found.args]:
+        raise UsageError(f"{short_path(path)}: {others[0]} is for a run file; here only {', '.join(USERS)} is known")
+    return found.options
 
 
 def write_run_file(name: str, request: Request, config: Mapping[str, Any]) -> Path:

@@ -60,6 +60,8 @@ class Workload:
     job: Job = field(default_factory=Job)
     elastic: Mapping[str, Any] = field(default_factory=dict)
     """How many workers it may lose, as in `started.json`; empty if it needs all of them."""
+    keep_s: float = 0.0
+    """How long a process that has imported TensorFlow stays for the next run."""
 
     @property
     def accelerator(self) -> str:

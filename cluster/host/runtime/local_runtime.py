@@ -17,7 +17,7 @@ from cluster.contract.spec import ClusterSpec
 from cluster.host.gpu import devices
 from cluster.host.gpu.placement import NO_DEVICE, Placement
 from cluster.host.image.engine import Availability
-from cluster.host.runtime import namespaces, resources, supervisor
+from cluster.host.runtime import namespaces, resources, supervisor, warm
 from cluster.host.runtime.base import Finding, Runtime, Shell, Workload
 from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
 from cluster.host.runtime.resources import HOST, PRIVATE, Network
@@ -96,7 +96,7 @@ class LocalProcesses(Runtime):
     injector = ProcessFaults
 
     def __init__(self) -> None:
-        self._early: supervisor.EarlySupervisor | None = None
+        self._early: warm.EarlySupervisor | None = None
 
     def probe(self) -> Availability:
         return Availability(True)
@@ -158,7 +158,7 @@ class LocalProcesses(Runtime):
         if self._early:
             self._early.end()
         if compose.get("preload"):
-            self._early = supervisor.EarlySupervisor(work.run, compose, config, work.cluster.strategy)
+            self._early = warm.EarlySupervisor(work.run, compose, config, work.cluster.strategy, work.keep_s)
 
     def start(self, work: Workload, sh: Shell) -> None:  # noqa: ARG002
         early, self._early = self._early, None

@@ -1,7 +1,6 @@
 """The supervisor of a local run: what an engine does for containers, done by one process.
 
     python -m cluster.host.runtime.supervisor RUN_DIR
-    python -m cluster.host.runtime.supervisor RUN_DIR --early   the folder comes later, see `EarlySupervisor`
 
 It starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed, and ends
 when all of them have. The kernel kills the agents and their programs if the supervisor dies.
@@ -14,9 +13,7 @@ all of them are in there.
 """
 
 import contextlib
-import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -27,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from cluster.contract.recovery import attempt_limits, ends, step_record
 from cluster.contract.results import summary
@@ -44,6 +41,9 @@ from cluster.system.files import open_file, remove_abandoned, scratch_folder
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
+
+if TYPE_CHECKING:
+    from cluster.host.runtime.warm import EarlySupervisor
 
 SUPERVISOR_STOPPED_S = 8.0
 """How long the supervisor may be stopped: until it continues, it brings back no agent."""
@@ -102,68 +102,38 @@ START_S = 120.0
 """Longest time until a live supervisor writes its first heartbeats: seconds at most, on an idle machine."""
 
 
-class EarlySupervisor:
-    """The supervisor of a run whose folder does not exist yet: it imports until `start_supervisor` hands the run over.
-
-    Until then it dies with this process.
-    """
-
-    def __init__(self, run: RunFolder, how: Mapping[str, Any], config: Mapping[str, Any], strategy: str) -> None:
-        self._run, self.token = run, secrets.token_hex(16)
-        self.process = _spawn(run, how, self.token, "--early", stdin=subprocess.PIPE)
-        self._tell({"preload": how["preload"], "network": how["network"], "config": config, "strategy": strategy})
-
-    def serves(self, run: RunFolder) -> bool:
-        """Whether it waits for this run; otherwise it is ended."""
-        if self._run == run and self.process.poll() is None:
-            return True
-        self.end()
-        return False
-
-    def end(self) -> None:
-        """End it, because it imported for another configuration or run."""
-        self.process.kill()
-        self.process.communicate()
-
-    def hand_over(self) -> None:
-        """Let it begin with the run, whose folder is complete."""
-        self._tell({})
-
-    def _tell(self, what: Mapping[str, Any]) -> None:
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the wait for it notices
-            self.process.stdin.write(json.dumps(what).encode() + b"\n")
-            self.process.stdin.flush()
+def command(run: RunFolder) -> list[str]:
+    """Return the command that starts a run's supervisor."""
+    return [sys.executable, "-m", "cluster.host.runtime.supervisor", str(run.path)]
 
 
-def _spawn(
-    run: RunFolder, how: Mapping[str, Any], token: str, *words: str, stdin: int = subprocess.DEVNULL, output: Any = None
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "cluster.host.runtime.supervisor", str(run.path), *words],
-        cwd=ROOT,
-        env=_environment(how) | {"RUN_DIR": str(run.path), owner.TOKEN: token},
-        stdin=stdin,
-        stdout=output or subprocess.DEVNULL,
-        stderr=output or subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def start_supervisor(run: RunFolder, early: EarlySupervisor | None = None) -> None:
+def start_supervisor(run: RunFolder, early: "EarlySupervisor | None" = None) -> None:
     """Start the run's supervisor in the background, in a separate session; `early` is one that waits for the run."""
     owned = owner.create_owner(run, "local", early.token if early else "")
     with open_file(run.log("supervisor"), "ab") as log:
-        supervisor = early.process if early else _spawn(run, run.composed, owned.token, output=log)
-    owner.record_supervisor(run, owned, processes.identity(supervisor.pid))
+        pid = early.pid if early else _spawn(run, owned.token, log)
+    recorded: dict[str, Any] = processes.identity(pid)
+    owner.record_supervisor(run, owned, recorded)
     if early:
         early.hand_over()
-    wait_until(lambda: run.status("chief").exists() or supervisor.poll() is not None, START_S, POLL_S)
+    wait_until(lambda: run.status("chief").exists() or not processes.alive(recorded), START_S, POLL_S)
     if not run.status("chief").exists():
         raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")
 
 
-def _environment(how: Mapping[str, Any]) -> dict[str, str]:
+def _spawn(run: RunFolder, token: str, log: IO[bytes]) -> int:
+    return subprocess.Popen(
+        command(run),
+        cwd=ROOT,
+        env=variables(run.composed) | {"RUN_DIR": str(run.path), owner.TOKEN: token},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    ).pid
+
+
+def variables(how: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that are the same in every task: with them the supervisor imports for all of them."""
     environments = [task["environment"].items() for task in how.get("tasks", {}).values()]
     same = dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
@@ -281,33 +251,15 @@ class Supervisor:
                 self._start(name)
 
 
-def main(run: RunFolder, *, early: bool = False) -> None:
-    """Be the first process of the run."""
-    if early:
-        _import_early(run)
+def main(run: RunFolder, *, in_network: bool = False) -> None:
+    """Be the first process of the run, which may be `in_network` already."""
     supervisor = Supervisor(run)
-    if run.composed.get("network", HOST) == PRIVATE and not early:
+    if run.composed.get("network", HOST) == PRIVATE and not in_network:
         namespaces.enter()
     with scratch_folder() as scratch:
         os.environ["TMPDIR"], tempfile.tempdir = str(scratch), None
         keep(supervisor.main, lambda: run.request_stop("supervisor"))
 
 
-def _import_early(run: RunFolder) -> None:
-    """Import what standard input names, and return once it says that the run's folder is complete."""
-    order = json.loads(sys.stdin.readline())
-    if order["network"] == PRIVATE:
-        namespaces.enter()
-    processes.die_with_parent()  # not before: to enter a user namespace takes it back
-    with contextlib.suppress(Exception):  # the second attempt is logged
-        fork_server.preload(order["preload"], order["config"], order["strategy"])
-    if not sys.stdin.readline():
-        raise SystemExit(EXIT_FAILED)
-    processes.die_with_parent(0)
-    with open_file(run.log("supervisor"), "ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-
-
 if __name__ == "__main__":
-    main(RunFolder(Path(sys.argv[1])), early="--early" in sys.argv[2:])
+    main(RunFolder(Path(sys.argv[1])))

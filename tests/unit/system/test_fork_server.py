@@ -16,7 +16,7 @@ from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.host.gpu.placement import Placement
 from cluster.host.launch import teardown
-from cluster.host.runtime import namespaces, supervisor
+from cluster.host.runtime import namespaces, supervisor, warm
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang, StartGang
@@ -95,14 +95,15 @@ def test_a_run_gets_what_was_imported_before_its_folder_was_complete(start, monk
     begin, early = supervisor.start_supervisor, []
 
     def hand_over(run: RunFolder) -> None:
-        early.append(supervisor.EarlySupervisor(run, run.composed, run.load_config(), "multiworker"))
+        early.append(warm.EarlySupervisor(run, run.composed, run.load_config(), "multiworker"))
+        assert early[0].serves(run)
         begin(run, early[0])
 
     monkeypatch.setattr(supervisor, "start_supervisor", hand_over)
     network = "host" if namespaces.refusal() else "private"
     gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1, network=network)
     assert "succeeded" == gang.summary()["state"]
-    first = early[0].process.pid
+    first = early[0].pid
     assert (first, {f"[{first}]"}) == (gang.keeper["pid"], set(loaded_by(gang).values()))
 
 
@@ -110,7 +111,7 @@ def test_a_run_gets_what_was_imported_before_its_folder_was_complete(start, monk
 def test_what_was_imported_for_a_run_that_was_refused_ends(network):
     lines = f"""
 import os
-from cluster.host.runtime.supervisor import EarlySupervisor, RunFolder, Path
+from cluster.host.runtime.warm import EarlySupervisor, RunFolder, Path
 how = {{"preload": "tests.programs.preloaded", "network": "{network}"}}
 print(EarlySupervisor(RunFolder(Path("/none")), how, {{}}, "one").process.pid, flush=True)
 os.kill(os.getpid(), 9)

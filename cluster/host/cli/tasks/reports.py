@@ -57,7 +57,7 @@ def clean(c, run=None, older="", yes=False):
     if bool(run) == bool(older):
         raise UsageError(f"name a run, or say how old: {COMMAND} clean RUN, or {COMMAND} clean --older 7d")
     runs_dir = folders.runs_dir()
-    found = [ending.find_ended_run(runs_dir, run)] if run else ending.find_old_runs(runs_dir, ending.parse_age(older))
+    found = [ending.find_ended_run(runs_dir, run)] if run else ending.find_old_runs(runs_dir, spec.parse_age(older))
     if not found:
         print(f"no run has ended longer ago than {older}")
         return

@@ -31,7 +31,7 @@ def status(c, run=None, watch=False, json=False):
 def logs(c, task=None, run="", follow=False, tail="", since=""):
     """Show what the tasks' programs printed."""
     last = spec.parse_count("tail", tail, 0, 10**9) if tail else None
-    begin = time.time() - ending.parse_age(since, "since") if since else None
+    begin = time.time() - spec.parse_age(since, "since") if since else None
     folder = folders.find_run(run)
     cluster = folder.load_cluster()
     names = [cluster.task(task).name] if task else [member.name for member in cluster.tasks]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from cluster.contract import spec
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import ending
@@ -43,7 +44,7 @@ AGES = {"7d": 604800, "12h": 43200, "30m": 1800, " 2w ": 1209600, "9s": 9}
 @pytest.mark.parametrize("text", [*AGES, "", "7", "d", "-1d", "1.5d", "7y", "7d7d", "99999999d"])
 def test_an_age_is_a_number_with_its_unit(text):
     with contextlib.nullcontext() if text in AGES else pytest.raises(UsageError, match="--older"):
-        assert AGES.get(text) == ending.parse_age(text)
+        assert AGES.get(text) == spec.parse_age(text)
 
 
 def test_nothing_goes_without_being_agreed_to(old, monkeypatch):

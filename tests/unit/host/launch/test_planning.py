@@ -18,7 +18,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, mirror, supervisor
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime.local_runtime import LocalProcesses
-from cluster.system.errors import EXIT_PREREQUISITE, ClusterError, PrerequisiteError
+from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
 from cluster.system.json_files import read_json, write_json
 from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, no_shell, refusal
 
@@ -248,6 +248,28 @@ def test_a_run_records_whether_its_model_computes_with_onednn(monkeypatch, confi
     planned = planning.plan(Request(name="one", runtime="local", tensorboard_port="0"))
     startup.start(planned, no_shell, began=123.0)
     assert (decided, imports) == (read_json(planned.run.config)["onednn"], anticipated)
+
+
+@pytest.mark.usefixtures("resolved")
+def test_what_imported_stays_as_long_as_requested_or_configured(monkeypatch, tmp_path):
+    def kept(**options: Any) -> float:
+        return planning.plan(Request(tensorboard_port="0", **{"runtime": "local", **options})).keep_s
+
+    assert (0, 0) == (kept(), kept(keep_warm="15m"))  # no private folder for its socket
+    (tmp_path / "runtime").mkdir()
+    assert (0, 900) == (kept(), kept(keep_warm="15m"))
+    file = tmp_path / "configuration" / "tf-cluster" / "config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text('keep-warm = "2h"\n')
+    assert (7200, 0) == (kept(), kept(keep_warm="0"))
+    monkeypatch.setenv("SHARED_IMPORT", "0")
+    assert 0 == kept()
+    for wrong in ({"keep_warm": "15m"}, {"keep_warm": "soon"}):
+        assert EXIT_USAGE == refusal(Request(runtime="local", **wrong)).exit_code
+    monkeypatch.delenv("SHARED_IMPORT")
+    for text in ("workers = 1\n", 'keep-warm = "soon"\n', "[train]\nepochs = 1\n"):
+        file.write_text(text)
+        assert EXIT_USAGE == refusal(Request(runtime="local")).exit_code
 
 
 def test_a_mirror_is_tried_before_anything_starts_and_kept_by_a_resume(resolved, stopped_run, monkeypatch, tmp_path):

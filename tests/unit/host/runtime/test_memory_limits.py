@@ -114,6 +114,23 @@ def test_limit_room_and_kills_are_the_kernel_s(kernel, files):
         assert (True, 0) == (machine.headroom_bytes() > 2**60, machine.kills())
 
 
+@pytest.mark.parametrize(
+    ("free", "files", "short"),
+    [
+        (2 * GIB, V2, False),
+        (2**29, V2, True),
+        (2 * GIB, V2 | {"memory.max": f"{2 * GIB}\n"}, True),
+        (2 * GIB, V2 | {"memory.pressure": "some avg10=4.90 avg60=0.00\n"}, False),
+        (2 * GIB, V2 | {"memory.pressure": "some avg10=5.10 avg60=0.00\n"}, True),
+    ],
+)
+def test_memory_is_short_where_little_is_left_or_it_is_waited_for(kernel, monkeypatch, tmp_path, free, files, short):
+    kernel(files)
+    monkeypatch.setattr(machine, "PRESSURE", tmp_path / "none")
+    monkeypatch.setattr(machine, "available_bytes", lambda: free)
+    assert short == machine.is_short()
+
+
 def test_a_standby_process_leaves_room_for_its_own_task(kernel, monkeypatch):
     monkeypatch.setenv("STANDBY", "1")
     monkeypatch.setenv("STANDBY_DELAY_S", "0")

@@ -1,0 +1,114 @@
+"""What this process has imported and inherited: whether a process that begins now would differ from it."""
+
+import contextlib
+import hashlib
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+INHERITED = (
+    *("Umask:", "Uid:", "Gid:", "Groups:", "SigBlk:", "SigIgn:", "Cap", "NoNewPrivs:", "Seccomp:"),
+    *("Cpus_allowed:", "Mems_allowed:"),
+)
+"""What `/proc/self/status` says of what a process has from its parent."""
+MODULES, SETTINGS = (*importlib.machinery.all_suffixes(), ".dist-info"), (".pth", ".egg-link")
+"""The ends of what importing looks for in a folder of `sys.path`, and of files there that change this path."""
+SETTLED_S = 2.0
+"""No file system's times are coarser. A file that changed later could change again and keep its `_state`."""
+
+State = tuple[int, ...]
+
+
+def circumstances() -> list[str]:
+    """Describe this process: all that it has from its parent besides its variables, and its Python."""
+    proc = Path("/proc/self")
+    lines = [line for line in (proc / "status").read_text().splitlines() if line.startswith(INHERITED)]
+    texts = [(proc / name).read_text() for name in ("limits", "cgroup", "oom_score_adj")]
+    spaces = [str(path.readlink()) for path in sorted((proc / "ns").iterdir()) if "_for_" not in path.name]
+    schedule = [os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)]
+    return [*lines, *texts, *spaces, str(schedule), os.path.realpath(sys.executable), sys.version]
+
+
+def sha256_of(paths: Sequence[Path]) -> str:
+    """Return the sha256, in hexadecimal, of the names and contents of files and of all files below folders."""
+    digest = hashlib.sha256()
+    for path in paths:
+        below = [f"{parent}/{name}" for parent, _, names in os.walk(path) for name in names]
+        for file in sorted(each for each in below or [str(path)] if "/__pycache__/" not in each):
+            with contextlib.suppress(FileNotFoundError), open(file, "rb") as content:  # noqa: PTH123
+                digest.update(f"{file}\0{hashlib.sha256(content.read()).hexdigest()}\0".encode())
+    return digest.hexdigest()
+
+
+class Loaded:
+    """What this process has imported, as it was on the disk.
+
+    Attributes:
+        certain: whether it is certain what was imported. It is not where a file changed shortly before, or since.
+    """
+
+    def __init__(self, own: Sequence[Path], before: str, began: float) -> None:
+        """Note what was imported after `began`, in seconds since the epoch.
+
+        Files below `own` are compared by content, any others by what changes with it; `before` is the `sha256_of(own)`
+        at that time.
+        """
+        self._own, self._before = own, before
+        self._names = {name.partition(".")[0] for name in sys.modules}
+        below = tuple(f"{path}/" for path in own)
+        self._files = [path for path in {*_imported(), *_mapped()} if not path.startswith(below)]
+        self._seen = self._look()
+        settled = all(state[-1] < (began - SETTLED_S) * 1e9 for state in self._seen.values() if state)
+        self.certain = settled and self.is_current()
+
+    def is_current(self) -> bool:
+        """Whether a process that begins now would import the same."""
+        return self._look() == self._seen and sha256_of(self._own) == self._before
+
+    def _look(self) -> dict[str, State]:
+        """Return the state of each file that was imported, and of what modules are found by.
+
+        A new module may come before the one that was imported.
+        """
+        found = {path: _state(path) for path in self._files}
+        for folder in sys.path:
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.endswith(SETTINGS):
+                        found[entry.path] = _state(entry.path)
+                    elif entry.name.endswith(MODULES) or entry.name in self._names or _is_package(entry.path):
+                        found.setdefault(entry.path, ())
+        return found
+
+
+def _is_package(folder: str) -> bool:
+    return os.access(f"{folder}/__init__.py", os.F_OK)
+
+
+def _imported() -> Iterator[str]:
+    """Yield the files of all modules, without waking those that import themselves once they are used."""
+    for module in [*sys.modules.values()]:
+        if isinstance(module, ModuleType):
+            file = ModuleType.__getattribute__(module, "__dict__").get("__file__")
+            if isinstance(file, str):
+                yield file
+
+
+def _mapped() -> Iterator[str]:
+    """Yield the files of Python itself and of all libraries."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, access, _, _, _, *path = line.split(maxsplit=5)
+        if "x" in access and path and path[0].startswith("/"):
+            yield path[0]
+
+
+def _state(path: str) -> State:
+    """Return the values that change with a file's content; the last is the time of a change, which nobody can set."""
+    try:
+        status = os.stat(path)  # noqa: PTH116  # of thousands of files
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,0 +1,246 @@
+"""A process that has imported serves the next runs as a new one would, and refuses those that it would not."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.contract.run import owner
+from cluster.contract.run.folder import RunFolder
+from cluster.host.control import ending
+from cluster.host.runtime import namespaces, supervisor, warm
+from cluster.system import loaded, processes
+from cluster.system.json_files import read_json
+from tests.support.gang import Gang
+from tests.support.launching import no_shell
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.slow  # a file counts as settled after two seconds
+MODULE = """
+import os, pathlib
+from cluster.system import memory
+memory.is_short = pathlib.Path({short!r}).exists
+os.environ["SET_BY_IMPORT"] = "1"
+RATE = 1
+def load(config, strategy):
+    os.environ.setdefault("CHOSEN", str(config.get("chosen")))
+"""
+TELL = """
+import json, theirs
+told = {"rate": theirs.RATE, "folder": os.getcwd(), "variables": dict(os.environ)}
+(run.path / f"{NAME}.json").write_text(json.dumps(told))
+train(2), finish()
+"""
+OF_RUN = ("RUN_DIR", "TF_CONFIG", "TMPDIR", "GATE_FD", "SNAPSHOT_FILES", owner.TOKEN)
+STAYS_S = 600.0
+HOW = {"preload": "theirs", "network": "host"}
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch) -> Iterator[Path]:
+    """What is imported for all tasks. What stays is found in this test's runtime folder, and ended with it."""
+    file = tmp_path / "modules" / "theirs.py"
+    file.parent.mkdir()
+    (tmp_path / "runtime").mkdir()
+    file.write_text(MODULE.format(short=str(tmp_path / "short")))
+    wait_for(lambda: time.time() > file.stat().st_ctime + loaded.SETTLED_S + 0.1, "a file that has settled")
+    monkeypatch.setenv("PYTHONPATH", str(file.parent))
+    yield file
+    warm.end()
+
+
+@pytest.fixture
+def early(module, make_run) -> Callable[..., warm.EarlySupervisor]:
+    """Orders a supervisor, and waits for its imports."""
+
+    def order(keep_s: float = STAYS_S, **config: str) -> warm.EarlySupervisor:
+        found = warm.EarlySupervisor(RunFolder(module.parent / "none"), HOW, config, "one", keep_s)
+        assert found.serves(RunFolder(module.parent / "none"))
+        return found
+
+    return order
+
+
+@pytest.fixture
+def serving(early) -> int:
+    """The process that stays after its first run was given up."""
+    early()._connection.close()
+    assert stays()
+    return stays()
+
+
+@pytest.fixture
+def start(start_gang, monkeypatch, module) -> Callable[..., Gang]:
+    """Starts a run that tells what its tasks have; `before_start` is called between its imports and its start."""
+
+    def start(name: str, keep_s: float = 0.0, before_start: Callable[[], object] = lambda: None, **more: str) -> Gang:
+        def begin(run: RunFolder) -> None:
+            early = warm.EarlySupervisor(run, run.composed, run.load_config(), "multiworker", keep_s)
+            assert early.serves(run)
+            before_start()
+            start_supervisor(run, early)
+
+        start_supervisor = supervisor.start_supervisor
+        with monkeypatch.context() as patched:
+            patched.setattr(supervisor, "start_supervisor", begin)
+            return start_gang(TELL, name=name, workers=1, preload="theirs", **more)
+
+    return start
+
+
+def told(gang: Gang) -> dict[str, object]:
+    assert "succeeded" == gang.summary()["state"]
+    value = read_json(gang.run.path / "worker-0.json")
+    value["variables"] = {name: each for name, each in value["variables"].items() if name not in OF_RUN}
+    return value
+
+
+def stays() -> int:
+    """Return the process that stays; 0 if there is none."""
+    try:
+        with warm._connect() as connection:
+            return int.from_bytes(connection.getsockopt(1, 17, 4), sys.byteorder)  # SO_PEERCRED
+    except OSError:
+        return 0
+
+
+def parent(pid: int) -> int:
+    return int(processes.stat(pid)[1])
+
+
+def test_runs_of_one_import_have_what_those_of_their_own_import_have(start, module):
+    network = "host" if namespaces.refusal() else "private"
+    cold = told(start("cold", network=network))
+    first = told(start("first", STAYS_S, network=network))
+    serving, folder = stays(), module.parents[1] / "runtime" / "tf-cluster"
+    (socket,) = folder.iterdir()
+    assert (os.geteuid(), 0o700, 0o700) == (
+        socket.stat().st_uid,
+        socket.stat().st_mode & 0o777,
+        folder.stat().st_mode & 0o777,
+    )
+    gang = start("next", network=network)
+    assert serving == parent(gang.keeper["pid"])
+    assert cold == first == told(gang)
+    assert ("1", "None") == (cold["variables"]["SET_BY_IMPORT"], cold["variables"]["CHOSEN"])
+
+
+def test_a_run_leaves_nothing_if_its_first_process_is_killed_and_what_stays_is_no_part_of_it(start):
+    start("first", STAYS_S).summary()
+    serving, gang = stays(), start("killed")
+    assert serving == parent(gang.keeper["pid"])
+    found = processes.ProcessTable().with_environment(owner.TOKEN, owner.read_owner(gang.run).token)
+    assert gang.keeper["pid"] in found
+    supervisor.kill_run(gang.run)
+    assert ([], serving) == (supervisor.processes_left(gang.run), stays())
+
+
+def limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0 if soft else hard, hard))
+
+
+@pytest.mark.parametrize("change", ["variable", "configuration", "limit", "umask", "content", "new module"])
+def test_a_run_that_a_new_process_would_serve_otherwise_is_refused(early, serving, module, monkeypatch, change):
+    config = {}
+    before = resource.getrlimit(resource.RLIMIT_CORE), os.umask(0o022)
+    if change == "variable":
+        monkeypatch.setenv("TF_ANY", "1")
+    elif change == "configuration":
+        config["chosen"] = "another"
+    elif change == "limit":
+        limit()
+    elif change == "umask":
+        os.umask(0o027)
+    elif change == "content":
+        times = (module.stat().st_atime_ns, module.stat().st_mtime_ns)
+        module.write_text(module.read_text().replace("RATE = 1", "RATE = 2"))
+        os.utime(module, ns=times)
+    else:
+        (module.parent / "another.py").touch()
+    try:
+        assert early(**config).process
+        assert serving != stays()
+    finally:
+        os.umask(before[1])
+        resource.setrlimit(resource.RLIMIT_CORE, before[0])
+
+
+def test_what_changes_after_the_imports_and_before_the_start_is_imported_again(start, module):
+    def change() -> None:
+        module.write_text(module.read_text().replace("RATE = 1", "RATE = 2"))
+
+    assert 2 == told(start("changed", STAYS_S, change))["rate"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_process_that_hangs_or_was_killed_is_replaced(serving, number):
+    os.kill(serving, number)
+    began = time.monotonic()
+    replaced = warm.EarlySupervisor(RunFolder(Path("/none")), HOW, {}, "one", STAYS_S)
+    assert (True, True) == (replaced.process is not None, time.monotonic() - began < warm.ANSWER_S + 5)
+    wait_for(lambda: not processes.start_ticks(serving), "its end")
+    replaced.end()
+
+
+def test_two_runs_at_once_are_both_served(early, serving):
+    both = [early(), early()]
+    assert [None, None] == [each.process for each in both]
+    assert [serving, serving] == [parent(each.pid) for each in both]
+    assert both[0].pid != both[1].pid
+
+
+@pytest.mark.parametrize("planted", ["link to a folder", "folder for all", "link to a socket", "socket for all"])
+def test_what_is_not_this_users_alone_is_not_used(early, serving, module, planted):
+    folder = module.parents[1] / "runtime" / "tf-cluster"
+    (socket,) = folder.iterdir()
+    if planted == "link to a folder":
+        folder.rename(folder.with_name("another"))
+        folder.symlink_to("another")
+    elif planted == "folder for all":
+        folder.chmod(0o755)
+    elif planted == "link to a socket":
+        socket.rename(socket.with_name("another"))
+        socket.symlink_to("another")
+    else:
+        socket.chmod(0o777)
+    assert early(0.0).process
+    assert bool(warm.refusal()) == ("folder" in planted)
+    wait_for(lambda: not processes.start_ticks(serving), "its end")
+
+
+@pytest.mark.parametrize("end", ["time", "memory", "down", "another"])
+def test_what_stays_ends(early, serving, module, end):
+    recorded = processes.identity(serving)
+    if end == "time":
+        early(0.1)._connection.close()
+    elif end == "memory":
+        (module.parents[1] / "short").touch()
+    elif end == "down":
+        assert 0 == ending.take_down(module.parents[1] / "runs", None, 1, no_shell)
+    elif end == "another":
+        (socket,) = (module.parents[1] / "runtime" / "tf-cluster").iterdir()
+        socket.unlink()
+    wait_for(lambda: not processes.alive(recorded), "its end")
+    assert not stays()
+
+
+@pytest.mark.usefixtures("serving")
+def test_a_fork_ends_with_the_command_that_ordered_it():
+    lines = f"""
+import os
+from cluster.host.runtime.warm import EarlySupervisor, RunFolder, Path
+early = EarlySupervisor(RunFolder(Path("/none")), {HOW}, {{}}, "one")
+early.serves(RunFolder(Path("/none"))), print(early.pid, early.process, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=60, check=False)
+    pid, process = done.stdout.split()
+    assert "None" == process
+    wait_for(lambda: not processes.start_ticks(int(pid)), "its end")
