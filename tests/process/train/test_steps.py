@@ -34,7 +34,7 @@ from train import patches, program
 from train.config import Optimizer
 from train.data import feeds, sources
 from train.data.batches import Batch
-from train.loops import evaluation, replica_check, steps
+from train.loops import evaluation, steps
 from train.loops.actions import CheckFinite
 from train.loops.loop import CallProgress
 from train.loops.train_step import TrainStep
@@ -187,24 +187,6 @@ def test_a_step_that_overflows_is_skipped_whole_and_halves_the_scale(source, whe
         found.append((moved, slots, *counts, done.scale.metrics()))
     skipped = (False, False, 0, 0, {"loss_scale": 2.0**39, "skipped_steps": 1})
     assert [skipped, (True, True, 1, 1, {"loss_scale": 2.0**10, "skipped_steps": 1})] == found
-
-
-@pytest.mark.parametrize("damaged", [None, 1])
-def test_a_bit_that_changes_in_one_replicas_summed_gradient_makes_its_weights_differ(source, monkeypatch, damaged):
-    apply = gradients.GradientPolicy.apply
-
-    def flipped(policy: gradients.GradientPolicy, total: Sequence[Any], variables: Sequence[Any]) -> None:
-        if tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) == damaged:
-            mask = (np.eye(*total[0].shape) * 2**20).astype(np.uint32)
-            changed = tf.bitwise.bitwise_xor(tf.bitcast(total[0], tf.uint32), mask)
-            total = [tf.bitcast(changed, tf.float32), *total[1:]]
-        apply(policy, total, variables)
-
-    monkeypatch.setattr(gradients.GradientPolicy, "apply", flipped)
-    done = training("mirrored-2", source, PLAIN)
-    done.run(0, 1)
-    own = replica_check.digests([*done.train_step.model.trainable_variables], 2)
-    assert (len(set(own)) == 1) is (damaged is None)
 
 
 def test_a_training_that_overflows_at_scale_1_ends(source):
