@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.campaign.cases import CASES
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
 from cluster.host.runtime import registry, supervisor
 from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, Clusters, summary
 from tests.support.waiting import wait_for
-from tests.tools.campaign.cases import CASES
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -73,7 +73,7 @@ def test_faults_in_any_phase_must_lose_no_run_and_change_no_bit(clusters, case):
     """STORM_SEED repeats the faults of a failure."""
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
     words = ("--faults=1", f"--case={case}", f"--seed={seed}")
-    campaign = Clusters(clusters.runs_dir, module="tests.tools.campaign")
+    campaign = Clusters(clusters.runs_dir, module="benchmarks.campaign")
     print(campaign.invoke(*words, timeout_s=SLOW_MACHINE_S))
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from benchmarks.campaign import volleys
+from benchmarks.campaign.volleys import AGENT, ENDING, LAST_PHASES, PHASES, Shot, Volley
 from cluster.contract.recovery import step_record
 from cluster.contract.recovery.step_record import RecordedStep
 from cluster.contract.run.folder import RunFolder
@@ -16,8 +18,6 @@ from cluster.host.runtime.injector import FaultInjector
 from cluster.system import processes
 from cluster.system.errors import ClusterError
 from cluster.system.waiting import wait_until
-from tests.tools.campaign import volleys
-from tests.tools.campaign.volleys import AGENT, ENDING, LAST_PHASES, PHASES, Shot, Volley
 
 POLL_S = 0.002
 RECOVERY_S = 60.0

@@ -87,7 +87,7 @@ class Volley:
 
 def draw(spec: ClusterSpec, seed: str, kinds: Collection[str]) -> Iterator[tuple[Volley, Volley]]:
     """Yield volleys without end, each in two forms: for the middle of a run, and for its end."""
-    dice = random.Random(seed)  # chaos needs to be repeated, not to be secret
+    dice = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
     names = [task.name for task in spec.tasks]
     weights = {kind: weight for kind, weight in WEIGHTS.items() if kind in kinds}
 
@@ -111,6 +111,7 @@ def draw(spec: ClusterSpec, seed: str, kinds: Collection[str]) -> Iterator[tuple
 
 
 def phase_of(beat: Heartbeat | None) -> str:
+    """Return the phase of a program by its heartbeat."""
     return next((name for name, reached in PHASES.items() if beat and reached(beat)), "start")
 
 

@@ -8,14 +8,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from benchmarks import documents
+from benchmarks.campaign.cases import CASES
+from benchmarks.campaign.volleys import PHASES, WEIGHTS
 from cluster.system.json_files import append_json, read_json_lines
 from cluster.system.paths import ROOT
-from tests.tools.campaign.cases import CASES
-from tests.tools.campaign.volleys import PHASES, WEIGHTS
 
 RECORD = ROOT / "docs" / "internals" / "storms.jsonl"
 PAGE = ROOT / "docs" / "internals" / "recovery.md"
-BEGIN = documents.begin("python -m tests.tools.campaign --write")
+BEGIN = documents.begin("python -m benchmarks.campaign --write")
 
 Row = dict[str, Any]
 SAME, CHANGED, NOT_COMPARED = "same", "changed", "not compared"
@@ -65,8 +65,10 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def read() -> list[Row]:
+    """Return the rows of all recorded runs."""
     return list(read_json_lines(RECORD))
 
 
 def add(row: Row) -> None:
+    """Record a run."""
     append_json(RECORD, row)

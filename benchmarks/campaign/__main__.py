@@ -1,4 +1,4 @@
-"""Storms over many runs, with faults in every phase, several at once: `python -m tests.tools.campaign --help`.
+"""Storms over many runs, with faults in every phase, several at once: `python -m benchmarks.campaign --help`.
 
 `cases.py` lists the kinds of runs, `volleys.py` draws the faults and `injection.py` injects them. `campaign.py` makes
 one run after the other and compares it with an undisturbed one; `record.py` counts the results.
@@ -12,13 +12,14 @@ import json
 import sys
 
 from benchmarks import documents
+from benchmarks.campaign import campaign, record
+from benchmarks.campaign.cases import CASES
 from cluster.host.runtime import registry
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError
-from tests.tools.campaign import campaign, record
-from tests.tools.campaign.cases import CASES
 
 
 def main() -> int:
+    """Inject the faults, and print a row for each run; return the exit code."""
     parser = argparse.ArgumentParser(description="Inject faults into runs; exit code 1 if one is lost.")
     parser.add_argument("--faults", type=int, default=20, help="after which no further run is started")
     parser.add_argument("--minutes", type=float, default=60, help="after which no further run is started")

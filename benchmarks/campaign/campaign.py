@@ -15,6 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.campaign import record, volleys
+from benchmarks.campaign.cases import Case
+from benchmarks.campaign.injection import Injection
+from benchmarks.campaign.record import Row
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import checkout
 from cluster.host.launch import folders
@@ -24,10 +28,6 @@ from cluster.system.errors import RunFailed, UsageError
 from cluster.system.messages import counted
 from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
-from tests.tools.campaign import record, volleys
-from tests.tools.campaign.cases import Case
-from tests.tools.campaign.injection import Injection
-from tests.tools.campaign.record import Row
 
 FAULTS_S, LAST_FAULTS_S, RUN_S = 90.0, 180.0, 300.0
 """How long faults are injected into a run, and at its end, and after how long it is lost if it has not ended."""
@@ -78,6 +78,7 @@ def main(
 
 
 def failed(rows: Sequence[Row]) -> bool:
+    """Whether a run was lost or has other bits."""
     return any(row["lost"] or row["bits"] == record.CHANGED for row in rows)
 
 
