@@ -118,6 +118,7 @@ def test_an_agent_that_was_started_wrongly_says_so_in_one_line(make_run, environ
     assert 1 == len(done.stderr.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", [{"workers": 1}, {"workers": 1, "ps": 1}])
 def test_a_task_that_comes_back_waits_for_its_port(start_gang, topology):
     lines = "if NAME.startswith(('worker', 'ps')) and PS: serve()\ntrain(5)\n"

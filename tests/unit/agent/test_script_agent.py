@@ -78,6 +78,7 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts):
     assert any(line.startswith("its files ") and line.endswith("/runs/run/work/TASK") for line in rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "message"),
     [
@@ -98,6 +99,7 @@ def test_a_script_s_own_failure_ends_the_run_at_once(start_scripts, end, code, m
     assert ["failed", "stopped"] == [gang.beat(task).state for task in ("worker-0", "chief")]
 
 
+@pytest.mark.slow
 def test_the_first_error_is_the_root_cause(start_scripts):
     lines = """
     if NAME == 'worker-0': sys.exit('the root cause')
@@ -155,6 +157,7 @@ def test_a_stop_that_only_another_host_sees_is_no_success(run, worker, action):
     assert action == decide.decide(chief.observe())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_sigterm", "grace_s"),
     [("signal.SIG_DFL", "10"), ("lambda *_: sys.exit('saved')", "10"), ("signal.SIG_IGN", "0.2")],

@@ -214,6 +214,7 @@ STARTING = {"state": "starting", "step": 0}
 COMPILING = {"state": "compiling", "step": 0} | at(Place.START, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "by", "differing", "found"),
     [

@@ -66,6 +66,7 @@ def refused(task: str, **options: Any) -> str:
     return message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["status", "logs", "wait", "stop", "down", "rerun", "export"])
 def test_no_task_takes_a_run_name_that_is_none(task):
     for name in ("..", "../x", "/etc", "a\0b", "a\nb", "-rf", "~"):

@@ -88,6 +88,7 @@ def test_python_s_own_variables_do_not_reach_our_programs(monkeypatch):
     assert {"PYTHONPATH"} == left - set(command_line.KEPT_VARIABLES[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
     [

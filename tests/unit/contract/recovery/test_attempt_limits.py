@@ -184,6 +184,7 @@ def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kil
     assert ("failed", story.crash_at - 1) == (outcome.state, outcome.step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run, seed):
     draw = random.Random(seed)

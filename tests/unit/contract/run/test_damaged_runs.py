@@ -145,6 +145,7 @@ unhurried = settings(
 SEED, COUNT = st.integers(0, 2**32), st.integers(1, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("commands")
 @settings(unhurried, max_examples=30)
 @given(seed=SEED, count=COUNT)
@@ -152,6 +153,7 @@ def test_commands_that_read_say_what_is_wrong(runs, capsys, seed, count):
     check(READING, runs, seed, count, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("commands")
 @settings(unhurried, max_examples=30)
 @given(seed=SEED, count=COUNT)
@@ -162,6 +164,7 @@ def test_commands_that_act_say_what_is_wrong(runs, capsys, seed, count):
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 30))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_runs_of_a_damaged_run_is_ended(seed, make_run, start_gang):
     draw = random.Random(seed)

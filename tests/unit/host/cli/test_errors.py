@@ -19,6 +19,7 @@ from tests.support.beats import beat
 from tests.support.command_line import commands, context, current, refusal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "unbuffered", "ends"),
     [

@@ -17,6 +17,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 def test_only_what_needs_no_tensorflow_and_has_no_mark_runs(tmp_path):
     for name, lines in FILES.items():
         (tmp_path / f"{name}.py").write_text(lines)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from packaging.specifiers import SpecifierSet
 from ruamel.yaml import YAML
 
@@ -86,6 +87,7 @@ def test_a_dev_container_is_set_up_by_make_and_shows_tensorboard():
     assert [tensorboard.PORT] == container["forwardPorts"]
 
 
+@pytest.mark.slow
 def test_a_shell_completes_tasks_and_their_options():
     script = invoke("--print-completion-script", "bash").stdout
     program = f'invoke() {{ "{sys.executable}" -m invoke "$@"; }}'

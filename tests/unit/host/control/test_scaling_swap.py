@@ -104,6 +104,7 @@ def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch
     assert [["worker-0"], []] == [change["left_out"] for change in summary["membership"]]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_scaled_is_not_resumed(start_gang, scale):
     """It is tried all the time: while tasks save, between the clusters, and while the new one starts."""
     gang, over = start_gang(LASTING, workers=1), threading.Event()

@@ -114,6 +114,7 @@ def test_what_our_own_lock_has_is_left_out(tmp_path):
     assert "" == (folder / packages.RESOLVED).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "named"),
     [

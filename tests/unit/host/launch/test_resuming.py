@@ -159,6 +159,7 @@ def test_a_run_that_has_nothing_left_to_do_says_so(trained, previous, changes, l
     assert limit in note
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hurried")
 def test_a_plan_checks_it_and_starts_nothing(trained):
     run = trained()

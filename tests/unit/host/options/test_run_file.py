@@ -142,6 +142,7 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path):
         run_file.write_run_file(str(path), Request(), {})
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path):
     (tmp_path / "neighbor.py").write_text("from train.presets.fashion_mnist import preset\n")
     (tmp_path / "run.toml").write_text("preset = 'neighbor:preset'\nworkers = 3\n")

@@ -105,6 +105,7 @@ VARIABLES = ["", "=1", "A B=1", "1A=1", "TF_CONFIG={}", "TASK", "PYTHONPATH=/x",
 SECRETS = ["", "A_KEY", "A_KEY=", "A B=key", "TASK=key", "A_KEY=none", "A_KEY=.", "B=key"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "words"), [*(("env", words) for words in VARIABLES), *(("secret", words) for words in SECRETS)]
 )

@@ -67,6 +67,7 @@ def environments(made: Manifest) -> dict[str, dict[str, str]]:
     return found
 
 
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     name=st.from_regex(NAME, fullmatch=True),
