@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[4]
 FILES = {
     "test_plain": "def test_one(): pass",
