@@ -77,7 +77,6 @@ def strategy() -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy([f"/CPU:{index}" for index in range(REPLICAS)])
 
 
-@pytest.mark.extended
 def test_a_machine_without_a_tpu_is_reported_at_once():
     """Before anything else of TensorFlow, as in a task."""
     began = time.monotonic()
