@@ -9,6 +9,8 @@ import pytest
 from cluster.system.ports import free_ports
 from tests.support.measured import finish, start
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:
