@@ -91,6 +91,7 @@ class EarlySupervisor:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=None if self._order["keep_s"] else processes.die_with_parent,  # also before it can read
         )
         theirs.close()
         self._tell(self._order)
@@ -141,14 +142,14 @@ def end() -> bool:
 def refusal() -> str:
     """Return why no process can stay here, in words; empty if one can."""
     try:
-        with _folder():
+        with _folder(create=True):
             return ""
     except OSError as error:
         return str(error)
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[int]:
+def _folder(*, create: bool = False) -> Iterator[int]:
     """Open the folder of the sockets, which is nobody else's; its entries are reached by the descriptor.
 
     Raises:
@@ -156,8 +157,8 @@ def _folder() -> Iterator[int]:
     """
     named = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(named, "tf-cluster") if named else Path(tempfile.gettempdir(), f"tf-cluster-{os.geteuid()}")
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+    if create:
+        path.mkdir(mode=0o700, exist_ok=True)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(folder)
@@ -244,7 +245,7 @@ class Warm:
 
 def _listen(listener: socket.socket) -> int:
     """Listen in the place of what stayed until now; return the socket's inode."""
-    with _folder() as folder:
+    with _folder(create=True) as folder:
         scratch, umask = f"{SOCKET}.{os.getpid()}", os.umask(0o077)
         listener.bind(f"/proc/self/fd/{folder}/{scratch}")
         os.umask(umask)
