@@ -52,9 +52,10 @@ sys.addaudithook(_refuse_fixed_ports)
 
 @pytest.fixture(scope="session", autouse=True)
 def state(tmp_path_factory) -> Iterator[None]:
-    """A state folder of the tests' own, where it is noted which runs were started."""
+    """Folders of the tests' own for what a user configures, and for notes of which runs were started."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("configuration")))
         patch.delenv("COLUMNS", raising=False)  # lines are not wrapped without a terminal; xdist sets it
         yield
 
@@ -75,7 +76,6 @@ def isolation(tmp_path, monkeypatch):
     monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("STANDBY", "0")  # programs would start that no test waits for
     monkeypatch.setenv("RESTART_PAUSE_S", "0.01")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
     for name in (
         "RUN_DIR",
         "TASK",

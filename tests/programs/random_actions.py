@@ -165,7 +165,8 @@ class Actions:
         assert 0 == terminal.call("down", "--timeout", "3"), "down failed"
         left = [run.name for run in self.folders() if supervisor.processes_left(run)]
         assert not left, f"processes of {left} are left"
-        assert not self.processes(), f"processes are left: {self.processes()}"
+        # One that was to import for a killed `up` notices that once it has started.
+        wait_for(lambda: not self.processes(), "the end of all processes", 10.0)
         assert not (files := list(self.tmp.iterdir())), f"temporary files are left: {files}"
         listed = {row["run"] for row in listing.list_runs(self.runs_dir)}
         for run in self.folders():

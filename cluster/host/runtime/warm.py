@@ -91,7 +91,6 @@ class EarlySupervisor:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=None if self._order["keep_s"] else processes.die_with_parent,  # also before it can read
         )
         theirs.close()
         self._tell(self._order)

@@ -258,8 +258,9 @@ def test_what_imported_stays_as_long_as_requested_or_configured(monkeypatch, tmp
     assert (0, 0) == (kept(), kept(keep_warm="15m"))  # no private folder for its socket
     (tmp_path / "runtime").mkdir()
     assert (0, 900) == (kept(), kept(keep_warm="15m"))
-    file = tmp_path / "configuration" / "tf-cluster" / "config.toml"
-    file.parent.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    file = tmp_path / "tf-cluster" / "config.toml"
+    file.parent.mkdir()
     file.write_text('keep-warm = "2h"\n')
     assert (7200, 0) == (kept(), kept(keep_warm="0"))
     monkeypatch.setenv("SHARED_IMPORT", "0")
