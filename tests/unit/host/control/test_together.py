@@ -205,9 +205,12 @@ def test_a_claim_that_cannot_be_made_says_what_to_do(tmp_path):
         pass
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("seed", "actions"), [(1, 24), *(pytest.param(seed, 1000, marks=pytest.mark.long) for seed in range(2, 12))]
+    ("seed", "actions"),
+    [
+        pytest.param(1, 24, marks=pytest.mark.extended),
+        *(pytest.param(seed, 1000, marks=pytest.mark.long) for seed in range(2, 12)),
+    ],
 )
 def test_whatever_is_done_to_runs_leaves_them_usable_and_nothing_else(tmp_path, seed, actions):
     fast.leave_out("starts clusters")
