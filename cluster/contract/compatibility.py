@@ -7,6 +7,7 @@ from typing import Any
 from cluster.contract import strategies
 from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import UsageError
+from cluster.system.messages import either
 
 SCALINGS = ("none", "linear", "sqrt")
 """How a learning rate follows the global batch."""
@@ -32,7 +33,7 @@ def check_micro_batches(global_batch: int, replicas: int, micro_batches: int, wh
         near = sorted(sorted(fitting, key=lambda number: abs(number - micro_batches))[:3])
         raise UsageError(
             f"--micro-batches {micro_batches} does not divide the {batch} examples of each of the {replicas} {what}; "
-            f"use {', '.join(map(str, near[:-1]))} or {near[-1]}"
+            f"use {either([*map(str, near)])}"
             if len(near) > 1
             else f"--micro-batches {micro_batches}: each of the {replicas} {what} has one example; use 1"
         )

@@ -44,7 +44,7 @@ class Strategy:
     class_name: str
     trial: str
     topology: str
-    runs_on: Sequence[Mapping[str, tuple[int, int]]]
+    runs_on: Sequence[Mapping[str, tuple[int, float]]]
     automatic: bool = False
     one_process: bool = False
     served: bool = False

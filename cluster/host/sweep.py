@@ -39,7 +39,6 @@ ETA = 3
 MAX_TRIALS = 1000
 MAX_PARALLEL = 64
 POLL_S = 0.5
-MAX_PORT = 65535
 MAX = 1e30
 """A loss that is not finite, in a record."""
 NOT_SHARED = ("name", "resume", "fresh", "detach", "trust")
@@ -117,10 +116,11 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
     sweep = Sweep(
         name=name, options=words, overrides=overrides, code_dir=request.code_dir, trials=tuple(trials), halving=halving
     )
-    if sweep.metrics_port(trials[-1]) > MAX_PORT:
+    _, last = OPTIONS["metrics_port"].bounds
+    if sweep.metrics_port(trials[-1]) > last:
         raise UsageError(
             f"--metrics-port {request.metrics_port}: {counted(total, 'trial')} need as many ports from there on, "
-            f"up to {MAX_PORT}; choose a lower one"
+            f"up to {last}; choose a lower one"
         )
     for trial in trials:
         metrics_server.check_port(sweep.metrics_port(trial))

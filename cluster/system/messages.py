@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.system.paths import ROOT
@@ -15,6 +16,12 @@ NOISE = (b"oneDNN custom operations are on.", b"All log messages before absl::In
 def counted(number: int, noun: str) -> str:
     """Return `1 task`, `2 tasks`: the noun is regular."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def either(words: Sequence[str]) -> str:
+    """Return `one`, `one or two`, or `one, two or three`."""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def size(num_bytes: float) -> str:

@@ -35,6 +35,10 @@ _MEANINGS = {
 }
 
 
+TIMED_OUT = 124
+"""The exit code of `run` for a program that did not end in time."""
+
+
 def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path | None = None) -> tuple[int, str, str]:
     """Run a program that may be missing, forbidden or hang; it and what it started are killed after `timeout_s`.
 
@@ -42,7 +46,7 @@ def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path |
 
     Returns:
         Its exit code, stdout and stderr. If it could not be run or did not end, the code is that of a shell (127, 126
-        or 124) and stderr says why.
+        or `TIMED_OUT`) and stderr says why.
     """
     try:
         with subprocess.Popen(
@@ -67,7 +71,7 @@ def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path |
     except OSError as error:
         return 126, "", f"{command[0]} cannot be run: {error.strerror}"
     except subprocess.TimeoutExpired:
-        return 124, "", f"{name or command[0]} did not answer in {timeout_s:g} s"
+        return TIMED_OUT, "", f"{name or command[0]} did not answer in {timeout_s:g} s"
     return process.returncode, output, errors
 
 

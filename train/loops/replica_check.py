@@ -124,10 +124,10 @@ class FlipBit(Action):
 
     def __init__(self, run: RunFolder, task: str, variables: Callable[[], Sequence[Any]], replicas: int) -> None:
         self._run, self._task, self._variables, self._replicas = run, task, variables, replicas
+        self._request = run.flip_request(task)
 
     def before(self, step: int) -> None:
-        request = self._run.flip_request(self._task)
-        if not request.exists():
+        if not self._request.exists():
             return
         dice = random.Random(os.urandom(8))  # noqa: S311  # not for cryptography
         replica = dice.randrange(self._replicas)
@@ -135,7 +135,7 @@ class FlipBit(Action):
         places = {at: self._places(copy_of(each, replica)) for at, each in enumerate(variables)}
         if not (used := [at for at, found in places.items() if found.size]):
             return  # all weights are still zero
-        remove(request)
+        remove(self._request)
         at, bit = dice.choice(used), dice.choice(self.BITS)
         index, copy = int(dice.choice(places[at])), copy_of(variables[at], replica)
         values = np.array(copy.numpy())  # that of a scalar is a number, whose bits cannot be changed in place

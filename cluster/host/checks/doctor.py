@@ -18,6 +18,7 @@ from cluster.host.image import engine, images, locks
 from cluster.host.launch import folders
 from cluster.host.runtime import compose_services, registry, tensorboard
 from cluster.host.runtime.base import Finding
+from cluster.system import processes
 from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import COMMAND, short_path
 from cluster.system.paths import ROOT
@@ -212,7 +213,7 @@ def _containers(count: int) -> list[Finding]:
     command += [f"--ulimit={key}={value}" for key, value in compose_services.GPU_LIMITS.items()]
     command += ["--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
     code, text = engine.ask(*command, "--entrypoint=python", image, "-c", PROBE.read_text(), timeout_s=PROBE_TIMEOUT_S)
-    if code == 124:  # the client was ended, but not the container
+    if code == processes.TIMED_OUT:  # the client was ended, but not the container
         engine.ask("rm", "--force", name)
     return [judge_image(code, text, count)]
 

@@ -23,7 +23,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime.base import Shell
 from cluster.host.view.live import Live
 from cluster.system.errors import EXIT_DONE, TimedOut, UsageError
-from cluster.system.messages import COMMAND, counted
+from cluster.system.messages import COMMAND, counted, either
 from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
@@ -156,8 +156,7 @@ def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -
     counts = range(spec.MAX_TASKS + 1)
     fitting = [n for n in counts if batch % ((1 + n) * requested.devices) == 0 and n != _workers(previous)]
     near = [str(n) for n in sorted(sorted(fitting, key=lambda n: abs(n - _workers(requested)))[:SHOWN_COUNTS])]
-    shown = [", ".join(near[:-1]), near[-1]] if len(near) > 1 else near
-    use = f"use {' or '.join(shown)} workers" if near else "no other number fits"
+    use = f"use {either(near)} workers" if near else "no other number fits"
     raise UsageError(
         f"--workers {_workers(requested)}: global batch {batch} is not divisible by {requested.batch_divisor} "
         f"replicas; {use}"

@@ -19,7 +19,7 @@ from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.spec import DEFAULT_WORKERS, MAX_DEVICES, MAX_TASKS, parse_count
 from cluster.host.runtime import registry, tensorboard
 from cluster.system.errors import UsageError, nearest
-from cluster.system.messages import COMMAND
+from cluster.system.messages import COMMAND, either
 from cluster.system.paths import ROOT
 
 TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
@@ -235,7 +235,6 @@ GROUPS = {
     Group.KEPT: RecoveryOptions,
     Group.WATCHED: MonitoringOptions,
 }
-_RUNTIMES, _STRATEGIES = [registry.AUTO, *registry.RUNTIMES], [strategies.AUTO, *strategies.STRATEGIES]
 _VALUES = {
     "command": COMMAND,
     "hang_timeout": f"{HANG_TIMEOUT_S:g}",
@@ -244,8 +243,8 @@ _VALUES = {
     "port": tensorboard.PORT,
     "preset": PRESET,
     "presets": ", ".join(sorted(path.stem for path in PRESETS.glob("[a-z]*.py"))),
-    "runtimes": f"{', '.join(_RUNTIMES[:-1])} or {_RUNTIMES[-1]}",
-    "strategies": f"{', '.join(_STRATEGIES[:-1])} or {_STRATEGIES[-1]}",
+    "runtimes": either([registry.AUTO, *registry.RUNTIMES]),
+    "strategies": either([strategies.AUTO, *strategies.STRATEGIES]),
     "workers": DEFAULT_WORKERS,
 }
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())

@@ -39,7 +39,6 @@ from cluster.system import fork_server, processes
 from cluster.system.errors import EXIT_FAILED, TimedOut
 from cluster.system.files import open_file, remove_abandoned, scratch_folder
 from cluster.system.messages import counted
-from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -122,15 +121,8 @@ def start_supervisor(run: RunFolder, early: "EarlySupervisor | None" = None) -> 
 
 
 def _spawn(run: RunFolder, token: str, log: IO[bytes]) -> int:
-    return subprocess.Popen(
-        command(run),
-        cwd=ROOT,
-        env=variables(run.composed) | {"RUN_DIR": str(run.path), owner.TOKEN: token},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    ).pid
+    environment = variables(run.composed) | {"RUN_DIR": str(run.path), owner.TOKEN: token}
+    return processes.start_detached(command(run), environment=environment, output=log).pid
 
 
 def variables(how: Mapping[str, Any]) -> dict[str, str]:

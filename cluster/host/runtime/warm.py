@@ -83,15 +83,8 @@ class EarlySupervisor:
             environment = {name: environment[name] for name in environment if name not in OF_RUN}
             environment[owner.TOKEN] = NO_TOKEN
             self._order["code"] = sha256_of(own_code())
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.host.runtime.warm"],
-            cwd=ROOT,
-            env=environment,
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "cluster.host.runtime.warm"]
+        self.process = processes.start_detached(command, environment=environment, stdin=theirs.fileno())
         theirs.close()
         self._tell(self._order)
 

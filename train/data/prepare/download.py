@@ -37,8 +37,6 @@ PACKAGES = {
     "jargon_file": "dict-jargon",
 }
 COMMAND_TIMEOUT_S = 180.0
-TIMED_OUT = 124
-"""The exit code of `processes.run` after a timeout."""
 
 _MTIMES = {"train": 1504176606, "t10k": 1504176627}
 """Time at which Zalando compressed the files, in seconds since 1970, by the first part of their names."""
@@ -167,7 +165,7 @@ def _run(command: Sequence[str], cwd: Path) -> tuple[int, str]:
     """Run a command with any exit code, unless it takes too long; return the code and both outputs."""
     in_english = ["/usr/bin/env", "LC_ALL=C", *command]
     code, output, errors = processes.run(in_english, COMMAND_TIMEOUT_S, command[0], cwd=cwd)
-    if code == TIMED_OUT:
+    if code == processes.TIMED_OUT:
         raise PrerequisiteError(errors)
     if code and os.strerror(errno.ENOSPC) in output + errors:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -12,7 +12,7 @@ from invoke import Exit
 from cluster.contract import settings
 from cluster.host.cli.command_line import task
 from cluster.system.errors import UsageError, nearest
-from cluster.system.messages import COMMAND, short_path
+from cluster.system.messages import COMMAND, either, short_path
 from cluster.system.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -21,7 +21,7 @@ _FILES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 """The files of a project that runs a script, by name."""
 
 
-@task()
+@task(kinds=either(KINDS), kind=KINDS[0])
 def new(c, folder=None, kind="", script=""):
     """Create a project that trains with one command: model, data, options, test and README."""
     if not folder:

@@ -12,10 +12,10 @@ from cluster.host.sweep import best_first
 from cluster.host.view.columns import columns
 from cluster.system.errors import RunFailed, UsageError
 from cluster.system.files import write_text
-from cluster.system.messages import COMMAND, counted, short_path, size
+from cluster.system.messages import COMMAND, counted, either, short_path, size
 
 
-@task(keys=f"{', '.join(listing.KEYS[:-1])} or {listing.KEYS[-1]}")
+@task(keys=either(listing.KEYS))
 def runs(c, sort="", reverse=False, filter="", limit="", sweep="", json=False):
     """List all runs: result, duration, score, strategy, tasks, commit, restarts, disk use."""
     most = spec.parse_count("limit", limit, 1, 10**9) if limit else 0

@@ -21,10 +21,7 @@ def evaluate(c, run=None, trust=False, json=False):
     _run(c, run, "evaluate", *(["--json"] if json else []), trust=trust)
 
 
-@task(
-    has_dry_run=True,
-    serving="folder of a model served by TensorFlow Serving, to which its next version is added (default: none)",
-)
+@task(has_dry_run=True)
 def export(c, run=None, serving="", trust=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
     _run(c, run, "export", *(["--serving", str(Path(serving).absolute())] if serving else []), trust=trust)
