@@ -24,6 +24,8 @@ KEPT = ("README.md", "docs/reference/figures.md", "benchmarks/results.json", "be
 """What a measurement changes: the next one is of the same code."""
 BEGIN = documents.begin("invoke bench --write")
 
+COLUMNS = ("figure", "measured", "against", "result", "goal", "reached")
+
 Row = dict[str, Any]
 """A figure as JSON, with its conditions."""
 
@@ -69,22 +71,25 @@ def write(found: Sequence[Row], path: Path = RESULTS) -> None:
     write_json(path, {"figures": list(found)})
 
 
-def table(found: Sequence[Row]) -> list[str]:
-    """Return the rows as a Markdown table, and under it what they were measured on."""
-    lines = ["| figure | measured | against | result | goal | reached |", "|---|---|---|---|---|---|"]
+def table(found: Sequence[Row], columns: Sequence[str] = COLUMNS) -> list[str]:
+    """Return the rows as a Markdown table of these columns, and under it what they were measured on."""
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     marks: dict[str, str] = {}
     for row in found:
         mark = marks.setdefault(_measured_on(row), "" if not marks else f" ({len(marks) + 1})")
         measured, *others = row["variants"]
         against = "; ".join(f"{other['name']}: {_spread(other, row['unit'])}" for other in others) or "-"
-        cells = [row["title"] + mark, _spread(measured, row["unit"]), against, _result_spread(row), goal(row)]
-        lines.append(f"| {' | '.join([*cells, {True: 'yes', False: 'no', None: '-'}[row['met']]])} |")
+        reached = {True: "yes", False: "no", None: "-"}[row["met"]]
+        values = (row["title"] + mark, _spread(measured, row["unit"]), against, _result_spread(row), goal(row), reached)
+        cells = dict(zip(COLUMNS, values, strict=True))
+        lines.append(f"| {' | '.join(cells[column] for column in columns)} |")
     return [*lines, "", *(f"{number}{on}" for number, on in _notes(marks))]
 
 
 def tables(found: Sequence[Row]) -> dict[Path, list[str]]:
     """Return the table of each document."""
-    return {README: table([row for row in found if row["name"] in SHOWN]), FIGURES: table(found)}
+    shown = [row for row in found if row["name"] in SHOWN]
+    return {README: table(shown, COLUMNS[:3]), FIGURES: table(found)}
 
 
 def renew(found: Sequence[Row]) -> list[str]:
