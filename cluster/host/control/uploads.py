@@ -152,7 +152,7 @@ class Uploader:
         process = processes.identity(os.getpid())
         upload = mirror.Upload(id=self._run_id, process=process, text=text, complete=complete)
         if upload != self._reported:
-            write_json(mirror.record_path(self._run), upload.to_json())
+            write_json(self._run.outside(mirror.RECORD), upload.to_json())
             self._reported = upload
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from cluster.contract.results import stragglers
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Pace
-from cluster.contract.run.summary_records import EVALUATED, Paces
+from cluster.contract.run.records import EVALUATED, Pace, Paces
 from cluster.contract.schema import Record, dictionary
 from cluster.host.reports import listing
 from cluster.host.reports.comparison import without_secrets

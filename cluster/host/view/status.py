@@ -11,8 +11,7 @@ from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HEARTBEAT_S, final_state, read_live_heartbeats
 from cluster.contract.run.logs import last_line
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState, TimeLedger
-from cluster.contract.run.summary_records import Cause, Paces, Summary
+from cluster.contract.run.records import FINAL_STATES, Cause, Heartbeat, Paces, Summary, TaskState, TimeLedger
 from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.view.columns import MIN_ROOM, bar, cell, chosen_columns, columns, plain_lines, sparkline
 from cluster.system.messages import COMMAND, counted, plain, short_path, shortened
