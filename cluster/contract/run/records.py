@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, overload
+from typing import Annotated, Any, TypeVar
 
 from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Number, Record, Seconds, Step, dictionary
 from cluster.system.json_files import RECORD_BYTES, REQUIRED, DamagedError, read_json
@@ -19,21 +19,14 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 
-@overload
-def read_record(path: Path, check: Callable[[Any], T], *, limit: int = RECORD_BYTES) -> T: ...
-
-
-@overload
-def read_record(path: Path, check: Callable[[Any], T], default: D, *, limit: int = RECORD_BYTES) -> T | D: ...
-
-
-def read_record(path: Path, check: Callable[[Any], Any], default: Any = REQUIRED, *, limit: int = RECORD_BYTES) -> Any:
+def read_record(path: Path, check: Callable[[Any], T], default: D = REQUIRED, *, limit: int = RECORD_BYTES) -> T | D:
     """Read a record through its check, such as `Heartbeat.from_json`; one with more bytes than `limit` is not valid.
 
     Without a valid record, return the default; raise DamagedError if none is given.
     """
     try:
-        return read_json(path, default, check=check, limit=limit)
+        record: T | D = read_json(path, default, check=check, limit=limit)
+        return record
     except FileNotFoundError:
         raise DamagedError(path, "it is missing") from None
 

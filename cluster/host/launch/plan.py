@@ -28,6 +28,9 @@ class Plan(Workload):
     """What is started, on which runtime, and how it is looked after."""
 
     request: Request
+    """As typed."""
+    options: Request
+    """The same with what it inherits from the run that it resumes or repeats."""
     runtime: Runtime
     why_runtime: str
     """In words what runs the tasks, and why."""
@@ -37,10 +40,6 @@ class Plan(Workload):
     data: str
     """In words what is prepared of its data; empty where something must be."""
     tensorboard_port: int | None
-    metrics_port: int
-    hang_timeout_s: int
-    max_restarts: int
-    max_external_restarts: int
     replaces: bool
     mirror: str = ""
     """The URL of the object store that mirrors it, without credentials."""
@@ -62,7 +61,8 @@ class Plan(Workload):
     @property
     def _warnings(self) -> list[str]:
         network = [self.network.warning] if self.network.warning else []
-        metrics = [f"metrics {metrics_server.address(self.metrics_port)}"] if self.metrics_port else []
+        port = self.options.count("metrics_port")
+        metrics = [f"metrics {metrics_server.address(port)}"] if port else []
         return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *network, *metrics]
 
     @property
@@ -89,13 +89,8 @@ class Plan(Workload):
             "TF_USE_LEGACY_KERAS=0 keeps Keras 3"
         ]
 
-    def _tensorboard(self) -> str | None:
-        if self.tensorboard_port is None:
-            return tensorboard.AUTO
-        return tensorboard.address(self.tensorboard_port) if self.tensorboard_port else None
-
     def to_json(self) -> dict[str, Any]:
-        batch = self.config.get("global_batch")
+        batch, port = self.config.get("global_batch"), self.tensorboard_port
         shards = self.config.get("bitwise_elastic") or self.cluster.batch_divisor
         most = -(-shards // self.cluster.batch_divisor)  # of one replica: they need not share them evenly
         micro_batches = self.config.get("micro_batches", 1)
@@ -111,7 +106,7 @@ class Plan(Workload):
             "micro_batch": batch and batch // shards // micro_batches,
             "training": self._training(),
             "pipeline": self._pipeline(),
-            "tensorboard": self._tensorboard(),
+            "tensorboard": tensorboard.AUTO if port is None else tensorboard.address(port) if port else None,
             "tasks": [
                 {
                     "task": task.name,

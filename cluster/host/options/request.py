@@ -89,7 +89,7 @@ class Option:
         return f"{self.help} (default: {self.default})"
 
     def parse(self, word: Any) -> Any:
-        """Return the value of a word; raise UsageError if the option is a number and the word is none within its bounds."""
+        """Return the value of a word; raise UsageError for a number that is out of its bounds, or anything else."""
         return parse_count(self.key, word, *self.bounds) if self.types == (int,) else word
 
     def is_given(self, value: Any) -> bool:
