@@ -129,7 +129,8 @@ class Uploader:
             self._remove(store, others - set(earlier[max(0, len(earlier) - self._keep + 1) :]))
 
     def _replace(self, store: Store, kind: str, number: int, folder: Path) -> None:
-        described = _describe_files(folder)
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        described = {str(path.relative_to(folder)): (path.stat().st_size, files.sha256(path)) for path in paths}
         bundle = mirroring.name_bundle(kind, number, self._run_id, described)
         if bundle not in self._mirrored:
             store.put(bundle, described, folder)
@@ -154,11 +155,6 @@ class Uploader:
         if upload != self._reported:
             write_json(self._run.outside(mirror.RECORD), upload.to_json())
             self._reported = upload
-
-
-def _describe_files(folder: Path) -> mirroring.Files:
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): (path.stat().st_size, files.sha256(path)) for path in paths}
 
 
 if __name__ == "__main__":
