@@ -16,32 +16,29 @@ from cluster.contract import settings, tf_config
 from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
-from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
+from cluster.system.errors import PrerequisiteError, UsageError, reports_errors
 from cluster.system.messages import COMMAND, described
 
 
+@reports_errors
 def main(arguments: list[str]) -> int:
     """Run the agent; return the exit code."""
-    try:
-        missing = [name for name in ("RUN_DIR", "TASK") if name not in os.environ]
-        if missing:
-            raise UsageError(f"{' and '.join(missing)} not set: an agent is started by `{COMMAND} up`, which sets them")
-        run_dir, task = os.environ["RUN_DIR"], os.environ["TASK"]
-        os.environ |= secret_variables()
-        if text := os.environ.get("TF_CONFIG"):
-            tf_config.parse(text)
-        timeout_s = settings.seconds("RENDEZVOUS_TIMEOUT_S")
-        folder = RunFolder(Path(run_dir))
-        run = RunView(folder, TaskCopy.from_environment(folder, task))
-        if arguments[:1] == ["--script"]:
-            return Agent(run, task, [sys.executable, *arguments[1:]], timeout_s, kind=Script).main()
-        if arguments[:1] == ["--"]:
-            return Agent(run, task, arguments[1:], timeout_s).main()
-        trainer = [sys.executable, "-m", "train", "--run-dir", run_dir]
-        return Agent(run, task, trainer, timeout_s, imports=TRAINER_IMPORTS).main()
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    missing = [name for name in ("RUN_DIR", "TASK") if name not in os.environ]
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} not set: an agent is started by `{COMMAND} up`, which sets them")
+    run_dir, task = os.environ["RUN_DIR"], os.environ["TASK"]
+    os.environ |= secret_variables()
+    if text := os.environ.get("TF_CONFIG"):
+        tf_config.parse(text)
+    timeout_s = settings.seconds("RENDEZVOUS_TIMEOUT_S")
+    folder = RunFolder(Path(run_dir))
+    run = RunView(folder, TaskCopy.from_environment(folder, task))
+    if arguments[:1] == ["--script"]:
+        return Agent(run, task, [sys.executable, *arguments[1:]], timeout_s, kind=Script).main()
+    if arguments[:1] == ["--"]:
+        return Agent(run, task, arguments[1:], timeout_s).main()
+    trainer = [sys.executable, "-m", "train", "--run-dir", run_dir]
+    return Agent(run, task, trainer, timeout_s, imports=TRAINER_IMPORTS).main()
 
 
 def secret_variables() -> dict[str, str]:

@@ -22,7 +22,7 @@ from cluster.contract.run import claim, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import OutcomeState
 from cluster.contract.schema import Count, Number, Record
-from cluster.contract.spec import check_run_name, parse_count
+from cluster.contract.spec import check_run_name
 from cluster.host.launch import folders, metrics_server, planning, teardown
 from cluster.host.options.request import OPTIONS, Option, Request
 from cluster.host.reports import listing
@@ -323,7 +323,7 @@ def _requested(request: Request, trial: Trial) -> Request:
     words = []
     for key, value in trial.values.items():
         if option := _option(key):
-            fields[option.name] = parse_count(key, value, *option.bounds) if option.types == (int,) else value
+            fields[option.name] = option.parse(value)
         else:
             words.append(f"--{key}={value}")
     return replace(request, **fields, overrides=(*request.arguments, *words))

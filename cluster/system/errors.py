@@ -5,7 +5,12 @@ Exit codes are the same everywhere: 0 done, 1 the run failed, 2 wrong usage, 3 a
 """
 
 import difflib
-from collections.abc import Iterable
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -50,6 +55,20 @@ class TimedOut(ClusterError):
     """Something bounded took longer than its bound; the message names it."""
 
     exit_code = EXIT_TIMEOUT
+
+
+def reports_errors(program: Callable[P, int]) -> Callable[P, int]:
+    """Decorator for a program that returns its exit code: a `ClusterError` is reported in one line with its code."""
+
+    @functools.wraps(program)
+    def wrapped(*arguments: P.args, **options: P.kwargs) -> int:
+        try:
+            return program(*arguments, **options)
+        except ClusterError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+
+    return wrapped
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

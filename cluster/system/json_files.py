@@ -243,11 +243,9 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON Lines file, including a last line without end; damaged lines are skipped."""
     try:
         with open_file(path, "rb") as file:
-            skipped = _to_newest(file, NEWEST_BYTES)
+            _to_newest(file, NEWEST_BYTES)
             for line in iter(lambda: file.readline(LINE_BYTES), b""):
-                if skipped:
-                    skipped = False
-                elif (value := _parsed(line)) is not None:
+                if (value := _parsed(line)) is not None:
                     yield value
     except FileNotFoundError:
         return
@@ -287,8 +285,7 @@ class Journal(Generic[T]):
         if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
             self._reset()  # another file, or a truncated one
             self._file = (status.st_dev, status.st_ino)
-            if _to_newest(file, KEPT_BYTES):
-                file.readline(LINE_BYTES)
+            _to_newest(file, KEPT_BYTES)
             self._offset = file.tell()
         file.seek(self._offset)
         for line in iter(lambda: file.readline(LINE_BYTES), b""):
@@ -300,11 +297,12 @@ class Journal(Generic[T]):
                     self._values.append(self._check(value))
 
 
-def _to_newest(file: IO[bytes], limit: int) -> bool:
-    """Seek to the last `limit` bytes of a file; return whether that may be the middle of a line."""
+def _to_newest(file: IO[bytes], limit: int) -> None:
+    """Seek to the last `limit` bytes of a file, and to the next line if that may be the middle of one."""
     size = os.fstat(file.fileno()).st_size
     file.seek(max(0, size - limit))
-    return size > limit
+    if size > limit:
+        file.readline(LINE_BYTES)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

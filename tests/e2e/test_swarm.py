@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.schedulers import swarm_stack
+from cluster.host.schedulers import swarm_runtime
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import ENDLESS, TENSORBOARD_IMAGE, TRAIN_IMAGE, Clusters, await_members, step_of, summary
 from tests.support.waiting import await_shown, wait_for
@@ -75,7 +75,7 @@ def run(swarm, local_hash, request) -> Iterator[RunFolder]:
 
 def places(run: RunFolder) -> dict[str, str]:
     """Return the host of each task that is to run; empty for one that has none yet."""
-    name = swarm_stack.stack_name(run.path)
+    name = swarm_runtime.stack_name(run.path)
     shown = ""
     with contextlib.suppress(subprocess.CalledProcessError):  # of a stack without such a task at this moment
         shown = at("h1", "stack", "ps", "--filter=desired-state=running", "--format={{.Name}} {{.Node}}", name)

@@ -31,26 +31,23 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import Started
 from cluster.contract.spec import Role
 from cluster.system import processes
-from cluster.system.errors import EXIT_INTERRUPTED, ClusterError
+from cluster.system.errors import EXIT_INTERRUPTED, reports_errors
 from cluster.system.json_files import write_json
 
 
+@reports_errors
 def main() -> int:
     """Run the task that the environment names; return the pod's exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))  # until the agent asks for a checkpoint
-    try:
-        run, given = RunFolder(Path(os.environ["RUN_DIR"])), os.environ.get("TASK")
-        task = given or _task_of_operator()
-        if task == Role.CHIEF:
-            prepare_folder(run, Path(os.environ["RECORDS_DIR"]))
-        else:
-            await_layout(run, settings.seconds("RENDEZVOUS_TIMEOUT_S"))
-        if not given:
-            _replace_tf_config(run, task)
-        copy = TaskCopy.register(run, task)
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    run, given = RunFolder(Path(os.environ["RUN_DIR"])), os.environ.get("TASK")
+    task = given or _task_of_operator()
+    if task == Role.CHIEF:
+        prepare_folder(run, Path(os.environ["RECORDS_DIR"]))
+    else:
+        await_layout(run, settings.seconds("RENDEZVOUS_TIMEOUT_S"))
+    if not given:
+        _replace_tf_config(run, task)
+    copy = TaskCopy.register(run, task)
     code = run_agent([sys.executable, "-m", "cluster.agent"], run, copy)
     return EXIT_INTERRUPTED if code is None else processes.as_exit_code(code) or result_code(run)
 

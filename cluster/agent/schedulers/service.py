@@ -24,22 +24,19 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import Role
 from cluster.system import processes
-from cluster.system.errors import EXIT_DONE, EXIT_PEER_LOST, ClusterError
+from cluster.system.errors import EXIT_DONE, EXIT_PEER_LOST, reports_errors
 
 SECRETS = Path("/run/secrets")
 """The folder of a Swarm's secrets: a file for each variable, with its value."""
 
 
+@reports_errors
 def main(words: list[str]) -> int:
     """Run the agent of the task that the environment names; return the container's exit code."""
     run, task = RunFolder(Path(os.environ["RUN_DIR"])), os.environ["TASK"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PEER_LOST))  # until the agent asks for a checkpoint
     copy = TaskCopy.register(run, task)
-    try:
-        await_reopening(run, task)
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    await_reopening(run, task)
     os.environ |= {"STOP_THEN": AfterStop.REQUEUE, **secret_variables(SECRETS)}
     return run_copy([sys.executable, "-m", "cluster.agent", *words], run, copy)
 

@@ -55,21 +55,18 @@ TIME_LIMIT = "time limit"
 """The `by` of a stop request because the job's time ends."""
 
 
+@errors.reports_errors
 def main(arguments: list[str]) -> int:
     """Run the subcommand that the first argument names; return the exit code."""
     run = RunFolder(Path(os.environ["RUN_DIR"]))
-    try:
-        if arguments[:1] == ["task"]:
-            return _task(run, arguments[1:])
-        if arguments == ["stop"]:
-            if os.environ.get(REPLACED_TASK) not in membership.left_out(run):
-                run.request_stop(TIME_LIMIT, then=AfterStop.REQUEUE)
-            return 0
-        if arguments == ["result"]:
-            return result(run)
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if arguments[:1] == ["task"]:
+        return _task(run, arguments[1:])
+    if arguments == ["stop"]:
+        if os.environ.get(REPLACED_TASK) not in membership.left_out(run):
+            run.request_stop(TIME_LIMIT, then=AfterStop.REQUEUE)
+        return 0
+    if arguments == ["result"]:
+        return result(run)
     print(__doc__, file=sys.stderr)
     return errors.EXIT_USAGE
 

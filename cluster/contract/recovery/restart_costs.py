@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Event, Generation
-from cluster.contract.run.summary_records import Restart
+from cluster.contract.run.records import Event, Generation, Restart
 from cluster.contract.spec import ClusterSpec, Role
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.summary_records import Summary
+from cluster.contract.run.records import Summary
 from cluster.contract.schema import Record, dictionary
 from cluster.system.json_files import DamagedError
 

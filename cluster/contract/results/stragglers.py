@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping
 from statistics import median
 
 from cluster.contract.run.heartbeat import HEARTBEAT_S
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, Pace, Place
-from cluster.contract.run.summary_records import Paces, Starved, Straggler
+from cluster.contract.run.records import FINAL_STATES, Heartbeat, Pace, Paces, Place, Starved, Straggler
 from cluster.contract.spec import ClusterSpec
 
 SLOWER = 1.25

@@ -28,11 +28,6 @@ class Taken(UsageError):
     """Another command holds the claim, or has just created a run of that name."""
 
 
-def lock_path(run: RunFolder) -> Path:
-    """Return the file whose lock is the claim."""
-    return run.path.parent / ".running" / f"{run.name}.lock"
-
-
 @contextlib.contextmanager
 def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[None]:
     """Hold the claim on a run, which need not exist yet; another command gets `wait_s` to release it.
@@ -43,7 +38,7 @@ def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Itera
         Taken: another command holds the claim.
         PrerequisiteError: the file cannot be locked.
     """
-    path = lock_path(run)
+    path = run.outside("lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -65,7 +60,7 @@ def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Itera
 
 def is_held(run: RunFolder) -> bool:
     """Return whether another command holds the claim. Creates no file."""
-    path = lock_path(run)
+    path = run.outside("lock")
     if path in _mine:
         return False
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.summary_records import MembershipChange
+from cluster.contract.run.records import MembershipChange
 from cluster.contract.spec import ClusterSpec
 
 

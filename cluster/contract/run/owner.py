@@ -20,6 +20,7 @@ from cluster.system.json_files import read_json, write_json
 
 TOKEN = "TF_CLUSTER_TOKEN"  # noqa: S105  # the variable's name
 """The environment variable of every process of a local run, and of what serves the metrics of any run."""
+RECORD = "owner"
 
 
 def _supervisor(value: Any) -> dict[str, int] | None:
@@ -54,27 +55,22 @@ class Owner(Record, kw_only=False):
         return sorted(ids)
 
 
-def record_path(run: RunFolder) -> Path:
-    """Return the path of the record."""
-    return run.path.parent / ".running" / f"{run.name}.owner"
-
-
 def create_owner(run: RunFolder, runtime: str, token: str = "") -> Owner:
     """Record that the run is about to start; return the record. `token` is that of a process which waits for this."""
     owner = Owner(runtime, token or secrets.token_hex(16))
-    write_json(record_path(run), owner.to_json())
+    write_json(run.outside(RECORD), owner.to_json())
     return owner
 
 
 def record_supervisor(run: RunFolder, owner: Owner, supervisor: dict[str, Any]) -> None:
     """Record the supervisor of the run's processes."""
-    write_json(record_path(run), replace(owner, supervisor=supervisor).to_json())
+    write_json(run.outside(RECORD), replace(owner, supervisor=supervisor).to_json())
 
 
 def read_owner(run: RunFolder) -> Owner | None:
     """Return the record; None if nothing of the run is left or the record is damaged."""
     try:
-        owner = Owner.from_json(read_json(record_path(run)))
+        owner = Owner.from_json(read_json(run.outside(RECORD)))
     except (OSError, ValueError):
         return None
     return owner if owner.token else None
@@ -82,9 +78,9 @@ def read_owner(run: RunFolder) -> Owner | None:
 
 def remove_owner(run: RunFolder) -> None:
     """Remove the record of a run that has left nothing."""
-    remove(record_path(run))
+    remove(run.outside(RECORD))
 
 
 def recorded_runs(runs_dir: Path) -> list[RunFolder]:
     """Return the runs that have a record, whether or not their folders still exist."""
-    return [RunFolder(runs_dir / path.stem) for path in sorted((runs_dir / ".running").glob("*.owner"))]
+    return [RunFolder(runs_dir / path.stem) for path in sorted((runs_dir / ".running").glob(f"*.{RECORD}"))]

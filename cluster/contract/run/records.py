@@ -1,4 +1,4 @@
-"""The records of a run in progress, checked when they are read: tasks can write anything there."""
+"""The records of a run and of how it ended, checked when they are read: tasks can write anything there."""
 
 from __future__ import annotations
 
@@ -6,32 +6,27 @@ from collections.abc import Callable
 from dataclasses import field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, overload
+from typing import Annotated, Any, TypeVar
 
-from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Record, Seconds, Step, dictionary
+from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Number, Record, Seconds, Step, dictionary
 from cluster.system.json_files import RECORD_BYTES, REQUIRED, DamagedError, read_json
 
 TASK_BYTES = 2**20
 """The largest record that a task writes often."""
+EVALUATED = "eval_"
+"""The prefix of the metrics of evaluations."""
 T = TypeVar("T")
 D = TypeVar("D")
 
 
-@overload
-def read_record(path: Path, check: Callable[[Any], T], *, limit: int = RECORD_BYTES) -> T: ...
-
-
-@overload
-def read_record(path: Path, check: Callable[[Any], T], default: D, *, limit: int = RECORD_BYTES) -> T | D: ...
-
-
-def read_record(path: Path, check: Callable[[Any], Any], default: Any = REQUIRED, *, limit: int = RECORD_BYTES) -> Any:
+def read_record(path: Path, check: Callable[[Any], T], default: D = REQUIRED, *, limit: int = RECORD_BYTES) -> T | D:
     """Read a record through its check, such as `Heartbeat.from_json`; one with more bytes than `limit` is not valid.
 
     Without a valid record, return the default; raise DamagedError if none is given.
     """
     try:
-        return read_json(path, default, check=check, limit=limit)
+        record: T | D = read_json(path, default, check=check, limit=limit)
+        return record
     except FileNotFoundError:
         raise DamagedError(path, "it is missing") from None
 
@@ -286,3 +281,124 @@ class TraceAnswer(Record):
     first: Count = 0
     last: Count = 0
     error: str | None = field(default=None, metadata=SPARSE)
+
+
+class RunResult(Record):
+    """The result that the chief's program reports at its end: `control/result.json`."""
+
+    steps: Count | None = None
+    epochs: Measured = None
+    examples_per_s: Measured = None
+    metrics: dict[str, Measured] = field(default_factory=dict)
+    weights_sha256: str | None = None
+    keras: str | None = None
+    """The version of Keras."""
+
+
+class Restart(Record):
+    """The cost of one restart."""
+
+    generation: Count = 0
+    task: str = ""
+    cause: str = ""
+    detected_s: Measured = None
+    resumed_s: Measured = None
+    """Seconds from the failure to the next new step; a script reports no steps."""
+    script_started_s: Measured = field(default=None, metadata=SPARSE)
+    """Seconds from the failure until the process of a script started again."""
+    steps_lost: Count | None = None
+    restored_from: str = field(default="", metadata=SPARSE)
+    """`memory`: a task's snapshot; `checkpoint`; empty where training began again, and for one task alone."""
+
+
+class Straggler(Record, kw_only=False):
+    """A task that all others wait for."""
+
+    task: str
+    slower: Number
+    """How many times as long it is busy as the median of the others."""
+    input_part: Number
+    """The part of the difference that is waiting for input."""
+
+    def __str__(self) -> str:
+        return f"{self.task} is {self.slower:.1f}x slower, {self.input_part:.0%} of it in input".replace("%", " %")
+
+
+class Starved(Record, kw_only=False):
+    """A task that waits for its input."""
+
+    task: str
+    input_share: Number
+    """The share of the time of its steps."""
+
+    def __str__(self) -> str:
+        return f"{self.task} waits {self.input_share:.0%} of the time for input".replace("%", " %")
+
+
+class Paces(Record):
+    """The pace of each task, and the tasks that are slower than the others or wait for input."""
+
+    tasks: dict[str, Pace] | None = field(default=None, metadata=SPARSE)
+    stragglers: tuple[Straggler, ...] = ()
+    starved: tuple[Starved, ...] = ()
+
+
+class Cause(Record):
+    """The failure that ended a run."""
+
+    task: str | None = None
+    exit_code: ExitCode | None = None
+    step: Count | None = None
+    error: str | None = None
+    time: Seconds = 0.0
+
+
+class MembershipChange(Record):
+    """A generation with other tasks than the one before, and its first step."""
+
+    generation: Count
+    step: Count
+    lost: tuple[str, ...]
+    regained: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"without {', '.join(self.lost)}"] if self.lost else []
+        parts += [f"with {', '.join(self.regained)} again"] if self.regained else []
+        return f"{' and '.join(parts)} from step {self.step}"
+
+
+class Summary(Record):
+    """How a run ended: `summary.json`."""
+
+    state: OutcomeState
+    strategy: str = ""
+    replicas: Count = 0
+    steps: Count = 0
+    epochs: Measured = None
+    startup_s: Measured = None
+    wall_s: Seconds = 0.0
+    examples_per_s: Measured = None
+    metrics: dict[str, Measured] = field(default_factory=dict)
+    weights_sha256: str | None = None
+    restarts: tuple[Restart, ...] = ()
+    goodput: Measured = None
+    goodput_split: dict[str, Seconds] | None = None
+    checkpoint_every_s: Measured = None
+    pace: Paces = field(default_factory=Paces)
+    tasks: dict[str, ExitCode | None] = field(default_factory=dict)
+    cause: Cause | None = field(default=None, metadata=SPARSE)
+    """Only of a failed run."""
+    membership: tuple[MembershipChange, ...] = field(default=(), metadata=SPARSE)
+
+    @property
+    def score(self) -> tuple[str, float] | None:
+        """The name and value of the one metric that stands for the model's quality: the first that is not the loss."""
+        evaluated = [(name, value) for name, value in self.metrics.items() if name.startswith(EVALUATED)]
+        known = [(name.removeprefix(EVALUATED), value) for name, value in evaluated if value is not None]
+        return min(known, key=lambda each: each[0] == "loss", default=None)
+
+    @property
+    def failure(self) -> Cause | None:
+        """The cause of a failed run, which may be unknown; None for any other run."""
+        return (self.cause or Cause()) if self.state == OutcomeState.FAILED else None

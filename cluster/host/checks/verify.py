@@ -19,7 +19,7 @@ from typing import Any
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.strategies import STRATEGIES, Strategy
 from cluster.host.launch import folders
-from cluster.host.view.columns import columns
+from cluster.host.view.columns import cell, columns
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_PREREQUISITE
 
@@ -178,8 +178,8 @@ def table_lines(rows: list[Row]) -> list[str]:
     """Return the rows as a table for a terminal."""
     shown = [("STRATEGY", "LOOP", "KERAS", "STATUS", "PARITY", "DETAIL")]
     for row in rows:
-        parity = "-" if row["parity"] is None else f"{row['parity']:.1e}"
-        shown.append((row["strategy"], row["loop"], row["keras"] or "-", row["status"], parity, row["detail"]))
+        parity = cell(row["parity"], "{:.1e}")
+        shown.append((row["strategy"], row["loop"], cell(row["keras"]), row["status"], parity, row["detail"]))
     return columns(shown, right=(4,))
 
 

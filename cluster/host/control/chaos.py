@@ -13,7 +13,7 @@ from cluster.contract.recovery import restart_costs
 from cluster.contract.results import reference
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.summary_records import Restart
+from cluster.contract.run.records import Restart
 from cluster.contract.spec import Role
 from cluster.host.control import foreground
 from cluster.host.launch.teardown import in_progress

@@ -10,8 +10,7 @@ from cluster.contract.results import summary
 from cluster.contract.run import claim, membership, owner, records
 from cluster.contract.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.contract.run.heartbeat import LivenessMonitor
-from cluster.contract.run.records import AfterStop
-from cluster.contract.run.summary_records import Summary
+from cluster.contract.run.records import AfterStop, Summary
 from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import mirror, registry, tensorboard

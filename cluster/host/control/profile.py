@@ -30,6 +30,7 @@ from cluster.system.json_files import create_json
 from cluster.system.messages import COMMAND, counted
 from cluster.system.paths import ROOT
 from cluster.system.terminal import print_wait
+from cluster.system.waiting import wait_until
 
 PATIENCE_S = 120.0
 """Longest wait for a trace: the calls that it holds, their trace's end, and a restart in between."""
@@ -123,20 +124,21 @@ def _ask(run: RunFolder, request: TraceRequest) -> None:
 
 
 def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnswer:
-    deadline = time.monotonic() + timeout_s
-    while True:
+    def answered() -> TraceAnswer | None:
         ended = run.outcome is not None  # before reading: what was answered until then counts
         answer = records.read_record(run.trace_answer, TraceAnswer.from_json, None)
         if answer and answer.id == request.id:
             return answer
         if ended:
             raise RunFailed(f"run {run.name!r} ended before {request.task} had traced its steps; nothing was written")
-        if time.monotonic() > deadline:
-            raise TimedOut(
-                f"no trace of {request.task} in {timeout_s:g} s; it may be restarting or in a long call, see "
-                f"`{COMMAND} status`, then try again"
-            )
-        time.sleep(POLL_S)
+        return None
+
+    if answer := wait_until(answered, timeout_s, POLL_S):
+        return answer
+    raise TimedOut(
+        f"no trace of {request.task} in {timeout_s:g} s; it may be restarting or in a long call, see "
+        f"`{COMMAND} status`, then try again"
+    )
 
 
 def prepare_trace(folder: Path) -> bool:

@@ -15,9 +15,8 @@ from cluster.contract.recovery.checkpoint_files import Saved, list_finished
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import LivenessMonitor
-from cluster.host.launch import mirror_store
-from cluster.host.launch.mirror_store import CHECKPOINTS, EXPORT, RECORDS, Store, UnfitError, number_of
-from cluster.host.launch.mirroring import CHECKPOINT_FILE, RECORD_NAMES
+from cluster.host.launch import mirroring
+from cluster.host.launch.mirroring import CHECKPOINTS, EXPORT, RECORDS, Store, UnfitError, number_of
 from cluster.host.launch.teardown import in_progress
 from cluster.host.runtime import mirror
 from cluster.system import files, processes
@@ -96,7 +95,7 @@ class Uploader:
 
     def _upload_records(self, store: Store) -> None:
         """Upload the records where one has changed: a copy that no task can change, once it is known to be ours."""
-        paths = {name: self._run.path / name for name in RECORD_NAMES if (self._run.path / name).exists()}
+        paths = {name: self._run.path / name for name in mirroring.RECORD_NAMES if (self._run.path / name).exists()}
         written_at = [path.lstat().st_mtime_ns for path in paths.values()]
         if written_at == self._written_at:
             return
@@ -112,8 +111,8 @@ class Uploader:
 
     def _upload_checkpoint(self, store: Store, saved: Saved) -> None:
         try:
-            described = {name: file for name, file in saved.files.items() if CHECKPOINT_FILE.fullmatch(name)}
-            bundle = mirror_store.name_bundle(CHECKPOINTS, saved.step, self._run_id, described)
+            described = {name: file for name, file in saved.files.items() if mirroring.CHECKPOINT_FILE.fullmatch(name)}
+            bundle = mirroring.name_bundle(CHECKPOINTS, saved.step, self._run_id, described)
         except (OSError, ValueError):  # its record was just deleted, or is damaged
             return
         if bundle not in self._mirrored | self._unfit:
@@ -130,8 +129,9 @@ class Uploader:
             self._remove(store, others - set(earlier[max(0, len(earlier) - self._keep + 1) :]))
 
     def _replace(self, store: Store, kind: str, number: int, folder: Path) -> None:
-        described = _describe_files(folder)
-        bundle = mirror_store.name_bundle(kind, number, self._run_id, described)
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        described = {str(path.relative_to(folder)): (path.stat().st_size, files.sha256(path)) for path in paths}
+        bundle = mirroring.name_bundle(kind, number, self._run_id, described)
         if bundle not in self._mirrored:
             store.put(bundle, described, folder)
             self._mirrored.add(bundle)
@@ -153,13 +153,8 @@ class Uploader:
         process = processes.identity(os.getpid())
         upload = mirror.Upload(id=self._run_id, process=process, text=text, complete=complete)
         if upload != self._reported:
-            write_json(mirror.record_path(self._run), upload.to_json())
+            write_json(self._run.outside(mirror.RECORD), upload.to_json())
             self._reported = upload
-
-
-def _describe_files(folder: Path) -> mirror_store.Files:
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): (path.stat().st_size, files.sha256(path)) for path in paths}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,17 @@
-"""The training configuration, resolved by the training program, which this side never imports."""
+"""The training configuration, resolved and tried by the training program, which this side never imports.
 
+A trial of a user's model is not repeated while everything that it depends on is the same: the request, the environment,
+the program, the installed packages, the prepared data, and the content of every file of the user's modules and their
+imports. A file that a function opens by itself is not known; the tasks check what they load.
+"""
+
+import contextlib
+import hashlib
 import json
 import os
 import re
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +19,16 @@ from typing import Any
 
 from cluster.contract import user_code
 from cluster.contract.spec import ClusterSpec
-from cluster.host.launch import trials
 from cluster.host.launch.folders import data_dir
 from cluster.host.options.request import PRESET, Request
 from cluster.host.runtime.payload import python_path
+from cluster.system import files
+from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
+
+VOLATILE = ("_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES")
+"""Variables that differ between calls from the same shell."""
+KEPT_TRIALS = 50
 
 
 def resolve_config(
@@ -89,8 +102,8 @@ def _preflight(
     """Run the program of `train/startup/preflight.py`, but no check again while nothing has changed."""
     described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data_dir()), **numbers}
     command = [sys.executable, "-m", "train.startup.preflight", work, json.dumps(described)]
-    kept, began = trials.locate_trial(data_dir(), command, path) if work == "check" else None, time.time()
-    if kept and (known := trials.recall_trial(kept)) is not None:
+    kept, began = locate_trial(data_dir(), command, path) if work == "check" else None, time.time()
+    if kept and (known := recall_trial(kept)) is not None:
         return known
     printed: list[bytes] = []
     answer: dict[str, Any] = user_code.run(
@@ -102,7 +115,7 @@ def _preflight(
         printed=printed,
     )
     if kept:
-        trials.keep_trial(kept, began, answer, b"".join(printed).decode(errors="replace"))
+        keep_trial(kept, began, answer, b"".join(printed).decode(errors="replace"))
     return answer
 
 
@@ -127,3 +140,53 @@ def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: S
         | os.environ
         | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": os.pathsep.join(path)},
     )
+
+
+def recall_trial(file: Path) -> dict[str, Any] | None:
+    """Return the result of an earlier trial from its file, and print again what it printed.
+
+    None if there is none, or a module has changed since.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        kept = read_json(file)
+        if all(files.sha256(Path(name)) == digest for name, digest in kept["files"].items()):
+            result: dict[str, Any] = dict(kept["result"])
+            print(kept["printed"], end="", file=sys.stderr)
+            return result
+    return None
+
+
+def keep_trial(file: Path, began: float, result: dict[str, Any], printed: str) -> None:
+    """Keep the result of a trial, which has the files of the modules that it imported, and what it printed.
+
+    `began` is its time in seconds since the epoch: a module that was edited later may not be the one that it tried.
+    """
+    paths = [Path(name) for name in result.pop("files")]
+    with contextlib.suppress(OSError):  # then the next one is made again
+        digests = {str(path): files.sha256(path) for path in paths}
+        if any(path.stat().st_mtime >= began for path in paths):
+            return
+        file.parent.mkdir(exist_ok=True)
+        write_json(file, {"files": digests, "result": result, "printed": printed})
+        for old in sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_TRIALS]:
+            old.unlink()
+
+
+def locate_trial(data: Path, command: Sequence[str], path: Sequence[str]) -> Path:
+    """Return the file of the trial by a command, in this environment and with the data as it is."""
+    known = [*(ROOT / "train").rglob("*.py"), *(ROOT / "train").rglob("*.toml"), *data.glob("*/*/*.json")]
+    states = sorted(_state(file) for file in known)
+    variables = {name: value for name, value in os.environ.items() if name not in VOLATILE}
+    packages = Path(sysconfig.get_path("purelib"))  # its time changes with every installation
+    versions = [sys.version, str(packages), packages.stat().st_mtime_ns]
+    depends_on = json.dumps([list(command), list(path), variables, versions, states], sort_keys=True)
+    return data / "trials" / f"{hashlib.sha256(depends_on.encode()).hexdigest()[:32]}.json"
+
+
+def _state(file: Path) -> tuple[str, int, int]:
+    """Return what changes with a file's content; another command may have just removed the file."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return str(file), 0, 0
+    return str(file), status.st_size, status.st_mtime_ns

@@ -51,7 +51,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         check_together(typed, scripted=bool(typed.script))
     check_hardware(request.strategy)
     cluster = build_cluster(request)
-    port, hang_timeout_s = request.board_port, request.count("hang_timeout")
+    port = request.board_port
     run = _run_folder(typed, stops_first=stops_first)
 
     runtime, why_runtime = registry.choose_runtime(request.runtime or registry.AUTO, cluster.kind)
@@ -87,16 +87,13 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         job=job,
         elastic=elastic,
         request=typed,
+        options=request,
         runtime=runtime,
         why_runtime=why_runtime,
         compose={},
         config=config,
         data=data,
         tensorboard_port=port,
-        metrics_port=request.count("metrics_port"),
-        hang_timeout_s=hang_timeout_s,
-        max_restarts=request.count("max_restarts"),
-        max_external_restarts=request.count("max_external_restarts"),
         replaces=typed.fresh and run.path.exists(),
         mirror="" if request.mirror == mirror.NONE else request.mirror,
         mirror_id=(started.mirror_id if typed.resume else "") or secrets.token_hex(8),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from cluster.contract import spec, strategies
+from cluster.contract import strategies
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import Started
@@ -71,11 +71,8 @@ def _inherited(request: Request, recorded: Mapping[str, Any]) -> dict[str, Any]:
         is_given = option.is_given(getattr(request, name)) if option else bool(getattr(request, name))
         if is_given or value in (None, ""):
             continue
-        if option and option.types == (int,):
-            number = int(value) if isinstance(value, float) else value
-            values[name] = spec.parse_count(option.key, number, *option.bounds)
-        else:
-            values[name] = value
+        number = int(value) if isinstance(value, float) else value
+        values[name] = option.parse(number) if option else number
     return values
 
 

@@ -57,7 +57,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
         if owner.read_owner(plan.run):  # it has ended, but some of it may still be about to, or have its port
             teardown.remove_run(plan.run, sh)
-        metrics_server.check_port(plan.metrics_port)
+        metrics_server.check_port(plan.options.count("metrics_port"))
         undecided = plan.config.get("onednn") == "auto" and plan.config["deterministic"]
         plan.runtime.anticipate(plan, plan.compose, plan.config | ({"onednn": "avx2"} if undecided else {}))
         for command in [] if plan.data else _data_commands(plan):
@@ -102,7 +102,7 @@ def _start_tasks(plan: Plan, sh: Shell, *, continues: bool = False) -> None:
     """
     try:
         plan.runtime.start(plan, sh)
-        metrics_server.start(plan.run, plan.metrics_port)
+        metrics_server.start(plan.run, plan.options.count("metrics_port"))
     except BaseException as error:
         with interrupts.ignored("ending what was started"):
             if not continues:
@@ -221,10 +221,10 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         time=began,
         runtime=plan.runtime.name,
         requirements=str(plan.payload.requirements) if plan.payload.requirements else "",
-        hang_timeout_s=plan.hang_timeout_s,
-        max_restarts=plan.max_restarts,
-        max_external_restarts=plan.max_external_restarts,
-        metrics_port=plan.metrics_port or None,
+        hang_timeout_s=plan.options.count("hang_timeout"),
+        max_restarts=plan.options.count("max_restarts"),
+        max_external_restarts=plan.options.count("max_external_restarts"),
+        metrics_port=plan.options.count("metrics_port") or None,
         gpus=plan.gpus.to_json(),
         memory=plan.memory.requested,
         network=plan.network.requested,

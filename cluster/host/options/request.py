@@ -88,6 +88,10 @@ class Option:
     def full_help(self) -> str:
         return f"{self.help} (default: {self.default})"
 
+    def parse(self, word: Any) -> Any:
+        """Return the value of a word; raise UsageError for a number that is out of its bounds, or anything else."""
+        return parse_count(self.key, word, *self.bounds) if self.types == (int,) else word
+
     def is_given(self, value: Any) -> bool:
         return value is not None if self.types == (int,) else bool(value)
 
@@ -269,8 +273,8 @@ def check_together(request: Request, *, scripted: bool | None) -> None:
         value = getattr(request, option.name)
         if option.choices and value and value not in option.choices:
             raise UsageError(f"--{option.key} {value!r} is not a {option.name}{nearest(value, option.choices)}")
-        if option.types == (int,) and value is not None:
-            parse_count(option.key, value, *option.bounds)
+        if value is not None:
+            option.parse(value)
     if scripted is False:
         both = {f"--{option.override}": option.key for option in OPTIONS.values() if option.override}
         for word in request.overrides:

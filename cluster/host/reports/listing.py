@@ -9,15 +9,10 @@ from typing import Any
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import final_state, seems_old
 from cluster.contract.schema import Record, dictionary
-from cluster.host.view.columns import chosen_columns
+from cluster.host.view.columns import cell, chosen_columns
 from cluster.system.errors import UsageError, nearest
 from cluster.system.json_files import DamagedError
 from cluster.system.messages import COMMAND, plain, size
-
-
-def or_dash(value: object) -> object:
-    """Return a cell; a dash where nothing is known."""
-    return "-" if value is None or value == "" else value
 
 
 def duration(wall_s: float | None) -> str:
@@ -33,17 +28,17 @@ def duration(wall_s: float | None) -> str:
 COLUMNS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "RUN": ("run", str),
     "RESULT": ("result", str),
-    "STEPS": ("steps", or_dash),
+    "STEPS": ("steps", cell),
     "DURATION": ("wall_s", duration),
-    "SCORE": ("score", lambda score: "-" if score is None else f"{score:.4f}"),
-    "METRIC": ("metric", or_dash),
-    "STRATEGY": ("strategy", or_dash),
-    "TASKS": ("tasks", or_dash),
-    "COMMIT": ("commit", or_dash),
-    "RESTARTS": ("restarts", or_dash),
+    "SCORE": ("score", lambda score: cell(score, "{:.4f}")),
+    "METRIC": ("metric", cell),
+    "STRATEGY": ("strategy", cell),
+    "TASKS": ("tasks", cell),
+    "COMMIT": ("commit", cell),
+    "RESTARTS": ("restarts", cell),
     "DISK": ("disk_bytes", size),
-    "TAGS": ("tags", lambda tags: or_dash(" ".join(tags))),
-    "NOTE": ("note", or_dash),
+    "TAGS": ("tags", lambda tags: cell(" ".join(tags))),
+    "NOTE": ("note", cell),
 }
 """For each column the key of a run's row, and the function that returns the cell."""
 NUMBERS = frozenset({"STEPS", "DURATION", "SCORE", "TASKS", "RESTARTS", "DISK"})

@@ -4,6 +4,7 @@ Whatever comes from the run's folder is escaped: tasks can write anything there.
 that allows none.
 """
 
+import math
 import string
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +15,20 @@ from typing import Any
 from cluster.contract.results import stragglers
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import Pace
-from cluster.contract.run.summary_records import EVALUATED, Paces
+from cluster.contract.run.records import EVALUATED, Pace, Paces
 from cluster.contract.schema import Record, dictionary
-from cluster.host.reports import charts, listing
+from cluster.host.reports import listing
 from cluster.host.reports.comparison import without_secrets
-from cluster.host.reports.listing import or_dash
+from cluster.host.view.columns import cell, thinned
 from cluster.system.processes import describe_exit
 
+Curve = list[tuple[float, float]]
+
 MAX_ROWS = 200
+MAX_POINTS = 600
+MAX_CURVES = 40
+WIDTH, HEIGHT = 640, 260
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 30, 34
 TEMPLATE = string.Template(Path(__file__).with_name("report.html").read_text())
 
 
@@ -39,14 +45,14 @@ def render_page(run: RunFolder) -> str:
         ("Environment", _environment(run)),
     ]
     body = "".join(f"<section>{f'<h2>{name}</h2>' if name else ''}{part}</section>" for name, part in sections if part)
-    return TEMPLATE.substitute(title=escape(run.name), style=charts.STYLE, body=body)
+    return TEMPLATE.substitute(title=escape(run.name), body=body)
 
 
 def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
     good = {"succeeded": "good", "failed": "bad", "damaged": "bad", "lost": "bad"}.get(str(row["result"]), "")
     shown = {
         "result": row["result"],
-        row["metric"] or "score": "-" if row["score"] is None else f"{row['score']:.4f}",
+        row["metric"] or "score": cell(row["score"], "{:.4f}"),
         "steps": row["steps"],
         "duration": listing.duration(row["wall_s"]),
         "restarts": row["restarts"],
@@ -73,13 +79,13 @@ def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
 
 
 def _curves(run: RunFolder) -> str:
-    found = charts.read_curves(run)
+    found = read_curves(run)
     titles = dict.fromkeys(name.removeprefix(EVALUATED) for name in found)
     drawn = [
-        charts.draw_curves(title, {name: found[name] for name in (title, EVALUATED + title) if name in found})
+        draw_curves(title, {name: found[name] for name in (title, EVALUATED + title) if name in found})
         for title in titles
     ]
-    return f'<div class="grid">{"".join(f"<div>{each}</div>" for each in drawn if each)}</div>' if any(drawn) else ""
+    return f'<div class="grid">{"".join(f"<div>{each}</div>" for each in drawn)}</div>' if drawn else ""
 
 
 def _cluster(run: RunFolder) -> str:
@@ -89,8 +95,7 @@ def _cluster(run: RunFolder) -> str:
         beat = beats.get(task.name)
         pace = (beat and beat.pace) or Pace()
         ms = (pace.step_ms or {}).get("p50")
-        numbers = (ms, "{:.1f}"), (pace.busy_share, "{:.0%}"), (pace.input_share, "{:.0%}")
-        shown = ["-" if value is None else form.format(value) for value, form in numbers]
+        shown = [cell(ms, "{:.1f}"), cell(pace.busy_share, "{:.0%}"), cell(pace.input_share, "{:.0%}")]
         rows.append([task.name, task.address, beat.state if beat else "-", beat.restarts if beat else 0, *shown])
     head = ["task", "address", "state", "restarts", "ms a step", "busy", "input"]
     slow = "".join(f"<p>{escape(line)}</p>" for line in stragglers.lines(summary.pace if summary else Paces()))
@@ -102,8 +107,8 @@ def _restarts(run: RunFolder) -> str:
     rows = []
     summary = run.load_summary()
     for each in summary.restarts if summary else ():
-        times = ["-" if value is None else f"{value:.2f} s" for value in (each.detected_s, each.resumed_s)]
-        rows.append([each.generation, each.task, each.cause, *times, or_dash(each.steps_lost)])
+        times = [cell(seconds, "{:.2f} s") for seconds in (each.detected_s, each.resumed_s)]
+        rows.append([each.generation, each.task, each.cause, *times, cell(each.steps_lost)])
     return _rows(head, rows, numbers=range(3, 6)) if rows else "<p>No restart.</p>"
 
 
@@ -123,7 +128,7 @@ def _environment(run: RunFolder) -> str:
 
 
 def _table(pairs: Iterable[tuple[str, Any]]) -> str:
-    shown = [[name, ", ".join(map(str, value)) if isinstance(value, list) else or_dash(value)] for name, value in pairs]
+    shown = [[name, ", ".join(map(str, value)) if isinstance(value, list) else cell(value)] for name, value in pairs]
     more = f'<p class="soft">and {len(shown) - MAX_ROWS} more</p>' if len(shown) > MAX_ROWS else ""
     return _rows([], shown[:MAX_ROWS]) + more if shown else ""
 
@@ -139,3 +144,63 @@ def _rows(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterab
 
     lines = [*([cells("th", head)] if head else []), *(cells("td", row) for row in rows)]
     return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+
+
+def read_curves(run: RunFolder) -> dict[str, Curve]:
+    """Return (step, value) for each finite number that the chief logged, by its name; at most `MAX_POINTS` of each."""
+    curves: dict[str, Curve] = {}
+    for row in run.rows("chief"):
+        for name, value in row.items():
+            known = name in curves or (len(curves) < MAX_CURVES and len(name) <= 60)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+            if name not in ("step", "epoch", "time") and known and number:
+                curves.setdefault(name, []).append((row["step"], float(value)))
+    return {name: thinned(curve, MAX_POINTS) for name, curve in curves.items()}
+
+
+def draw_curves(title: str, curves: Mapping[str, Curve]) -> str:
+    """Return curves over the same axes; the legend names them where there are several."""
+    points = [point for curve in curves.values() for point in curve]
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    x_low, x_high = min(xs), max(xs)
+    x_ticks, y_ticks = ticks(x_low, x_high), ticks(min(ys), max(ys))
+
+    def x_at(value: float) -> float:
+        return round(LEFT + (value - x_low) / ((x_high - x_low) or 1) * (WIDTH - LEFT - RIGHT), 1)
+
+    def y_at(value: float) -> float:
+        share = (value - y_ticks[0]) / ((y_ticks[-1] - y_ticks[0]) or 1)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
+
+    parts = [f'<text x="{LEFT}" y="16" font-weight="600">{escape(title)}</text>']
+    for value in y_ticks:
+        y = y_at(value)
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="soft" x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{value:g}</text>')
+    for value in (tick for tick in x_ticks if x_low <= tick <= x_high):
+        parts.append(f'<text class="soft" x="{x_at(value)}" y="{HEIGHT - 16}" text-anchor="middle">{value:g}</text>')
+    parts.append(f'<text class="soft" x="{WIDTH - RIGHT}" y="{HEIGHT - 3}" text-anchor="end">step</text>')
+    for at, (name, curve) in enumerate(curves.items()):
+        path = " ".join(f"{x_at(x)},{y_at(y)}" for x, y in curve)
+        stroke = f'stroke="var(--c{at})"'
+        parts.append(f'<polyline class="curve" {stroke} points="{path}"><title>{escape(name)}</title></polyline>')
+        if len(curve) == 1:
+            ((x, y),) = curve
+            parts.append(f'<circle cx="{x_at(x)}" cy="{y_at(y)}" r="4" fill="var(--c{at})"/>')
+    names = (f'<li><i style="background: var(--c{at})"></i>{escape(name)}</li>' for at, name in enumerate(curves))
+    legend = f'<ul class="legend">{"".join(names)}</ul>' if len(curves) > 1 else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(title)}">{"".join(parts)}</svg>{legend}'
+    )
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return round numbers from below `low` to above `high`."""
+    if high <= low:
+        high, low = low + (abs(low) or 1) / 2, low - (abs(low) or 1) / 2
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    stride = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.floor(low / stride + 1e-9), math.ceil(high / stride - 1e-9)
+    return [round(at * stride, 10) for at in range(first, last + 1)]

@@ -261,7 +261,7 @@ class ScheduledRuntime(Runtime):
         """Return the runs that the scheduler has something of, by one question; none if no run can be one of its."""
         runs = [RunFolder(runs_dir / name) for name in names]
         # The record of a run is kept until nothing of it is left.
-        ours = [run for run in runs if owner.record_path(run).exists() and recorded_runtime(run) == self.name]
+        ours = [run for run in runs if run.outside(owner.RECORD).exists() and recorded_runtime(run) == self.name]
         try:
             scheduled = self.scheduled() if ours else ()
         except PrerequisiteError as error:

@@ -23,7 +23,7 @@ from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
 NONE = "none"
-PROGRAM = "cluster.host.control.uploads"
+PROGRAM, RECORD = "cluster.host.control.uploads", "mirror"
 URL = re.compile(r"(?:(s3|gs)://(?:([^\s/@?#]+)@)?(?=[^/])|(file)://(?=/[^/]))([^\s@?#]+)(?:\?([^\s@?#]*))?")
 PARAMETERS = {
     "s3": ("region", "scheme", "endpoint_override", "tls_ca_file_path"),
@@ -81,15 +81,15 @@ def start_upload(run: RunFolder) -> None:
     """Start the process that mirrors a run whose tasks have been started, in place of an earlier one."""
     end_upload(run)
     url, run_id = run.started.mirror, run.started.mirror_id
-    with record_path(run).with_suffix(".mirror.log").open("wb") as log:
+    with run.outside(f"{RECORD}.log").open("wb") as log:
         process = processes.start_detached([sys.executable, "-m", PROGRAM, url, str(run.path), run_id], output=log)
     upload = Upload(id=run_id, process=processes.identity(process.pid), text=url)
-    write_json(record_path(run), upload.to_json())
+    write_json(run.outside(RECORD), upload.to_json())
 
 
 def read_upload(run: RunFolder) -> Upload | None:
     """Return the state of the newest upload of a run; None without a mirror."""
-    upload, started = records.read_record(record_path(run), Upload.from_json, None), run.started
+    upload, started = records.read_record(run.outside(RECORD), Upload.from_json, None), run.started
     return upload if upload and started.mirror and upload.id == started.mirror_id else None
 
 
@@ -112,17 +112,12 @@ def await_upload(run: RunFolder) -> None:
 
 def end_upload(run: RunFolder, wait_s: float = 0.0) -> None:
     """End the process that uploads, after it had some time to end by itself."""
-    if upload := records.read_record(record_path(run), Upload.from_json, None):
+    if upload := records.read_record(run.outside(RECORD), Upload.from_json, None):
         wait_until(lambda: not upload.alive, wait_s, POLL_S)
         processes.end(upload.process)
 
 
 def end_uploads(runs_dir: Path, wait_s: float) -> None:
     """End the uploads of all runs, also of those that have ended."""
-    for path in sorted((runs_dir / ".running").glob("*.mirror")):
+    for path in sorted((runs_dir / ".running").glob(f"*.{RECORD}")):
         end_upload(RunFolder(runs_dir / path.stem), wait_s)
-
-
-def record_path(run: RunFolder) -> Path:
-    """Return the path of the record of a run's upload."""
-    return run.path.parent / ".running" / f"{run.name}.mirror"

@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.contract.recovery import attempt_limits, ends, step_record
 from cluster.contract.results import summary
@@ -110,7 +110,11 @@ def start_supervisor(run: RunFolder, early: "EarlySupervisor | None" = None) -> 
     """Start the run's supervisor in the background, in a separate session; `early` is one that waits for the run."""
     owned = owner.create_owner(run, "local", early.token if early else "")
     with open_file(run.log("supervisor"), "ab") as log:
-        pid = early.pid if early else _spawn(run, owned.token, log)
+        if early:
+            pid = early.pid
+        else:
+            environment = variables(run.composed) | {"RUN_DIR": str(run.path), owner.TOKEN: owned.token}
+            pid = processes.start_detached(command(run), environment=environment, output=log).pid
     recorded: dict[str, Any] = processes.identity(pid)
     owner.record_supervisor(run, owned, recorded)
     if early:
@@ -118,11 +122,6 @@ def start_supervisor(run: RunFolder, early: "EarlySupervisor | None" = None) -> 
     wait_until(lambda: run.status("chief").exists() or not processes.alive(recorded), START_S, POLL_S)
     if not run.status("chief").exists():
         raise TimedOut(f"the supervisor of {run.name} did not start its tasks; see {run.log('supervisor')}")
-
-
-def _spawn(run: RunFolder, token: str, log: IO[bytes]) -> int:
-    environment = variables(run.composed) | {"RUN_DIR": str(run.path), owner.TOKEN: token}
-    return processes.start_detached(command(run), environment=environment, output=log).pid
 
 
 def variables(how: Mapping[str, Any]) -> dict[str, str]:

@@ -9,8 +9,7 @@ import shlex
 import string
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,18 +49,6 @@ TEMPORARY = ("contact", "timed out", "temporarily", "busy")
 """Parts of what Slurm complains of where nothing is wrong with the job."""
 
 
-@dataclass(frozen=True)
-class JobState:
-    """What the controller says of a job, in its own words."""
-
-    number: str
-    state: str
-    reason: str
-    """Why it is queued, or has ended."""
-    node: str
-    """Where its script runs or ran; empty where it never did."""
-
-
 class Queue:
     """The queue of a Slurm site."""
 
@@ -84,18 +71,29 @@ class Queue:
             return {number: called for number, called in found.items() if f"{called}.".startswith(f"{name}.")}
         return found
 
-    def newest(self, name: str) -> JobState | None:
-        """Return the state of the newest job of a name; None where the controller knows none, or does not answer.
+    def describe(self, run: RunFolder) -> str:
+        """Return the state of a run's newest job in a line; empty while it runs, or where the controller knows none.
 
-        It forgets a job some minutes after its end.
+        The controller forgets a job some minutes after its end.
         """
-        command = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%B", f"--name={name}"]
+        command = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%B", f"--name={job_name(run)}"]
         _, printed, _ = self._ask(command)
         rows = [line.split("|") for line in printed.splitlines() if line.count("|") == 3]
         if not rows:
-            return None
+            return ""
         number, state, reason, node = max(rows, key=lambda row: int(row[0]) if row[0].isdecimal() else 0)
-        return JobState(number, state, reason, "" if node == "n/a" else node)
+        why = "" if reason == "None" else f": {reason}"  # the scheduler has not looked at it yet
+        if state in IN_PROGRESS:
+            held = f"; `scontrol release {number}` lets it begin" if "held" in reason.lower() else ""
+            return f"job {number} is queued{why}{held}" if state == "PENDING" else ""
+        place = "" if node in ("", "n/a") else f" on {node}"  # its script may never have run
+        ended = f"job {number} ended{place}: {state} ({reason})"
+        if run.log("slurm").exists():
+            return f"{ended}; see logs/slurm.log of the run"
+        return (
+            f"{ended} before any task began, as where a node cannot write {run.path}; let every node see RUNS_DIR "
+            "under that path"
+        )
 
     def nodes(self, timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
         """Return the exit code of `sinfo`, a line for each state of nodes, and the errors that it printed."""
@@ -179,15 +177,12 @@ class SlurmFaults(FaultInjector):
         dict.fromkeys(("partition", "slow", "oom"), "no signal does that; use a run of --runtime docker")
     )
 
-    def __init__(self, run: RunFolder, job: Callable[[], str]) -> None:
-        super().__init__(run)
-        self._job = job
-
     def signal(self, task: str, number: int, *whose: str) -> None:
         found = self.processes(task)
         words = [str(int(found[which]["pid"])) for which in whose]
         place = self._place(task)
-        job, node = (place and place.job) or self._job(), place.node if place else ""
+        job = (place and place.job) or next(iter(Queue().jobs(job_name(self._run))), "")
+        node = place.node if place else ""
         step = ["srun", f"--jobid={job}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
         code, _, complained = processes.run([*step, "kill", f"-{number}", *words], SRUN_S)
         if code:
@@ -214,6 +209,7 @@ class Slurm(ScheduledRuntime):
     look_s = 5.0  # many users share a site's controller
     way_back = "use a login node"
     job_options = frozenset({"partition", "time", "account", "nodes", "cpus_per_task", "gpus_per_task"})
+    injector = SlurmFaults
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,22 +262,7 @@ class Slurm(ScheduledRuntime):
         sh(f"{_sbatch(work)} {shlex.quote(str(path))}")
 
     def scheduler_status(self, run: RunFolder) -> str:
-        return str(self.look(self._describe_job, run))
-
-    def _describe_job(self, run: RunFolder) -> str:
-        if (job := self._queue.newest(job_name(run))) is None:
-            return ""
-        why = "" if job.reason == "None" else f": {job.reason}"  # the scheduler has not looked at it yet
-        if job.state in IN_PROGRESS:
-            held = f"; `scontrol release {job.number}` lets it begin" if "held" in job.reason.lower() else ""
-            return f"job {job.number} is queued{why}{held}" if job.state == "PENDING" else ""
-        ended = f"job {job.number} ended{f' on {job.node}' if job.node else ''}: {job.state} ({job.reason})"
-        if run.log("slurm").exists():
-            return f"{ended}; see logs/slurm.log of the run"
-        return (
-            f"{ended} before any task began, as where a node cannot write {run.path}; let every node see RUNS_DIR "
-            "under that path"
-        )
+        return str(self.look(self._queue.describe, run))
 
     def scheduled_name(self, run: RunFolder) -> str:
         return job_name(run)
@@ -299,9 +280,6 @@ class Slurm(ScheduledRuntime):
             sh(shlex.join(["scancel", *(["--signal=KILL", "--full"] if not grace_s else []), *jobs]))
         if not wait_until(lambda: not self._queue.jobs(name, parts=True), END_S, POLL_S):
             raise TimedOut(f"job {' '.join(jobs)} of {run.name} does not end; `scontrol show job` says why")
-
-    def faults(self, run: RunFolder) -> FaultInjector:
-        return SlurmFaults(run, lambda: next(iter(self._queue.jobs(job_name(run))), ""))
 
 
 def job_name(run: RunFolder) -> str:

@@ -1,27 +1,219 @@
 """The cluster as a stack of a Docker Swarm: a service for each task, on whichever hosts the Swarm has.
 
 The engine that Docker's client talks to (DOCKER_HOST) must be a manager's. What runs is always a command that `--dry`
-prints and one can paste. What runs first in each container is `cluster/agent/schedulers/service.py`.
+prints and one can paste; `docker stack deploy` reads the stack from the run's `compose.json`. What runs first in each
+container is `cluster/agent/schedulers/service.py`.
+
+A service has the settings of Compose's, but for those that it cannot have: `security_opt` (set `no-new-privileges` in
+each engine's daemon.json) and a limit of swap. `swarm_stack.yaml` holds what is the same for every task.
 """
 
+import json
+import re
 import shlex
 import sys
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from invoke.util import yaml  # invoke brings PyYAML along, for its own files
+
+from cluster.contract import settings
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.spec import Role, Task
 from cluster.host.image import engine, images
 from cluster.host.image.engine import Availability
-from cluster.host.runtime import resources
+from cluster.host.runtime import compose_services, resources
 from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRuntime
-from cluster.host.runtime.resources import Memory, Network, parse_memory
-from cluster.host.schedulers import swarm_stack
+from cluster.host.runtime.compose_services import RUN_LABEL
+from cluster.host.runtime.resources import ENCRYPTED, Job, Memory, Network, parse_memory
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut
 from cluster.system.messages import last_output_line
 from cluster.system.waiting import wait_until
+
+ENGINE_LABEL = "tf-cluster.engine"
+"""The label of a node with the address of its engine, such as ssh://host, as `docker --host` takes it."""
+GPU = "NVIDIA-GPU"
+"""What engines call their GPUs in `node-generic-resources`, as in NVIDIA's and Docker's documentation."""
+
+
+@dataclass(frozen=True)
+class SwarmNode:
+    """A host of the Swarm.
+
+    Attributes:
+        name: its host name.
+        is_manager: whether its engine is the one that commands talk to.
+        engine: where its engine is reached; empty where its label does not say.
+        obstacle: what keeps it from taking tasks, such as `down` or `drain`; empty where nothing does.
+    """
+
+    name: str
+    is_manager: bool
+    engine: str
+    obstacle: str
+
+
+def list_nodes() -> list[SwarmNode]:
+    """Return the hosts of the Swarm."""
+    manager = ask_manager("info", "--format", "{{.Swarm.NodeID}}")
+    ids = ask_manager("node", "ls", "--quiet").split()
+    return [_node(value, manager) for value in json.loads(ask_manager("node", "inspect", *ids))]
+
+
+def _node(value: dict[str, Any], manager: str) -> SwarmNode:
+    spec, described = value.get("Spec", {}), value.get("Description", {})
+    state, availability = value.get("Status", {}).get("State", ""), spec.get("Availability", "")
+    obstacle = state if state != "ready" else availability
+    if obstacle == "active":
+        obstacle = ""
+    address = (spec.get("Labels") or {}).get(ENGINE_LABEL, "")
+    return SwarmNode(described.get("Hostname", ""), value["ID"] == manager, address, obstacle)
+
+
+def ask_manager(*words: str) -> str:
+    """Return the answer of the manager's engine."""
+    code, text = engine.ask(*words, timeout_s=30.0)
+    if code:
+        raise PrerequisiteError(f"docker {' '.join(words[:2])}: {' '.join(text.split())[:300]}")
+    return text
+
+
+@dataclass(frozen=True)
+class PlacedTask:
+    """A task of a stack, as the Swarm sees it."""
+
+    service: str
+    """Whose it is, without the stack's name."""
+    state: str
+    """Such as `running`, `rejected` or `complete`."""
+    node: str
+    error: str
+
+
+def stack_tasks(stack: str, *states: str) -> list[PlacedTask]:
+    """Return the tasks of a stack that are to be in one of these states; all of them if none is named."""
+    filters = [word for state in states for word in ("--filter", f"desired-state={state}")]
+    text = ask_manager("stack", "ps", "--no-trunc", "--format", "{{json .}}", *filters, stack)
+    tasks = []
+    for value in (json.loads(line) for line in text.splitlines() if line.startswith("{")):
+        service = value["Name"].removeprefix(f"{stack}_").split(".")[0]
+        tasks.append(PlacedTask(service, value["CurrentState"].split()[0].lower(), value["Node"], value["Error"]))
+    return tasks
+
+
+def stack_parts(what: str, stack: str) -> list[str]:
+    """Return the ids of a stack's networks or secrets."""
+    return ask_manager(what, "ls", "--quiet", "--filter", f"label=com.docker.stack.namespace={stack}").split()
+
+
+def carry_commands(image: str) -> tuple[list[str], list[str]]:
+    """Return the commands that bring an image to hosts that lack it, and the hosts whose engines are not known."""
+    here = engine.ask("image", "inspect", "--format={{.Id}}", image)[1]
+    commands, unknown = [], []
+    for node in list_nodes():
+        if node.is_manager or node.obstacle:
+            continue
+        if not node.engine:
+            unknown.append(node.name)
+        elif engine.ask("--host", node.engine, "image", "inspect", "--format={{.Id}}", image) != (0, here):
+            load = shlex.join(["docker", "--host", node.engine, "load", "--quiet"])
+            commands.append(f"docker save {shlex.quote(image)} | {load}")
+    return commands, unknown
+
+
+FORMAT = "3.13"
+"""The newest that `docker stack deploy` reads."""
+WAIT_S = "300"
+"""How long tasks wait for the others: a Swarm notices after 15 s that a host is gone."""
+SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
+
+
+def stack_name(run_dir: Any) -> str:
+    """Return the name of a run's stack: that of its Compose project, short enough for the names of services."""
+    project = compose_services.project(run_dir)
+    return f"{project[:-9][:40].rstrip('-_')}{project[-9:]}"
+
+
+def secret_name(stack: str, variable: str) -> str:
+    """Return the name in the Swarm of the secret with a variable's value."""
+    return f"{stack}-{variable}"
+
+
+def render_stack(work: Workload) -> dict[str, Any]:
+    """Return the stack of a run."""
+    labels = {RUN_LABEL: work.run.name}
+    network: dict[str, Any] = {"driver": "overlay", "internal": not work.payload.script, "labels": labels}
+    if work.network.name == ENCRYPTED:
+        network["driver_opts"] = {"encrypted": "true"}
+    rendered: dict[str, Any] = {
+        "version": FORMAT,
+        "services": {task.name: _service(work, task) for task in work.cluster.tasks},
+        "networks": {"cluster": network},
+    }
+    if secrets := work.payload.caller_variables:
+        stack = stack_name(work.run.path)
+        rendered["secrets"] = {name: {"external": True, "name": secret_name(stack, name)} for name in secrets}
+    literal: dict[str, Any] = compose_services.literal(rendered)
+    return literal
+
+
+def _service(work: Workload, task: Task) -> dict[str, Any]:
+    job, secrets = work.job, work.payload.caller_variables
+    gpus = int(job.gpus_per_task or 0) if task.role in (Role.CHIEF, Role.WORKER) else 0
+    service = compose_services.describe_task(work, task)
+    environment = service["environment"]
+    for name in secrets:  # the Swarm keeps their values
+        del environment[name]
+    if not settings.is_set("RENDEZVOUS_TIMEOUT_S"):
+        environment["RENDEZVOUS_TIMEOUT_S"] = WAIT_S
+    if gpus:
+        environment |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+        environment |= {"NCCL_SOCKET_IFNAME": compose_services.NETWORK_INTERFACE}
+    else:
+        environment |= compose_services.NO_GPU
+    service["volumes"] += _scratch(work, with_gpus=gpus > 0)
+    service |= yaml.safe_load(Path(__file__).with_name("swarm_stack.yaml").read_text())
+    service["deploy"] |= {
+        "labels": service["labels"],
+        "placement": {"constraints": constraints(job)},
+        "resources": _service_resources(work, gpus),
+    }
+    if secrets:
+        service["secrets"] = [{"source": name, "target": name} for name in secrets]
+    if gpus:
+        service["ulimits"] = dict(compose_services.GPU_LIMITS)
+    return service
+
+
+def constraints(job: Job) -> list[str]:
+    """Return which nodes take tasks, in Docker's words."""
+    return [re.sub(r"\s*([!=]=)\s*", r"\1", part.strip()) for part in job.constraint.split(",") if part.strip()]
+
+
+def _service_resources(work: Workload, gpus: int) -> dict[str, Any]:
+    limits: dict[str, Any] = {"pids": 4096}
+    reservations: dict[str, Any] = {}
+    if work.memory.task_bytes:
+        limits["memory"] = reservations["memory"] = str(work.memory.task_bytes)
+    if cpus := work.job.cpus_per_task:
+        limits["cpus"] = reservations["cpus"] = cpus
+    if gpus:
+        reservations["generic_resources"] = [{"discrete_resource_spec": {"kind": GPU, "value": gpus}}]
+    return {"limits": limits, **({"reservations": reservations} if reservations else {})}
+
+
+def _scratch(work: Workload, *, with_gpus: bool) -> list[dict[str, Any]]:
+    """Return the folders in memory that a task may write; a script's /tmp is a folder of the run."""
+    folder = "/var/tmp" if work.payload.script else "/tmp"  # noqa: S108
+    found = [{"type": "tmpfs", "target": folder, "tmpfs": {"size": SCRATCH_BYTES}}]
+    if with_gpus:  # the engine's 64 MB are too few for NCCL's buffers
+        found.append({"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": SHM_BYTES}})  # noqa: S108
+    return found
 
 
 class SwarmFaults(ContainerFaults):
@@ -37,11 +229,11 @@ class SwarmFaults(ContainerFaults):
     )
 
     def _engine(self, task: str) -> tuple[str, ...]:
-        service = f"{swarm_stack.stack_name(self._run.path)}_{task}"
+        service = f"{stack_name(self._run.path)}_{task}"
         running = ("--filter", "desired-state=running", "--format", "{{.Node}}")
-        shown = swarm_stack.ask_manager("service", "ps", *running, service)
+        shown = ask_manager("service", "ps", *running, service)
         on = shown.splitlines()[0] if shown else ""
-        node = next((candidate for candidate in swarm_stack.list_nodes() if candidate.name == on), None)
+        node = next((candidate for candidate in list_nodes() if candidate.name == on), None)
         if node is None:
             raise ClusterError(f"{task} runs on no host of the Swarm now; `docker service ps {service}` says why")
         if node.is_manager:
@@ -49,12 +241,12 @@ class SwarmFaults(ContainerFaults):
         if not node.engine:
             raise ClusterError(
                 f"{task} is on {node.name}, whose engine is not known; `docker node update --label-add "
-                f"{swarm_stack.ENGINE_LABEL}=ssh://{node.name} {node.name}`"
+                f"{ENGINE_LABEL}=ssh://{node.name} {node.name}`"
             )
         return ("--host", node.engine)
 
     def _filters(self, task: str) -> list[str]:
-        return [f"label=com.docker.swarm.service.name={swarm_stack.stack_name(self._run.path)}_{task}"]
+        return [f"label=com.docker.swarm.service.name={stack_name(self._run.path)}_{task}"]
 
 
 START_S = 60.0
@@ -90,7 +282,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     def examine(self) -> list[Finding]:
         if not self.probe().ready:
             return []
-        found = swarm_stack.list_nodes()
+        found = list_nodes()
         away = [f"{node.name} ({node.obstacle})" for node in found if node.obstacle]
         if away:
             fix = "docker node update --availability active"
@@ -102,28 +294,28 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
         typed = requested or previous
-        resources.check_network(typed, resources.PRIVATE, resources.ENCRYPTED)
-        if not serves or (typed == resources.ENCRYPTED and not way_out):
+        resources.check_network(typed, resources.PRIVATE, ENCRYPTED)
+        if not serves or (typed == ENCRYPTED and not way_out):
             return Network(typed or resources.PRIVATE, typed)
         open_to = "all who are on the network between the hosts (UDP port 4789) reach them"
-        if typed == resources.ENCRYPTED:
+        if typed == ENCRYPTED:
             open_to = f"all who are on one of the hosts reach them, because the tasks are {way_out}"
         warning = f"{resources.UNPROTECTED} {open_to}"
         use = "; --network encrypted closes that, or a network that only the hosts are in" if not way_out else ""
         return Network(typed or resources.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
 
     def describe(self, work: Workload) -> dict[str, Any]:
-        return swarm_stack.render_stack(work)
+        return render_stack(work)
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm places by what is free
         """Check that a host takes tasks at all; which one has what they reserve, only the Swarm can say."""
-        if all(node.obstacle for node in swarm_stack.list_nodes()):
+        if all(node.obstacle for node in list_nodes()):
             raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
         super().prepare(work, sh, renew=renew)
         image = images.train_image(work.accelerator)
-        commands, unknown = swarm_stack.carry_commands(image)
+        commands, unknown = carry_commands(image)
         for command in commands:
             sh(command)
         if unknown:
@@ -131,53 +323,53 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
             print(
                 f"whether {', '.join(unknown)} has {image} is not known; bring it there with `docker save {image} | "
                 f"docker --host ssh://{host} load`, or have `up` do that: `docker node update --label-add "
-                f"{swarm_stack.ENGINE_LABEL}=ssh://{host} {host}`",
+                f"{ENGINE_LABEL}=ssh://{host} {host}`",
                 file=sys.stderr,
             )
 
     def commands(self, work: Workload) -> list[str]:
         build, deploy = images.pending_commands(work.accelerator), self.start_commands(work)
-        return [*build, *swarm_stack.carry_commands(images.train_image(work.accelerator))[0], *deploy]
+        return [*build, *carry_commands(images.train_image(work.accelerator))[0], *deploy]
 
     def start(self, work: Workload, sh: Shell) -> None:
         """Deploy the stack, and see every task placed."""
         super().start(work, sh)
-        _await_places(swarm_stack.stack_name(work.run.path), {task.name for task in work.cluster.tasks})
+        _await_places(stack_name(work.run.path), {task.name for task in work.cluster.tasks})
 
     def start_commands(self, work: Workload) -> list[str]:
-        name = swarm_stack.stack_name(work.run.path)
+        name = stack_name(work.run.path)
         label = f"--label=com.docker.stack.namespace={name}"  # removed with the stack
         create = []
         for variable in work.payload.caller_variables:
-            words = ["docker", "secret", "create", label, swarm_stack.secret_name(name, variable), "-"]
+            words = ["docker", "secret", "create", label, secret_name(name, variable), "-"]
             create.append(f'printf %s "${variable}" | {shlex.join(words)}')
         # A name that is not resolved means the same image on every host, which it was carried to or pulls by itself.
         options = ["--detach=true", "--resolve-image=never", f"--compose-file={work.run.compose}"]
         return [*create, shlex.join(["docker", "stack", "deploy", *options, name])]
 
     def scheduled_name(self, run: RunFolder) -> str:
-        return swarm_stack.stack_name(run.path)
+        return stack_name(run.path)
 
     def has_tasks(self, name: str) -> bool:
         try:
-            return bool(swarm_stack.stack_tasks(name, "running", "ready"))
+            return bool(stack_tasks(name, "running", "ready"))
         except PrerequisiteError:  # the stack is unknown, or no Swarm answers
             return not self.probe().ready
 
     def scheduled(self) -> Collection[str]:
-        return swarm_stack.ask_manager("stack", "ls", "--format", "{{.Name}}").split()
+        return ask_manager("stack", "ls", "--format", "{{.Name}}").split()
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002  # the stack says how long
         if not (available := self.probe()).ready:
             raise PrerequisiteError(
                 f"{run.name}: on a Swarm, where it may continue: {available.detail}; {available.fix}"
             )
-        name = swarm_stack.stack_name(run.path)
+        name = stack_name(run.path)
         if name in self.scheduled():
             sh(shlex.join(["docker", "stack", "rm", "--detach=false", name]))
-        for secret in swarm_stack.stack_parts("secret", name):  # of a start that failed before it deployed
+        for secret in stack_parts("secret", name):  # of a start that failed before it deployed
             sh(shlex.join(["docker", "secret", "rm", secret]))
-        if not wait_until(lambda: not swarm_stack.stack_parts("network", name), END_S, POLL_S):
+        if not wait_until(lambda: not stack_parts("network", name), END_S, POLL_S):
             raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
 
 
@@ -186,7 +378,7 @@ def _await_places(name: str, expected: Collection[str]) -> None:
     began = time.monotonic()
     while (passed_s := time.monotonic() - began) < START_S:
         placed = set()
-        for task in swarm_stack.stack_tasks(name):
+        for task in stack_tasks(name):
             if task.state == "rejected":
                 raise PrerequisiteError(f"{task.service} cannot start on {task.node}: {task.error}; {_fix(task.error)}")
             if task.state == "pending" and task.error and passed_s > UNPLACED_S:

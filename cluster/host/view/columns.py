@@ -67,6 +67,11 @@ def chosen_columns(
     return lines
 
 
+def cell(value: object, form: str = "{}") -> str:
+    """Return a value as a table shows it: a dash where nothing is known."""
+    return "-" if value is None or value == "" else form.format(value)
+
+
 def plain_lines(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
     """Escape what a terminal would obey in a function's lines, which may come from tasks' programs, and fit them."""
 

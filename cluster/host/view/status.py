@@ -11,10 +11,9 @@ from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HEARTBEAT_S, final_state, read_live_heartbeats
 from cluster.contract.run.logs import last_line
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState, TimeLedger
-from cluster.contract.run.summary_records import Cause, Paces, Summary
+from cluster.contract.run.records import FINAL_STATES, Cause, Heartbeat, Paces, Summary, TaskState, TimeLedger
 from cluster.host.runtime import mirror, registry, tensorboard
-from cluster.host.view.columns import MIN_ROOM, bar, chosen_columns, columns, plain_lines, sparkline
+from cluster.host.view.columns import MIN_ROOM, bar, cell, chosen_columns, columns, plain_lines, sparkline
 from cluster.system.messages import COMMAND, counted, plain, short_path, shortened
 from cluster.system.processes import describe_exit
 from cluster.system.terminal import WIDE, fit, terminal_width
@@ -111,7 +110,7 @@ def live_lines(value: dict[str, Any], losses: Sequence[float], width: int) -> li
         head = f"{bar(share, max(8, min(30, width - len(head) - 9)))} {share:4.0%}  {head}"
     lines.append(head)
     if line := sparkline(losses, min(40, width - 16)):
-        lines.append(f"loss   {line} {_number(chief_loss(value), 4)}")
+        lines.append(f"loss   {line} {cell(chief_loss(value), '{:,.4f}')}")
     lines += _saved(value)
     if event := value["last_event"]:
         why = f" ({event['cause']})" if event["cause"] else ""
@@ -157,11 +156,11 @@ def _task_table(value: dict[str, Any], width: int | None = None) -> list[str]:
             beat["task"],
             beat["state"],
             beat["step"],
-            _number(beat["examples_per_s"], 0),
-            _number(beat["loss"], 4),
+            cell(beat["examples_per_s"], "{:,.0f}"),
+            cell(beat["loss"], "{:,.4f}"),
             beat["restarts"],
             _age(beat),
-            _number((beat.get("step_ms") or {}).get("median"), 1),
+            cell((beat.get("step_ms") or {}).get("median"), "{:,.1f}"),
             _share(beat.get("busy_share")),
             _share(beat.get("input_share")),
         )
@@ -176,8 +175,7 @@ def _script_table(value: dict[str, Any]) -> list[str]:
     names = ("TASK", "STATE", "EXIT CODE", "RESTARTS", "AGE")
     rows = []
     for beat in value["tasks"]:
-        code = beat.get("exit_code")
-        rows.append((beat["task"], beat["state"], "-" if code is None else code, beat["restarts"], _age(beat)))
+        rows.append((beat["task"], beat["state"], cell(beat.get("exit_code")), beat["restarts"], _age(beat)))
     lines += columns([names, *rows], right=range(2, len(names)))
     # The newest line of each task; a long one keeps its end, where progress bars have their figures.
     printed = value.get("printed", {})
@@ -207,10 +205,6 @@ def progress(value: dict[str, Any]) -> str:
     if value["checkpoint"]:
         parts.append(f"checkpoint at {value['checkpoint']['step']}")
     return "  ".join(parts)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _share(value: float | None) -> str:

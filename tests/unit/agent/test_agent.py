@@ -12,7 +12,7 @@ import pytest
 
 from cluster.agent import agent
 from cluster.agent.run_view import RunView
-from cluster.contract.run.summary_records import Summary
+from cluster.contract.run.records import Summary
 from cluster.host.control import foreground
 from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json

@@ -13,8 +13,7 @@ from cluster.agent import agent, decide, task_process
 from cluster.agent.decide import STOP_RUN, EndRun, Phase
 from cluster.agent.run_view import RunView
 from cluster.contract.recovery import ends
-from cluster.contract.run.records import OutcomeState
-from cluster.contract.run.summary_records import Summary
+from cluster.contract.run.records import OutcomeState, Summary
 from cluster.host.control import foreground
 from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import supervisor

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.contract.results import card, summary
+from cluster.contract.results import summary
 from cluster.system.json_files import write_json
 
 EVIL = "x`\n# <script>alert(1)</script> | y\x1b[2J"
@@ -37,7 +37,7 @@ def test_what_tasks_wrote_stays_code(make_run):
     restarts = [{"generation": 1, "task": EVIL, "cause": EVIL}]
     value = {"state": "failed", "strategy": EVIL, "restarts": restarts, "cause": {"task": EVIL, "error": EVIL}}
     write_json(run.summary, value | {"metrics": {EVIL: 1.0}})
-    lines = card.lines(run, run.load_summary())
+    lines = summary.card_lines(run, run.load_summary())
     assert not [line for line in lines if line.startswith("# <")]
     for line in lines:
         assert line.isprintable()

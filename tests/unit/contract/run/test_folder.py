@@ -14,7 +14,7 @@ from cluster.agent.run_view import RunView
 from cluster.contract.run import copies, heartbeat
 from cluster.contract.run.copies import Superseded, TaskCopy
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.summary_records import RunResult
+from cluster.contract.run.records import RunResult
 from cluster.system.json_files import RESERVE, read_json, write_json
 from tests.support.waiting import together, wait_for
 

@@ -111,7 +111,7 @@ def ready(started, make_run, monkeypatch) -> Callable[[str], RunFolder]:
         run = started()
         monkeypatch.setattr(startup, "start", begin)
         monkeypatch.setattr(startup, "check_machine", begin)
-        monkeypatch.setattr(tasks.plan_view, "plan_lines", begin)
+        monkeypatch.setattr(tasks, "plan_lines", begin)
         if command == "rerun":
             write_json(run.summary, {"state": "succeeded"})
         if command == "scale":

@@ -9,8 +9,7 @@ from invoke import Config, Context, Exit
 from invoke.exceptions import ThreadException
 from invoke.util import ExceptionWrapper
 
-from cluster.host.cli.command_line import report_errors
-from cluster.host.cli.runner import Runner
+from cluster.host.cli.command_line import Runner, report_errors
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
 from cluster.system.json_files import write_json

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.summary_records import Summary
+from cluster.contract.run.records import Summary
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault, FaultCost
 from cluster.system.errors import UsageError

@@ -18,7 +18,7 @@ from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import uploads
 from cluster.host.control.uploads import Uploader
-from cluster.host.launch import mirror_store, mirroring
+from cluster.host.launch import mirroring
 from cluster.host.options.request import Request
 from cluster.host.runtime import mirror
 from cluster.system.errors import PrerequisiteError, UsageError
@@ -109,13 +109,13 @@ class Killing:
 def upload_until(run: RunFolder, write: int) -> bool:
     """Upload in a process that is killed at a write; return whether it was done before."""
     if (pid := os.fork()) == 0:
-        prepare, Killing.left, code = mirror_store.Store.__init__, write, 1
+        prepare, Killing.left, code = mirroring.Store.__init__, write, 1
 
         def wrap(store: Any, *given: str) -> None:
             prepare(store, *given)
             store._files = Killing(store._files)
 
-        mirror_store.Store.__init__ = wrap
+        mirroring.Store.__init__ = wrap
         try:
             upload(run, ended=True)
             code = 0
@@ -161,7 +161,7 @@ def test_a_kill_at_any_write_leaves_the_newest_complete_checkpoint(mirrored, els
         check()
     assert write > 20
     assert [20, 30] == stored(tmp_path)  # as many as the run keeps
-    assert [1, 2, 1] == [len(list((store / kind).glob("*/"))) for kind in mirror_store.KINDS]
+    assert [1, 2, 1] == [len(list((store / kind).glob("*/"))) for kind in mirroring.KINDS]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "manifest", "missing"])
@@ -281,9 +281,9 @@ def test_a_mirror_in_an_object_store(mirrored, elsewhere):
     for step in (10, 20, 30):
         save(mirrored, step)
         Uploader(url, mirrored, ID).upload(ended=False)
-    store = mirror_store.Store(url, "run")
-    bundles = store.list_bundles(mirror_store.CHECKPOINTS)
-    assert [30, 20] == [mirror_store.number_of(bundle) for bundle in bundles]
+    store = mirroring.Store(url, "run")
+    bundles = store.list_bundles(mirroring.CHECKPOINTS)
+    assert [30, 20] == [mirroring.number_of(bundle) for bundle in bundles]
     store._write(f"{bundles[0]}/ckpt-30.index", b"damaged")
     assert 20 == fetch(elsewhere, url)
 

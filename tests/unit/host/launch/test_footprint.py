@@ -8,7 +8,7 @@ import pytest
 
 from cluster.contract import spec, user_code
 from cluster.host.gpu.placement import Placement
-from cluster.host.launch import plan_view
+from cluster.host.launch import plan as plans
 from cluster.host.runtime.resources import TASK_MEMORY_BYTES, Memory
 from cluster.system.errors import UsageError
 
@@ -53,7 +53,7 @@ def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
     ],
 )
 def test_a_task_holds_weights_gradients_state_and_its_micro_batch(options, expected):
-    held = plan_view.assess(plan(**options), SIZES)["task_bytes"]
+    held = plans.assess(plan(**options), SIZES)["task_bytes"]
     assert expected == {name: (size - TASK_MEMORY_BYTES) / MIB for name, size in held.items()}
 
 
@@ -68,10 +68,10 @@ def test_a_task_holds_weights_gradients_state_and_its_micro_batch(options, expec
     ],
 )
 def test_a_container_a_gpu_and_the_machine_must_hold_their_tasks(monkeypatch, limit, free_bytes, fits):
-    monkeypatch.setattr(plan_view.memory, "available_bytes", lambda: free_bytes)
-    value = plan_view.assess(plan(**limit), SIZES)
+    monkeypatch.setattr(plans.memory, "available_bytes", lambda: free_bytes)
+    value = plans.assess(plan(**limit), SIZES)
     assert fits is value["fits"]
-    assert fits is not any("NOT fit" in line for line in plan_view.memory_lines(SIZES | value))
+    assert fits is not any("NOT fit" in line for line in plans.memory_lines(SIZES | value))
 
 
 def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch):
@@ -79,18 +79,18 @@ def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch):
         raise UsageError("no such model")
 
     monkeypatch.setattr(user_code, "run", fail)
-    value = plan_view.estimate_memory(plan())
+    value = plans.estimate_memory(plan())
     assert {"unknown": "no such model"} == value
-    assert 1 == len(plan_view.memory_lines(value))
+    assert 1 == len(plans.memory_lines(value))
 
 
 def test_a_model_is_counted_on_its_data_or_that_of_your_own(monkeypatch):
     monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
-    monkeypatch.setattr(plan_view.memory, "available_bytes", lambda: 2**40)
+    monkeypatch.setattr(plans.memory, "available_bytes", lambda: 2**40)
     unprepared, own = plan(model="mine:model"), plan(dataset="mine:data")
     unprepared.data = own.data = ""  # as always of a user's dataset: its function may have changed
-    assert {"unknown"} == set(plan_view.estimate_memory(unprepared))
-    assert plan_view.estimate_memory(own) == SIZES | plan_view.assess(own, SIZES)
+    assert {"unknown"} == set(plans.estimate_memory(unprepared))
+    assert plans.estimate_memory(own) == SIZES | plans.assess(own, SIZES)
 
 
 def test_what_has_no_replicas_of_a_known_model_is_not_assessed():
@@ -98,5 +98,5 @@ def test_what_has_no_replicas_of_a_known_model_is_not_assessed():
     for without in ({"payload": SimpleNamespace(script=Path("x.py"))}, {"cluster": pipeline}):
         given = plan()
         vars(given).update(without)
-        assert plan_view.estimate_memory(given) is None
-    assert [] == plan_view.memory_lines(None)
+        assert plans.estimate_memory(given) is None
+    assert [] == plans.memory_lines(None)

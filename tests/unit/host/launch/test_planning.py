@@ -13,7 +13,7 @@ import pytest
 
 from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, plan, planning, startup, teardown
-from cluster.host.launch.plan_view import plan_lines
+from cluster.host.launch.plan import plan_lines
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, mirror, supervisor
 from cluster.host.runtime import resources as limits

@@ -12,8 +12,7 @@ from cluster.host.control import scaling
 from cluster.host.gpu import devices, placement
 from cluster.host.image import images
 from cluster.host.launch import planning, startup
-from cluster.host.launch.plan import Plan
-from cluster.host.launch.plan_view import plan_lines
+from cluster.host.launch.plan import Plan, plan_lines
 from cluster.host.options.request import Request
 from cluster.host.runtime import namespaces, registry, supervisor
 from cluster.system.errors import EXIT_USAGE, PrerequisiteError, UsageError

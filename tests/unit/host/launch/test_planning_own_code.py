@@ -67,7 +67,7 @@ def test_a_script_s_run_goes_on_with_its_script_and_bounds(theirs, stopped_run):
 
     def resumed(**options: str) -> tuple[int, int, int]:
         plan = planning.plan(Request(resume="one", **LOCAL, **options, trust=True))
-        return plan.hang_timeout_s, plan.max_restarts, plan.max_external_restarts
+        return tuple(plan.options.count(name) for name in ("hang_timeout", "max_restarts", "max_external_restarts"))
 
     assert (600, 0, 7) == resumed()
     assert (30, 5, 9) == resumed(hang_timeout=30, max_restarts=5, max_external_restarts=9)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.reports import charts, comparison, listing, page
+from cluster.host.reports import comparison, listing, page
 from cluster.host.view.columns import thinned
 from cluster.host.view.status import ended_lines
 from cluster.system.errors import EXIT_USAGE, UsageError
@@ -182,18 +182,18 @@ def test_curves_hold_finite_numbers_of_every_name(make_run):
     for value in (1.0, "x", None, True, math.inf, 2.0):
         with run.metrics("chief").open("a") as file:
             file.write(json.dumps({"step": 1, "odd": value}) + "\n")
-    assert [(1, 1.0), (1, 2.0)] == charts.read_curves(run)["odd"]
+    assert [(1, 1.0), (1, 2.0)] == page.read_curves(run)["odd"]
 
 
 @pytest.mark.parametrize("values", [(0.0, 1.0), (2.0, 2.0), (-5.0, 1e9), (1e-9, 2e-9), (0.0, 0.0)])
 def test_ticks_enclose_the_values(values):
-    found = charts.ticks(*values)
+    found = page.ticks(*values)
     assert found[0] <= values[0] + 1e-6 * abs(values[0])
     assert found[-1] >= values[1] - 1e-6 * abs(values[1])
     assert 2 <= len(found) <= 9
     long = [(float(at), values[0]) for at in range(100_001)]
-    thin = thinned(long, charts.MAX_POINTS)
-    assert len(thin) <= charts.MAX_POINTS
+    thin = thinned(long, page.MAX_POINTS)
+    assert len(thin) <= page.MAX_POINTS
     assert (long[0], long[-1]) == (thin[0], thin[-1])
 
 

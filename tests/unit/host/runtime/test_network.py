@@ -3,8 +3,7 @@
 import pytest
 
 from cluster.host.launch import planning
-from cluster.host.launch.plan import Plan
-from cluster.host.launch.plan_view import plan_lines
+from cluster.host.launch.plan import Plan, plan_lines
 from cluster.host.options.request import Request
 from cluster.host.runtime import namespaces
 from cluster.host.runtime.namespaces import Refusal

@@ -14,7 +14,7 @@ from cluster.host.runtime import registry, resources
 from cluster.host.runtime.base import Workload
 from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Job, Memory, Network
-from cluster.host.schedulers import swarm_runtime, swarm_stack
+from cluster.host.schedulers import swarm_runtime
 from cluster.host.schedulers.swarm_runtime import Swarm
 from cluster.system.errors import PrerequisiteError, UsageError
 from tests.support.launching import Commands, workload
@@ -33,7 +33,7 @@ class Engine:
 
     @staticmethod
     def node(identity: str, name: str, state: str = "ready", availability: str = "active", engine: str = "") -> Any:
-        labels = {swarm_stack.ENGINE_LABEL: engine} if engine else {}
+        labels = {swarm_runtime.ENGINE_LABEL: engine} if engine else {}
         spec_ = {"Availability": availability, "Labels": labels}
         return {"ID": identity, "Spec": spec_, "Description": {"Hostname": name}, "Status": {"State": state}}
 
@@ -58,7 +58,7 @@ class Engine:
 @pytest.fixture
 def manager(monkeypatch) -> Engine:
     made = Engine()
-    monkeypatch.setattr(swarm_stack.engine, "ask", made.ask)
+    monkeypatch.setattr(swarm_runtime.engine, "ask", made.ask)
     monkeypatch.setattr(swarm_runtime, "POLL_S", 0.0)
     monkeypatch.setattr(swarm_runtime, "UNPLACED_S", -1.0)
     return made
@@ -107,7 +107,7 @@ def test_a_value_of_the_callers_is_a_secret(run, manager, monkeypatch):
     monkeypatch.setenv("A_KEY", "precious")
     given = work(run, payload=Payload(env=("A_KEY", "B=$c")))
     rendered = Swarm().render(given)
-    name = swarm_stack.stack_name(run.path)
+    name = swarm_runtime.stack_name(run.path)
     assert {"A_KEY": {"external": True, "name": f"{name}-A_KEY"}} == rendered["secrets"]
     assert "A_KEY" not in rendered["services"]["worker-0"]["environment"]
     assert "$$c" == rendered["services"]["worker-0"]["environment"]["B"]
@@ -119,10 +119,10 @@ def test_a_value_of_the_callers_is_a_secret(run, manager, monkeypatch):
 
 
 def test_hosts_that_lack_the_image_get_it_where_their_engine_is_known(manager):
-    assert ([], []) == swarm_stack.carry_commands("an/image:cpu")
+    assert ([], []) == swarm_runtime.carry_commands("an/image:cpu")
     manager.images["ssh://h2"] = "sha256:older"
     manager.nodes += [Engine.node("c", "h3"), Engine.node("d", "h4", availability="drain")]
-    commands, unknown = swarm_stack.carry_commands("an/image:cpu")
+    commands, unknown = swarm_runtime.carry_commands("an/image:cpu")
     assert ["docker save an/image:cpu | docker --host ssh://h2 load --quiet"] == commands
     assert ["h3"] == unknown
     assert ["warning"] == [each.state for each in Swarm().examine()]
@@ -144,7 +144,7 @@ def test_a_start_has_begun_once_every_task_has_a_host_and_one_that_none_can_star
 
 
 def test_what_is_left_is_found_and_removed_by_its_stack(run, manager):
-    swarm, name = Swarm(), swarm_stack.stack_name(run.path)
+    swarm, name = Swarm(), swarm_runtime.stack_name(run.path)
     swarm.remove(run, manager.commands, 10)
     assert [] == manager.commands
     manager.stacks = ["another", name]
@@ -158,7 +158,7 @@ def test_what_is_left_is_found_and_removed_by_its_stack(run, manager):
         with pytest.raises(PrerequisiteError):
             registry.choose_runtime("swarm")
         assert [] == swarm.examine()
-    names = {swarm_stack.stack_name(run.path.with_name(end)) for end in ("x" * 63, "x" * 62 + "y")}
+    names = {swarm_runtime.stack_name(run.path.with_name(end)) for end in ("x" * 63, "x" * 62 + "y")}
     assert 2 == len(names)
     assert all(len(f"{name}_worker-511") <= 63 for name in names)  # it leaves room for its services
 

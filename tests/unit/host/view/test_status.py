@@ -5,7 +5,7 @@ import time
 import pytest
 
 from cluster.contract.results import summary
-from cluster.contract.run.summary_records import Summary
+from cluster.contract.run.records import Summary
 from cluster.host.control import foreground
 from cluster.host.runtime import tensorboard
 from cluster.host.view import status
