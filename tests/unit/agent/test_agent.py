@@ -12,29 +12,11 @@ import pytest
 
 from cluster.agent import agent
 from cluster.agent.run_view import RunView
-from cluster.contract.run.summary_records import Summary
-from cluster.host.control import foreground
-from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
 from cluster.system.ports import open_listener
 from tests.support.waiting import wait_for
 
 SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"
-
-
-@pytest.mark.parametrize("code", [1, 2])
-def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang, code):
-    lines = f"train(3)\nif NAME == 'worker-0': print('error: loss is nan at step 3\\n'); sys.exit({code})\nwork()"
-    gang = start_gang(lines, workers=1)
-    summary = gang.summary()
-    cause = {"task": "worker-0", "exit_code": code, "step": None, "error": "loss is nan at step 3"}
-    assert cause.items() <= summary["cause"].items()
-    assert ("failed", []) == (summary["state"], summary["restarts"])
-    assert code == summary["tasks"]["worker-0"]
-    assert (EXIT_FAILED if code == EXIT_USAGE else code) == foreground.exit_code(
-        Summary.from_json(summary)
-    )  # `up` itself was used well
-    assert {"chief": "stopped", "worker-0": "failed"} == {n: beat.state for n, beat in gang.run.heartbeats().items()}
 
 
 def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang):

@@ -99,19 +99,6 @@ def test_a_script_s_own_failure_ends_the_run_at_once(start_scripts, end, code, m
     assert ["failed", "stopped"] == [gang.beat(task).state for task in ("worker-0", "chief")]
 
 
-@pytest.mark.slow
-def test_the_first_error_is_the_root_cause(start_scripts):
-    lines = """
-    if NAME == 'worker-0': sys.exit('the root cause')
-    until(lambda: beat('worker-0')['state'] == 'failed')
-    if NAME == 'worker-1': die(signal.SIGABRT)  # as TensorFlow does when it hears of it
-    sys.exit('a consequence')
-    """
-    summary = start_scripts(lines, workers=2).summary()
-    assert ("failed", "worker-0") == (summary["state"], summary["cause"]["task"])
-    assert "exit code 1, last line: the root cause" == summary["cause"]["error"]
-
-
 def test_a_killed_worker_under_ps_starts_again_alone(start_scripts):
     lines = """
     if NAME == 'worker-0' and os.environ['RESTARTS'] == '0': die()

@@ -1,7 +1,6 @@
 """Files: none reads half of anything, what only one may create has one owner, lines stay whole, scratch is removed."""
 
 import errno
-import hashlib
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ from typing import IO, Any
 import pytest
 
 from cluster.system import files, json_files
-from cluster.system.files import remove_abandoned, scratch_folder, sha256
+from cluster.system.files import remove_abandoned, scratch_folder
 from cluster.system.json_files import (
     LINE_BYTES,
     DamagedError,
@@ -142,16 +141,6 @@ def test_scratch_files_of_processes_that_are_called_the_same_differ(tmp_path, mo
     for _ in range(50):
         write_json(tmp_path / "value.json", 1)
     assert 50 == len(set(seen))
-
-
-def test_an_absent_file_is_its_default_and_a_hash_is_of_all_bytes(tmp_path):
-    path = tmp_path / "file"
-    assert {} == read_json(path, {})
-    with pytest.raises(FileNotFoundError):
-        read_json(path)
-    for size in (0, 1, 1_000_000):
-        path.write_bytes(b"a" * size)
-        assert hashlib.sha256(b"a" * size).hexdigest() == sha256(path)
 
 
 @pytest.mark.parametrize("size", [0, 10, 10**12])
