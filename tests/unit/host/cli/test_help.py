@@ -1,11 +1,15 @@
 """The command line's names and help: every task, every option, every default."""
 
+import copy
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
+from invoke import Program
 
 import tasks
+from cluster.host import kubernetes
 from cluster.host.cli import parsing
 from cluster.host.launch import planning
 from cluster.host.options.request import OPTIONS, Group, Request
@@ -24,8 +28,20 @@ NAMES = {
 ALL_TASKS: list[str] = sorted(tasks.ns.task_names)
 
 
-def test_the_list_shows_every_task_of_the_contract_in_a_sentence():
-    lines = invoke("--list").stdout.splitlines()
+@pytest.fixture
+def shown(capsys, monkeypatch) -> Callable[..., str]:
+    """Returns what `invoke` with these words prints in 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def show(*words: str) -> str:
+        Program(namespace=copy.deepcopy(tasks.ns)).run(["invoke", *words], exit=False)
+        return capsys.readouterr().out
+
+    return show
+
+
+def test_the_list_shows_every_task_of_the_contract_in_a_sentence(shown):
+    lines = shown("--list").splitlines()
     assert list(parsing.DAILY) == [line.split()[0] for line in lines if line[:2] == "  " != line[2:4]][:10]
     assert set(ALL_TASKS) == NAMES == {line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "}
     for name in ALL_TASKS:
@@ -48,13 +64,13 @@ def test_up_and_plan_take_every_option_of_a_request():
     assert declared | {"file": "", "write": "", "json": False} == options(tasks.ns["plan"])
 
 
-def test_help_of_up_fits_on_a_screen_and_names_the_values():
-    shown = invoke("up", "--help", COLUMNS="80").stdout
-    flags = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
+def test_help_of_up_fits_on_a_screen_and_names_the_values(shown):
+    text = shown("up", "--help")
+    flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
     assert [*parsing.DAILY_OPTIONS, "file", "dry"] == [flag[2:].partition("=")[0] for flag in flags]
     assert {"--workers=N", "--preset=PRESET", "--script=FILE", "--resume=RUN"} <= set(flags)
-    assert 50 > shown.count("\n")
-    assert "STRING" not in shown
+    assert 50 > text.count("\n")
+    assert "STRING" not in text
 
 
 @pytest.mark.parametrize(
@@ -66,19 +82,25 @@ def test_help_of_up_fits_on_a_screen_and_names_the_values():
         ("--help-all logs", "--tail=N"),
     ],
 )
-def test_help_follows_in_any_place(words, expected):
-    assert expected in invoke(*words.split()).stdout
+def test_help_follows_in_any_place(shown, words, expected):
+    assert expected in shown(*words.split())
 
 
-def test_help_lists_every_option_in_its_group():
-    shown = invoke("up", "--help-all", COLUMNS="80").stdout.partition("Options:\n")[2]
-    groups = [part.splitlines() for part in shown.strip("\n").split("\n\n")]
+def test_help_lists_every_option_in_its_group(shown):
+    options_shown = shown("up", "--help-all").partition("Options:\n")[2]
+    groups = [part.splitlines() for part in options_shown.strip("\n").split("\n\n")]
     assert [f"{group}:" for group in Group] == [heading.strip() for heading, *_ in groups]
     for group, (_, *lines) in zip(Group, groups, strict=True):
         flags = [line.split()[0].partition("=")[0] for line in lines if line.startswith("  --")]
         expected = [f"--{each.key}" for each in OPTIONS.values() if each.group == group]
         assert flags[: len(expected)] == expected
         assert bool(flags[len(expected) :]) == (group == Group.COMMAND)
+
+
+def test_help_lists_what_a_manifest_can_say_alone(shown):
+    text = shown("--help-all", "k8s.render")
+    assert "--gpus-per-task" in text
+    assert not [name for name in kubernetes.NOT_RENDERED if f"--{name.replace('_', '-')}=" in text]
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Rendered manifests: valid by the published schemas, with the names, codes and privileges that the docs promise."""
+"""Rendered manifests: valid by the published schemas, with the names, codes and privileges that the docs promise.
+
+The same options make the same text, and wrong ones are refused.
+"""
 
 import json
 import re
@@ -20,7 +23,7 @@ from cluster.host.kubernetes import NAME, Manifest
 from cluster.host.options.request import Request
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, UsageError
 from cluster.system.paths import ROOT
-from tests.support.command_line import invoke
+from tests.support.command_line import exit_code
 
 CONFIG = {"dataset": "fashion_mnist", "source": "memory", "global_batch": 192}
 KINDS = {kind: job for kind, (_, job) in kubernetes.KINDS.items()}
@@ -168,20 +171,23 @@ def test_the_records_are_those_of_a_run_folder():
 
 GOLDEN = ROOT / "tests" / "unit" / "host" / "runtime" / "kubernetes" / "golden"
 RENDERED = {
-    "jobset": ["--evaluator"],
-    "tfjob": ["--kind=tfjob", "--workers=2", "--ps=1", "--gpus-per-task=2", "--image=registry.example/train:gpu"],
+    "jobset": {"evaluator": True},
+    "tfjob": {"workers": "2", "ps": "1", "gpus_per_task": "2", "image": "registry.example/train:gpu"},
 }
 
 
+@pytest.mark.usefixtures("resolved")
 @pytest.mark.parametrize("kind", RENDERED)
-def test_the_golden_manifests_are_what_is_rendered(kind):
-    done = invoke("k8s.render", *RENDERED[kind])
-    assert kubernetes.WARNING in done.stderr
+def test_the_golden_manifests_are_what_is_rendered(capsys, kind):
+    assert EXIT_DONE == exit_code("k8s.render", kind=kind, **RENDERED[kind])
+    printed = capsys.readouterr()
+    assert kubernetes.WARNING in printed.err
     # The training's configuration changes with every new setting.
     training = re.compile(r"^  config\.json: \|\n(    .*\n)+", re.MULTILINE)
-    assert training.sub("", (GOLDEN / f"{kind}.yaml").read_text()) == training.sub("", done.stdout)
+    assert training.sub("", (GOLDEN / f"{kind}.yaml").read_text()) == training.sub("", printed.out)
 
 
+@pytest.mark.usefixtures("resolved")
 def test_data_is_prepared_by_a_job_of_its_own():
     (job,) = kubernetes.render(Request(name="one"), data=True)
     assert ("Job", "one-data") == (job["kind"], job["metadata"]["name"])
@@ -211,12 +217,6 @@ def test_a_task_has_as_many_threads_as_its_pod_requests_cpus_and_variables_of_en
         (Request(), {"cpus": "0"}, "--cpus"),
     ],
 )
-def test_what_cannot_be_rendered_is_refused(request_, place, option):
+def test_what_cannot_be_rendered_is_refused(resolved, request_, place, option):
     with pytest.raises(UsageError, match=option):
         kubernetes.render(request_, **place)
-
-
-def test_help_lists_what_can_be_rendered_alone():
-    output = invoke("--help-all", "k8s.render").stdout
-    assert "--gpus-per-task" in output
-    assert not [name for name in kubernetes.NOT_RENDERED if f"--{name.replace('_', '-')}=" in output]
