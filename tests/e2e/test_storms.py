@@ -20,18 +20,6 @@ EARLY_S = 10.0
 """A dead process is noticed by its end, on a busy machine, too, and not by the silence that a hang is noticed by."""
 TRAINING = ("--log-every=5", "--steps-per-loop=5", "--evaluate-every=100000")
 
-STORMS = {
-    "multiworker": ("--workers=2",),
-    "fit": ("--workers=2", "--loop=fit"),
-    "elastic": ("--workers=2", "--bitwise-elastic=4"),
-    "ps": ("--workers=2", "--ps=1", "--evaluator", "--checkpoint-every=20"),
-    "one": ("--strategy=one",),
-    "mirrored": ("--strategy=mirrored", "--devices=2"),
-    "central": ("--strategy=central", "--devices=2"),
-}
-"""What is started for each strategy."""
-FAULTS = 8
-
 
 def start(
     clusters: Clusters, name: str, *words: str, length: tuple[str, ...] = ENDLESS, runtime: str = "local"
@@ -45,23 +33,6 @@ def calm(clusters: Clusters, *words: str, length: tuple[str, ...]) -> RunFolder:
     run = start(clusters, "calm", *words, "--fresh", length=length)
     clusters.invoke("wait", "calm", timeout_s=SLOW_MACHINE_S)
     return run
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("strategy", STORMS)
-def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters, strategy):
-    """At the defaults, but for parameter servers; STORM_SEED repeats the faults of a failure."""
-    words = STORMS[strategy]
-    seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
-    print(f"STORM_SEED={seed}")
-    run = start(clusters, f"any-{strategy}", *words)
-    results = chaos.inject_all(run, FAULTS, seed, [])
-    assert [None] * FAULTS == [result.ended for result in results]
-    if strategy == "ps":
-        clusters.invoke("stop", run.name, timeout_s=SLOW_MACHINE_S)
-        assert max(result.steps_lost or 0 for result in results) <= 20  # since the last checkpoint
-    else:
-        clusters.check_bits(run, *words, training=TRAINING)
 
 
 @pytest.mark.alone

@@ -260,14 +260,7 @@ def test_the_exit_code_reports_whether_the_run_did_as_it_should(run, monkeypatch
     assert [(run, Fault(kind, "worker-0", 50), 9)] == injected
 
 
-def test_a_flip_that_no_program_took_is_withdrawn(make_run):
-    run = make_run(workers=1)
-    injector = registry.find_runtime(run).faults(run)
-    injector.check("flip", "chief")
-    injector.flip("chief")
-    assert run.flip_request("chief").exists()
-    injector.undo("chief")
-    assert not run.flip_request("chief").exists()
+def test_no_bit_of_a_lone_task_is_flipped(make_run):
     alone = make_run("alone", workers=0)
     with pytest.raises(UsageError):
         registry.find_runtime(alone).faults(alone).check("flip", "chief")

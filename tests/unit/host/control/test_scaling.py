@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from cluster.contract.run.records import AfterStop
 from cluster.host.control import foreground, scaling
 from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan
-from cluster.host.options.request import Request
 from cluster.host.reports import listing
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime import supervisor
@@ -299,33 +297,6 @@ def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch
     assert ("succeeded", 3) == (summary["state"], summary["replicas"])
     assert {"chief": 0, "worker-0": 0, "worker-1": 0} == summary["tasks"]
     assert [["worker-0"], []] == [change["left_out"] for change in summary["membership"]]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_being_scaled_is_not_resumed(start_gang, scale):
-    """It is tried all the time: while tasks save, between the clusters, and while the new one starts."""
-    gang, over = start_gang(LASTING, workers=1), threading.Event()
-    refusals: list[object] = []
-
-    def resume() -> None:
-        while not over.is_set():
-            try:
-                request = Request(resume=gang.run.name, runtime="local", tensorboard_port="0")
-                refusals.append(startup.start(planning.plan(request), no_shell, began=time.time()))
-            except Exception as error:
-                refusals.append(error)
-
-    resumes = threading.Thread(target=resume)
-    resumes.start()
-    try:
-        assert 0 == scale(gang, workers=2)
-    finally:
-        over.set()
-        resumes.join()
-    assert refusals
-    assert [] == [each for each in refusals if not isinstance(each, UsageError)]
-    assert 1 == gang.run.generation
-    assert ("succeeded", 3) == (end_of(gang)["state"], len(gang.run.heartbeats()))
 
 
 @pytest.mark.parametrize(
