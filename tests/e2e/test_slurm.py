@@ -58,9 +58,9 @@ def long_job(clusters, request) -> Iterator[RunFolder]:
     yield from queued(clusters, request.node.name, *ENDLESS)
 
 
-def queued(clusters: Clusters, name: str, *training: str, nodes: int = 2) -> Iterator[RunFolder]:
+def queued(clusters: Clusters, name: str, *training: str) -> Iterator[RunFolder]:
     name = re.sub("[^a-z0-9]+", "-", name)[-40:].strip("-")
-    run = clusters.up(name, f"--nodes={nodes}", *OPTIONS, runtime="slurm", training=(*TRAINING, *training))
+    run = clusters.up(name, "--nodes=2", *OPTIONS, runtime="slurm", training=(*TRAINING, *training))
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
     yield run
     revive_nodes()
@@ -157,17 +157,6 @@ def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(event, job, clus
     assert (2, True) == (len(attempts(job)), job.generation > 0)
 
 
-def test_a_job_whose_node_restarts_before_slurm_misses_it_must_go_on(clusters, local_hash, monkeypatch):
-    """The daemon is back, its task is not, and Slurm waits: the other tasks queue the job again."""
-    monkeypatch.setitem(clusters.environment, "RENDEZVOUS_TIMEOUT_S", "8")
-    for run in queued(clusters, "restarts", STEPS, nodes=3):
-        end_node(run)
-        revive_nodes()
-        clusters.invoke("wait", run.name, timeout_s=400)
-        assert ("succeeded", local_hash) == (summary(run)["state"], summary(run)["weights_sha256"])
-        assert 2 == len(attempts(run))
-
-
 @pytest.fixture
 def elastic_job(clusters, monkeypatch) -> Iterator[Callable[..., RunFolder]]:
     """Starts an elastic run that trains on three nodes until it is stopped."""
@@ -203,17 +192,6 @@ def test_an_elastic_job_must_replace_a_task_whose_node_died(elastic_job, cluster
     clusters.invoke("chaos", "kill", "worker-1", "--run=grows", timeout_s=300)
     clusters.check_bits(run, "--bitwise-elastic=4", training=SMALL)
     wait_for(lambda: not Queue().jobs(slurm.job_name(run), parts=True), "the end of all jobs of the run")
-
-
-def test_an_elastic_job_must_go_on_without_a_node_until_it_is_scaled(elastic_job, clusters):
-    run = elastic_job("outlives")
-    end_node(run)
-    await_members(run, "worker-1")
-    assert 1 == len(attempts(run))
-    revive_nodes()
-    clusters.invoke("scale", "--workers=2", "--run=outlives", timeout_s=300)
-    await_members(run)
-    clusters.check_bits(run, "--bitwise-elastic=4", training=SMALL)
 
 
 def test_a_job_at_its_time_limit_must_save_and_go_on(long_job, clusters):
