@@ -21,7 +21,7 @@ from tests.support.command_line import context, invoke, options, refusal
 
 def ended(words: str) -> int | str | None:
     with pytest.raises(SystemExit) as exit_:
-        Program(namespace=tasks.ns).run(["invoke", *words.split()])
+        Program(namespace=copy.deepcopy(tasks.ns)).run(["invoke", *words.split()])
     return exit_.value.code
 
 
