@@ -1,9 +1,7 @@
 """Real agents with fake trainers: what the table of decisions (test_decide.py) and the simulation cannot show."""
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,8 +11,6 @@ import pytest
 from cluster.agent import agent
 from cluster.agent.run_view import RunView
 from cluster.system.json_files import read_json
-from cluster.system.ports import open_listener
-from tests.support.waiting import wait_for
 
 SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"
 
@@ -98,31 +94,3 @@ def test_an_agent_that_was_started_wrongly_says_so_in_one_line(make_run, environ
     assert (2, "") == (done.returncode, done.stdout)
     assert done.stderr.startswith(f"error: {message}")
     assert 1 == len(done.stderr.splitlines())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", [{"workers": 1}, {"workers": 1, "ps": 1}])
-def test_a_task_that_comes_back_waits_for_its_port(start_gang, topology):
-    lines = "if NAME.startswith(('worker', 'ps')) and PS: serve()\ntrain(5)\n"
-    lines += "until(lambda: (run.path / 'enough').exists()), meet(), finish()"
-    gang = start_gang(f"PS = {'ps' in topology}\n{lines}", **topology)
-    wait_for(lambda: gang.beat("worker-0").state == "training" and gang.beat("chief").step == 5, "the training")
-    restarts_before = int(gang.beat("worker-0").restarts)
-    port = gang.run.load_cluster().task("worker-0").port
-    os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
-    holder = wait_for(lambda: held(port), "the port", pause_s=0.0001)  # as a killed program does for a while
-    with holder:
-        wait_for(lambda: gang.beat("worker-0").obstacle, "the task that waits for its port")
-    wait_for(
-        lambda: gang.beat("worker-0").restarts > restarts_before and gang.beat("worker-0").state == "training",
-        "its next attempt",
-    )
-    (gang.run.path / "enough").touch()
-    assert "succeeded" == gang.summary()["state"]
-
-
-def held(port: int) -> socket.socket | None:
-    """Return a listener on a port of this machine; None while somebody else has it."""
-    with contextlib.suppress(OSError):
-        return open_listener("127.0.0.1", port)
-    return None

@@ -47,28 +47,6 @@ def test_a_file_that_was_replaced_on_another_host_is_read_again(tmp_path, monkey
         files.read_start(path, 9)
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path):
-    path, over = tmp_path / "value.json", threading.Event()
-    write_json(path, [0] * 5000)
-
-    def write() -> None:
-        number = 0
-        while not over.is_set():
-            number += 1
-            write_json(path, [number] * 5000)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        for _ in range(50):
-            value = read_json(path)
-            assert [value[0]] * 5000 == value
-    finally:
-        over.set()
-        writer.join()
-    assert [path] == list(tmp_path.iterdir())  # and no scratch file is left
-
-
 @pytest.mark.parametrize("left", [None, b"", b" \n", b'{"sta', b"[]", b"null", b"\xff\xfe{", b"[" * 100_000])
 def test_what_several_claim_belongs_to_one_and_what_a_power_failure_left_to_nobody(tmp_path, left):
     def check(value: Any) -> None:
