@@ -12,26 +12,12 @@ from cluster.agent import agent
 from cluster.agent.run_view import RunView
 from cluster.system.json_files import read_json
 
-SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"
-
 
 def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang):
     gang = start_gang("sys.exit('a wrong installation')", imports="import sys", absent=("worker-0",), workers=1)
     outcome = gang.outcome()  # long before the rendezvous' end
     cause = ("failed", "chief", 1, "exit code 1, last line: a wrong installation")
     assert cause == (outcome.state, outcome.task, outcome.exit_code, outcome.error)
-
-
-def test_a_gang_restart_waits_for_a_worker_that_once_restarted_alone(start_gang, monkeypatch):
-    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "5")
-    lines = """
-if NAME == 'worker-0' and not RESTARTS: train(3), die()
-if NAME == 'ps-0' and not GENERATION: until(lambda: run.heartbeats()['worker-0'].restarts), meet(), die()
-"""
-    gang = start_gang(lines + SERVERS_SERVE + "if not GENERATION: work()\ntrain(5), meet(), finish()", workers=1, ps=1)
-    summary = gang.summary()
-    assert ("succeeded", ["worker-0", "ps-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
-    assert {"chief": 1, "worker-0": 2, "ps-0": 1} == {n: beat.restarts for n, beat in gang.run.heartbeats().items()}
 
 
 def test_an_evaluator_stops_after_the_last_checkpoint(start_gang):
@@ -41,33 +27,6 @@ def test_an_evaluator_stops_after_the_last_checkpoint(start_gang):
         gang.await_step(task, 3)
     gang.run.request_stop("a test")
     assert {"chief": 0, "worker-0": 0, "evaluator": 0} == gang.summary()["tasks"]
-
-
-def test_sigterm_to_one_agent_stops_every_task(start_gang):
-    gang = start_gang("train(3), work()", workers=2, evaluator=True)
-    for task in ("chief", "worker-0", "worker-1", "evaluator"):
-        gang.await_step(task, 3)
-    os.kill(gang.pid("worker-1", "agent"), signal.SIGTERM)
-    summary = gang.summary()
-    assert ("stopped", []) == (summary["state"], summary["restarts"])
-    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "evaluator": 0} == summary["tasks"]
-    assert {"stopped"} == {beat.state for beat in gang.run.heartbeats().values()}
-
-
-def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang, monkeypatch):
-    monkeypatch.setenv("SCRIPT_GRACE_S", "0.1")  # only scripts have it
-    saves = """
-import time
-import tests.programs.trainer as trainer
-train(3), until(lambda: trainer._stop), time.sleep(1.5)
-if run.outcome: sys.exit("the run ended while the chief saved")
-finish("stopped")
-"""
-    gang = start_gang(SERVERS_SERVE + saves, workers=1, ps=1)
-    gang.await_step("chief", 3)
-    gang.run.request_stop("a test")
-    assert ("stopped", "chief") == (gang.outcome().state, gang.outcome().task)
-    assert {"chief": 0, "worker-0": 0, "ps-0": 0} == gang.summary()["tasks"]
 
 
 def test_a_task_that_comes_after_the_end_does_not_hold_it_up(run, monkeypatch):
