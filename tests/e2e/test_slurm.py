@@ -194,6 +194,17 @@ def test_an_elastic_job_must_replace_a_task_whose_node_died(elastic_job, cluster
     wait_for(lambda: not Queue().jobs(slurm.job_name(run), parts=True), "the end of all jobs of the run")
 
 
+def test_an_elastic_job_must_go_on_without_a_node_until_it_is_scaled(elastic_job, clusters):
+    run = elastic_job("outlives")
+    end_node(run)
+    await_members(run, "worker-1")
+    assert 1 == len(attempts(run))
+    revive_nodes()
+    clusters.invoke("scale", "--workers=2", "--run=outlives", timeout_s=300)
+    await_members(run)
+    clusters.check_bits(run, "--bitwise-elastic=4", training=SMALL)
+
+
 def test_a_job_at_its_time_limit_must_save_and_go_on(long_job, clusters):
     limit(long_job, 2)  # it is warned two minutes before: by then Slurm looks only every 30 s
     wait_for(lambda: len(attempts(long_job)) > 1, "a second attempt", timeout_s=240)

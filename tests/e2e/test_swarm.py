@@ -12,7 +12,7 @@ import pytest
 from cluster.contract.run.folder import RunFolder
 from cluster.host.schedulers import swarm_stack
 from cluster.system.ports import free_ports
-from tests.e2e.scenario import ENDLESS, TENSORBOARD_IMAGE, TRAIN_IMAGE, Clusters, step_of, summary
+from tests.e2e.scenario import ENDLESS, TENSORBOARD_IMAGE, TRAIN_IMAGE, Clusters, await_members, step_of, summary
 from tests.support.waiting import await_shown, wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.alone, pytest.mark.usefixtures("require_engine")]
@@ -127,6 +127,23 @@ def test_a_run_that_loses_a_host_must_go_on_to_the_same_weights(event, run, swar
     assert run.outcome is None or run.continues_elsewhere, "the run ended before the event did"
     await_same_weights(swarm, run, local_hash)
     assert run.generation > 0
+
+
+@pytest.mark.usefixtures("both_hosts")
+def test_an_elastic_run_must_go_on_without_a_host_and_grow_again(swarm, monkeypatch):
+    monkeypatch.setitem(swarm.environment, "RENDEZVOUS_TIMEOUT_S", "25")
+    memory = int(at("h1", "info", "--format={{.MemTotal}}")) * 6 // 10 // 2**20  # so that no host has room for two
+    training = (*TRAINING[1:], "--global-batch=48", "--steps-per-loop=5")
+    elastic = (f"--memory={memory}MiB", "--min-workers=0", "--grow", "--bitwise-elastic=4")
+    words = ("--detach", *OPTIONS, *elastic, "--", *ENDLESS)
+    run = swarm.up("elastic", *words, runtime="swarm", training=training, timeout_s=500)
+    wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
+    subprocess.run(["ip", "link", "set", "tfs-h2", "down"], check=True)
+    await_members(run, "worker-0")
+    subprocess.run(["ip", "link", "set", "tfs-h2", "up"], check=True)
+    await_members(run)
+    swarm.check_bits(run, *OPTIONS, "--bitwise-elastic=4", training=training)
+    swarm.invoke("down", "elastic")
 
 
 def test_every_command_must_mean_the_same_on_hosts(swarm):
