@@ -20,15 +20,6 @@ def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang)
     assert cause == (outcome.state, outcome.task, outcome.exit_code, outcome.error)
 
 
-def test_an_evaluator_stops_after_the_last_checkpoint(start_gang):
-    last = "import signal; signal.signal(signal.SIGTERM, lambda *_: finish('stopped') if run.outcome else die())"
-    gang = start_gang(f"if NAME == 'evaluator': {last}\ntrain(3), work(saving_s=0.5)", workers=1, evaluator=True)
-    for task in ("chief", "worker-0", "evaluator"):
-        gang.await_step(task, 3)
-    gang.run.request_stop("a test")
-    assert {"chief": 0, "worker-0": 0, "evaluator": 0} == gang.summary()["tasks"]
-
-
 def test_a_task_that_comes_after_the_end_does_not_hold_it_up(run, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the agents run in this very process
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the summary waits for a task that never ran"))
