@@ -4,7 +4,7 @@ import contextlib
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.contract import compatibility, spec, strategies, tf_config
@@ -98,6 +98,7 @@ def test_who_restarts_alone_and_who_only_serves(topology, alone, serving):
     assert serving == [task.name for task in cluster.tasks if cluster.serves(task)]
 
 
+@settings(deadline=None)  # others use this machine, too
 @given(st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4))
 def test_a_cluster_survives_its_json(workers, ps, evaluator, devices):
     cluster = spec.build(workers, ps if workers else 0, evaluator, devices=devices)
@@ -131,6 +132,7 @@ def test_who_calls_whom_first(topology, expected):
     assert expected == {task.name: [other.name for other in cluster.calls_first(task)] for task in cluster.tasks}
 
 
+@settings(deadline=None)  # others use this machine, too
 @given(st.integers(1, 10**6), st.integers(1, 600))
 def test_the_offered_global_batches_divide(global_batch, divisor):
     if global_batch % divisor == 0:
@@ -212,6 +214,7 @@ def test_without_a_separate_chief_it_is_worker_0(task, index):
     assert [tf_config.render(other, task) for task in other.tasks] == [tf_config.render(one, t) for t in one.tasks]
 
 
+@settings(deadline=None)  # others use this machine, too
 @given(st.integers(1, 20), st.integers(0, 4), st.booleans())
 def test_what_is_rendered_is_read_back(workers, ps, evaluator):
     described = spec.build(workers, ps, evaluator)
