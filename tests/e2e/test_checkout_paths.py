@@ -39,13 +39,6 @@ def check(checkout: Path) -> None:
     assert [] == list(ROOT.glob("PWNED*"))
 
 
-def test_a_run_as_local_processes_must_succeed(checkout):
-    clusters = clusters_in(checkout)
-    clusters.invoke("up", *OPTIONS, "--runtime=local", "--", *TRAINING)
-    clusters.invoke("down")
-    check(checkout)
-
-
 @pytest.fixture
 def own_images() -> Iterator[str]:
     """The beginning of the names of images that are removed again."""

@@ -1,9 +1,7 @@
 """A frozen process of any kind, alone or with another: the run must recover or end within 90 s, and name it."""
 
-import functools
 import itertools
 import os
-import re
 import signal
 import time
 from collections.abc import Iterable
@@ -16,7 +14,6 @@ import pytest
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
-from cluster.host.view.status import read_status
 from cluster.system import processes
 from cluster.system.json_files import read_json
 from cluster.system.processes import ProcessTable
@@ -124,27 +121,6 @@ def test_a_run_with_a_frozen_task_must_stop_and_end(clusters):
         assert "stopped" == summary(run)["state"]
         clusters.invoke("down", name)
         assert not [pid for pid in ProcessTable().with_environment("RUN_DIR", str(run.path)) if pid != os.getpid()]
-
-
-@pytest.mark.long  # with a fake trainer: `tests/unit/agent/test_watchdog.py`
-@pytest.mark.parametrize("processes_of", [("program",), ("program", "agent")], ids="-".join)
-def test_a_paused_task_must_be_named_with_what_it_has_not_reached(clusters, processes_of):
-    name = f"late-{len(processes_of)}"
-    run = clusters.up(name, "--workers=2", "--detach", "--", *ENDLESS)
-    first, generation = run.heartbeat("worker-1").step, run.generation
-    wait_for(lambda: run.heartbeat("worker-1").step > first, "steps", SLOW_MACHINE_S)
-    paused = [Frozen(kind, "worker-1").find(run) for kind in processes_of]
-    for process in paused:
-        processes.kill(process, signal.SIGSTOP)
-    status = functools.partial(read_status, run, with_board=False)
-    wait_for(lambda: "worker-1" in (status(run.heartbeats())["late"] or ""), "a late task", BOUND_S)
-    wait_for(lambda: run.generation > generation, "another generation", SLOW_MACHINE_S)
-    for process in paused:
-        processes.kill(process, signal.SIGCONT)  # the agent has to leave the run, too
-    began = run.begun(generation + 1)
-    assert "worker-1" == began.task
-    assert re.search(r"; worker-1 \D*(gradient exchange|sum of results|evaluation) of step \d+", began.cause)
-    clusters.invoke("down", name, timeout_s=BOUND_S)
 
 
 def _await_standby(run: RunFolder) -> None:

@@ -55,15 +55,9 @@ class Pods:
             for index in range(template["completions"]):
                 self._start(job["name"], index, template["template"]["spec"])
 
-    def start_again(self, role: str) -> str:
-        """Start another pod in the place of a role's first, of which Kubernetes has lost sight; return its name."""
-        docker("network", "disconnect", self.network, f"{self.network}-{role}-0")
-        jobs = {job["name"]: job["template"]["spec"]["template"]["spec"] for job in self.job["spec"]["replicatedJobs"]}
-        return self._start(role, 0, jobs[role], "again")
-
-    def _start(self, role: str, index: int, pod: dict[str, Any], *further: str) -> str:
+    def _start(self, role: str, index: int, pod: dict[str, Any]) -> None:
         (container,) = pod["containers"]
-        own = "-".join([self.network, role, str(index), *further])
+        own = f"{self.network}-{role}-{index}"
         host = f"{self.job['metadata']['name']}-{role}-0-{index}"
         alias = f"{host}.{self.job['spec']['network']['subdomain']}"
         values: dict[str, str] = {}
@@ -76,7 +70,6 @@ class Pods:
         words += [f"--network={self.network}", f"--network-alias={alias}", "--stop-timeout=60"]
         words += [f"--env={name}={value}" for name, value in values.items()] + [f"--volume={each}" for each in mounts]
         docker(*words, "--entrypoint", container["command"][0], container["image"], *container["command"][1:])
-        return own
 
     def names(self) -> list[str]:
         return docker("ps", "--all", "--format={{.Names}}", f"--filter=network={self.network}").split()
@@ -145,23 +138,3 @@ def test_pods_survive_the_loss_of_one_and_the_eviction_of_another(pods, local_ha
     pods.finish()
     assert {0} == set(pods.ended().values())
     assert ("succeeded", local_hash) == (summary(pods.run)["state"], summary(pods.run)["weights_sha256"])
-
-
-@pytest.mark.parametrize("role", ["worker", "chief"])
-def test_a_pod_that_another_has_replaced_ends_and_changes_nothing(pods, local_hash, role):
-    pods.start()
-    older = f"{pods.network}-{role}-0"
-    wait_for(lambda: step_of(pods.run) >= 10, "step 10", timeout_s=90)
-    docker("pause", older)
-    try:
-        newer = pods.start_again(role)
-        wait_for(lambda: pods.run.generation == 1 and step_of(pods.run) >= 20, "training with another", timeout_s=90)
-    finally:
-        docker("unpause", older)
-    code = docker("wait", older)
-    assert EXIT_INTERRUPTED == int(code)
-    docker("rm", older)
-    pods.finish()
-    assert 0 == pods.ended()[newer]
-    assert ("succeeded", local_hash) == (summary(pods.run)["state"], summary(pods.run)["weights_sha256"])
-    assert 1 == pods.run.generation

@@ -1,60 +1,23 @@
-"""What is seen of a run from outside while it trains: no port, its metrics, and a profile, which changes no bit."""
+"""What is seen of a run from outside while it trains: its metrics, and a profile, which changes no bit."""
 
 import urllib.error
-from pathlib import Path
 
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.runtime import namespaces
-from cluster.system.json_files import read_json
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import ENDLESS, step_of, summary
-from tests.support import doors
 from tests.support.exposition import scrape
 from tests.support.waiting import wait_for
 
 FEWEST_STEPS = 40
 """Enough to have an undisturbed step timed."""
-LISTENS = "0A"
-"""How /proc writes that state of a socket."""
-ANYWHERE = {"0" * 8, "0" * 32}
-
-Door = tuple[str, int]
 
 
 @pytest.fixture(scope="module")
 def training(clusters) -> RunFolder:
     """A run that trains until it is stopped."""
     return clusters.up("seen", "--workers=1", "--detach", "--", *ENDLESS)
-
-
-def listening(pid: int) -> set[int]:
-    """Return the ports on which something listens on every interface of a process' network."""
-    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    sockets = [line.split() for table in tables for line in table]
-    return {
-        int(at.rpartition(":")[2], 16)
-        for _, at, _, state, *_ in sockets
-        if state == LISTENS and at.rpartition(":")[0] in ANYWHERE
-    }
-
-
-def doors_of(run: RunFolder) -> tuple[set[Door], set[Door]]:
-    """Return the addresses and ports at which a run's servers might be reached, and those where they are."""
-    wait_for(lambda: step_of(run) > 0, "the first step")
-    ports = {task.port for task in run.load_cluster().tasks}
-    pid = read_json(run.programs("chief"))["program"]["pid"]
-    assert ports <= listening(pid)  # TensorFlow's doing, whatever address it is given
-    everywhere = {(address, port) for address in doors.addresses() for port in ports}
-    return everywhere, {door for door in everywhere if doors.speaks(*door)}
-
-
-def test_servers_must_be_reached_from_their_own_network_alone(training):
-    if refused := namespaces.refusal():
-        pytest.skip(refused.why)
-    assert "private" == read_json(training.manifest)["network"]
-    assert set() == doors_of(training)[1]
 
 
 @pytest.mark.extended

@@ -1,13 +1,15 @@
-"""What the recovery promises, with real processes: a step fails whenever it comes, a loss diverges."""
+"""What the recovery promises, with real processes: a bit flips, a task dies, a loss diverges."""
 
+import dataclasses
 import functools
 import random
 import re
+import shutil
 from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.scenario import Clusters, summary
+from tests.e2e.scenario import STEPS, Clusters, summary
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -104,20 +106,6 @@ def test_weights_that_a_callback_of_the_chief_changes_at_the_end_must_not_count_
     assert [] == summary(run)["restarts"]
 
 
-@pytest.mark.long
-def test_a_step_that_crashes_whenever_it_comes_must_be_named_after_a_few_attempts(own, tmp_path):
-    step = int((tmp_path / "step").read_text())
-    training = ("--steps-per-loop=25", "--callbacks=wrong:crashing", "--max-steps=60")
-    run = own.up("crash", "--workers=1 --checkpoint-every=7 --max-restarts=1", training=training, expect=1)
-    cause = summary(run)["cause"]
-    # The chief may have saved a checkpoint after that step, from which the first step crashes again.
-    assert step - 1 <= cause["step"] <= step + 7
-    assert run.generation <= 2
-    assert "worker-0" == cause["task"]
-    assert "SIGSEGV" in cause["error"]
-    assert "on_train_batch_end" in cause["error"]
-
-
 # The custom loop's error is in test_loop.py, and that it is not retried in test_agent.py.
 @pytest.mark.extended
 @pytest.mark.parametrize("loop", ["fit", pytest.param("custom", marks=pytest.mark.long)])
@@ -138,3 +126,19 @@ def test_single_steps_after_a_failure_must_not_change_a_bit(own):
         weights.append(summary(run)["weights_sha256"])
     assert own.run("once").generations()[1].single_steps_from is not None
     assert weights[0] == weights[1]
+
+
+@pytest.mark.extended
+def test_a_run_must_continue_from_its_mirror_alone(clusters, tmp_path):
+    url = f"file://{tmp_path}/store"
+    undisturbed = clusters.up("undisturbed", "--workers=0")
+    run = clusters.up("mirrored", f"--workers=0 --mirror={url} -- --max-steps {STEPS // 2}")
+    assert f"checkpoint of step {STEPS // 2} and the export" in clusters.invoke("status", run.name)
+    shutil.rmtree(run.path)
+    another_machine = dataclasses.replace(
+        clusters, environment=clusters.environment | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    )
+    options = ("--runtime=local", "--tensorboard-port=0", "--", "--max-steps", str(STEPS))
+    another_machine.invoke("up", f"--resume={url}/{run.name}", *options)
+    assert STEPS // 2 == next(event.step for event in run.events() if event.event == "restored")
+    assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]

@@ -155,10 +155,3 @@ def test_predict_must_name_the_likeliest_classes(clusters, alone):
     assert {line.split("%")[1].strip() for line in lines} <= set(names)
     output = clusters.invoke("predict", alone.name, f"--image={alone.summary}", expect=2)
     assert "expected a PNG or JPEG file" in output
-
-
-@pytest.mark.long  # files of all kinds: `test_initial_weights.py`; a run's: `test_payload.py`
-def test_a_run_must_begin_with_the_weights_of_another(clusters, alone):
-    tuned = clusters.up("tuned", f"--workers=0 --init-from={alone.name} -- --max-steps 5 --freeze conv2d*")
-    assert "began with 8 of the 8 weights from ckpt-20.index" in tuned.log("chief").read_text()
-    assert tuned.losses()[1] < alone.losses()[1]

@@ -58,9 +58,9 @@ def long_job(clusters, request) -> Iterator[RunFolder]:
     yield from queued(clusters, request.node.name, *ENDLESS)
 
 
-def queued(clusters: Clusters, name: str, *training: str, nodes: int = 2) -> Iterator[RunFolder]:
+def queued(clusters: Clusters, name: str, *training: str) -> Iterator[RunFolder]:
     name = re.sub("[^a-z0-9]+", "-", name)[-40:].strip("-")
-    run = clusters.up(name, f"--nodes={nodes}", *OPTIONS, runtime="slurm", training=(*TRAINING, *training))
+    run = clusters.up(name, "--nodes=2", *OPTIONS, runtime="slurm", training=(*TRAINING, *training))
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
     yield run
     revive_nodes()
@@ -155,17 +155,6 @@ def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(event, job, clus
     clusters.invoke("wait", job.name, timeout_s=400)
     assert ("succeeded", local_hash) == (summary(job)["state"], summary(job)["weights_sha256"])
     assert (2, True) == (len(attempts(job)), job.generation > 0)
-
-
-def test_a_job_whose_node_restarts_before_slurm_misses_it_must_go_on(clusters, local_hash, monkeypatch):
-    """The daemon is back, its task is not, and Slurm waits: the other tasks queue the job again."""
-    monkeypatch.setitem(clusters.environment, "RENDEZVOUS_TIMEOUT_S", "8")
-    for run in queued(clusters, "restarts", STEPS, nodes=3):
-        end_node(run)
-        revive_nodes()
-        clusters.invoke("wait", run.name, timeout_s=400)
-        assert ("succeeded", local_hash) == (summary(run)["state"], summary(run)["weights_sha256"])
-        assert 2 == len(attempts(run))
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Real faults on real runs: every run must continue, and a synchronous one end with the bits of an undisturbed one."""
 
-import itertools
 import os
 import secrets
-import signal
 from dataclasses import replace
 
 import pytest
@@ -12,28 +10,15 @@ from benchmarks.campaign.cases import CASES
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import chaos
 from cluster.host.control.chaos import Fault
-from cluster.host.runtime import registry, supervisor
+from cluster.host.runtime import supervisor
 from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, Clusters, summary
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 
-STORM_STEPS = 40
 EARLY_S = 10.0
 """A dead process is noticed by its end, on a busy machine, too, and not by the silence that a hang is noticed by."""
 TRAINING = ("--log-every=5", "--steps-per-loop=5", "--evaluate-every=100000")
-
-STORMS = {
-    "multiworker": ("--workers=2",),
-    "fit": ("--workers=2", "--loop=fit"),
-    "elastic": ("--workers=2", "--bitwise-elastic=4"),
-    "ps": ("--workers=2", "--ps=1", "--evaluator", "--checkpoint-every=20"),
-    "one": ("--strategy=one",),
-    "mirrored": ("--strategy=mirrored", "--devices=2"),
-    "central": ("--strategy=central", "--devices=2"),
-}
-"""What is started for each strategy."""
-FAULTS = 8
 
 
 def start(
@@ -48,23 +33,6 @@ def calm(clusters: Clusters, *words: str, length: tuple[str, ...]) -> RunFolder:
     run = start(clusters, "calm", *words, "--fresh", length=length)
     clusters.invoke("wait", "calm", timeout_s=SLOW_MACHINE_S)
     return run
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("strategy", STORMS)
-def test_a_storm_of_any_seed_must_lose_no_run_and_change_no_bit(clusters, strategy):
-    """At the defaults, but for parameter servers; STORM_SEED repeats the faults of a failure."""
-    words = STORMS[strategy]
-    seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
-    print(f"STORM_SEED={seed}")
-    run = start(clusters, f"any-{strategy}", *words)
-    results = chaos.inject_all(run, FAULTS, seed, [])
-    assert [None] * FAULTS == [result.ended for result in results]
-    if strategy == "ps":
-        clusters.invoke("stop", run.name, timeout_s=SLOW_MACHINE_S)
-        assert max(result.steps_lost or 0 for result in results) <= 20  # since the last checkpoint
-    else:
-        clusters.check_bits(run, *words, training=TRAINING)
 
 
 @pytest.mark.alone
@@ -106,39 +74,3 @@ def test_a_full_disk_must_end_the_run_and_lose_no_good_checkpoint(small):
     small.invoke("up", "--resume=full", "--runtime=local", "--tensorboard-port=0", "--", f"--max-steps={steps}")
     assert ("succeeded", steps) == (summary(run)["state"], summary(run)["steps"])
     assert 50 <= next(event.step for event in run.events() if event.event == "restored")
-
-
-@pytest.mark.alone
-def test_faults_five_steps_apart_must_let_the_run_move_on(clusters):
-    """At the defaults, and with steps slow enough to be counted from outside."""
-    words, length = ("--workers=2",), ("--global-batch=2400", "--steps-per-loop=25", f"--max-steps={STORM_STEPS}")
-    undisturbed = calm(clusters, *words, length=length)
-    run = start(clusters, "five-apart", *words, length=length)
-    kills = itertools.cycle(["worker-0", "chief", "worker-1"])
-    firsts: list[int] = []
-    while not run.summary.exists():
-        generation = run.generation
-        wait_for(lambda at=generation: five_steps_after(run, at) is not False, "five steps, or the end", SLOW_MACHINE_S)
-        if first := five_steps_after(run, generation):
-            firsts.append(first[0])
-            registry.find_runtime(run).faults(run).signal(next(kills), signal.SIGKILL, "program")
-            wait_for(
-                lambda at=generation: run.generation > at or run.summary.exists(),
-                "the kill to be noticed",
-                SLOW_MACHINE_S,
-            )
-    assert len(firsts) >= 4, firsts
-    assert all(later > before for before, later in zip(firsts, firsts[2:], strict=False)), firsts
-    assert "succeeded" == summary(run)["state"]
-    assert summary(undisturbed)["weights_sha256"] == summary(run)["weights_sha256"]
-    assert summary(run)["checkpoint_every_s"] < summary(undisturbed)["checkpoint_every_s"]
-
-
-def five_steps_after(run: RunFolder, generation: int) -> list[int] | bool:
-    """Return where a generation began once it has done five steps; an empty list once the run has ended."""
-    if run.summary.exists():
-        return []
-    begun = ("restored", "initialized")
-    firsts = [e.step for e in run.events() if e.generation == generation and e.event in begun]
-    beat = run.heartbeats().get("chief")
-    return firsts if firsts and beat and beat.generation == generation and beat.step >= firsts[0] + 5 else False

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import ENDLESS, STEPS, Clusters, step_of, summary
+from tests.e2e.scenario import STEPS, Clusters, step_of, summary
 from tests.promises.test_containers_are_locked_down import containers
 from tests.support.waiting import wait_for
 
@@ -29,39 +29,22 @@ def check_same(run: RunFolder, alone: RunFolder) -> None:
         assert summary(alone)[key] == summary(run)[key]
 
 
-def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local", ending: str = "wait") -> RunFolder:
-    """Train, and continue with other numbers of workers some steps after each change; `stop` or `wait` for the end."""
+def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local") -> RunFolder:
+    """Train, and continue with other numbers of workers some steps after each change."""
     first, *others = sizes
-    training = LONGER if ending == "wait" else f"-- {' '.join(ENDLESS)}"
-    run = clusters.up(name, f"--workers={first} {ELASTIC} --detach {training}", runtime=runtime)
-
-    def some_steps() -> None:
-        began = step_of(run)
-        wait_for(lambda: step_of(run) > began + 5, "some steps")
-
+    run = clusters.up(name, f"--workers={first} {ELASTIC} --detach {LONGER}", runtime=runtime)
     for size in others:
-        some_steps()
+        began = step_of(run)
+        wait_for(lambda began=began: step_of(run) > began + 5, "some steps")
         clusters.invoke("scale", f"--run={name}", f"--workers={size}")
-    if ending == "stop":
-        some_steps()
-    clusters.invoke(ending, name)
+    clusters.invoke("wait", name)
     assert len(others) == len([event for event in run.events() if event.event == "scaled"])
     return run
 
 
 @pytest.mark.extended
-def test_a_run_scaled_to_an_uneven_number_of_tasks_must_give_the_bits_of_one(clusters):
-    """4 shards on 2 tasks, then on 3, of which one has one shard more."""
-    run = scaled(clusters, "uneven", 1, 2, ending="stop")
-    steps = summary(run)["steps"]
-    alone = clusters.up("as-long", f"--workers=0 {ELASTIC} -- --max-steps {steps}")
-    assert alone.losses() == run.losses()
-    assert steps == len(run.losses())
-    assert summary(alone)["weights_sha256"] == summary(run)["weights_sha256"]
-
-
-@pytest.mark.long
 def test_a_run_scaled_to_as_many_tasks_as_shards_must_give_the_bits_of_one(clusters, alone):
+    """Of 4 shards on 3 tasks, one has one more; then they are on 2, and on 4."""
     check_same(scaled(clusters, "scaled", 2, 1, 3), alone)
 
 

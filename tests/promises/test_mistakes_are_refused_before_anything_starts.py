@@ -71,7 +71,6 @@ def test_a_request_that_makes_no_sense_is_refused(resolved, monkeypatch, tmp_pat
     [
         (Request(preset="fashion-mnst"), "--preset 'fashion-mnst'"),
         (Request(overrides=("--global-batch", "100")), "-- --global-batch 102"),
-        (Request(micro_batches=5), "--micro-batches 5"),
         (Request(micro_batches=5, bitwise_elastic=6), "--micro-batches 5"),
     ],
 )

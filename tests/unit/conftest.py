@@ -128,7 +128,7 @@ def hurried(monkeypatch):
 @pytest.fixture
 def resolved(monkeypatch):
     """The configuration, without the process that checks it."""
-    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(CONFIG), (), ""))
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_, **__: (dict(CONFIG), (), ""))
 
 
 @pytest.fixture

@@ -66,6 +66,7 @@ class Database(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(value).encode())
 
 
+@pytest.mark.slow
 def test_a_known_vulnerability_needs_an_exception_that_has_not_expired():
     with http.server.HTTPServer(("127.0.0.1", 0), Database) as server:
         address = f"http://127.0.0.1:{server.server_port}"

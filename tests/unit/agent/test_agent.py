@@ -1,9 +1,7 @@
 """Real agents with fake trainers: what the table of decisions (test_decide.py) and the simulation cannot show."""
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,29 +10,7 @@ import pytest
 
 from cluster.agent import agent
 from cluster.agent.run_view import RunView
-from cluster.contract.run.records import Summary
-from cluster.host.control import foreground
-from cluster.system.errors import EXIT_FAILED, EXIT_USAGE
 from cluster.system.json_files import read_json
-from cluster.system.ports import open_listener
-from tests.support.waiting import wait_for
-
-SERVERS_SERVE = "if NAME.startswith(('worker', 'ps')): serve()\n"
-
-
-@pytest.mark.parametrize("code", [1, 2])
-def test_an_exit_code_from_1_to_4_fails_the_run_at_once(start_gang, code):
-    lines = f"train(3)\nif NAME == 'worker-0': print('error: loss is nan at step 3\\n'); sys.exit({code})\nwork()"
-    gang = start_gang(lines, workers=1)
-    summary = gang.summary()
-    cause = {"task": "worker-0", "exit_code": code, "step": None, "error": "loss is nan at step 3"}
-    assert cause.items() <= summary["cause"].items()
-    assert ("failed", []) == (summary["state"], summary["restarts"])
-    assert code == summary["tasks"]["worker-0"]
-    assert (EXIT_FAILED if code == EXIT_USAGE else code) == foreground.exit_code(
-        Summary.from_json(summary)
-    )  # `up` itself was used well
-    assert {"chief": "stopped", "worker-0": "failed"} == {n: beat.state for n, beat in gang.run.heartbeats().items()}
 
 
 def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang):
@@ -42,54 +18,6 @@ def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang)
     outcome = gang.outcome()  # long before the rendezvous' end
     cause = ("failed", "chief", 1, "exit code 1, last line: a wrong installation")
     assert cause == (outcome.state, outcome.task, outcome.exit_code, outcome.error)
-
-
-def test_a_gang_restart_waits_for_a_worker_that_once_restarted_alone(start_gang, monkeypatch):
-    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "5")
-    lines = """
-if NAME == 'worker-0' and not RESTARTS: train(3), die()
-if NAME == 'ps-0' and not GENERATION: until(lambda: run.heartbeats()['worker-0'].restarts), meet(), die()
-"""
-    gang = start_gang(lines + SERVERS_SERVE + "if not GENERATION: work()\ntrain(5), meet(), finish()", workers=1, ps=1)
-    summary = gang.summary()
-    assert ("succeeded", ["worker-0", "ps-0"]) == (summary["state"], [r["task"] for r in summary["restarts"]])
-    assert {"chief": 1, "worker-0": 2, "ps-0": 1} == {n: beat.restarts for n, beat in gang.run.heartbeats().items()}
-
-
-def test_an_evaluator_stops_after_the_last_checkpoint(start_gang):
-    last = "import signal; signal.signal(signal.SIGTERM, lambda *_: finish('stopped') if run.outcome else die())"
-    gang = start_gang(f"if NAME == 'evaluator': {last}\ntrain(3), work(saving_s=0.5)", workers=1, evaluator=True)
-    for task in ("chief", "worker-0", "evaluator"):
-        gang.await_step(task, 3)
-    gang.run.request_stop("a test")
-    assert {"chief": 0, "worker-0": 0, "evaluator": 0} == gang.summary()["tasks"]
-
-
-def test_sigterm_to_one_agent_stops_every_task(start_gang):
-    gang = start_gang("train(3), work()", workers=2, evaluator=True)
-    for task in ("chief", "worker-0", "worker-1", "evaluator"):
-        gang.await_step(task, 3)
-    os.kill(gang.pid("worker-1", "agent"), signal.SIGTERM)
-    summary = gang.summary()
-    assert ("stopped", []) == (summary["state"], summary["restarts"])
-    assert {"chief": 0, "worker-0": 0, "worker-1": 0, "evaluator": 0} == summary["tasks"]
-    assert {"stopped"} == {beat.state for beat in gang.run.heartbeats().values()}
-
-
-def test_a_stop_lets_servers_serve_until_the_chief_has_saved(start_gang, monkeypatch):
-    monkeypatch.setenv("SCRIPT_GRACE_S", "0.1")  # only scripts have it
-    saves = """
-import time
-import tests.programs.trainer as trainer
-train(3), until(lambda: trainer._stop), time.sleep(1.5)
-if run.outcome: sys.exit("the run ended while the chief saved")
-finish("stopped")
-"""
-    gang = start_gang(SERVERS_SERVE + saves, workers=1, ps=1)
-    gang.await_step("chief", 3)
-    gang.run.request_stop("a test")
-    assert ("stopped", "chief") == (gang.outcome().state, gang.outcome().task)
-    assert {"chief": 0, "worker-0": 0, "ps-0": 0} == gang.summary()["tasks"]
 
 
 def test_a_task_that_comes_after_the_end_does_not_hold_it_up(run, monkeypatch):
@@ -116,31 +44,3 @@ def test_an_agent_that_was_started_wrongly_says_so_in_one_line(make_run, environ
     assert (2, "") == (done.returncode, done.stdout)
     assert done.stderr.startswith(f"error: {message}")
     assert 1 == len(done.stderr.splitlines())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", [{"workers": 1}, {"workers": 1, "ps": 1}])
-def test_a_task_that_comes_back_waits_for_its_port(start_gang, topology):
-    lines = "if NAME.startswith(('worker', 'ps')) and PS: serve()\ntrain(5)\n"
-    lines += "until(lambda: (run.path / 'enough').exists()), meet(), finish()"
-    gang = start_gang(f"PS = {'ps' in topology}\n{lines}", **topology)
-    wait_for(lambda: gang.beat("worker-0").state == "training" and gang.beat("chief").step == 5, "the training")
-    restarts_before = int(gang.beat("worker-0").restarts)
-    port = gang.run.load_cluster().task("worker-0").port
-    os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
-    holder = wait_for(lambda: held(port), "the port", pause_s=0.0001)  # as a killed program does for a while
-    with holder:
-        wait_for(lambda: gang.beat("worker-0").obstacle, "the task that waits for its port")
-    wait_for(
-        lambda: gang.beat("worker-0").restarts > restarts_before and gang.beat("worker-0").state == "training",
-        "its next attempt",
-    )
-    (gang.run.path / "enough").touch()
-    assert "succeeded" == gang.summary()["state"]
-
-
-def held(port: int) -> socket.socket | None:
-    """Return a listener on a port of this machine; None while somebody else has it."""
-    with contextlib.suppress(OSError):
-        return open_listener("127.0.0.1", port)
-    return None

@@ -1,8 +1,10 @@
 """Elastic runs: which tasks a run continues without, and when it takes them in again."""
 
 import itertools
+import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,6 +141,16 @@ def without(make_run) -> RunFolder:
     restarter_of(run).change_members(0, change.tasks, change.end, "left out")
     assert (1, {"worker-1"}) == (run.generation, membership.left_out(run))
     return run
+
+
+def test_a_task_that_restarts_alone_only_waits_for_its_port(make_run, monkeypatch):
+    run, opened = make_run(workers=1, ps=1), []
+    monkeypatch.setattr(Members, "_passed_rendezvous", lambda self, generation: frozenset({"worker-0"}))
+    monkeypatch.setattr(rendezvous, "hold_rendezvous", lambda *_, **__: pytest.fail("the others passed it long ago"))
+    monkeypatch.setattr(rendezvous, "open_task_listener", lambda task, **_: opened.append(task.name) or socket.socket())
+    attempt = SimpleNamespace(generation=0, program=None, restarts_alone=True)
+    members_of(run, "worker-0").meet(attempt, run.load_cluster().task("worker-0"), timeout_s=5)
+    assert ["worker-0"] == opened
 
 
 def test_only_the_chief_leaves_a_task_out(make_run):

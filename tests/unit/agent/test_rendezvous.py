@@ -142,7 +142,8 @@ def test_somebody_else_on_a_task_s_address_is_not_that_task(says, message):
     assert f"worker-0 ({cluster.task('worker-0').address} {message}" in str(error)
 
 
-def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself():
+def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself(monkeypatch):
+    monkeypatch.setattr(rendezvous, "LAST_TRY_S", 0.2)
     cluster = spec.build(1).listening(free_ports(2))
     worker = cluster.task("worker-0")
     listener = rendezvous.open_task_listener(worker, timeout_s=5, abandon=lambda: False, report=lambda obstacle: None)

@@ -13,8 +13,7 @@ from cluster.agent import agent, decide, task_process
 from cluster.agent.decide import STOP_RUN, EndRun, Phase
 from cluster.agent.run_view import RunView
 from cluster.contract.recovery import ends
-from cluster.contract.run.records import OutcomeState, Summary
-from cluster.host.control import foreground
+from cluster.contract.run.records import OutcomeState
 from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import processes_of
@@ -75,40 +74,6 @@ def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts):
     line, *rest = ended_lines(gang.run)
     assert line.startswith("succeeded: every task's script ended with 0 in ")
     assert any(line.startswith("its files ") and line.endswith("/runs/run/work/TASK") for line in rest)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "code", "message"),
-    [
-        ("raise ValueError('a bug\\nof two lines')", 1, "exit code 1: ValueError: a bug of two lines"),
-        ("print('usage: wrong'); sys.exit(2)", 2, "exit code 2, last line: usage: wrong"),
-        ("sys.exit(75)", 75, "exit code 75"),
-    ],
-)
-def test_a_script_s_own_failure_ends_the_run_at_once(start_scripts, end, code, message):
-    gang = start_scripts(f"if NAME == 'worker-0': {end}\nuntil(lambda: False)", workers=1)
-    summary = gang.summary()
-    assert ("failed", [], 0) == (summary["state"], summary["restarts"], gang.run.generation)
-    assert ("worker-0", 1, message) == tuple(summary["cause"][key] for key in ("task", "exit_code", "error"))
-    assert code == summary["tasks"]["worker-0"]
-    assert 1 == foreground.exit_code(Summary.from_json(summary))  # 2 to 4 would say that nothing was started
-    (cause,) = [line for line in ended_lines(gang.run) if line.startswith("root cause: worker-0 at ")]
-    assert cause.endswith(f": {message}")
-    assert ["failed", "stopped"] == [gang.beat(task).state for task in ("worker-0", "chief")]
-
-
-@pytest.mark.slow
-def test_the_first_error_is_the_root_cause(start_scripts):
-    lines = """
-    if NAME == 'worker-0': sys.exit('the root cause')
-    until(lambda: beat('worker-0')['state'] == 'failed')
-    if NAME == 'worker-1': die(signal.SIGABRT)  # as TensorFlow does when it hears of it
-    sys.exit('a consequence')
-    """
-    summary = start_scripts(lines, workers=2).summary()
-    assert ("failed", "worker-0") == (summary["state"], summary["cause"]["task"])
-    assert "exit code 1, last line: the root cause" == summary["cause"]["error"]
 
 
 def test_a_killed_worker_under_ps_starts_again_alone(start_scripts):

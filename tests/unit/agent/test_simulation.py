@@ -21,6 +21,8 @@ from tests.simulation.schedule import Schedule, explain
 from tests.simulation.world import Broken
 
 ORDINARY = 600
+FEW = 12
+"""Schedules of one kind in `make test-fast`."""
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def simulated(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
     os.sched_setaffinity(0, cores)
 
 
-@pytest.fixture(params=[1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.fixture(params=[1, pytest.param(10, marks=pytest.mark.long)])
 def times(request) -> int:
     """How many times as many schedules of one kind are run as in `make test`."""
     return request.param
@@ -76,7 +78,7 @@ def test_many_schedules_break_no_invariant(simulated, capsys):
 
 @pytest.mark.parametrize("peer", [slow_reports, mute], ids=["reports slowly", "is killed while its agent stands still"])
 def test_a_script_outlives_a_peer_that(simulated, times, peer):
-    assert ["succeeded"] * 50 * times == [schedule.run()["state"] for schedule in islice(peer(simulated), 50 * times)]
+    assert ["succeeded"] * FEW * times == [schedule.run()["state"] for schedule in islice(peer(simulated), FEW * times)]
 
 
 SCRIPT = partial(Drawn, scripted=True, linked=True)
@@ -125,29 +127,29 @@ def test_a_script_outlives(simulated, drawn, number, times):
 def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated, times):
     drawn = Drawn({"workers": 1}, scripted=True, steps=15, save_every=5)
     drawn.faults = [(8.0, "kill task", "worker-0", 20.0), (10.5, "stop", "", 0.0)]
-    assert {"stopped"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), 50 * times)}
+    assert {"stopped"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), FEW * times)}
 
 
-def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated):
+def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated, times):
     lost = [(1.0, "lose task", "worker-0", 200.0), (90.0, "kill program", "chief", 0.0)]
     drawn = Drawn({"workers": 1}, scripted=False, steps=40, save_every=5, min_workers=0, standby_s=0.0, faults=lost)
-    alone = list(islice(schedules(drawn=drawn), 20))
+    alone = list(islice(schedules(drawn=drawn), FEW * times))
     assert {"succeeded"} == {schedule.run()["state"] for schedule in alone}
     assert any("standby_ports" in each for schedule in alone for each in schedule.begun)
 
 
-def test_standby_processes_form_their_cluster_again_once_one_has_ended(simulated):
+def test_standby_processes_form_their_cluster_again_once_one_has_ended(simulated, times):
     faults = [(12.0, "kill standby", "worker-0", 0.0), (80.0, "kill program", "chief", 0.0)]
     drawn = Drawn({"workers": 2}, scripted=False, steps=150, save_every=5, standby_s=0.0, faults=faults)
-    for schedule in islice(schedules(drawn=drawn), 20):
+    for schedule in islice(schedules(drawn=drawn), FEW * times):
         assert "succeeded" == schedule.run()["state"]
         assert "standby_ports" in schedule.begun[-1]
 
 
-def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated):
+def test_a_run_that_too_few_tasks_come_back_to_in_time_fails(simulated, times):
     away = [(8.0, "lose task", "worker-0", 100.0), (8.0, "freeze task", "worker-1", 90.0)]
     drawn = Drawn({"workers": 2}, scripted=False, steps=40, save_every=5, min_workers=1, faults=away)
-    outcomes = [schedule.run() for schedule in islice(schedules(drawn=drawn), 20)]
+    outcomes = [schedule.run() for schedule in islice(schedules(drawn=drawn), FEW * times)]
     assert {("failed", EXIT_TIMEOUT)} == {(each["state"], each["exit_code"]) for each in outcomes}
 
 
@@ -170,10 +172,10 @@ def test_a_gang_continues_whenever_a_worker_is_away(simulated, times, away, numb
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), number * times)}
 
 
-def test_an_evaluator_that_is_left_alone_ends_the_run_and_names_a_task(simulated):
+def test_an_evaluator_that_is_left_alone_ends_the_run_and_names_a_task(simulated, times):
     frozen = [(8.0, "freeze task", name, FOREVER_S) for name in ("chief", "worker-0")]
     drawn = Drawn({"workers": 1, "evaluator": True}, scripted=False, steps=15, save_every=5, faults=frozen)
-    outcomes = [schedule.run() for schedule in islice(schedules(drawn=drawn), 20)]
+    outcomes = [schedule.run() for schedule in islice(schedules(drawn=drawn), FEW * times)]
     assert {("failed", "chief", EXIT_TIMEOUT)} == {(e["state"], e["task"], e["exit_code"]) for e in outcomes}
 
 
@@ -184,8 +186,8 @@ def test_an_evaluator_that_is_left_alone_ends_the_run_and_names_a_task(simulated
         *(mutations.LEFT_ALONE, mutations.STOPPED_AS_IT_DIES, mutations.STOPPED_AS_IT_PAUSES),
     ],
 )
-def test_a_run_survives_or_names_a_process_that_is_frozen_permanently(simulated, drawn):
-    for schedule in islice(schedules(drawn=drawn), 30):
+def test_a_run_survives_or_names_a_process_that_is_frozen_permanently(simulated, drawn, times):
+    for schedule in islice(schedules(drawn=drawn), FEW * times):
         schedule.run()
 
 
@@ -195,7 +197,7 @@ def test_a_schedule_can_be_repeated_exactly(simulated):
         schedule.run()
         return schedule.world.trace
 
-    for seed in range(20):
+    for seed in range(FEW // 2):
         assert trace(seed) == trace(seed)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from unittest.mock import Mock
 
 import pytest
@@ -73,26 +72,6 @@ def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_port
         address.rpartition(":")[2] for config in (first, second) for address in tf_config.parse(config)[0]["chief"]
     }
     assert 2 == len(ports)
-
-
-@pytest.mark.extended
-def test_a_chief_that_is_frozen_permanently_is_replaced(start_gang):
-    """Its standby process is ready, so that the next generation could begin without a rendezvous."""
-    gang = start_gang(FORMED, workers=1, config=IN_CLUSTER)
-    wait_for(lambda: ready(gang, 0), "the cluster of the standby processes")
-    gang.await_step("chief", 5)
-    began = time.monotonic()
-    for process in ("agent", "program"):
-        os.kill(gang.pid("chief", process), signal.SIGSTOP)
-    wait_for(lambda: gang.run.generation == 1, "the next generation", timeout_s=20)
-    beats = [("training", 1)] * 2
-    wait_for(
-        lambda: beats == [(beat.state, beat.generation) for beat in map(gang.beat, ("chief", "worker-0"))], "both tasks"
-    )
-    os.kill(gang.pid("worker-0"), signal.SIGKILL)  # which ends the fake training
-    summary = gang.summary()
-    assert time.monotonic() - began < 90
-    assert ("succeeded", "chief") == (summary["state"], summary["restarts"][0]["task"])
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""The cluster's description: which strategy a topology gets, what its tasks are called, and what is refused."""
+"""The cluster's description, and the TF_CONFIG of each task: what a topology gets, and what is refused."""
 
 import contextlib
+import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.contract import compatibility, spec, strategies
+from cluster.contract import compatibility, spec, strategies, tf_config
 from cluster.contract.run import launch_records
 from cluster.contract.spec import Role
 from cluster.system.errors import UsageError
@@ -97,6 +98,7 @@ def test_who_restarts_alone_and_who_only_serves(topology, alone, serving):
     assert serving == [task.name for task in cluster.tasks if cluster.serves(task)]
 
 
+@settings(deadline=None)  # others use this machine, too
 @given(st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4))
 def test_a_cluster_survives_its_json(workers, ps, evaluator, devices):
     cluster = spec.build(workers, ps if workers else 0, evaluator, devices=devices)
@@ -130,6 +132,7 @@ def test_who_calls_whom_first(topology, expected):
     assert expected == {task.name: [other.name for other in cluster.calls_first(task)] for task in cluster.tasks}
 
 
+@settings(deadline=None)  # others use this machine, too
 @given(st.integers(1, 10**6), st.integers(1, 600))
 def test_the_offered_global_batches_divide(global_batch, divisor):
     if global_batch % divisor == 0:
@@ -168,3 +171,75 @@ def test_which_clusters_share_six_virtual_shards_and_train_in_float16(topology, 
 def test_a_learning_rate_follows_the_global_batch_by_its_rule(rule, rate):
     assert pytest.approx(rate) == compatibility.scale_rate(0.1, rule, 4096, 256)
     assert 2e-3 == compatibility.scale_rate(2e-3, "none", 192, 7)  # to the bit
+
+
+# TF_CONFIG: exactly what TensorFlow reads, for every topology
+
+
+def test_a_worker_beside_a_parameter_server_gets_this_very_text():
+    cluster = spec.build(2, 1, evaluator=True)
+    expected = (
+        '{"cluster":{"chief":["chief:2222"],"worker":["worker-0:2222","worker-1:2222"],"ps":["ps-0:2222"]},'
+        '"task":{"type":"worker","index":1}}'
+    )
+    assert expected == tf_config.dumps(cluster, cluster.task("worker-1"))
+
+
+@pytest.mark.parametrize("evaluator", [False, True])
+def test_the_chief_alone_gets_none(evaluator):
+    cluster = spec.build(0, evaluator=evaluator)
+    assert [None] * len(cluster.tasks) == [tf_config.dumps(cluster, task) for task in cluster.tasks]
+
+
+def test_tasks_keep_their_names_where_others_are_left_out_and_tensorflow_counts_those_that_are_there():
+    cluster = spec.build(3).without({"worker-0", "worker-1"})
+    expected = {
+        # MultiWorkerMirroredStrategy would wait indefinitely for a `ps` that is listed.
+        "cluster": {"chief": ["chief:2222"], "worker": ["worker-2:2222"]},
+        "task": {"type": "worker", "index": 0},
+    }
+    assert expected == tf_config.render(cluster, cluster.task("worker-2"))
+    alone = cluster.without({"worker-2"})
+    assert None is tf_config.render(alone, alone.task("chief"))
+
+
+@pytest.mark.parametrize(("task", "index"), [("chief", 0), ("worker-0", 1), ("worker-1", 2)])
+def test_without_a_separate_chief_it_is_worker_0(task, index):
+    cluster = spec.build(2, separate_chief=False)
+    assert {
+        "cluster": {"worker": ["chief:2222", "worker-0:2222", "worker-1:2222"]},
+        "task": {"type": "worker", "index": index},
+    } == tf_config.render(cluster, cluster.task(task))
+    one, other = spec.build(2, 1, separate_chief=False), spec.build(2, 1)  # with parameter servers it always is
+    assert [tf_config.render(other, task) for task in other.tasks] == [tf_config.render(one, t) for t in one.tasks]
+
+
+@settings(deadline=None)  # others use this machine, too
+@given(st.integers(1, 20), st.integers(0, 4), st.booleans())
+def test_what_is_rendered_is_read_back(workers, ps, evaluator):
+    described = spec.build(workers, ps, evaluator)
+    for task in described.tasks:
+        addresses, role, index = tf_config.parse(tf_config.dumps(described, task))
+        assert (task.role, task.index) == (role, index)
+        assert "evaluator" not in addresses
+        assert [member.address for member in described.members] == [a for role in addresses.values() for a in role]
+        if role != Role.EVALUATOR:
+            assert task.address == addresses[role][index]
+
+
+def text(address: str = "chief:2222", role: str = "chief", index: int = 0) -> str:
+    return json.dumps({"cluster": {"chief": [address]}, "task": {"type": role, "index": index}})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", "{", "[]", "{}", '{"cluster": {"chief": ["chief:2222"]}}'),
+        *(text(role="boss"), text(index=1), text(role="worker")),
+        *(text("chief"), text("chief:0"), text("chief:70000"), text("chief:http")),
+    ],
+)
+def test_anything_else_is_refused_with_an_example(value):
+    with pytest.raises(UsageError, match='expected {"cluster": {"chief": '):
+        tf_config.parse(value)
+    tf_config.parse(text())

@@ -109,13 +109,6 @@ def test_terminal_codes_and_progress_bars_are_no_part_of_an_error(tmp_path):
     assert "exit code 9, last line: 8/9 ---- loss: 0.5" == error_of(tmp_path, lines)[1]
 
 
-def test_a_line_without_end_does_not_fill_the_memory(tmp_path):
-    error = error_of(tmp_path, "import sys; sys.stdout.write('x' * 3_000_000); sys.exit(3)")[1]
-    assert error is not None
-    assert len(error) <= 70 * 1024
-    assert 3_000_000 < (tmp_path / "log").stat().st_size
-
-
 @pytest.mark.parametrize(
     ("record", "said"),
     [

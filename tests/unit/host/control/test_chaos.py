@@ -15,7 +15,7 @@ from cluster.system.errors import TimedOut, UsageError
 from cluster.system.json_files import read_json_lines, write_json
 from tests.support.beats import beat
 from tests.support.command_line import current, refusal
-from tests.support.gang import SIGKILLED, Gang, StartGang
+from tests.support.gang import Gang, StartGang
 from tests.support.waiting import wait_for
 
 WORKS_ON = "train(6 if GENERATION else 5), work()"
@@ -70,7 +70,6 @@ def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault
     assert (3, result.resumed_s) == (restart["steps_lost"], restart["resumed_s"])
 
 
-SERVES = "if NAME != 'chief': serve()\n"
 EATS = """
 import resource
 train(5)
@@ -85,27 +84,13 @@ if NAME == "worker-0" and not GENERATION:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("fault", "lines", "ps", "steps_lost", "cause"),
-    [
-        (Fault("kill", "worker-0", whole=True), WORKS_ON, 0, 3, "the whole task was killed"),
-        (Fault("corrupt", "worker-0"), WORKS_ON, 0, 3, SIGKILLED),  # there is no checkpoint yet
-        (Fault("oom", "worker-0"), EATS + WORKS_ON, 0, 3, "exit code 70"),
-        (Fault("kill", "worker-0"), SERVES + STEPS_ON, 1, 0, SIGKILLED),  # the others train on
-    ],
-)
-def test_a_task_that_dies_comes_back(start_gang, fault, lines, ps, steps_lost, cause):
-    gang = start_gang(lines, workers=1, ps=ps)
-    for task in ["chief"] if ps else ["chief", "worker-0"]:
-        gang.await_step(task, 5)
-    agent = gang.pid("worker-0", "agent")
-    result = chaos.inject(gang.run, fault, timeout_s=300)
-    assert (steps_lost, None) == (result.steps_lost, result.ended)
-    if not ps:
-        gang.await_step("worker-0", 6)
-    assert fault.whole is (agent != gang.pid("worker-0", "agent"))
+def test_a_task_whose_program_finds_no_memory_comes_back(start_gang):
+    gang = begin(start_gang, EATS + WORKS_ON)
+    result = chaos.inject(gang.run, Fault("oom", "worker-0"), timeout_s=300)
+    assert (3, None) == (result.steps_lost, result.ended)
+    gang.await_step("worker-0", 6)
     (restart,) = stopped(gang)["restarts"]
-    assert ("worker-0", cause) == (restart["task"], restart["cause"])
+    assert ("worker-0", "exit code 70") == (restart["task"], restart["cause"])
     assert (result.detected_s, result.resumed_s) == (restart["detected_s"], restart["resumed_s"])
 
 
@@ -260,14 +245,7 @@ def test_the_exit_code_reports_whether_the_run_did_as_it_should(run, monkeypatch
     assert [(run, Fault(kind, "worker-0", 50), 9)] == injected
 
 
-def test_a_flip_that_no_program_took_is_withdrawn(make_run):
-    run = make_run(workers=1)
-    injector = registry.find_runtime(run).faults(run)
-    injector.check("flip", "chief")
-    injector.flip("chief")
-    assert run.flip_request("chief").exists()
-    injector.undo("chief")
-    assert not run.flip_request("chief").exists()
+def test_no_bit_of_a_lone_task_is_flipped(make_run):
     alone = make_run("alone", workers=0)
     with pytest.raises(UsageError):
         registry.find_runtime(alone).faults(alone).check("flip", "chief")

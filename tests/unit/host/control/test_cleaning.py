@@ -142,13 +142,3 @@ def test_a_deletion_that_was_interrupted_leaves_a_free_name(old, monkeypatch):
     assert run.incomplete
     assert 0 == clean(older="0m", yes=True)
     assert not run.path.exists()
-
-
-def test_a_user_s_own_folder_is_left_alone(make_run):
-    folder = make_run("one").path.with_name("own")
-    folder.mkdir()
-    (folder / "file").touch()
-    assert not RunFolder(folder).incomplete
-    with pytest.raises(claim.Taken):
-        folders.check_folder(RunFolder(folder), resumes=False, replaces=False)
-    assert folder not in [old.path for old in ending.find_old_runs(folder.parent, 0)]

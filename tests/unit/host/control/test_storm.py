@@ -57,7 +57,7 @@ def test_the_same_seed_draws_the_same_faults(run, injected):
 
 
 def test_the_run_does_new_steps_between_two_faults(run, injected):
-    assert 200 == len(deal(run, count=200))
+    assert 60 == len(deal(run, count=60))
     waits = {fault.at_step - newest for newest, fault in injected}
     assert (5, 40) == (min(waits), max(waits))
     assert 100 == injected[0][0]
@@ -76,7 +76,7 @@ def test_only_what_the_run_can_outlive_is_drawn(make_run, injected, topology, ru
     run = make_run("another", **topology, evaluator=True)
     write_json(run.compose, {"x-runtime": runtime})
     reach(run, 0)
-    deal(run, count=100)
+    deal(run, count=50)
     drawn = [fault for _, fault in injected]
     assert {"kill", "pause", "slow", "partition", "oom", "corrupt"} - missing == {fault.kind for fault in drawn}
     assert {task.name for task in run.load_cluster().tasks} - {"evaluator"} == {fault.task for fault in drawn}
@@ -91,11 +91,11 @@ def test_a_worker_is_lost_only_where_the_run_goes_on_without_and_is_spared_then(
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"min_workers": 1})
     run.begin_generation(1, left_out=["worker-0"])
     reach(run, 0)
-    deal(run, count=200)
+    deal(run, count=40)
     assert ({"worker-1"} if drawn else set()) == {fault.task for _, fault in injected if fault.kind == "lose"}
     assert {"chief", "worker-1"} == {fault.task for _, fault in injected}
     injected.clear()
-    deal(run, count=50, kinds=["pause", "slow"])
+    deal(run, count=20, kinds=["pause", "slow"])
     assert {("pause", False), ("slow", False)} == {(fault.kind, fault.whole) for _, fault in injected}
 
 

@@ -90,24 +90,6 @@ def wait_until_watched(command: "subprocess.Popen[str]", folder: Path) -> None:
     wait_for(lambda: started(folder), "the script")
 
 
-@pytest.mark.extended
-def test_a_default_name_that_is_taken_is_not_taken_again(up, folder, tmp_path, monkeypatch):
-    (folder / "go").touch()
-    script = (
-        "import time; time.strftime = lambda *_: 'now'; import sys; sys.argv[0] = 'invoke'; "
-        "from invoke.main import program; program.run()"
-    )
-    words = ["up", "--runtime=local", "--workers=0", "--tensorboard-port=0", f"--script={folder / 'script.py'}"]
-    command = [sys.executable, "-c", script, *words]
-    three = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    assert [(0, None, "")] * 3 == [(c, o, e) for c, o, e in finished(*three)]
-    names = {path.parent.name for path in (tmp_path / "runs").glob("*/summary.json")}
-    assert {"script-now", "script-now-2", "script-now-3"} == names
-
-
 def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
     watched = up("--name=one")
     wait_until_watched(watched, folder)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cluster.contract.run import claim
 from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, plan, planning, startup, teardown
 from cluster.host.launch.plan import plan_lines
@@ -224,6 +225,16 @@ def test_a_local_start_prepares_data_and_leaves_the_whole_folder(resolved, monke
     shutil.rmtree(planned.run.path)
     with pytest.raises(ClusterError):
         folders.find_run()
+
+
+def test_a_name_that_another_command_has_taken_since_the_plan_is_not_taken_again(resolved, monkeypatch):
+    monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
+    monkeypatch.setattr(claim, "WAIT_S", 0.0)
+    monkeypatch.setattr(time, "strftime", lambda *_: "now")
+    planned = planning.plan(Request(runtime="local", tensorboard_port="0"))
+    with claim.hold_claim(planned.run, "started"), monkeypatch.context() as patch:
+        patch.setattr(claim, "_mine", set())  # by another process
+        assert f"{planned.run.name}-2" == startup.start_planned(planned, Commands(), began=123.0).run.name
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from cluster.contract import compatibility, spec
 from cluster.contract.run import launch_records
 from cluster.host import kubernetes
 from cluster.host.gpu.placement import Placement
-from cluster.host.launch import configuration, planning
+from cluster.host.launch import planning
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.planning import build_cluster, check_elastic_batch
 from cluster.host.launch.resuming import inherit_topology
@@ -17,7 +17,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime.resources import Memory
 from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import write_json
-from tests.support.launching import CONFIG, refusal
+from tests.support.launching import refusal
 
 STAGED: dict[str, Any] = {"global_batch": 192, "micro_batches": 4, "loop": "custom", "source": "memory"}
 
@@ -181,8 +181,8 @@ def test_a_resumed_run_keeps_what_was_requested_of_it(resolved, make_run, topolo
     assert kept == planning.plan(Request(resume=run.name, runtime="local", trust=True, **requested)).elastic
 
 
-def test_manifests_carry_it(monkeypatch):
-    monkeypatch.setattr(configuration, "resolve_config", lambda *_, **__: (dict(CONFIG), (), ""))
+@pytest.mark.usefixtures("resolved")
+def test_manifests_carry_it():
     request = Request(min_workers=1, tensorboard_port="0")
     started = kubernetes._manifest(request, "", "claim", "2").started
     assert (1, False) == (started["min_workers"], started["grow"])

@@ -1,19 +1,26 @@
-"""Models of the user's own: built whatever their kind, and refused in one line where training could not use them."""
+"""Models, losses, metrics and optimizers of the user's own: built, or refused where training could not use them."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import tf_keras
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
 from tests.support import own_module
 from train.config import TrainConfig, Transformer
-from train.model import input_types, models
+from train.model import input_types, masks, models, objectives, optimizers
 from train.model.architectures import transformer_lm
+from train.saving import saved_weights
+from train.saving.checkpoint import CheckpointManager
 from train.settings.overrides import resolve_config
+from train.settings.parts import Optimizer
 
 SHAPE, OUTPUTS = (4, 5), 3
 
@@ -133,3 +140,141 @@ def test_a_size_that_a_transformer_cannot_have_is_refused(words):
     resolve_config("transformer_lm", ["--transformer.layers", "2"])
     with pytest.raises(UsageError):
         resolve_config("transformer_lm", words)
+
+
+# Losses, metrics and optimizers. Numbers of the built-in ones: `tests/differential`
+
+
+def _branching(labels_B: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
+    if tf.reduce_sum(outputs_BK) > 0:
+        return outputs_BK[:, 0]
+    return -outputs_BK[:, 0]
+
+
+@pytest.mark.parametrize("classifies", [True, False])
+def test_a_users_loss_keeps_the_score_of_the_data(classifies, monkeypatch):
+    """It may branch on tensors, also where what calls it is not converted by autograph: as in our steps."""
+    own_module.put(monkeypatch, "own_losses", branching=_branching)
+    objective = objectives.build_by_name("own_losses:branching", classifies=classifies)
+    called = tf.function(objective.loss, autograph=False)
+    assert [[2.0, 3.0], [2.0, 3.0]] == [
+        called(tf.zeros([2]), tf.constant([[2.0], [3.0]]) * s).numpy().tolist() for s in (1.0, -1.0)
+    ]
+    assert ("accuracy" if classifies else "absolute_error") == objective.score_name
+
+
+def test_a_loss_of_classes_refuses_other_labels():
+    with pytest.raises(UsageError, match="--loss sparse_categorical_crossentropy"):
+        objectives.build_by_name("sparse_categorical_crossentropy", classifies=False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "outputs"),
+    [
+        ("sparse_categorical_crossentropy", (), (6,)),
+        ("sparse_categorical_crossentropy", (3,), (5,)),
+        ("sparse_categorical_crossentropy", (3,), (4, 5)),
+        ("sparse_categorical_crossentropy", (), None),
+        ("sparse_categorical_crossentropy", (), {"a": (5,)}),
+        ("mean_squared_error", (5,), (1,)),
+        ("mean_squared_error", (3, 4), (4, 3)),
+        ("mean_squared_error", (), ()),
+    ],
+)
+def test_outputs_that_a_built_in_loss_cannot_compare_are_refused(loss, labels, outputs):
+    with pytest.raises(UsageError, match="^--model"):
+        objectives.check_outputs(TrainConfig(loss=loss), 5, (labels, outputs))
+
+
+@pytest.mark.parametrize("outputs", [(64,), (1,), (), None, {"mean": (2,), "spread": (2,)}])
+def test_a_users_loss_takes_any_outputs(outputs, monkeypatch):
+    """Where they cannot be compared with the labels, the score is the loss alone."""
+    own_module.put(monkeypatch, "own_losses", any=lambda labels, outputs: tf.cast(labels, tf.float32))
+    config = TrainConfig(loss="own_losses:any", loop="custom")
+    objectives.check_outputs(config, 5, ((), outputs))
+    objective = objectives.build_configured(config, classifies=True, shapes=lambda: ((), outputs))
+    names = {(1,): "absolute_error", (64,): "accuracy"}
+    assert objective.score_name == (names.get(outputs, "data_loss") if isinstance(outputs, tuple) else "data_loss")
+    assert [2.0, 3.0] == objective.loss(tf.constant([2, 3]), None).numpy().tolist()
+
+
+@pytest.mark.parametrize("made", [None, {}, {"Upper": abs}, {"twos": 2}, {"accuracy": abs}])
+def test_invalid_metrics_are_refused(monkeypatch, made):
+    own_module.put(monkeypatch, "own_metrics", made=lambda: made)
+    with pytest.raises(UsageError, match="^--metrics 'own_metrics:made'"):
+        objectives.build_configured(TrainConfig(metrics="own_metrics:made"), classifies=True)
+
+
+def test_the_mask_of_a_nested_model_is_expected_where_its_symbolic_output_has_none():
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((3, 4)), layers.Dense(4)])
+    model = keras.Sequential([keras.Input((3,)), layers.Embedding(5, 4, mask_zero=True), inner, layers.Dense(2)])
+    assert masks.mask_of(model(tf.ones([1, 3]))) is not None
+    assert masks.may_begin_in(model)
+    assert not masks.may_begin_in(inner)
+
+
+def test_an_example_of_padding_alone_counts_nothing():
+    values = tf.constant([[1.0, 2.0], [8.0, np.nan], [np.inf, 3.0]])
+    mask = tf.constant([[True, True], [True, False], [False, False]])
+    np.testing.assert_allclose(masks.average_by_example(values, mask), [3.0, 8.0, 0.0])  # 3 positions of 3 examples
+    np.testing.assert_allclose(masks.average_by_example(values[:1], mask[2:]), [0.0])
+
+
+# Optimizers
+
+
+PEAK = 0.1
+
+
+def configured(**settings: Any) -> TrainConfig:
+    return TrainConfig(optimizer=Optimizer(**{"learning_rate": PEAK, "warmup_steps": 2} | settings)).check()
+
+
+def new_model() -> keras.Model:
+    keras.utils.set_random_seed(7)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+
+
+def test_the_step_size_follows_its_schedule_to_a_part_of_it_in_fewer_steps() -> None:
+    """That of all steps, to 0: `tests/differential`."""
+    config = configured(schedule="linear", decay_steps=4, end_share=0.5)
+    schedule = optimizers.RateSchedule(config, total_steps=10)
+    expected = [0.5, 0.75, 1, 0.875, 0.75, 0.625, *[0.5] * 5]
+    np.testing.assert_allclose([float(schedule(step)) / PEAK for step in range(11)], expected, rtol=1e-6)
+
+
+def test_a_pattern_that_names_no_weight_is_refused() -> None:
+    with pytest.raises(UsageError, match="--optimizer.no-decay 'gamma'"):
+        optimizers.build_for_model(configured(weight_decay=0.1, no_decay="gamma"), new_model())
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_evaluation_uses_the_averages_if_requested(tmp_path: Path, evaluate: bool) -> None:
+    config, model = configured(ema=0.5, ema_evaluate=evaluate), new_model()
+    optimizer, kept = optimizers.build_for_model(config, model, total_steps=8), list[Any]()
+    first = model.trainable_variables[0]
+    for step in range(2):
+        optimizer.apply([tf.sin(step + one.value) for one in model.trainable_variables], model.trainable_variables)
+        kept.append(first.numpy())  # the first weights are the first averages
+    saves = CheckpointManager(model, optimizer, tf.Variable(2, dtype=tf.int64), tmp_path, keep=1, writes=True)
+    saves.save(2)
+    saves.wait()
+    expected = sum(kept) / 2 if evaluate else kept[1]
+    model.layers[-1].trainable = False  # as a callback may do
+    with optimizers.with_averages(config, model, optimizer):
+        np.testing.assert_allclose(first, expected, rtol=1e-6)
+    np.testing.assert_array_equal(kept[1], first)
+    restored = new_model()
+    saved_weights.load_evaluated(config, restored, str(tmp_path / "ckpt-2"))
+    np.testing.assert_allclose(restored.trainable_variables[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["nothing", "scaled"])
+def test_a_function_that_returns_no_optimizer_or_one_that_unscales_gradients_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    own_module.put(monkeypatch, "own_optimizers", nothing=lambda rate: rate, scaled=lambda _rate: scaled)
+    with pytest.raises(UsageError, match=f"--optimizer.name 'own_optimizers:{name}' returned"):
+        optimizers.build_optimizer(configured(name=f"own_optimizers:{name}"))

@@ -151,7 +151,7 @@ def test_an_older_copy_of_the_writer_deletes_no_newer_checkpoint(tmp_path):
 def test_a_kill_at_any_moment_leaves_a_good_checkpoint_and_no_leftovers(tmp_path):
     """With one checkpoint kept: writing, switching and pruning are all cut short somewhere."""
     random_, last = random.Random(4), 0
-    for generation in range(12):
+    for generation in range(6):
         program = subprocess.Popen(
             [sys.executable, "-c", KILLED, str(tmp_path), str(generation)], cwd=ROOT, stdout=subprocess.PIPE
         )
@@ -164,7 +164,7 @@ def test_a_kill_at_any_moment_leaves_a_good_checkpoint_and_no_leftovers(tmp_path
         good = find_newest_good(tmp_path, pytest.fail)
         assert good is not None
         last = good.step
-    delete_leftovers(tmp_path, 12)
+    delete_leftovers(tmp_path, 6)
     newest = Saved(tmp_path, last)
     delete_older(newest, 1)
     assert sorted(path.name for path in newest.paths()) == sorted(path.name for path in tmp_path.iterdir())

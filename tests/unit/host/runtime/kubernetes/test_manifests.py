@@ -1,4 +1,7 @@
-"""Rendered manifests: valid by the published schemas, with the names, codes and privileges that the docs promise."""
+"""Rendered manifests: valid by the published schemas, with the names, codes and privileges that the docs promise.
+
+The same options make the same text, and wrong ones are refused.
+"""
 
 import json
 import re
@@ -17,7 +20,10 @@ from cluster.contract.run import launch_records
 from cluster.contract.spec import Role
 from cluster.host import kubernetes
 from cluster.host.kubernetes import NAME, Manifest
-from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED
+from cluster.host.options.request import Request
+from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, UsageError
+from cluster.system.paths import ROOT
+from tests.support.command_line import exit_code
 
 CONFIG = {"dataset": "fashion_mnist", "source": "memory", "global_batch": 192}
 KINDS = {kind: job for kind, (_, job) in kubernetes.KINDS.items()}
@@ -161,3 +167,56 @@ def test_the_records_are_those_of_a_run_folder():
     assert made.spec == launch_records.cluster(json.loads(data["cluster.json"]))
     assert CONFIG == launch_records.config(json.loads(data["config.json"]))
     assert 3 == launch_records.Started.from_json(json.loads(data["started.json"])).max_restarts
+
+
+GOLDEN = ROOT / "tests" / "unit" / "host" / "runtime" / "kubernetes" / "golden"
+RENDERED = {
+    "jobset": {"evaluator": True},
+    "tfjob": {"workers": "2", "ps": "1", "gpus_per_task": "2", "image": "registry.example/train:gpu"},
+}
+
+
+@pytest.mark.usefixtures("resolved")
+@pytest.mark.parametrize("kind", RENDERED)
+def test_the_golden_manifests_are_what_is_rendered(capsys, kind):
+    assert EXIT_DONE == exit_code("k8s.render", kind=kind, **RENDERED[kind])
+    printed = capsys.readouterr()
+    assert kubernetes.WARNING in printed.err
+    # The training's configuration changes with every new setting.
+    training = re.compile(r"^  config\.json: \|\n(    .*\n)+", re.MULTILINE)
+    assert training.sub("", (GOLDEN / f"{kind}.yaml").read_text()) == training.sub("", printed.out)
+
+
+@pytest.mark.usefixtures("resolved")
+def test_data_is_prepared_by_a_job_of_its_own():
+    (job,) = kubernetes.render(Request(name="one"), data=True)
+    assert ("Job", "one-data") == (job["kind"], job["metadata"]["name"])
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert ["python", "-m", "train.data", "prepare"] == container["command"]
+    assert "--name=fashion_mnist" in container["args"]
+
+
+def test_a_task_has_as_many_threads_as_its_pod_requests_cpus_and_variables_of_env_win():
+    """Whatever machine renders: the bits of a run depend on its threads."""
+    rendered = kubernetes.render(Request(gpus_per_task=2, env=("NCCL_DEBUG=INFO",)), cpus="5")
+    assert 5 == json.loads(rendered[0]["data"]["config.json"])["threads"]
+    assert str({"name": "NCCL_DEBUG", "value": "INFO"}) in str(rendered)
+
+
+@pytest.mark.parametrize(
+    ("request_", "place", "option"),
+    [
+        (Request(name="A_run"), {}, "--name"),
+        (Request(name="a" * 41), {}, "--name"),
+        (Request(), {"kind": "pod"}, "--kind"),
+        (Request(gpus_per_task=2, devices=3), {}, "--devices"),
+        (Request(devices=2), {}, "--workers 5"),
+        (Request(memory="1MiB"), {}, "--memory"),
+        (Request(strategy="tpu"), {}, "--strategy"),
+        (Request(workers=4), {}, "--global-batch"),
+        (Request(), {"cpus": "0"}, "--cpus"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(resolved, request_, place, option):
+    with pytest.raises(UsageError, match=option):
+        kubernetes.render(request_, **place)
