@@ -10,7 +10,7 @@ import tensorflow as tf
 from train.data.batches import BatchSlice, Replicas
 from train.data.function.calling import Shard
 from train.data.prepare import sharding
-from train.data.shards import ShardSet
+from train.data.shards import ShardRecord
 from train.data.sources import Source
 
 Examples = Sequence[tuple[Any, ...]]
@@ -31,7 +31,7 @@ class ListedExamples:
         return iter(self.splits[split])
 
 
-def shard(data_dir: Path, name: str, source: ListedExamples, num_shards: int = 4, **options: Any) -> ShardSet:
+def shard(data_dir: Path, name: str, source: ListedExamples, num_shards: int = 4, **options: Any) -> ShardRecord:
     return sharding.write_shards(name, data_dir, num_shards=num_shards, open_source=lambda *_: source, **options)
 
 

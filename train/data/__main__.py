@@ -15,8 +15,10 @@ from cluster.system import quiet
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
-from train.data import arrays, shards
+from train.data.arrays import ArrayRecord
+from train.data.dataset_record import is_user_dataset
 from train.data.prepare.preparation import prepare_dataset, say
+from train.data.shards import ShardRecord
 from train.settings import references
 
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(_shard(arguments))
         elif arguments.command == "examine":
             return _in_another_process(argv, arguments, _examine)
-        elif arrays.is_user_dataset(arguments.name):
+        elif is_user_dataset(arguments.name):
             return _in_another_process(argv, arguments, _prepare)
         else:
             say(_prepare(arguments))
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> str:
-    if arrays.is_user_dataset(arguments.name):
+    if is_user_dataset(arguments.name):
         references.check_reference("--name", arguments.name, ())
     return str(prepare_dataset(arguments.name, arguments.data_dir, arguments.fresh))
 
@@ -87,14 +89,11 @@ def _in_another_process(
 def _verify(name: str, data_dir: Path) -> None:
     """Verify the arrays and the shards of a dataset; either may be missing."""
     missing = []
-    try:
-        arrays.verify_arrays(arrays.find_arrays(data_dir, name), say)
-    except (PrerequisiteError, UsageError) as error:  # a dataset may have only shards
-        missing.append(error)
-    try:
-        shards.verify_shards(shards.find_shards(data_dir, name), say)
-    except PrerequisiteError as error:
-        missing.append(error)
+    for form in (ArrayRecord, ShardRecord):
+        try:
+            form.find(data_dir, name).verify(data_dir, say)
+        except (PrerequisiteError, UsageError) as error:  # a dataset may have only shards
+            missing.append(error)
     if len(missing) == 2:
         raise missing[0]
 

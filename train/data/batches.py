@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
+from train.data.dataset_record import Split
 from train.named import Named
 
 EVAL_CACHE_BYTES = 1 << 30
@@ -127,12 +128,7 @@ def eval_batches(num_examples: int, *, replica_batch: int, num_replicas: int) ->
 
 
 def eval_dataset(
-    examples: tf.data.Dataset,
-    num_examples: int,
-    example_bytes: int,
-    replica_batch: int,
-    replicas: Replicas,
-    parse: Callable[[Any], Batch],
+    examples: tf.data.Dataset, split: Split, replica_batch: int, replicas: Replicas, parse: Callable[[Any], Batch]
 ) -> tf.data.Dataset:
     """Return the test batches of replicas from a dataset of all examples, with the same number for every replica.
 
@@ -141,7 +137,8 @@ def eval_dataset(
     examples, `[B, ...]`.
     """
     global_batch = replica_batch * replicas.total
-    num_batches = eval_batches(num_examples, replica_batch=replica_batch, num_replicas=replicas.total) * replicas.count
+    num_steps = eval_batches(split.num_examples, replica_batch=replica_batch, num_replicas=replicas.total)
+    num_batches = num_steps * replicas.count
 
     def task_part(examples_g: Any) -> tuple[Any, tf.Tensor]:
         """Pad the last global batch with its last example, and return this task's part and its weights, `[L, B]`."""
@@ -160,7 +157,7 @@ def eval_dataset(
     parts = examples.batch(global_batch).map(task_part).unbatch()
     dataset = parts.map(to_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
-    if num_batches * replica_batch * example_bytes <= EVAL_CACHE_BYTES:
+    if num_batches * replica_batch * split.example_bytes <= EVAL_CACHE_BYTES:
         dataset = dataset.cache()
     return without_sharding(dataset.prefetch(tf.data.AUTOTUNE))
 

@@ -1,155 +1,17 @@
-"""From examples to the batches of replicas.
+"""The batches of the replicas of a strategy.
 
-Where any example can be read by its number, the examples of a step are a pure function of (seed, step). There is no
-iterator and no iterator state: a run resumes at any step immediately, and any number of replicas that share a global
-batch has the same global batches in the same order. Arrays are gathered inside the step, from host memory of the
-replica's task; all other data comes from an iterator.
-
-Shapes: N examples, B replica batch, K labels of an example where it has more than one.
-
-Everything runs on the host's CPU: TensorFlow can shuffle only on the CPU, and a batch of bytes is quickly transferred.
-Under a strategy, `CPU:0` is the CPU of the task that runs the step.
+Arrays are gathered inside the step, from host memory of the replica's task; all other data comes from an iterator.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any
 
 import tensorflow as tf
 
-from cluster.system.errors import UsageError
-from train import named
-from train.data import blocks
-from train.data.arrays import ArrayFile, Split
 from train.data.batches import Batch, BatchSlice, Replicas, VirtualShards, rebatch, without_sharding
-from train.named import Named
-
-if TYPE_CHECKING:
-    from train.data.sources import Source
-
-
-class Examples(Protocol):
-    """Examples of a split that are read by their numbers."""
-
-    @property
-    def num_examples(self) -> int:
-        """Number of examples."""
-
-    def read_batch(self, indices_B: tf.Tensor) -> Batch:
-        """Return the examples with these numbers and their weights."""
-
-
-class ArrayExamples(NamedTuple):
-    """A whole split in memory; several features or labels are dictionaries of tensors."""
-
-    features: Named
-    """`[N, ...]` uint8, int32, int64 or float32."""
-    labels: Named
-    """`[N]` or `[N, K]`, int64 or float32."""
-    weights: tf.Tensor | None
-    """`[N] float32`; None if the split has none."""
-
-    @property
-    def num_examples(self) -> int:
-        return int(named.leaves(self.features)[0].shape[0])
-
-    def read_batch(self, indices_B: tf.Tensor) -> Batch:
-        features, labels = (
-            named.each(lambda array: tf.gather(array, indices_B), part) for part in (self.features, self.labels)
-        )
-        weights_B = tf.ones(indices_B.shape) if self.weights is None else tf.gather(self.weights, indices_B)
-        return Batch(features, labels, weights_B)
-
-
-# `tf.random.experimental.index_shuffle` runs 4 rounds of its cipher. Measured over 60,000 examples and 40 epochs, the
-# orders of two epochs then correlate up to 0.9 and batches are too even; with 8 rounds they match NumPy's permutations.
-_ROUNDS = 8
-
-
-def load_examples(split: Split) -> ArrayExamples:
-    """Read a whole split and check its blocks, eagerly or inside a graph."""
-    features, labels = named.each(_read_array, split.features), named.each(_read_array, split.labels)
-    return ArrayExamples(features, labels, None if split.weights is None else _read_array(split.weights))
-
-
-def _read_array(file: ArrayFile) -> tf.Tensor:
-    with tf.device("CPU:0"):
-        raw = blocks.read_checked(str(file.path), file.blocks)
-        flat = tf.io.decode_raw(raw, tf.as_dtype(file.dtype), little_endian=True)
-        return tf.reshape(flat, file.shape)
-
-
-def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, num_examples: int) -> tf.Tensor:
-    """Return the numbers of the examples of one replica in one step, `[B] int64`.
-
-    The concatenated global batches of all steps are one epoch after the other, each in a different order. Every example
-    occurs once an epoch; a batch may end one epoch and begin the next.
-    """
-    check_sizes(num_examples, batch_slice.replica_batch)
-    with tf.device("CPU:0"):
-        positions_B = _positions(step, replica, batch_slice.replica_batch, batch_slice.replicas.total)
-        epochs_B = positions_B // num_examples
-        # A batch is not larger than an epoch, so it has examples of at most two epochs.
-        keys = tf.stack([_shuffle_key(batch_slice.seed, epochs_B[0] + number) for number in range(2)])
-        return tf.raw_ops.RandomIndexShuffle(
-            index=positions_B % num_examples,
-            seed=tf.gather(keys, epochs_B - epochs_B[0]),
-            max_index=tf.constant(num_examples - 1, tf.int64),
-            rounds=_ROUNDS,
-        )
-
-
-def _positions(step: tf.Tensor, replica: tf.Tensor, replica_batch: int, num_replicas: int) -> tf.Tensor:
-    """Return the positions of a replica's examples among those of all steps, `[B] int64`."""
-    first = (tf.cast(step, tf.int64) * num_replicas + tf.cast(replica, tf.int64)) * replica_batch
-    return first + tf.range(replica_batch, dtype=tf.int64)
-
-
-def _shuffle_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
-    """Return the shuffle's key for one epoch, `[3] uint32`.
-
-    It is random and not [seed, epoch, 0], because for up to 65,536 examples the shuffle uses only the low 8 bits of
-    each word, so that seeds 7 and 263 would be equal.
-    """
-    return tf.random.stateless_uniform(
-        [3], tf.stack([tf.constant(seed, tf.int64), epoch]), minval=None, maxval=None, dtype=tf.uint32, alg="philox"
-    )
-
-
-def check_sizes(num_examples: int, replica_batch: int) -> None:
-    """Check that a batch of a replica is not larger than the data, and that the data can be shuffled."""
-    if not 1 <= replica_batch <= num_examples:
-        raise UsageError(
-            f"--global-batch: {replica_batch} examples in a part of a step; expected 1 to {num_examples}, all of them"
-        )
-    bits = (num_examples - 1).bit_length() - 1
-    if bits >= 16 and bits % 2 == 0 and num_examples - 1 == 1 << bits:
-        # TensorFlow sizes its cipher by ceil(log2(num_examples - 1)), here one bit short: two examples would collide.
-        raise UsageError(f"{num_examples} examples: TensorFlow cannot shuffle exactly this number; leave one out")
-
-
-def train_batch(examples: Examples, step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice) -> Batch:
-    """Return one replica's part of the global batch of `step`; see `train_indices` for the arguments."""
-    indices_B = train_indices(step, replica, batch_slice, examples.num_examples)
-    with tf.device("CPU:0"):
-        return examples.read_batch(indices_B)
-
-
-def eval_batch(
-    examples: Examples, batch: tf.Tensor, replica: tf.Tensor, *, replica_batch: int, num_replicas: int
-) -> Batch:
-    """Return one replica's part of the global test batch number `batch`, in the order of the file.
-
-    Over all replicas and `eval_batches` batches, every example has weight 1 once; padding has weight 0. The weights of
-    the split are only for training: evaluation measures a plain mean.
-    """
-    num_examples = examples.num_examples
-    with tf.device("CPU:0"):
-        positions_B = _positions(batch, replica, replica_batch, num_replicas)
-        weights_B = tf.cast(positions_B < num_examples, tf.float32)
-        return examples.read_batch(tf.minimum(positions_B, num_examples - 1))._replace(weights=weights_B)
+from train.data.indexed import eval_batch, train_batch
+from train.data.sources import Source
 
 
 @dataclass(frozen=True)
@@ -185,8 +47,8 @@ def train_feed(
     replicas = strategy.num_replicas_in_sync
     shards = cut or VirtualShards(replicas, replicas)
     on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-    if source.arrays and not on_tpu:
-        examples = load_examples(source.arrays.train)
+    examples = source.examples("train") if source.in_memory and not on_tpu else None
+    if examples is not None:
         batch_slice = BatchSlice(global_batch, seed, replicas=Replicas(shards.total * micro_batches))
         return Feed(lambda: (), lambda _next, step, part: train_batch(examples, step, part, batch_slice))
     whole = cut is None and micro_batches == 1
@@ -231,8 +93,9 @@ def _stack(batches: tf.data.Dataset, shards: VirtualShards, micro_batches: int, 
 def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_batch: int) -> Feed:
     """Return the test split's batches, which the step of `Feed.batch` counts. Every pass must take all of them."""
     replicas = strategy.num_replicas_in_sync if strategy else 1
-    if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
-        examples = load_examples(source.arrays.test)
+    on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+    examples = source.examples("test") if source.in_memory and not on_tpu else None
+    if examples is not None:
         sizes = {"replica_batch": replica_batch, "num_replicas": replicas}
         return Feed(lambda: (), lambda _next, at, replica: eval_batch(examples, at, replica, **sizes))
 

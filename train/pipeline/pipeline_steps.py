@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from cluster.contract.run.records import Place
 from train.context import TaskContext
-from train.data import feeds
+from train.data import feeds, indexed
 from train.data.batches import VirtualShards, eval_batches
 from train.loops import evaluation, steps, train_step
 from train.loops.steps import LoopResult, Request, Signals, no_request
@@ -37,7 +37,7 @@ class PipelineSteps:
         summed_gradients.take_summed_gradients(policy.optimizer)
         config, task_stages = context.config, context.task_stages
         self._asynchronous = config.pipeline.schedule == "pipedream"
-        assert context.source.arrays is not None  # the plan refuses others
+        assert context.source.in_memory  # the plan refuses others
         shards = VirtualShards(task_stages.pipelines, task_stages.pipelines)
         data = context.strategy, context.source, 0, config.global_batch, config.seed, shards, config.micro_batches
         self._feed = feeds.train_feed(*data)
@@ -67,16 +67,15 @@ class PipelineSteps:
         context, pipelines = self._context, self._task_stages.pipelines
         if self._task_stages.whole:
             return context.new_evaluation()
-        arrays = context.source.arrays
-        assert arrays is not None
-        examples, batch = feeds.load_examples(arrays.test), evaluation.replica_batch(context.source)
+        examples, batch = context.source.examples("test"), evaluation.replica_batch(context.source)
+        assert examples is not None
         share = {"replica_batch": batch, "num_replicas": pipelines}
         rounds = eval_batches(context.source.test_examples, **share)
 
         def add(at: tf.Tensor, totals_N2M: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([totals_N2M]):
                 at = tf.identity(at)
-            examples_B = feeds.eval_batch(examples, at, tf.constant(self._task_stages.pipeline, tf.int64), **share)
+            examples_B = indexed.eval_batch(examples, at, tf.constant(self._task_stages.pipeline, tf.int64), **share)
             features_B = train_step.cast_features(context.model, examples_B.features)
             outputs = self._forward(features_B, batch, edges.EVALUATED)
             if self._task_stages.stages - 1 not in self._stages:

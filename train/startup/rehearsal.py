@@ -10,7 +10,7 @@ from tensorflow.python.eager import context  # forgetting its devices has no pub
 
 from train import patches
 from train.config import TrainConfig
-from train.data import feeds
+from train.data import indexed
 from train.data.batches import Batch, BatchSlice
 from train.data.feeds import Feed
 from train.loops import steps
@@ -52,11 +52,11 @@ def rehearse_step() -> None:
 
 
 def _feed() -> Feed:
-    examples = feeds.ArrayExamples(
+    examples = indexed.ArrayExamples(
         tf.zeros([EXAMPLES, *IMAGE], tf.uint8), tf.range(EXAMPLES, dtype=tf.int64) % CLASSES, weights=None
     )
 
     def batch(_next: object, step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        return feeds.train_batch(examples, step, replica, BatchSlice(EXAMPLES, seed=0))
+        return indexed.train_batch(examples, step, replica, BatchSlice(EXAMPLES, seed=0))
 
     return Feed(lambda: (), batch)

@@ -13,10 +13,12 @@ from cluster.system.json_files import read_json
 from tests.support import listed_examples, own_module
 from tests.support.listed_examples import TEST, TRAIN, ListedExamples, numbers, ranges, steps
 from train.config import TrainConfig
-from train.data import arrays, feeds, sources, store
+from train.data import arrays, feeds, indexed, store
 from train.data.batches import BatchSlice, Replicas
 from train.data.function import reading
 from train.data.function.examine import examine_function
+from train.data.opening import open_source
+from train.data.sources import Source
 
 ARRAYS = TrainConfig(dataset="own:numbers")
 SHARDS = TrainConfig(dataset="numbers", source="stream")
@@ -24,21 +26,21 @@ FUNCTION = TrainConfig(dataset="own_function:data", source="function", num_outpu
 
 
 @pytest.fixture(params=["arrays", "shards", numbers, ranges])
-def source(request, tmp_path, monkeypatch) -> sources.Source:
+def source(request, tmp_path, monkeypatch) -> Source:
     """The same examples as arrays and as shards, both with weights, and of functions of both forms."""
     train = [(np.full(2, i, np.float32), i % 3, np.float32(10 * i)) for i in range(TRAIN)]
     test = [example[:2] for example in train[:TEST]]
     if request.param == "arrays":
         columns = [tuple(np.stack(part) for part in zip(*examples, strict=True)) for examples in (train, test)]
         arrays.write_arrays(tmp_path, "own:numbers", "1", {"train": columns[0], "test": columns[1]})
-        return sources.open_source(ARRAYS, tmp_path)
+        return open_source(ARRAYS, tmp_path)
     if request.param == "shards":
         listed_examples.shard(tmp_path, "numbers", ListedExamples(train, test), num_shards=6)
-        return sources.open_source(SHARDS, tmp_path)
+        return open_source(SHARDS, tmp_path)
     own_module.put(monkeypatch, "own_function", data=request.param)
     monkeypatch.setattr(reading, "_OPEN", {})
     examine_function("own_function:data", tmp_path, "3")
-    return sources.open_source(FUNCTION, tmp_path)
+    return open_source(FUNCTION, tmp_path)
 
 
 @pytest.mark.extended
@@ -64,7 +66,7 @@ def test_each_example_is_read_once_an_epoch_at_any_number_of_replicas(source):
 
 
 def test_an_iterator_starts_at_the_step_from_which_training_resumes(source):
-    feed = feeds.train_feed(tf.distribute.get_strategy(), dataclasses.replace(source, arrays=None), 3, 6, 7)
+    feed = feeds.train_feed(tf.distribute.get_strategy(), dataclasses.replace(source, in_memory=False), 3, 6, 7)
     assert steps(source, 3, 4) == [feed.next().features[:, 0].numpy().astype(int).tolist() for _ in range(4)]
 
 
@@ -114,7 +116,7 @@ def shard(data_dir: Path, version: str, value: float, num_shards: int = 3) -> No
     listed_examples.shard(data_dir, "numbers", ListedExamples(examples, examples[:5], version), num_shards)
 
 
-def first_feature(source: sources.Source) -> float:
+def first_feature(source: Source) -> float:
     return float(next(iter(source.train_dataset(BatchSlice(2, 7)))).features[0, 0])
 
 
@@ -123,44 +125,44 @@ def first_feature(source: sources.Source) -> float:
 def test_a_later_generation_uses_the_data_of_the_first(make_run, tmp_path, config, write):
     run = make_run(workers=0)
     write(tmp_path, "1", 1.0)
-    assert 1.0 == first_feature(sources.open_source(config, tmp_path, run))
+    assert 1.0 == first_feature(open_source(config, tmp_path, run))
     write(tmp_path, "2", 2.0)
-    assert 1.0 == first_feature(sources.open_source(config, tmp_path, run))
-    assert "1" == sources.open_source(config, tmp_path, run).version
-    assert 2.0 == first_feature(sources.open_source(config, tmp_path, make_run("another", workers=0)))
-    assert 2.0 == first_feature(sources.open_source(config, tmp_path))
+    assert 1.0 == first_feature(open_source(config, tmp_path, run))
+    assert "1" == open_source(config, tmp_path, run).version
+    assert 2.0 == first_feature(open_source(config, tmp_path, make_run("another", workers=0)))
+    assert 2.0 == first_feature(open_source(config, tmp_path))
     recorded = {"version": "1", "num_shards": 3 if config is SHARDS else 0}
     assert recorded == read_json(run.control / "data.json")
 
 
 def test_another_number_of_shards_is_refused_in_one_line(run, tmp_path):
     shard(tmp_path, "1", 1.0)
-    sources.open_source(SHARDS, tmp_path, run)
+    open_source(SHARDS, tmp_path, run)
     shard(tmp_path, "1", 1.0, num_shards=4)
     with pytest.raises(RunFailed, match="invoke data.shard --name numbers --shards 3"):
-        sources.open_source(SHARDS, tmp_path, run)
+        open_source(SHARDS, tmp_path, run)
     shard(tmp_path, "1", 1.0, num_shards=3)
-    assert 3 == sources.open_source(SHARDS, tmp_path, run).num_shards
+    assert 3 == open_source(SHARDS, tmp_path, run).num_shards
 
 
 def test_data_that_is_gone_is_asked_for_by_its_version(run, tmp_path):
     prepare(tmp_path, "1", 1.0)
-    sources.open_source(ARRAYS, tmp_path, run)
+    open_source(ARRAYS, tmp_path, run)
     store.path_of(tmp_path, "arrays", "own:numbers", "1").rename(tmp_path / "elsewhere")
     prepare(tmp_path, "2", 2.0)
     with pytest.raises(PrerequisiteError, match="^own:numbers 1 is not prepared"):
-        sources.open_source(ARRAYS, tmp_path, run)
+        open_source(ARRAYS, tmp_path, run)
 
 
 def test_data_that_was_never_prepared_is_not_recorded(run, tmp_path):
     with pytest.raises(PrerequisiteError):
-        sources.open_source(ARRAYS, tmp_path, run)
+        open_source(ARRAYS, tmp_path, run)
     assert not (run.control / "data.json").exists()
 
 
 def epoch(number: int, seed: int, num_examples: int) -> np.ndarray:
     """Return one whole epoch: it is the global batch of step `number` where that is as large as an epoch."""
-    return feeds.train_indices(
+    return indexed.train_indices(
         tf.constant(number), tf.constant(0), BatchSlice(num_examples, seed), num_examples
     ).numpy()
 
@@ -184,7 +186,7 @@ def test_seeds_that_share_their_low_bits_shuffle_differently():
 
 def test_a_replica_batch_larger_than_an_epoch_is_refused():
     with pytest.raises(UsageError, match="11 examples .* 1 to 10"):
-        feeds.train_indices(tf.constant(0), tf.constant(0), BatchSlice(11, 7), 10)
+        indexed.train_indices(tf.constant(0), tf.constant(0), BatchSlice(11, 7), 10)
 
 
 def test_a_size_that_tensorflow_cannot_permute_is_refused():
